@@ -1,0 +1,1 @@
+"""Example jobs, one file each: what a user writes."""

@@ -1,0 +1,6 @@
+"""Multi-node training with exact gradient accumulation: state a global batch, get provably its update."""
+
+from orchestrator.job import Job, Loss
+
+__version__ = "0.1.0"
+__all__ = ["Job", "Loss", "__version__"]

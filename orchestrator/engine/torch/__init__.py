@@ -1,0 +1,1 @@
+"""The torch engine: groups, differentiable collectives, the accumulator."""

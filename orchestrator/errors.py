@@ -1,0 +1,109 @@
+"""The exceptions that people meet, as one small tree. The exit code belongs to the class.
+
+Messages are written for the person: what was set (as they spelled it), what is needed, the nearest
+value that works. Anything that is *not* one of these is a defect and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+EXIT_FINISHED = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_STOPPED = 3
+EXIT_INTERRUPTED = 130
+
+
+class OrchestratorError(Exception):
+    """Base of every error that is reported as a message rather than as a traceback."""
+
+    exit_code = EXIT_FAILED
+
+
+class UsageError(OrchestratorError):
+    """What was asked for is wrong; nothing was started and nothing was written."""
+
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(UsageError):
+    """A configuration key or value that cannot be used."""
+
+
+class PlanError(UsageError):
+    """A batch, a schedule or a data set that cannot be planned."""
+
+
+class JobError(UsageError):
+    """A job class that is missing, is not a job, or breaks the job's contract."""
+
+
+class DataError(UsageError):
+    """A data folder that is missing or damaged."""
+
+
+class RunFolderError(UsageError):
+    """A run folder that is missing, damaged, not writable, or another run's."""
+
+
+class ClusterError(UsageError):
+    """A cluster that refuses the request or is not there."""
+
+
+class TransportError(UsageError):
+    """A transport that this machine cannot offer."""
+
+
+class RendezvousError(OrchestratorError):
+    """The ranks did not all come together in time; the message names those that are missing."""
+
+
+class PeerLost(OrchestratorError):
+    """A collective ended because another rank went away. Never the first cause of a failure."""
+
+
+class NonFiniteError(OrchestratorError):
+    """The loss or a gradient became NaN or infinite; raised on all ranks in the same update."""
+
+
+class SilenceError(OrchestratorError):
+    """A collective was called between two boundaries by a job that did not declare it."""
+
+
+class RunFailed(OrchestratorError):
+    """A run ended because a rank failed."""
+
+
+class StopRequested(OrchestratorError):
+    """The run was asked to stop and did, at a point from which it can be resumed."""
+
+    exit_code = EXIT_STOPPED
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The entry of `known` that is spelled most like `word`, or None when none is close.
+
+    >>> nearest("stpes", ["steps", "global_batch"])
+    'steps'
+    >>> nearest("zzz", ["steps"]) is None
+    True
+    """
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The tail of a message: `; did you mean 'steps'?`, or the list of what is known.
+
+    >>> did_you_mean("stpes", ["steps"])
+    "; did you mean 'steps'?"
+    >>> did_you_mean("zzz", ["b", "a"])
+    '; known are: a, b'
+    """
+    known = sorted(known)
+    match = nearest(word, known)
+    if match is not None:
+        return f"; did you mean '{match}'?"
+    return f"; known are: {', '.join(known)}" if known else ""

@@ -1,0 +1,1 @@
+"""Placing a run: requests as values, the local cluster, SLURM."""
