@@ -1,1 +1,1 @@
-"""Pure arithmetic: who computes what, in which order, at which learning rate, for how many bytes."""
+"""Pure arithmetic: who computes what, in which order, at which rate, for how many bytes."""
