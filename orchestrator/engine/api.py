@@ -220,6 +220,11 @@ class Engine(Protocol):
         """
         ...
 
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's `numbers` (equally many on all), a row for each rank, as float64. Collective;
+        for set-up and the end of a run, never inside a window, and not counted as a window's."""
+        ...
+
     def evaluate(self) -> dict[str, float]:
         """The job's held-out figures, the model in evaluation mode meanwhile. Rank 0 only."""
         ...

@@ -1,0 +1,58 @@
+"""Handwritten digits with the MLP 784-512-256-128-10, on scikit-learn's digits or your own MNIST folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from jobs.idx import bundled_digits, read_digits
+from orchestrator import Job, Loss
+
+
+class Digits(Job):
+    """Classify digits.
+
+    Args:
+        data_dir: folder with MNIST's four IDX files; None for the digits that scikit-learn ships.
+        layers: sizes of the MLP's layers, from pixels to classes.
+    """
+
+    metric_names = ("accuracy",)
+
+    def __init__(
+        self, data_dir: str | None = None, layers: Sequence[int] = (784, 512, 256, 128, 10)
+    ) -> None:
+        self.folder = Path(data_dir).expanduser() if data_dir else bundled_digits()
+        self.layers = list(layers)
+
+    def model(self) -> nn.Module:
+        parts: list[nn.Module] = []
+        for inputs, outputs in zip(self.layers, self.layers[1:], strict=False):
+            parts += [nn.Linear(inputs, outputs), nn.ReLU()]
+        return nn.Sequential(*parts[:-1])
+
+    def dataset(self, part: str = "train") -> TensorDataset:
+        images, labels = read_digits(self.folder, part)
+        pixels = torch.from_numpy(images.reshape(len(images), -1).copy())
+        return TensorDataset(pixels.float() / 255, torch.from_numpy(labels.copy()).long())
+
+    def loss(self, model: nn.Module, batch: Sequence[Tensor]) -> Loss:
+        pixels, labels = batch
+        scores = model(pixels)
+        right = (scores.argmax(1) == labels).sum()
+        total = functional.cross_entropy(scores, labels, reduction="sum")
+        return Loss(total, weight=len(labels), metrics={"accuracy": right})
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        pixels, labels = self.dataset("test").tensors
+        parameter = next(model.parameters())
+        scores = model(pixels.to(parameter)).cpu()
+        return {
+            "accuracy": (scores.argmax(1) == labels).float().mean().item(),
+            "loss": functional.cross_entropy(scores, labels).item(),
+        }

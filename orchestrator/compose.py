@@ -1,0 +1,180 @@
+"""From a command line to a checked `Config`: Hydra's composition, and its errors put into words.
+
+One place knows Hydra's ways: the schema's registration, the spellings we accept beside Hydra's own,
+and what its exceptions mean for the person who typed the overrides.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from orchestrator.config import FREE_SECTIONS, Config, check, unknown_keys
+from orchestrator.errors import ConfigError, did_you_mean
+
+HYDRA_VERSION_BASE = "1.3"
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException)
+
+
+def dense_parameters(layers: Sequence[int]) -> int:
+    """Numbers in the weights and biases of dense layers of these sizes.
+
+    >>> dense_parameters([2, 3, 1])
+    13
+    """
+    return sum(a * b + b for a, b in zip(layers, layers[1:], strict=False))
+
+
+def when_null(value: Any, then: Any, otherwise: Any) -> Any:
+    """`then` where a key is null, else `otherwise` (OmegaConf has no conditional of its own)."""
+    return then if value is None else otherwise
+
+
+def register() -> None:
+    """Make the schema and the resolvers known to Hydra. May be called twice."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    for resolver in (dense_parameters, when_null):
+        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+
+
+def config_folder() -> Path:
+    """The folder with the shipped configuration: in an installed wheel, or beside the package."""
+    package = Path(__file__).resolve().parent
+    for candidate in (package / "conf", package.parent / "conf"):
+        if (candidate / "config.yaml").is_file():
+            return candidate
+    raise ConfigError(f"the shipped configuration is missing: there is no conf/config.yaml in {package}")
+
+
+def _key(override: str) -> str:
+    return override.split("=", 1)[0].lstrip("+~")
+
+
+def accept_spellings(arguments: Sequence[str]) -> list[str]:
+    """Rewrite what people type into what Hydra takes.
+
+    `cluster=slurm` means `+cluster=slurm` (the group is absent from the defaults); with an own
+    `job._target_` its arguments need no `+`; a sweep's `run.dir` is where its points are gathered.
+
+    >>> accept_spellings(["cluster=slurm", "job._target_=a.B", "job.width=3"])
+    ['+cluster=slurm', 'job._target_=a.B', '++job.width=3']
+    """
+    own_job = any(_key(a) == "job._target_" for a in arguments)
+    own_primary = any(a in {"-cn", "--config-name"} or a.startswith("--config-name=") for a in arguments)
+    sweep = any(a in {"-m", "--multirun"} for a in arguments)
+    result: list[str] = []
+    for argument in arguments:
+        if argument.startswith("cluster=") and not own_primary:
+            result.append("+" + argument)
+        elif own_job and argument.startswith("job.") and _key(argument) != "job._target_":
+            result.append("++" + argument)
+        else:
+            result.append(argument)
+            if sweep and _key(argument) == "run.dir":
+                result.append("hydra.sweep.dir=" + argument.split("=", 1)[1])
+    return result
+
+
+def to_config(composed: DictConfig, overrides: Iterable[str]) -> Config:
+    """Check a composed configuration against the schema and the rules; give it as a `Config`.
+
+    Raises:
+        ConfigError: unknown keys, wrong types, values that cannot be used.
+    """
+    stated = {_key(override) for override in overrides}
+    if "job._target_" in stated:  # somebody's own job: the default job's arguments are not meant for it
+        for section in ("job", "facts"):
+            for key in list(composed[section]):
+                if f"{section}.{key}" not in stated:
+                    composed[section][key] = None
+                    if section == "job":
+                        OmegaConf.set_struct(composed[section], value=False)
+                        del composed[section][key]
+    try:
+        values = OmegaConf.to_container(composed, resolve=True)
+        sentences = unknown_keys(values)  # type: ignore[arg-type]
+        if sentences:
+            raise ConfigError("\n".join(sentences))
+        return read_config(values)
+    except OmegaConfBaseException as error:
+        raise explained(error) from error
+
+
+def read_config(values: Any) -> Config:
+    """A `Config` from plain values, as in a run folder's config.yaml; checked."""
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, Config)  # noqa: S101  # what a structured merge gives, by construction
+    check(config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The text of config.yaml; `read_config` of it is the same configuration."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
+    """Compose without Hydra's application: for verbs that only look.
+
+    Args:
+        overrides: as on the command line of `orchestrator.launch`.
+        config_dir: a folder of the user's own configs, searched beside the shipped ones.
+    """
+    import hydra
+
+    register()
+    overrides = accept_spellings(overrides)
+    searched = []
+    if config_dir is not None:
+        folder = Path(config_dir).expanduser().resolve()
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir must be a folder, but {config_dir} is not one")
+        searched = [f"hydra.searchpath=[file://{folder}]"]
+    try:
+        with hydra.initialize_config_dir(str(config_folder()), version_base=HYDRA_VERSION_BASE):
+            composed = hydra.compose("config", overrides=[*overrides, *searched])
+    except COMPOSITION_ERRORS as error:
+        raise explained(error) from error
+    return to_config(composed, overrides)
+
+
+def _known_keys(dotted: str) -> list[str]:
+    node: Any = Config()
+    for part in dotted.split(".")[:-1]:
+        node = getattr(node, part, None)
+    return list(vars(node)) if node is not None and hasattr(node, "__dict__") else []
+
+
+def explained(error: BaseException) -> ConfigError:
+    """Put an exception of Hydra or OmegaConf into one clear message."""
+    text = str(error)
+    if found := re.search(r"Could not override '([^']+)'", text):
+        key = found.group(1)
+        section = key.split(".")[0]
+        if section in FREE_SECTIONS and "." in key:
+            return ConfigError(
+                f"the chosen {section} has no key '{key}'; to give it one all the same, write +{key}=…"
+            )
+        return ConfigError(f"there is no key '{key}'{did_you_mean(key.split('.')[-1], _known_keys(key))}")
+    if found := re.search(r"Could not find '([^']+)/([^']+)'", text):
+        group, choice = found.groups()
+        offered = re.findall(r"^\t(?!provider=)(\S+)$", text, flags=re.MULTILINE)
+        return ConfigError(f"there is no {group} called '{choice}'{did_you_mean(choice, offered)}")
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = getattr(cause, "full_key", None)
+    first = str(cause).split("\n    full_key", maxsplit=1)[0].split("\nSee https", maxsplit=1)[0].strip()
+    return ConfigError(f"{key}: {first}" if key else f"the command line cannot be read: {first}")
+
+
+def user_path(path: str) -> Path:
+    """A path as the user meant it: `~` expanded, relative to where they stand."""
+    return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100  # no symlink is followed

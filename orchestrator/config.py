@@ -1,0 +1,252 @@
+"""The configuration: a schema that Hydra fills in, and the checks that need no plan.
+
+The dataclasses are mutable because OmegaConf fills them; nothing changes them after `check`.
+`orchestrator.compose` turns a command line into a `Config`; `conf/` holds the values people choose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+from orchestrator.errors import ConfigError, did_you_mean
+
+TRANSPORTS = ("auto", "nccl", "hccl", "gloo", "mccl")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "cluster.kind": ("local", "slurm"),
+    "accumulation.ragged": ("update", "drop", "carry"),
+    "accumulation.sync": ("boundary", "every_step"),
+    "accumulation.reduction": ("fast", "reproducible"),
+    "accumulation.balance": ("even", "measured"),
+    "schedule.scaling": ("linear", "sqrt", "none"),
+    "schedule.decay": ("cosine", "linear", "none"),
+    "train.precision": ("float32", "bfloat16", "float16", "float64"),
+    "train.on_non_finite": ("stop", "skip"),
+    "engine.framework": ("auto", "torch", "mindspore"),
+    "tracker.kind": ("tensorboard", "none"),
+    "transport": TRANSPORTS,
+}
+
+
+@dataclass
+class ClusterConfig:
+    """Where the ranks run. The fields under "SLURM" are refused for a local cluster."""
+
+    kind: str = "local"
+    nodes: Any = 2
+    ranks_per_node: int = 2
+    cpus_per_rank: int = 1
+    gpus_per_node: int | None = None
+    rendezvous_timeout_s: float = 120.0
+    collective_timeout_s: float = 1800.0
+    heartbeat_timeout_s: float = 20.0
+    # SLURM
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    reservation: str | None = None
+    comment: str | None = None
+    memory_gib: float | None = None
+    time_min: int | None = None
+    signal_ahead_s: int | None = None
+    requeue: bool | None = None
+    exclusive: bool | None = None
+    slurm_conf: str | None = None
+    slurm_flags: dict[str, Any] = field(default_factory=dict[str, Any])
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    preamble: list[str] = field(default_factory=list[str])
+    container: str | None = None
+    container_runtime: str | None = None
+
+
+SLURM_ONLY = (
+    "partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "memory_gib",
+    "time_min", "signal_ahead_s", "requeue", "exclusive", "slurm_conf", "slurm_flags", "preamble",
+    "container", "container_runtime",
+)  # fmt: skip
+
+
+@dataclass
+class AccumulationConfig:
+    """How the samples of one update are cut. Any two of the first three give the third."""
+
+    global_batch: int | None = None
+    steps: int | None = None
+    micro_batch: int | None = None
+    ragged: str = "update"
+    sync: str = "boundary"
+    reduction: str = "fast"
+    balance: str = "even"
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate in updates: base_lr x scaling(G / base_batch) x warm-up and decay."""
+
+    base_lr: float = 1e-3
+    base_batch: int = 256
+    scaling: str = "none"
+    warmup_updates: int = 0
+    decay: str = "none"
+
+
+@dataclass
+class TrainConfig:
+    """The training itself. `evaluate_every` and `checkpoint_every` count updates; null: each epoch."""
+
+    updates: int | None = None
+    epochs: float | None = None
+    seed: int = 0
+    clip_norm: float | None = None
+    precision: str = "float32"
+    evaluate_every: int | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 2
+    loader_workers: int = 0
+    on_non_finite: str = "stop"
+
+
+@dataclass
+class EngineConfig:
+    """Which framework computes ("auto": what the job's class says), and the size of its buckets."""
+
+    framework: str = "auto"
+    bucket_mib: float = 25.0
+
+
+@dataclass
+class RunConfig:
+    """Where the run is kept and how it is followed. `watch` null: local yes, SLURM no."""
+
+    dir: str | None = None
+    name: str | None = None
+    watch: bool | None = None
+    snapshot: bool = True
+
+
+@dataclass
+class TrackerConfig:
+    """Where scalars go beside metrics.jsonl."""
+
+    kind: str = "tensorboard"
+
+
+@dataclass
+class FactsConfig:
+    """What the planner may know of job and data before either is loaded; null: not known.
+
+    The workers check both and say so when one is wrong.
+    """
+
+    parameters: int | None = None
+    dataset_samples: int | None = None
+
+
+@dataclass
+class Config:
+    """The whole configuration, as in config.yaml of a run folder."""
+
+    job: dict[str, Any] = field(default_factory=dict[str, Any])
+    optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    facts: FactsConfig = field(default_factory=FactsConfig)
+    transport: str = "auto"
+
+
+FREE_SECTIONS = ("job", "optimizer")
+
+
+def node_range(nodes: Any) -> tuple[int, int]:
+    """The (least, most) nodes that `cluster.nodes` asks for: an int, or `{min: a, max: b}`.
+
+    >>> node_range(3), node_range({"min": 2, "max": 4})
+    ((3, 3), (2, 4))
+    """
+    if isinstance(nodes, int) and not isinstance(nodes, bool):
+        least = most = nodes
+    elif isinstance(nodes, Mapping) and set(nodes) == {"min", "max"}:  # type: ignore[reportUnknownArgumentType]
+        least, most = nodes["min"], nodes["max"]
+    else:
+        raise ConfigError(f"cluster.nodes must be a number or {{min: a, max: b}}, but is {nodes!r}")
+    if not (isinstance(least, int) and isinstance(most, int) and 1 <= least <= most):
+        raise ConfigError(f"cluster.nodes must be at least 1, but is {nodes!r}; try cluster.nodes=1")
+    return least, most
+
+
+def unknown_keys(found: Mapping[str, Any], schema: Any = Config, prefix: str = "") -> list[str]:
+    """A sentence for every key of `found` that the schema does not have, at any level."""
+    known = {f.name: getattr(schema(), f.name) for f in fields(schema)}
+    sentences: list[str] = []
+    for key, value in found.items():
+        if key not in known:
+            sentences.append(f"there is no key '{prefix}{key}'{did_you_mean(str(key), known)}")
+        elif is_dataclass(known[key]) and isinstance(value, Mapping):
+            sentences += unknown_keys(value, type(known[key]), f"{prefix}{key}.")
+    return sentences
+
+
+def _value(config: Config, dotted: str) -> Any:
+    node: Any = config
+    for part in dotted.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def check(config: Config) -> None:
+    """Refuse values that no plan and no cluster can use. Raises `ConfigError`, one message for all."""
+    wrong: list[str] = []
+    for dotted, allowed in CHOICES.items():
+        value = _value(config, dotted)
+        if value not in allowed:
+            wrong.append(
+                f"{dotted} must be one of {', '.join(allowed)}, but is {value!r}"
+                + did_you_mean(str(value), allowed).replace("; known are: " + ", ".join(sorted(allowed)), "")
+            )
+    node_range(config.cluster.nodes)
+    at_least: Sequence[tuple[str, float]] = (
+        ("cluster.ranks_per_node", 1), ("cluster.cpus_per_rank", 1), ("accumulation.steps", 1),
+        ("accumulation.global_batch", 1), ("accumulation.micro_batch", 1), ("train.updates", 1),
+        ("train.evaluate_every", 0), ("train.checkpoint_every", 0), ("train.keep_checkpoints", 1),
+        ("train.loader_workers", 0), ("train.seed", 0), ("schedule.warmup_updates", 0),
+        ("schedule.base_batch", 1), ("cluster.time_min", 1), ("cluster.gpus_per_node", 0),
+        ("cluster.signal_ahead_s", 1), ("facts.parameters", 1), ("facts.dataset_samples", 1),
+    )  # fmt: skip
+    for dotted, least in at_least:
+        value = _value(config, dotted)
+        if value is not None and value < least:
+            wrong.append(f"{dotted} must be at least {least}, but is {value}; try {dotted}={least}")
+    positive = (
+        "schedule.base_lr", "train.epochs", "train.clip_norm", "cluster.memory_gib", "engine.bucket_mib",
+        "cluster.rendezvous_timeout_s", "cluster.collective_timeout_s", "cluster.heartbeat_timeout_s",
+    )  # fmt: skip
+    for dotted in positive:
+        value = _value(config, dotted)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            wrong.append(f"{dotted} must be a number above 0, but is {value}")
+    if config.accumulation.reduction == "reproducible" and config.accumulation.micro_batch is None:
+        wrong.append(
+            "accumulation.reduction=reproducible needs accumulation.micro_batch: the size of a leaf, "
+            "the atom of work; try accumulation.micro_batch=16"
+        )
+    if config.cluster.kind == "local":
+        wrong += [
+            f"cluster.{name} means nothing on a local cluster; add +cluster=slurm, or leave it out"
+            for name in SLURM_ONLY
+            if _value(config, f"cluster.{name}") not in (None, {}, [])
+        ]
+    if not isinstance(config.job.get("_target_"), str):
+        wrong.append("job._target_ must be the dotted name of a job class, as in jobs.digits.Digits")
+    if "_target_" not in config.optimizer and not isinstance(config.optimizer.get("name"), str):
+        wrong.append("optimizer.name must be sgd, adam or adamw, or optimizer._target_ a dotted name")
+    if wrong:
+        raise ConfigError("\n".join(wrong))

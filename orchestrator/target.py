@@ -1,0 +1,249 @@
+"""Look at a job's class without importing it: does it exist, is it a job, do its arguments fit?
+
+The submitting side must neither import a framework nor run a user's code, so the source is read with
+`ast`. What cannot be decided from the source (a class made by a function, say) is left to the
+workers, which check again with the class in hand.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import JobError, did_you_mean
+from orchestrator.job import REQUIRED_METHODS
+
+BASE_JOB = ("orchestrator.job", "Job")
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetFacts:
+    """What the source says of a job; None where it does not say."""
+
+    framework: str | None = None
+    source: Path | None = None
+
+
+def find_module(dotted: str) -> ModuleSpec | None:
+    """The module's spec, without running any package's `__init__`."""
+    path: Any = None
+    spec: ModuleSpec | None = None
+    parts = dotted.split(".")
+    for index in range(len(parts)):
+        name = ".".join(parts[: index + 1])
+        spec = None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path) if find else None
+            if spec is not None:
+                break
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+        if path is None and index + 1 < len(parts):
+            return None
+    return spec
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    node: ast.ClassDef
+    module: _Module
+
+
+class _Module:
+    """The names at the top of one source file."""
+
+    def __init__(self, name: str, source: Path) -> None:
+        self.name, self.source = name, source
+        self.names: dict[str, ast.AST] = {}
+        self.imports: dict[str, tuple[str, str | None]] = {}
+        self.open_ended = False
+        tree = ast.parse(source.read_text(encoding="utf-8"), filename=str(source))
+        self._collect(tree.body)
+
+    def _collect(self, body: Iterable[ast.stmt]) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                self.names[node.name] = node
+                self.open_ended |= node.name == "__getattr__"
+            elif isinstance(node, ast.ImportFrom):
+                self._collect_from(node)
+            elif isinstance(node, ast.Import):
+                for alias in node.names:
+                    bound = alias.asname or alias.name.split(".")[0]
+                    self.imports[bound] = (alias.name if alias.asname else bound, None)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        self.names[target.id] = node
+            elif isinstance(node, ast.If | ast.Try | ast.With):
+                for part in ("body", "orelse", "finalbody"):
+                    self._collect(getattr(node, part, []))
+                for handler in getattr(node, "handlers", []):
+                    self._collect(handler.body)
+
+    def _collect_from(self, node: ast.ImportFrom) -> None:
+        package = self.name if self.source.name == "__init__.py" else self.name.rpartition(".")[0]
+        base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        origin = ".".join([*base, *([node.module] if node.module else [])])
+        for alias in node.names:
+            self.open_ended |= alias.name == "*"
+            self.imports[alias.asname or alias.name] = (origin, alias.name)
+
+    def resolve(self, name: str, seen: frozenset[str] = frozenset()) -> _Class | ast.AST | None:
+        """The class or statement behind a name here; None when the source does not tell."""
+        if name in self.names:
+            node = self.names[name]
+            return _Class(node, self) if isinstance(node, ast.ClassDef) else node
+        if name in self.imports and f"{self.name}.{name}" not in seen:
+            origin, original = self.imports[name]
+            other = load_module(origin) if original else None
+            if other is not None and original is not None:
+                return other.resolve(original, seen | {f"{self.name}.{name}"})
+        return None
+
+
+def load_module(dotted: str) -> _Module | None:
+    """Read a module's source; None when it has none (an extension, a namespace)."""
+    spec = find_module(dotted)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    return _Module(dotted, Path(spec.origin))
+
+
+class _Lineage:
+    """A class and its bases, as far as the sources tell."""
+
+    def __init__(self, leaf: _Class) -> None:
+        self.complete = True
+        self.classes: list[_Class] = []
+        self._add(leaf)
+
+    def _add(self, found: _Class) -> None:
+        if (found.module.name, found.node.name) == BASE_JOB or any(c == found for c in self.classes):
+            return
+        self.classes.append(found)
+        self.complete &= not found.node.keywords
+        for base in found.node.bases:
+            name = base.value if isinstance(base, ast.Subscript) else base
+            if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name):
+                origin = found.module.imports.get(name.value.id)
+                module = load_module(origin[0] if origin[1] is None else ".".join(map(str, origin))) if origin else None
+                resolved = module.resolve(name.attr) if module else None
+            elif isinstance(name, ast.Name):
+                resolved = found.module.resolve(name.id)
+                if name.id in {"object", "Protocol", "Generic", "ABC"}:
+                    continue
+            else:
+                resolved = None
+            if isinstance(resolved, _Class):
+                self._add(resolved)
+            else:
+                self.complete = False
+
+    def members(self) -> dict[str, ast.stmt]:
+        found: dict[str, ast.stmt] = {}
+        for item in self.classes:
+            for node in item.node.body:
+                if isinstance(node, DEFINITIONS):
+                    found.setdefault(node.name, node)
+                elif isinstance(node, ast.Assign):
+                    for target in node.targets:
+                        if isinstance(target, ast.Name):
+                            found.setdefault(target.id, node)
+                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    found.setdefault(node.target.id, node)
+        return found
+
+    def parameters(self) -> tuple[list[str], list[str]] | None:
+        """(all, required) parameters of the constructor; None when the source does not tell."""
+        init = self.members().get("__init__")
+        if isinstance(init, DEFINITIONS):
+            given = init.args
+            if given.kwarg is not None:
+                return None
+            plain = [a.arg for a in (*given.posonlyargs, *given.args)][1:]
+            required = plain[: len(plain) - len(given.defaults)] if given.defaults else list(plain)
+            only = [a.arg for a in given.kwonlyargs]
+            required += [a for a, d in zip(only, given.kw_defaults, strict=True) if d is None]
+            return plain + only, required
+        if not self.complete:
+            return None
+        decorated = [c for c in self.classes if any("dataclass" in ast.dump(d) for d in c.node.decorator_list)]
+        if not decorated:
+            return [], []
+        names: dict[str, bool] = {}
+        for item in reversed(decorated):
+            for node in item.node.body:
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    if "ClassVar" not in ast.dump(node.annotation):
+                        names[node.target.id] = node.value is None
+        return list(names), [name for name, needed in names.items() if needed]
+
+
+def _constant(members: Mapping[str, ast.stmt], name: str) -> Any:
+    node = members.get(name)
+    value = getattr(node, "value", None)
+    return value.value if isinstance(value, ast.Constant) else None
+
+
+def check_target(job: Mapping[str, Any]) -> TargetFacts:
+    """Check `job._target_` and the keys beside it. Nothing is imported, nothing is run.
+
+    Raises:
+        JobError: the module or class does not exist, is not a job, or takes other arguments.
+    """
+    dotted = str(job["_target_"])
+    module_name, _, name = dotted.rpartition(".")
+    if not module_name:
+        raise JobError(f"job._target_ must be module.Class, but is '{dotted}'")
+    spec = find_module(module_name)
+    if spec is None:
+        raise JobError(
+            f"job._target_={dotted}: there is no module '{module_name}' on Python's path; run from the "
+            f"folder that holds it, or install it"
+        )
+    module = load_module(module_name)
+    if module is None:
+        return TargetFacts()
+    found = module.resolve(name)
+    if found is None:
+        if module.open_ended or name in module.imports:
+            return TargetFacts(source=module.source)
+        classes = [n for n, node in module.names.items() if isinstance(node, ast.ClassDef)]
+        raise JobError(f"job._target_={dotted}: {module.source} has no class '{name}'{did_you_mean(name, classes)}")
+    if not isinstance(found, _Class):
+        if isinstance(found, DEFINITIONS):
+            raise JobError(f"job._target_={dotted} is a function; it must be a class with {', '.join(REQUIRED_METHODS)}")
+        return TargetFacts(source=module.source)
+    return _check_class(dotted, found, job)
+
+
+def _check_class(dotted: str, found: _Class, job: Mapping[str, Any]) -> TargetFacts:
+    lineage = _Lineage(found)
+    members = lineage.members()
+    missing = [method for method in REQUIRED_METHODS if method not in members]
+    if missing and lineage.complete and not {"embed", "loss_of_embeddings"} <= set(members):
+        raise JobError(
+            f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)} "
+            f"(see docs/your-own-job.md)"
+        )
+    parameters = lineage.parameters()
+    if parameters is not None:
+        known, required = parameters
+        given = [key for key in job if key != "_target_"]
+        for key in given:
+            if key not in known:
+                raise JobError(f"{dotted} takes no argument '{key}' (from job.{key}){did_you_mean(key, known)}")
+        for key in required:
+            if key not in given:
+                raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
+    return TargetFacts(framework=_constant(members, "framework"), source=found.module.source)

@@ -1,0 +1,38 @@
+"""The one owner of signals in a rank: a handler only sets a flag.
+
+The flag travels with the next boundary's reduction, so all ranks stop after the same update. Nothing
+else in a worker may install a handler for these signals.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class StopFlag:
+    """Set by the first stop signal; read by the loop."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._pid = os.getpid()
+
+    @property
+    def requested(self) -> bool:
+        return self.signal is not None
+
+    def install(self) -> StopFlag:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if os.getpid() != self._pid:  # a forked child (a loader worker): not its flag to set
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.signal = signal.Signals(number)

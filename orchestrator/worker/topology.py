@@ -1,0 +1,82 @@
+"""Who am I? The one place that reads the environment in which a rank was started.
+
+SLURM sets these variables; the local cluster sets the same ones for its pretended nodes, so the two
+cannot be told apart from here on.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from orchestrator.errors import UsageError
+
+ADDRESS_VARIABLE = "ORCHESTRATOR_NODE_ADDRESS"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """One rank's place among all ranks.
+
+    Attributes:
+        rank, size: this rank's number and how many there are.
+        local_rank: its number on its node.
+        node_index, nodes: its node's number and how many there are.
+        node: the node's name.
+        address: an IP address of the node that the other nodes reach.
+        job_id: the scheduler's (or the local launcher's) id of the run.
+        restarts: how often the scheduler started this job before.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    node_index: int
+    nodes: int
+    node: str
+    address: str
+    job_id: str
+    restarts: int = 0
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Topology:
+        """Read SLURM's variables. Raises `UsageError` when one is missing or is no number."""
+
+        def number(name: str, default: int | None = None) -> int:
+            text = env.get(name)
+            if text is None and default is not None:
+                return default
+            if text is None or not text.isdigit():
+                raise UsageError(
+                    f"{name} must be set to a number for a worker, but is {text!r}; workers are "
+                    f"started by `python -m orchestrator.launch`"
+                )
+            return int(text)
+
+        node = env.get("SLURMD_NODENAME") or socket.gethostname()
+        return cls(
+            rank=number("SLURM_PROCID"),
+            size=number("SLURM_NTASKS"),
+            local_rank=number("SLURM_LOCALID"),
+            node_index=number("SLURM_NODEID"),
+            nodes=number("SLURM_JOB_NUM_NODES"),
+            node=node,
+            address=env.get(ADDRESS_VARIABLE) or address_of(node),
+            job_id=env.get("SLURM_JOB_ID", "0"),
+            restarts=number("SLURM_RESTART_COUNT", 0),
+        )
+
+
+def address_of(node: str) -> str:
+    """The node's IP address as its own resolver gives it: by node name, else by host name."""
+    for name in (node, socket.gethostname()):
+        try:
+            found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        except socket.gaierror:
+            continue
+        return str(found[0][4][0])
+    raise UsageError(
+        f"neither the node name {node!r} nor the host name resolves to an address; "
+        f"set {ADDRESS_VARIABLE} in cluster.environment"
+    )
