@@ -1,0 +1,121 @@
+"""The three batch numbers: any two give the third, all three must agree.
+
+For G samples an update, R ranks, K micro-steps and at most m samples a micro-batch,
+
+    K = ceil(ceil(G / R) / m) = ceil(G / (R m)).
+
+What is stated always wins: a default fills in only what the stated values leave open.
+
+| stated | meaning |
+|---|---|
+| nothing | G = 256, K = 4 |
+| G | K = 4 |
+| K | G = 256 |
+| m | G = 256, K from the rule |
+| G, K | each rank's block is cut into K micro-batches whose sizes differ by at most one |
+| G, m | m is a cap, K from the rule: no micro-batch is larger, and no smaller K would do |
+| K, m | G = R K m |
+| G, K, m | must satisfy the rule |
+
+K may exceed the samples of a rank (K = 5 for 3 samples): the micro-batches that would be empty are
+left out, so such a rank takes 3 micro-steps. It is allowed, and the plan warns of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.errors import PlanError
+from orchestrator.plan.checks import at_least
+
+DEFAULT_GLOBAL_BATCH = 256
+DEFAULT_STEPS = 4
+
+GLOBAL_BATCH = "accumulation.global_batch"
+STEPS = "accumulation.steps"
+MICRO_BATCH = "accumulation.micro_batch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The batch numbers of a run, all consistent.
+
+    Attributes:
+        global_batch: samples of one full update over all ranks.
+        steps: micro-steps of a full update, on the rank that has the most samples.
+        micro_batch_cap: most samples of one micro-batch, when it was stated (the leaf's size in
+            reproducible mode); None when `steps` alone decides how blocks are cut.
+    """
+
+    global_batch: int
+    steps: int
+    micro_batch_cap: int | None
+
+
+def steps_for(global_batch: int, micro_batch: int, ranks: int) -> int:
+    """The least number of micro-steps in which no micro-batch exceeds `micro_batch` samples.
+
+    >>> steps_for(3072, 10, 240)
+    2
+    """
+    return -(-global_batch // (ranks * micro_batch))
+
+
+def resolve_batch(
+    *,
+    global_batch: int | None,
+    steps: int | None,
+    micro_batch: int | None,
+    ranks: int,
+) -> Batch:
+    """Complete the batch numbers that were stated (None: not stated), as the module's table says.
+
+    >>> resolve_batch(global_batch=3072, steps=None, micro_batch=10, ranks=240)
+    Batch(global_batch=3072, steps=2, micro_batch_cap=10)
+    >>> resolve_batch(global_batch=None, steps=4, micro_batch=16, ranks=2)
+    Batch(global_batch=128, steps=4, micro_batch_cap=16)
+
+    Raises:
+        PlanError: a number is below 1, or three were stated that do not agree; the message says
+            which single change would make them agree.
+    """
+    at_least(1, "cluster.nodes * cluster.ranks_per_node", ranks)
+    for key, value in ((GLOBAL_BATCH, global_batch), (STEPS, steps), (MICRO_BATCH, micro_batch)):
+        if value is not None:
+            at_least(1, key, value)
+    if micro_batch is None:
+        return Batch(
+            global_batch=DEFAULT_GLOBAL_BATCH if global_batch is None else global_batch,
+            steps=DEFAULT_STEPS if steps is None else steps,
+            micro_batch_cap=None,
+        )
+    if global_batch is None:
+        global_batch = DEFAULT_GLOBAL_BATCH if steps is None else ranks * steps * micro_batch
+    needed = steps_for(global_batch, micro_batch, ranks)
+    if steps is not None and steps != needed:
+        raise PlanError(_disagreement(global_batch, steps, micro_batch, ranks))
+    return Batch(global_batch=global_batch, steps=needed, micro_batch_cap=micro_batch)
+
+
+def _disagreement(global_batch: int, steps: int, micro_batch: int, ranks: int) -> str:
+    needed = steps_for(global_batch, micro_batch, ranks)
+    agreeing = [f"{STEPS}={needed}"]
+    other_micro_batch = _nearest_micro_batch(-(-global_batch // ranks), steps, micro_batch)
+    if other_micro_batch is not None:
+        agreeing.append(f"{MICRO_BATCH}={other_micro_batch}")
+    fewest = ranks * micro_batch * (steps - 1) + 1
+    most = ranks * micro_batch * steps
+    agreeing.append(f"{GLOBAL_BATCH}={min(max(global_batch, fewest), most)}")
+    return (
+        f"{GLOBAL_BATCH}={global_batch}, {STEPS}={steps} and {MICRO_BATCH}={micro_batch} disagree: "
+        f"on {ranks} rank{'s' * (ranks > 1)}, {global_batch} samples in micro-batches of at most "
+        f"{micro_batch} take {needed} micro-step{'s' * (needed > 1)}, not {steps}. State two of "
+        f"the three, or change one: {', '.join(agreeing[:-1])} or {agreeing[-1]}"
+    )
+
+
+def _nearest_micro_batch(block: int, steps: int, micro_batch: int) -> int | None:
+    """The cap nearest to `micro_batch` that cuts `block` samples into exactly `steps`, if any."""
+    least = -(-block // steps)
+    most = max(block, micro_batch) if steps == 1 else (block - 1) // (steps - 1)
+    return min(max(micro_batch, least), most) if least <= most else None

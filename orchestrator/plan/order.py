@@ -1,0 +1,177 @@
+"""In which order the data set's samples are used: a pure function of (seed, update).
+
+Nothing is drawn while training, so a resumed run, another number of ranks and another micro-batch
+all see the same samples in the same update. The order of epoch e is
+
+    argsort, stable, of the first N 64-bit outputs of Philox4x64-10 keyed (seed, e), counter from 1
+
+(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). These raw outputs are fixed by
+the algorithm; numpy's `permutation` and `shuffle` may change between versions, so neither is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from orchestrator.errors import PlanError
+from orchestrator.plan.batch import GLOBAL_BATCH
+from orchestrator.plan.checks import at_least, one_of
+
+if TYPE_CHECKING:  # numpy is loaded on first use: a plan that is only printed does without it
+    import numpy as np
+    from numpy.typing import NDArray
+
+RAGGED = ("update", "drop", "carry")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateSamples:
+    """The samples of one update, over all ranks.
+
+    Attributes:
+        update: the update's number, from 0.
+        epoch: the epoch, from 0, in which its first sample lies.
+        samples: how many there are.
+        indices: int64, shape (samples,), read-only: the data set's sample at each place.
+    """
+
+    update: int
+    epoch: int
+    samples: int
+    indices: NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataOrder:
+    """The order of a run's samples. N is `dataset_samples`, G is `global_batch`.
+
+    Attributes:
+        dataset_samples: samples of the data set.
+        global_batch: samples of a full update.
+        ragged: what becomes of an epoch's last N mod G samples.
+            `update`: they make a smaller update of their own. An update never crosses epochs, so
+            none holds more than N samples, also when G > N (each epoch is then one update).
+            `drop`: they are left out of this epoch (G > N is refused: nothing would remain).
+            `carry`: the stream runs on into the next epoch, and every update has exactly G samples;
+            with G > N an update spans epochs and holds some samples more than once.
+        seed: 0 up to 2**64 - 1.
+
+    Raises:
+        PlanError: a number out of range, an unknown `ragged`, or `drop` with G > N.
+    """
+
+    dataset_samples: int
+    global_batch: int
+    ragged: str = "update"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dataset_samples < 1:
+            raise PlanError(
+                f"the data set has {self.dataset_samples} samples; it must have at least 1"
+            )
+        at_least(1, GLOBAL_BATCH, self.global_batch)
+        one_of(RAGGED, "accumulation.ragged", self.ragged)
+        at_least(0, "train.seed", self.seed)
+        if self.seed >= 2**64:
+            raise PlanError(
+                f"train.seed={self.seed}: it must be less than 2**64; the nearest that works is "
+                f"train.seed={2**64 - 1}"
+            )
+        if self.ragged == "drop" and self.global_batch > self.dataset_samples:
+            raise PlanError(
+                f"accumulation.ragged=drop with {GLOBAL_BATCH}={self.global_batch} leaves nothing "
+                f"of a data set of {self.dataset_samples} samples. Set {GLOBAL_BATCH}="
+                f"{self.dataset_samples} or less, or accumulation.ragged=update or carry"
+            )
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Updates of one epoch; with `carry`, of the first one (later ones may have one less)."""
+        if self.ragged == "drop":
+            return self.dataset_samples // self.global_batch
+        return -(-self.dataset_samples // self.global_batch)
+
+    def updates_for(self, epochs: int) -> int:
+        """Updates that `epochs` epochs take.
+
+        With `carry` the last one is filled up from the epoch after, so that no sample is missed.
+
+        >>> [DataOrder(dataset_samples=10, global_batch=4, ragged=r).updates_for(2) for r in RAGGED]
+        [6, 4, 5]
+
+        Raises:
+            PlanError: `epochs` is negative.
+        """
+        at_least(0, "train.epochs", epochs)
+        if self.ragged == "carry":
+            return -(-epochs * self.dataset_samples // self.global_batch)
+        return epochs * self.updates_per_epoch
+
+    def epoch_of(self, update: int) -> int:
+        """The epoch, from 0, in which the update's first sample lies."""
+        return self._first(update)[0]
+
+    def samples_of(self, update: int) -> int:
+        """How many samples the update has, without computing which."""
+        _, place = self._first(update)
+        if self.ragged == "carry":
+            return self.global_batch
+        return min(self.global_batch, self.dataset_samples - place)
+
+    def indices(self, update: int) -> NDArray[np.int64]:
+        """Samples of the data set in the update's order: int64, shape (samples,), read-only."""
+        import numpy as np  # noqa: PLC0415 - keeps `plan` fast
+
+        epoch, place = self._first(update)
+        missing = self.samples_of(update)
+        parts: list[NDArray[np.int64]] = []
+        while missing:
+            order = epoch_permutation(self.dataset_samples, self.seed, epoch)
+            part = order[place : place + missing]
+            parts.append(part)
+            missing -= len(part)
+            epoch, place = epoch + 1, 0
+        if len(parts) == 1:
+            return parts[0]
+        joined = np.concatenate(parts)
+        joined.flags.writeable = False
+        return joined
+
+    def window(self, update: int) -> UpdateSamples:
+        """All of the above for one update.
+
+        Raises:
+            PlanError: `update` is negative.
+        """
+        return UpdateSamples(
+            update=update,
+            epoch=self.epoch_of(update),
+            samples=self.samples_of(update),
+            indices=self.indices(update),
+        )
+
+    def _first(self, update: int) -> tuple[int, int]:
+        """Epoch of the update's first sample, and its place in that epoch's order."""
+        at_least(0, "the number of an update", update)
+        if self.ragged == "carry":
+            return divmod(update * self.global_batch, self.dataset_samples)
+        epoch, window = divmod(update, self.updates_per_epoch)
+        return epoch, window * self.global_batch
+
+
+@lru_cache(maxsize=2)  # a window that is carried over needs two epochs; each takes 8 bytes a sample
+def epoch_permutation(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of one epoch: a permutation of 0 .. samples - 1, int64, read-only.
+
+    >>> epoch_permutation(5, 0, 0).tolist()
+    [0, 2, 1, 4, 3]
+    """
+    import numpy as np  # noqa: PLC0415 - keeps `plan` fast
+
+    generator = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
+    order = np.argsort(generator.random_raw(samples), kind="stable").astype(np.int64)
+    order.flags.writeable = False
+    return order

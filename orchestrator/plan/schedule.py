@@ -1,0 +1,121 @@
+"""The learning rate of each update. It counts updates, never micro-steps.
+
+With u from 0, T updates in all, W of warm-up, s = max(W - 1, 0) the update that reaches the peak:
+
+    peak  = base_lr * f(G / base_batch)   f(x) = x (linear), sqrt(x) (sqrt) or 1 (none)
+    u < W:  peak * (u + 1) / W
+    else:   peak * (q + (1 - q) * d(p))   p = min(1, (u - s) / (T - 1 - s)), q = final_fraction,
+                                          d(p) = (1 + cos(pi p)) / 2 (cosine), 1 - p (linear), 1
+
+Linear scaling with warm-up: Goyal et al., arXiv 1706.02677. Square root: Krizhevsky, arXiv
+1404.5997, and for Adam Malladi et al., arXiv 2205.10287. Cosine: Loshchilov and Hutter, arXiv
+1608.03983.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from orchestrator.errors import PlanError
+from orchestrator.plan.batch import GLOBAL_BATCH
+from orchestrator.plan.checks import at_least, one_of
+
+SCALINGS = ("linear", "sqrt", "none")
+DECAYS = ("cosine", "linear", "none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """A learning-rate schedule; the formulas are the module's.
+
+    Attributes:
+        base_lr: learning rate for a global batch of `base_batch`, positive and finite (0 allowed).
+        base_batch: global batch that `base_lr` was chosen for, in samples; None only with
+            `scaling="none"`.
+        scaling: how the peak follows the global batch: linear, sqrt or none.
+        warmup_updates: W; 0 for none.
+        decay: cosine, linear or none, from the peak to `final_fraction` of it at update T - 1.
+        global_batch: G, in samples.
+        total_updates: T; None when the run's end is not known, which only `decay="none"` allows.
+        final_fraction: between 0 and 1.
+
+    Raises:
+        PlanError: a value out of range, or a decay without a known end.
+    """
+
+    base_lr: float
+    global_batch: int
+    base_batch: int | None = None
+    scaling: str = "none"
+    warmup_updates: int = 0
+    decay: str = "none"
+    total_updates: int | None = None
+    final_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.base_lr) and self.base_lr >= 0):
+            raise PlanError(f"schedule.base_lr={self.base_lr}: it must be finite and not negative")
+        at_least(1, GLOBAL_BATCH, self.global_batch)
+        one_of(SCALINGS, "schedule.scaling", self.scaling)
+        one_of(DECAYS, "schedule.decay", self.decay)
+        at_least(0, "schedule.warmup_updates", self.warmup_updates)
+        if self.base_batch is not None:
+            at_least(1, "schedule.base_batch", self.base_batch)
+        elif self.scaling != "none":
+            raise PlanError(
+                f"schedule.scaling={self.scaling} needs schedule.base_batch, the global batch that "
+                f"schedule.base_lr was chosen for; schedule.base_batch={self.global_batch} keeps "
+                "schedule.base_lr as it is"
+            )
+        if not 0 <= self.final_fraction <= 1:
+            raise PlanError(
+                f"schedule.final_fraction={self.final_fraction}: it must be between 0 and 1"
+            )
+        if self.total_updates is not None:
+            at_least(0, "train.updates", self.total_updates)
+        elif self.decay != "none":
+            raise PlanError(
+                f"schedule.decay={self.decay} needs to know the last update: set train.updates, or "
+                "train.epochs with a data set of known size, or schedule.decay=none"
+            )
+
+    @property
+    def peak(self) -> float:
+        """The highest learning rate: after warm-up, before decay."""
+        if self.scaling == "none" or self.base_batch is None:
+            return self.base_lr
+        ratio = self.global_batch / self.base_batch
+        return self.base_lr * (math.sqrt(ratio) if self.scaling == "sqrt" else ratio)
+
+    def learning_rate(self, update: int) -> float:
+        """The learning rate of `update`, from 0; after the last update it stays where it ended.
+
+        >>> Schedule(
+        ...     base_lr=0.1, base_batch=256, scaling="linear", warmup_updates=2, decay="cosine",
+        ...     global_batch=512, total_updates=4, final_fraction=0.5,
+        ... ).learning_rate(0)
+        0.1
+
+        Raises:
+            PlanError: `update` is negative.
+        """
+        at_least(0, "the number of an update", update)
+        if update < self.warmup_updates:
+            return self.peak * ((update + 1) / self.warmup_updates)
+        q = self.final_fraction
+        return self.peak * (q + (1.0 - q) * self._decayed(update))
+
+    def _decayed(self, update: int) -> float:
+        if self.decay == "none" or self.total_updates is None:
+            return 1.0
+        reached = max(self.warmup_updates - 1, 0)
+        length = self.total_updates - 1 - reached
+        if length <= 0:
+            # A run of one update trains at its peak. One that goes on after its end has decayed.
+            return 1.0 if update < self.total_updates else 0.0
+        progress = min(1.0, (update - reached) / length)
+        if self.decay == "linear":
+            return 1.0 - progress
+        # Mathematical libraries differ in a cosine's last bit; ranks must not.
+        return 0.5 * (1.0 + round(math.cos(math.pi * progress), 14))
