@@ -1,0 +1,213 @@
+"""What a running job shows: one live line on a terminal, a plain line now and then elsewhere.
+
+The caller looks at the run folder as often as it likes and hands over what is new. This module
+neither reads nor waits, and has no thread, so it cannot outlive or hold up the run it shows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from orchestrator.report.metrics import Record
+from orchestrator.report.progress_line import Moment, live_line, plain_line
+from orchestrator.report.summary import time_shares
+from orchestrator.report.terminal import literal, say
+from orchestrator.report.units import (
+    format_bytes,
+    format_number,
+    format_percent,
+    format_seconds,
+    plural,
+)
+
+PLAIN_INTERVAL_S = 2.0
+RECENT_UPDATES = 50
+
+
+class Progress:
+    """Shows a run from what its folder says. Use as a context manager, or call `close` always.
+
+    `plan` gives `updates`, `micro_steps`, `ranks` and `nodes`; any of them may be missing. `live`
+    overrides the choice between one live line and plain lines, `clock` (seconds) is for tests.
+    """
+
+    def __init__(
+        self,
+        plan: Mapping[str, Any],
+        console: Console,
+        quiet: bool = False,
+        verbose: bool = False,
+        *,
+        live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan, self._console, self._clock = plan, console, clock
+        self._quiet, self._verbose = quiet, verbose
+        # Only what the line needs: a month's run must not make its watcher grow or slow down.
+        self._recent: deque[Record] = deque(maxlen=RECENT_UPDATES)
+        self._evaluation: Record = {}
+        self._micro_steps_done: int | None = None
+        self._shown: int | None = None
+        self._shown_at = 0.0
+        self._live: Live | None = None
+        if not quiet and (_is_live(console) if live is None else live):
+            self._live = Live(self._line(), console=console, auto_refresh=False)
+            self._live.start(refresh=True)
+        elif not quiet:
+            say(console, self._waiting())
+
+    def __enter__(self) -> Progress:  # noqa: PYI034 - Self needs Python 3.11
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def update(self, records: Sequence[Record], micro_progress: int | None = None) -> None:
+        """Show new `records` of `metrics.jsonl`, and the micro-steps done in the open window.
+
+        `micro_progress` counts those that every rank has behind it; None when nobody knows.
+        """
+        if self._quiet:
+            return
+        for record in records:
+            self._take(record)
+        # Dots that vanish between two windows would make the line jump.
+        known = self._micro_steps_done is not None
+        self._micro_steps_done = 0 if micro_progress is None and known else micro_progress
+        if self._verbose:
+            for record in records:
+                self._say(self._details(record))
+        elif self._live is None:
+            self._plain(records)
+        if self._live is not None:
+            self._live.update(self._line(), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last state on the screen and give the terminal back. May be called twice."""
+        if self._live is not None:
+            self._micro_steps_done = None
+            self._live.update(self._line(), refresh=True)
+            self._live.stop()
+            self._live = None
+        elif not self._quiet and not self._verbose:
+            self._show_last()
+        self._quiet = True
+
+    def _take(self, record: Record) -> None:
+        if "evaluation" in record:
+            self._evaluation = record["evaluation"]
+            return
+        if self._recent:
+            last = self._recent[-1]
+            if record.get("attempt", 0) < last.get("attempt", 0):
+                return
+            # After a resume neither the pace nor the pause in between says anything.
+            resumed = record.get("attempt", 0) > last.get("attempt", 0)
+            if resumed or record["update"] <= last["update"]:
+                self._recent.clear()
+        self._recent.append(record)
+
+    def _plain(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if "evaluation" in record:
+                self._say(self._details(record))
+        if not self._recent or self._recent[-1]["update"] == self._shown:
+            return
+        last = self._recent[-1]["update"] + 1 == self._plan.get("updates")
+        due = self._clock() - self._shown_at >= PLAIN_INTERVAL_S
+        if self._shown is None or last or due:
+            self._show(self._recent[-1])
+
+    def _show_last(self) -> None:
+        if self._recent and self._recent[-1]["update"] != self._shown:
+            self._show(self._recent[-1])
+
+    def _show(self, record: Record) -> None:
+        self._shown, self._shown_at = record["update"], self._clock()
+        self._say(plain_line(self._moment()))
+
+    def _say(self, line: str) -> None:
+        say(self._console, line)
+
+    def _line(self) -> Text:
+        if not self._recent and self._micro_steps_done is None:
+            line = literal(self._waiting(), self._console, "dim")
+            line.no_wrap, line.overflow = True, "ellipsis"
+            return line
+        return live_line(self._moment(), self._console)
+
+    def _waiting(self) -> str:
+        ranks, nodes = self._plan.get("ranks"), self._plan.get("nodes")
+        if ranks is None:
+            return "starting"
+        on = "" if nodes is None else f" on {plural(nodes, 'node')}"
+        return f"starting {plural(ranks, 'rank')}{on}"
+
+    def _moment(self) -> Moment:
+        pace = _seconds_apart(self._recent)
+        last: Record = self._recent[-1] if self._recent else {}
+        samples = [r["samples"] for r in self._recent if r.get("samples") is not None]
+        mean_samples = sum(samples) / len(samples) if samples else None
+        return Moment(
+            updates=last["update"] + 1 if last else 0,
+            total=self._plan.get("updates"),
+            loss=last.get("loss"),
+            samples_per_second=mean_samples / pace if pace and mean_samples else None,
+            seconds_per_update=pace,
+            micro_steps=self._plan.get("micro_steps") or 1,
+            micro_steps_done=self._micro_steps_done,
+            evaluation=dict(self._evaluation),
+        )
+
+    def _details(self, record: Record) -> str:
+        """Everything that one record says, as one line."""
+        if "evaluation" in record:
+            values = (f"{k} {format_number(v)}" for k, v in record["evaluation"].items())
+            return f"held-out after update {record['update']}: {', '.join(values)}"
+        total = self._plan.get("updates")
+        shares = (f"{name} {format_percent(s)}" for name, s in time_shares([record]).items())
+        parts = [
+            f"update {record['update'] + 1}{'' if total is None else f'/{total}'}",
+            f"loss {format_number(record.get('loss'))}",
+            f"lr {format_number(record.get('learning_rate'))}",
+            plural(record.get("samples"), "sample"),
+            plural(record.get("micro_steps"), "micro-step"),
+            plural(record.get("collectives"), "collective"),
+            f"{format_bytes(record.get('bytes_on_wire'))} on the wire",
+            f"{format_seconds(record.get('update_s'))} ({', '.join(shares)})",
+            f"peak {format_bytes(record.get('peak_memory_bytes'))}",
+        ]
+        if record.get("gradient_norm") is not None:
+            parts.append(f"gradient norm {format_number(record['gradient_norm'])}")
+        parts += [f"{k} {format_number(v)}" for k, v in (record.get("metrics") or {}).items()]
+        if record.get("applied") is False:
+            parts.append("NOT APPLIED")
+        return "  ".join(parts)
+
+
+def _is_live(console: Console) -> bool:
+    """Whether a line can be redrawn. FORCE_COLOR makes a file look like a terminal to rich, so the
+    stream itself is asked too: a log with cursor movements in it helps nobody.
+    """
+    return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
+
+
+def _seconds_apart(recent: Sequence[Record]) -> float | None:
+    """Mean seconds from update to update, with evaluations and checkpoints between them."""
+    times = [r["time"] for r in recent if r.get("time") is not None]
+    if len(times) > 1 and times[-1] > times[0]:
+        return (times[-1] - times[0]) / (len(times) - 1)
+    return recent[-1].get("update_s") if recent else None

@@ -1,0 +1,60 @@
+# ruff: noqa: RUF001 - these signs are meant, and have stand-ins where they cannot be shown.
+"""Text on its way to somebody's screen: what others wrote made harmless, what we draw made legible.
+
+Log lines, node names and configuration values come from other programs. Before they are printed,
+escape sequences and control characters are taken out, nothing in them is read as rich markup, and
+what the stream's encoding cannot carry is replaced instead of raising in the middle of a table.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+# CSI and OSC sequences (ECMA-48), then any other two-character escape.
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_PLAIN_SYMBOLS = str.maketrans(
+    {"●": "*", "○": ".", "━": "=", "─": "-", "–": "-", "×": "x", "…": "~", "≤": "<="}
+)
+
+
+def harmless(text: object) -> str:
+    r"""`text` without escape sequences and control characters (line feeds stay, tabs are expanded).
+
+    >>> harmless("\x1b[31mred\x1b[0m [bold]x\r\n\tback\x08")
+    'red [bold]x\n        back'
+    """
+    return _CONTROLS.sub("", _ESCAPES.sub("", str(text))).expandtabs(8)
+
+
+def legible(text: object, console: Console) -> str:
+    """`text` made harmless and made of characters that the console's stream can carry."""
+    clean = harmless(text)
+    encoding = console.encoding
+    if console.options.ascii_only:
+        clean = clean.translate(_PLAIN_SYMBOLS)
+    return clean.encode(encoding, "replace").decode(encoding, "replace")
+
+
+def literal(text: object, console: Console, style: str = "") -> Text:
+    """`text` as a rich `Text`: brackets stay brackets, only `style` is applied."""
+    return Text(legible(text, console), style=style)
+
+
+def say(console: Console, text: object, style: str = "") -> None:
+    """Print one line that is never broken by us, so that paths and commands can be copied."""
+    console.print(literal(text, console, style), soft_wrap=True, highlight=False)
+
+
+def command(verb: str, *paths: Path) -> str:
+    """A command of ours as it must be typed, with paths quoted for the shell.
+
+    >>> command("resume", Path("runs/my run"))
+    "python -m orchestrator resume 'runs/my run'"
+    """
+    return " ".join(["python -m orchestrator", verb, *(shlex.quote(str(path)) for path in paths)])

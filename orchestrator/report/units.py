@@ -1,0 +1,134 @@
+# ruff: noqa: RUF001, RUF002 - the multiplication sign is meant: `2x` reads as a name.
+"""Numbers as people read them: bytes, counts, seconds, rates, shares, ratios.
+
+Every function takes a plain number in base units (bytes, seconds, samples) and returns text without
+markup. Not a place for tables or for deciding what is shown.
+"""
+
+from __future__ import annotations
+
+import math
+
+UNKNOWN = "unknown"
+
+
+def format_bytes(count: float | None) -> str:
+    """Bytes in binary units, because memory is bought and exhausted in those.
+
+    >>> [format_bytes(n) for n in (0, 1023, 1024, 1536 * 1024, 3 * 1024**3, -2048)]
+    ['0 B', '1,023 B', '1.00 KiB', '1.50 MiB', '3.00 GiB', '-2.00 KiB']
+    >>> format_bytes(1024**2 - 1), format_bytes(None)
+    ('1.00 MiB', 'unknown')
+    """
+    if count is None or not math.isfinite(count):
+        return UNKNOWN
+    if abs(count) < 1024:
+        return f"{count:,.0f} B"
+    value, units = count / 1024, ["KiB", "MiB", "GiB", "TiB", "PiB"]
+    # 1023.5 would be printed as 1024 of a unit, which is one of the next.
+    while abs(value) >= 1023.5 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{_three_digits(value)} {units[0]}"
+
+
+def format_count(count: float | None) -> str:
+    """A whole number with separators; a mean that is not whole keeps one or two decimals.
+
+    >>> [format_count(n) for n in (7, 1234567, 1.0, 1.25, 1234.5, None)]
+    ['7', '1,234,567', '1', '1.25', '1,234.5', 'unknown']
+    """
+    if count is None or not math.isfinite(count):
+        return UNKNOWN
+    if count == int(count):
+        return f"{int(count):,}"
+    return f"{count:,.2f}" if abs(count) < 100 else f"{count:,.1f}"
+
+
+def plural(count: float | None, noun: str) -> str:
+    """A count with its noun.
+
+    >>> plural(1, "node"), plural(1200, "rank"), plural(None, "sample")
+    ('1 node', '1,200 ranks', 'unknown samples')
+    """
+    return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A duration in at most two units, so that it fits a column and is read at a glance.
+
+    >>> [format_seconds(s) for s in (0, 0.00042, 0.0123, 1.5, 59.99, 125, 7260, 200000)]
+    ['0 s', '0.42 ms', '12.3 ms', '1.50 s', '1 min 00 s', '2 min 05 s', '2 h 01 min', '2 d 07 h']
+    >>> format_seconds(None), format_seconds(float("inf"))
+    ('unknown', 'unknown')
+    """
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds < 0.9995:
+        return f"{_three_digits(seconds * 1e3)} ms" if seconds else "0 s"
+    if seconds < 59.95:
+        return f"{_three_digits(seconds)} s"
+    whole = round(seconds)
+    for size, large, part, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min")):
+        if whole >= size:
+            return f"{whole // size} {large} {whole % size // part:02d} {small}"
+    return f"{whole // 60} min {whole % 60:02d} s"
+
+
+def format_rate(per_second: float | None, what: str = "samples") -> str:
+    """So many of something a second.
+
+    >>> format_rate(12345.6), format_rate(3.21), format_rate(None), format_rate(2.5e7, "tokens")
+    ('12,346 samples/s', '3.21 samples/s', 'unknown', '25.0M tokens/s')
+    """
+    if per_second is None or not math.isfinite(per_second):
+        return UNKNOWN
+    if abs(per_second) >= 1e7:
+        return f"{per_second / 1e6:,.1f}M {what}/s"
+    return f"{_three_digits(per_second)} {what}/s"
+
+
+def format_percent(share: float | None) -> str:
+    """A share of one as percent.
+
+    >>> format_percent(0.123), format_percent(1), format_percent(None)
+    ('12.3 %', '100.0 %', 'unknown')
+    """
+    return UNKNOWN if share is None or not math.isfinite(share) else f"{share * 100:.1f} %"
+
+
+def format_number(value: object) -> str:
+    """A loss or a metric in four digits. NaN and infinities are shown, never hidden.
+
+    >>> [format_number(v) for v in (0.123456, 2.5, 1e-7, 123456.0, 0, float("nan"), None, "n/a")]
+    ['0.1235', '2.5000', '1.000e-07', '1.235e+05', '0', 'nan', 'unknown', 'n/a']
+    """
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value):
+        return str(value)
+    if value and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.3e}"
+    return f"{value:.4f}"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """How many times as much.
+
+    >>> [format_ratio(r) for r in (1.0, 0.2512, 12.34, 1e-4, None, float("inf"))]
+    ['1.00×', '0.25×', '12.3×', '1.0e-04×', 'unknown', 'unknown']
+    """
+    if ratio is None or not math.isfinite(ratio):
+        return UNKNOWN
+    if 0 < abs(ratio) < 0.005:
+        return f"{ratio:.1e}×"
+    return f"{ratio:.2f}×" if abs(ratio) < 9.995 else f"{_three_digits(ratio)}×"
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits above 1, all whole digits above 100."""
+    size = abs(value)
+    return f"{value:,.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
