@@ -11,7 +11,9 @@ the algorithm; numpy's `permutation` and `shuffle` may change between versions, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -94,8 +96,8 @@ class DataOrder:
             return self.dataset_samples // self.global_batch
         return -(-self.dataset_samples // self.global_batch)
 
-    def updates_for(self, epochs: int) -> int:
-        """Updates that `epochs` epochs take.
+    def updates_for(self, epochs: float) -> int:
+        """Updates that `epochs` epochs take, rounded up where that is not a whole number.
 
         With `carry` the last one is filled up from the epoch after, so that no sample is missed.
 
@@ -103,12 +105,14 @@ class DataOrder:
         [6, 4, 5]
 
         Raises:
-            PlanError: `epochs` is negative.
+            PlanError: `epochs` is not a finite number above 0.
         """
-        at_least(0, "train.epochs", epochs)
+        if not (math.isfinite(epochs) and epochs > 0):
+            raise PlanError(f"train.epochs={epochs}: it must be a finite number above 0")
+        exact = Fraction(str(epochs))  # as written: 0.7 epochs of 10 updates are 7, not 8
         if self.ragged == "carry":
-            return -(-epochs * self.dataset_samples // self.global_batch)
-        return epochs * self.updates_per_epoch
+            return math.ceil(exact * self.dataset_samples / self.global_batch)
+        return math.ceil(exact * self.updates_per_epoch)
 
     def epoch_of(self, update: int) -> int:
         """The epoch, from 0, in which the update's first sample lies."""

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.batch import MICRO_BATCH, STEPS
-from orchestrator.plan.checks import at_least
+from orchestrator.plan.batch import MICRO_BATCH, STEPS, Batch, steps_for
+from orchestrator.plan.checks import at_least, one_of
+
+REDUCTIONS = ("fast", "reproducible")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,6 +168,29 @@ def assign_leaves(leaves_per_rank: Sequence[int], *, samples: int, leaf_size: in
         micro_batches[last] = (*micro_batches[last][:-1], leaf_size - missing)
         sizes[last] -= missing
     return _table(sizes, micro_batches)
+
+
+def split_for(samples: int, ranks: int, *, batch: Batch, reduction: str = "fast") -> Split:
+    """The even division of an update of `samples` samples under a run's batch numbers.
+
+    It serves ragged windows too. Where a cap is stated it rules, so that a smaller window takes
+    fewer micro-steps; else blocks are cut into `batch.steps`.
+
+    Raises:
+        PlanError: an unknown `reduction`, or `reproducible` without a stated micro-batch; also as
+            `split_window` and `split_leaves`.
+    """
+    cap = batch.micro_batch_cap
+    if one_of(REDUCTIONS, "accumulation.reduction", reduction) == "fast":
+        return split_window(samples, ranks, steps=batch.steps if cap is None else None, cap=cap)
+    if cap is None:
+        size = -(-batch.global_batch // (ranks * batch.steps))
+        raise PlanError(
+            f"accumulation.reduction=reproducible needs {MICRO_BATCH}, the size of a leaf: it must "
+            f"not depend on the number of ranks. Here {MICRO_BATCH}={size} would take "
+            f"{steps_for(batch.global_batch, size, ranks)} micro-steps"
+        )
+    return split_leaves(samples, ranks, cap)
 
 
 def _table(sizes: Sequence[int], micro_batches: Sequence[tuple[int, ...]]) -> Split:

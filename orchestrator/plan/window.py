@@ -1,0 +1,119 @@
+"""What one rank does in one update: its samples, its micro-batches, the learning rate.
+
+The loop asks once an update. Who computes what is a value (`Split`) that may be handed in, so that
+survivors, joiners or a balance by measured speed can use another table for the same update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from orchestrator.errors import PlanError
+from orchestrator.plan.batch import Batch
+from orchestrator.plan.order import DataOrder
+from orchestrator.plan.plan import Plan
+from orchestrator.plan.schedule import Schedule
+from orchestrator.plan.split import Split, split_for
+
+_split_for = lru_cache(maxsize=4)(split_for)  # a run has two sizes of window: full and ragged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankWindow:
+    """One rank's part of one update.
+
+    Attributes:
+        update: the update's number, from 0.
+        epoch: in which the update's first sample lies.
+        samples: of this update over all ranks.
+        micro_batches: this rank's `(start, indices)` in order: the place in the update of the
+            first sample, and the samples of the data set. None is empty; () when the rank is idle.
+        learning_rate: for this update.
+        steps: micro-steps of the busiest rank, the same on all ranks. What synchronises after every
+            micro-step does so this many times, also on ranks that have fewer.
+    """
+
+    update: int
+    epoch: int
+    samples: int
+    micro_batches: tuple[tuple[int, tuple[int, ...]], ...]
+    learning_rate: float
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowPlanner:
+    """Every update of a run, for every rank: a pure function of these five values."""
+
+    order: DataOrder
+    schedule: Schedule
+    batch: Batch
+    ranks: int
+    reduction: str = "fast"
+
+    def assignment(self, update: int) -> Split:
+        """The even division of this update (whole leaves in reproducible mode)."""
+        samples = self.order.samples_of(update)
+        return _split_for(samples, self.ranks, batch=self.batch, reduction=self.reduction)
+
+    def window(self, update: int, rank: int, assignment: Split | None = None) -> RankWindow:
+        """What `rank` does in `update`, by `assignment` or else by the even division.
+
+        Raises:
+            PlanError: there is no such update or rank, `assignment` is not of as many samples as
+                the update has, or in reproducible mode does not consist of whole leaves.
+        """
+        split = self.assignment(update) if assignment is None else assignment
+        samples = self.order.samples_of(update)
+        if split.samples != samples:
+            raise PlanError(
+                f"update {update} has {samples} samples, but the assignment is of {split.samples}"
+            )
+        pieces = split.pieces(rank)
+        if assignment is not None and self.reduction == "reproducible":
+            self._check_leaves(pieces, samples)
+        indices = self.order.indices(update)
+        return RankWindow(
+            update=update,
+            epoch=self.order.epoch_of(update),
+            samples=samples,
+            micro_batches=tuple(
+                (start, tuple(indices[start : start + count].tolist())) for start, count in pieces
+            ),
+            learning_rate=self.schedule.learning_rate(update),
+            steps=split.micro_steps,
+        )
+
+    def _check_leaves(self, pieces: tuple[tuple[int, int], ...], samples: int) -> None:
+        leaf = self.batch.micro_batch_cap or self.batch.global_batch
+        for start, count in pieces:
+            if start % leaf or count != min(leaf, samples - start):
+                raise PlanError(
+                    f"samples {start} to {start + count - 1} of the update are not a leaf of "
+                    f"{leaf} samples; accumulation.reduction=reproducible moves whole leaves only"
+                )
+
+
+def planner_of(plan: Plan) -> WindowPlanner:
+    """The planner of a run whose data set is known.
+
+    Raises:
+        PlanError: the plan was made without the data set's size.
+    """
+    if plan.dataset_samples is None or plan.schedule is None:
+        raise PlanError("windows need the size of the data set, and this plan was made without it")
+    return WindowPlanner(
+        order=DataOrder(
+            dataset_samples=plan.dataset_samples,
+            global_batch=plan.global_batch,
+            ragged=plan.ragged,
+            seed=plan.seed,
+        ),
+        schedule=plan.schedule,
+        batch=Batch(
+            global_batch=plan.global_batch, steps=plan.steps, micro_batch_cap=plan.micro_batch
+        ),
+        ranks=plan.ranks,
+        reduction=plan.reduction,
+    )
