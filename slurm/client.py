@@ -1,0 +1,44 @@
+"""Calling SLURM's own commands (sinfo, scontrol, sacctmgr …) against one cluster."""
+
+import subprocess
+
+from slurm.errors import DevClusterError
+from slurm.install import search_path
+from slurm.layout import Layout
+
+_CALL_SECONDS = 60
+
+
+def environment(at: Layout) -> dict[str, str]:
+    """All that a client command needs; nothing of the caller's own SLURM_* variables."""
+    return {"PATH": search_path(), "SLURM_CONF": str(at.slurm_conf)}
+
+
+def call(at: Layout, *command: str) -> str:
+    """Standard output of a command that must succeed; its own words are in the error if not."""
+    done = subprocess.run(
+        command,
+        env=environment(at),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_CALL_SECONDS,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise DevClusterError(
+            f"`{' '.join(command)}` ended with {done.returncode}: "
+            f"{(done.stderr or done.stdout).strip()}"
+        )
+    return done.stdout
+
+
+def node_states(at: Layout) -> dict[str, str]:
+    """Each node's state as sinfo spells it: "idle", "mixed", "down*" …"""
+    lines = call(at, "sinfo", "-h", "-N", "-p", "main", "-o", "%N %T").splitlines()
+    return {name: state for name, state in (line.split() for line in lines)}
+
+
+def queued_jobs(at: Layout) -> list[str]:
+    """Ids of all jobs that have not ended yet, the completing ones included."""
+    return sorted(set(call(at, "squeue", "-h", "-a", "-o", "%A").split()))

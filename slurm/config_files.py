@@ -1,0 +1,197 @@
+"""The text of every configuration file, from one frozen value; nothing here touches a disk.
+
+Settings were found by trying on SLURM 22.05; each one that is not obvious says why it is there.
+"""
+
+from dataclasses import dataclass
+
+from slurm.layout import Layout
+
+ACCOUNT = "dev"
+CRED_EXPIRE_SECONDS = 5
+KILL_WAIT_SECONDS = 3
+GRACE_SECONDS = 20
+SLURMD_TIMEOUT_SECONDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """What one cluster is: all that the configuration files depend on, besides their folder.
+
+    `cpus` and `memory_mb` are of one node and pretended: SLURM is told to believe them.
+    `ports` are slurmctld's, slurmdbd's, and then one for each slurmd.
+    """
+
+    name: str
+    user: str
+    host: str
+    ports: tuple[int, ...]
+    nodes: int = 4
+    cpus: int = 8
+    memory_mb: int = 16384
+    gpus: int = 4
+    accounting: bool = True
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(f"n{i}" for i in range(self.nodes))
+
+    @property
+    def cluster_name(self) -> str:
+        """SLURM's ClusterName, also the prefix of the database's tables."""
+        return self.name.replace("-", "_")
+
+    @property
+    def database_name(self) -> str:
+        return "slurm_acct_db"
+
+
+def ports_needed(nodes: int) -> int:
+    """How many ports a cluster takes: slurmctld, slurmdbd and each slurmd."""
+    return 2 + nodes
+
+
+def slurm_conf(spec: ClusterSpec, at: Layout) -> str:
+    """slurm.conf: one controller, `spec.nodes` slurmd on this host, four partitions."""
+    controller_port, database_port, *node_ports = spec.ports
+    lines = [
+        f"ClusterName={spec.cluster_name}",
+        f"SlurmctldHost={spec.host}(127.0.0.1)",
+        f"SlurmctldPort={controller_port}",
+        f"SlurmUser={spec.user}",
+        f"SlurmdUser={spec.user}",
+        # Bind to the address of the name (127.0.0.1 by SlurmctldHost and NodeAddr), not to all.
+        "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny",
+        "AuthType=auth/munge",
+        "CredType=cred/munge",
+        # cred_expire *is* the delay before a requeued job may start again; by default 120 s.
+        # Less than 5 is refused and taken for 120.
+        f"AuthInfo=socket={at.munge_socket},cred_expire={CRED_EXPIRE_SECONDS}",
+        f"StateSaveLocation={at.controller_state}",
+        f"SlurmdSpoolDir={at.spools}/%n",
+        f"SlurmctldPidFile={at.run}/slurmctld.own.pid",
+        f"SlurmdPidFile={at.run}/slurmd-%n.own.pid",
+        f"SlurmctldLogFile={at.log_file('slurmctld')}",
+        f"SlurmdLogFile={at.log}/slurmd-%n.log",
+        "SlurmctldDebug=info",
+        "SlurmdDebug=info",
+        # No cgroups: this must work inside containers, and with several clusters on one machine.
+        "ProctrackType=proctrack/linuxproc",
+        "TaskPlugin=task/none",
+        "JobAcctGatherType=jobacct_gather/linux",
+        "JobAcctGatherFrequency=task=10",
+        "SwitchType=switch/none",
+        "MpiDefault=none",
+        "LaunchParameters=use_interactive_step",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_Core",
+        # Believe CPUs= and RealMemory= below although the machine has less.
+        "SlurmdParameters=config_overrides",
+        "PreemptType=preempt/partition_prio",
+        "PreemptMode=REQUEUE",
+        "JobRequeue=1",
+        # A preempted job that asked for `--signal` gets that signal ahead of the end.
+        "SlurmctldParameters=preempt_send_user_signal",
+        # Refuse at submission what no node and no limit can ever satisfy.
+        "EnforcePartLimits=ALL",
+        "SchedulerType=sched/backfill",
+        "SchedulerParameters="
+        "bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sched_delay=0",
+        f"KillWait={KILL_WAIT_SECONDS}",
+        "CompleteWait=0",
+        "InactiveLimit=0",
+        f"SlurmdTimeout={SLURMD_TIMEOUT_SECONDS}",
+        # A node that did not answer comes back by itself; one set down by hand stays down.
+        "ReturnToService=1",
+        "MinJobAge=86400",
+        "GresTypes=gpu",
+        *_accounting_lines(spec, at, database_port),
+    ]
+    for node, port in zip(spec.node_names, node_ports, strict=True):
+        gres = f" Gres=gpu:{spec.gpus}" if spec.gpus else ""
+        lines.append(
+            f"NodeName={node} NodeHostname={spec.host} NodeAddr=127.0.0.1 Port={port} "
+            f"CPUs={spec.cpus} RealMemory={spec.memory_mb}{gres} State=UNKNOWN"
+        )
+    lines += [
+        "PartitionName=DEFAULT Nodes=ALL State=UP MaxTime=INFINITE PriorityTier=1 PreemptMode=OFF",
+        "PartitionName=main Default=YES",
+        f"PartitionName=low PreemptMode=REQUEUE GraceTime={GRACE_SECONDS}",
+        "PartitionName=high PriorityTier=10",
+        "PartitionName=short MaxTime=1 DefaultTime=1",
+    ]
+    return _text(lines)
+
+
+def _accounting_lines(spec: ClusterSpec, at: Layout, port: int) -> list[str]:
+    if not spec.accounting:
+        return ["AccountingStorageType=accounting_storage/none"]
+    return [
+        "AccountingStorageType=accounting_storage/slurmdbd",
+        "AccountingStorageHost=127.0.0.1",
+        f"AccountingStoragePort={port}",
+        # With munge this is the socket's path, not a password; without it each call waits 10 s.
+        f"AccountingStoragePass={at.munge_socket}",
+        "AccountingStorageTRES=gres/gpu",
+        "AccountingStoreFlags=job_comment,job_script",
+    ]
+
+
+def slurmdbd_conf(spec: ClusterSpec, at: Layout) -> str:
+    """slurmdbd.conf; SLURM demands that nobody but the owner can read it."""
+    return _text(
+        [
+            "AuthType=auth/munge",
+            f"AuthInfo=socket={at.munge_socket}",
+            f"DbdHost={spec.host}",
+            "DbdAddr=127.0.0.1",
+            f"DbdPort={spec.ports[1]}",
+            "CommunicationParameters=NoInAddrAny",
+            f"SlurmUser={spec.user}",
+            f"LogFile={at.log_file('slurmdbd')}",
+            f"PidFile={at.run}/slurmdbd.own.pid",
+            "DebugLevel=info",
+            "StorageType=accounting_storage/mysql",
+            # "localhost" means the socket, which MYSQL_UNIX_PORT names: no port, no password.
+            "StorageHost=localhost",
+            f"StorageLoc={spec.database_name}",
+            f"StorageUser={spec.user}",
+        ]
+    )
+
+
+def gres_conf(spec: ClusterSpec, at: Layout) -> str:
+    """gres.conf: each node's pretended GPUs; a device file each, or no CUDA_VISIBLE_DEVICES."""
+    if not spec.gpus:
+        return _text([])
+    return _text([f"Name=gpu File={at.devices}/nvidia[0-{spec.gpus - 1}]"])
+
+
+def cgroup_conf() -> str:
+    """cgroup.conf: nothing uses cgroups here, but slurmd reads it all the same."""
+    return _text([])
+
+
+def my_cnf(spec: ClusterSpec, at: Layout) -> str:
+    """MariaDB on a socket in our folder only, small, and quick rather than safe from power cuts."""
+    return _text(
+        [
+            "[mariadbd]",
+            f"datadir={at.database}",
+            f"socket={at.database_socket}",
+            f"pid-file={at.run}/mariadbd.own.pid",
+            f"user={spec.user}",
+            "skip-networking",
+            "innodb_buffer_pool_size=32M",
+            "innodb_log_file_size=16M",
+            "innodb_lock_wait_timeout=900",
+            "innodb_flush_log_at_trx_commit=2",
+            "performance_schema=OFF",
+            f"tmpdir={at.run}",
+        ]
+    )
+
+
+def _text(lines: list[str]) -> str:
+    head = "# Written by `python -m slurm up` at each start: changes made here are lost."
+    return "\n".join([head, *lines, ""])

@@ -1,0 +1,67 @@
+"""The daemons of one cluster in the order in which they start, as values."""
+
+import os
+
+from slurm.config_files import ClusterSpec
+from slurm.install import program, search_path
+from slurm.layout import Layout
+from slurm.processes import Daemon
+
+MUNGED, DATABASE, ACCOUNTING, CONTROLLER = "munged", "mariadbd", "slurmdbd", "slurmctld"
+
+
+def node_daemon_name(node: str) -> str:
+    """The name under which the slurmd of a node has its pid file and log."""
+    return f"slurmd-{node}"
+
+
+def daemons(spec: ClusterSpec, at: Layout) -> dict[str, Daemon]:
+    """All daemons by name, first to last; all in the foreground, since we know their pid then."""
+    commands: dict[str, list[str]] = {
+        MUNGED: [
+            "munged",
+            "--foreground",
+            # It refuses folders that others cannot enter; ours is private on purpose.
+            "--force",
+            f"--socket={at.munge_socket}",
+            f"--key-file={at.munge_key}",
+            f"--pid-file={at.run}/munged.own.pid",
+            f"--log-file={at.log_file(MUNGED)}",
+            f"--seed-file={at.run}/munged.seed",
+            "--origin=127.0.0.1",
+        ]
+    }
+    if spec.accounting:
+        commands[DATABASE] = [
+            "mariadbd",
+            f"--defaults-file={at.my_cnf}",
+            f"--log-error={at.log_file(DATABASE)}",
+        ]
+        commands[ACCOUNTING] = ["slurmdbd", "-D"]
+    # Told not to recover where there is nothing yet: else it waits for, and warns of, every file.
+    fresh = [] if (at.controller_state / "clustername").exists() else ["-c"]
+    commands[CONTROLLER] = ["slurmctld", "-D", "-f", str(at.slurm_conf), *fresh]
+    for node in spec.node_names:
+        commands[node_daemon_name(node)] = ["slurmd", "-D", "-f", str(at.slurm_conf), "-N", node]
+    environment = {
+        "PATH": search_path(),
+        "HOME": os.path.expanduser("~"),
+        "SLURM_CONF": str(at.slurm_conf),
+        # The client library's way to say which socket "localhost" is.
+        "MYSQL_UNIX_PORT": str(at.database_socket),
+    }
+    # A slurmd runs in its spool folder, and its step daemons inherit that: they overwrite their
+    # command line and the first part of their environment, so it is how they are told apart.
+    folders = {node_daemon_name(node): at.spool(node) for node in spec.node_names}
+    return {
+        name: Daemon(
+            name=name,
+            argv=(program(command[0]), *command[1:]),
+            environment=environment,
+            folder=folders.get(name, at.run),
+            pid_file=at.pid_file(name),
+            output=at.output_file(name),
+            log=at.log_file(name),
+        )
+        for name, command in commands.items()
+    }

@@ -1,0 +1,232 @@
+"""A development cluster as a person thinks of it: up, down, what it is doing, gone.
+
+Any number live side by side, told apart by name; nothing but the folder `state` belongs to one.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm import accounting, client, processes
+from slurm.config_files import KILL_WAIT_SECONDS, ClusterSpec
+from slurm.daemons import (
+    ACCOUNTING,
+    CONTROLLER,
+    DATABASE,
+    MUNGED,
+    daemons,
+    node_daemon_name,
+)
+from slurm.errors import DevClusterError
+from slurm.install import ensure_installed
+from slurm.jobs import NodeProcesses, StepDaemon, Task, job_processes
+from slurm.layout import DEFAULT_NAME, layout
+from slurm.polling import becomes_true
+from slurm.preparation import decide, load, locked, write_files
+from slurm.startup import mend_nodes, start_daemon, usable
+
+_END_SECONDS = 20
+_REPORT_SECONDS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """`daemons`: pid, or None where one is missing. `nodes`: as sinfo spells their state."""
+
+    name: str
+    slurm_conf: Path
+    daemons: Mapping[str, int | None]
+    nodes: Mapping[str, str]
+
+    @property
+    def is_up(self) -> bool:
+        """Every daemon lives and every node takes jobs."""
+        return bool(self.nodes) and None not in self.daemons.values() and usable(self.nodes)
+
+
+class DevCluster:
+    """A real SLURM on this machine. Every method may be called at any time, from any process."""
+
+    def __init__(
+        self,
+        name: str = DEFAULT_NAME,
+        *,
+        nodes: int = 4,
+        gpus: int = 4,
+        accounting: bool = True,
+        base: Path | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`nodes`, `gpus` (of each node) and `accounting` count when it is next brought up.
+
+        `base`: the folder of all clusters, see `slurm.layout.base_folder`.
+        `say` is told what takes long (installing packages).
+        """
+        self.name = name
+        self.layout = layout(name, base)
+        self._nodes, self._gpus, self._accounting = nodes, gpus, accounting
+        self._say = say
+
+    @property
+    def state(self) -> Path:
+        """The folder that holds all of this cluster."""
+        return self.layout.root
+
+    @property
+    def slurm_conf(self) -> Path:
+        """What SLURM_CONF must name for a client command to reach this cluster."""
+        return self.layout.slurm_conf
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """n0, n1, …"""
+        return self._spec().node_names
+
+    def env(self) -> dict[str, str]:
+        """The environment of client commands: PATH and SLURM_CONF, nothing else."""
+        return client.environment(self.layout)
+
+    def command(self, *argv: str) -> str:
+        """Standard output of a client command; raises with its own words where it fails."""
+        return client.call(self.layout, *argv)
+
+    def up(self) -> tuple[str, ...]:
+        """Bring it up, or mend what is broken; returns once every node takes jobs.
+
+        Returns the daemons that had to be started; nothing, if it was up already. Running jobs
+        are left alone. Nodes that were set down or drained take jobs again.
+        """
+        with locked(self.layout.lock):
+            spec = load(self.layout)
+            running = self._running(spec)
+            if spec is not None and any(running.values()):
+                self._refuse_changes(spec)
+            else:
+                ensure_installed(accounting=self._accounting, say=self._say)
+                spec = decide(
+                    self.name,
+                    self.layout,
+                    nodes=self._nodes,
+                    gpus=self._gpus,
+                    accounting=self._accounting,
+                )
+                running = self._running(spec)
+            started = self._start(spec, [name for name, pid in running.items() if pid is None])
+            mend_nodes(spec, self.layout)
+            return started
+
+    def _start(self, spec: ClusterSpec, missing: list[str]) -> tuple[str, ...]:
+        if not missing:
+            return ()
+        write_files(spec, self.layout)
+        if DATABASE in missing:
+            accounting.create_tables(spec, self.layout)
+        every = daemons(spec, self.layout)
+        for name in missing:
+            if name == CONTROLLER and spec.accounting:
+                accounting.register(spec, self.layout)
+            start_daemon(every[name], spec, self.layout)
+        return tuple(missing)
+
+    def down(self) -> bool:
+        """Cancel its jobs and end every process of it; whether there was anything to end.
+
+        Saved state stays: job ids go on counting, and `sacct` remembers.
+        """
+        with locked(self.layout.lock):
+            return self._down()
+
+    def remove(self) -> bool:
+        """Take it down and delete its folder; whether there was one."""
+        with locked(self.layout.lock):
+            self._down()
+            if not self.state.exists():
+                return False
+            shutil.rmtree(self.state)
+            return True
+
+    def _down(self) -> bool:
+        spec = load(self.layout)
+        running = {name: pid for name, pid in self._running(spec).items() if pid is not None}
+        left = [p.pid for p in job_processes(self.layout)]
+        if not running and not left:
+            return False
+        if MUNGED in running and CONTROLLER in running:
+            self._cancel_jobs(running)
+        nodes = [pid for name, pid in running.items() if name.startswith(node_daemon_name(""))]
+        # slurmd first: it must not report the tasks that we kill next as failed nodes' or jobs'.
+        processes.end(nodes, patience_seconds=_END_SECONDS)
+        processes.kill(p.pid for p in job_processes(self.layout))
+        for name in (CONTROLLER, ACCOUNTING, DATABASE, MUNGED):
+            if name in running:
+                processes.end([running[name]], patience_seconds=_END_SECONDS)
+        return True
+
+    def _cancel_jobs(self, running: Mapping[str, int]) -> None:
+        """End jobs in order, so that accounting says CANCELLED, but only as long as is useful."""
+        queued = client.queued_jobs(self.layout)
+        if not queued:
+            return
+        client.call(self.layout, "scancel", "--quiet", *queued)
+
+        def all_ended() -> bool:
+            # Where slurmd is dead nobody passes the signal on: those are killed afterwards.
+            return not any(node_daemon_name(p.node) in running for p in job_processes(self.layout))
+
+        if becomes_true(all_ended, seconds=KILL_WAIT_SECONDS + 2):
+            becomes_true(lambda: not client.queued_jobs(self.layout), seconds=_REPORT_SECONDS)
+
+    def status(self) -> Status:
+        """What runs; asks nothing of a controller that does not."""
+        spec = load(self.layout)
+        running = self._running(spec)
+        reachable = running.get(CONTROLLER) is not None and running.get(MUNGED) is not None
+        return Status(
+            name=self.name,
+            slurm_conf=self.slurm_conf,
+            daemons=running,
+            nodes=client.node_states(self.layout) if reachable else {},
+        )
+
+    def node_pids(self, node: str) -> NodeProcesses:
+        """What runs on one node: its slurmd, the step daemons, and the jobs' processes."""
+        spec = self._spec()
+        if node not in spec.node_names:
+            raise DevClusterError(
+                f"node must be one of {', '.join(spec.node_names)}, but is {node!r}"
+            )
+        found = [p for p in job_processes(self.layout) if p.node == node]
+        return NodeProcesses(
+            slurmd=self._running(spec)[node_daemon_name(node)],
+            step_daemons=tuple(p for p in found if isinstance(p, StepDaemon)),
+            tasks=tuple(p for p in found if isinstance(p, Task)),
+        )
+
+    def _spec(self) -> ClusterSpec:
+        spec = load(self.layout)
+        if spec is None:
+            raise DevClusterError(
+                f"there is no cluster {self.name!r} in {self.state.parent}; "
+                f"`python -m slurm up --name {self.name}` makes it"
+            )
+        return spec
+
+    def _running(self, spec: ClusterSpec | None) -> dict[str, int | None]:
+        if spec is None:
+            return {}
+        every = daemons(spec, self.layout)
+        return {name: processes.running_pid(daemon) for name, daemon in every.items()}
+
+    def _refuse_changes(self, spec: ClusterSpec) -> None:
+        """A running cluster of another shape must not be taken for what was asked."""
+        for what, wanted, present in (
+            ("nodes", self._nodes, spec.nodes),
+            ("gpus", self._gpus, spec.gpus),
+            ("accounting", self._accounting, spec.accounting),
+        ):
+            if wanted != present:
+                raise DevClusterError(
+                    f"cluster {self.name!r} is up with {what}={present}, but {what}={wanted} was "
+                    f"asked; `python -m slurm down --name {self.name}` first, or use another name"
+                )

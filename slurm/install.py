@@ -1,0 +1,138 @@
+"""Which programs the cluster needs, and how they get onto a Debian or Ubuntu machine.
+
+Nothing is installed that is there already, and no service is left running or enabled: the
+cluster starts its own daemons in its own folder. Without root, or on another system, the person
+is told once and completely what to ask for.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from slurm.errors import DevClusterError
+
+# What each Debian package is needed for. Looked up by program, not by package, so that a SLURM
+# that came another way (EasyBuild, Spack, a site's own build) serves as well.
+_PROGRAMS = {
+    "slurm-wlm": ("slurmctld", "slurmd", "scontrol", "sinfo", "squeue", "srun", "sbatch"),
+    "munge": ("munged",),
+}
+_ACCOUNTING_PROGRAMS = {
+    "slurmdbd": ("slurmdbd",),
+    "mariadb-server": ("mariadbd", "mariadb-install-db", "mariadb-admin"),
+}
+_SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
+
+_POLICY = Path("/usr/sbin/policy-rc.d")
+_POLICY_SAVED = Path("/usr/sbin/policy-rc.d.before-slurm-dev")
+_POLICY_TEXT = (
+    "#!/bin/sh\n# Written by `python -m slurm up` while it installs: no service starts.\nexit 101\n"
+)
+
+_APT_LOG_LINES = 15
+
+
+def search_path() -> str:
+    """PATH with the system folders added: an ordinary user's often lacks where daemons lie."""
+    given = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return os.pathsep.join([*given, *(f for f in _SYSTEM_FOLDERS if f not in given)])
+
+
+def program(name: str) -> str:
+    """The absolute path of a program, for a daemon whose command line we recognise later."""
+    found = shutil.which(name, path=search_path())
+    if found is None:
+        raise DevClusterError(f"program `{name}` is needed, but is not on PATH ({search_path()})")
+    return found
+
+
+def missing_packages(*, accounting: bool) -> list[str]:
+    """Debian's names of the packages of which at least one program is absent."""
+    wanted = _PROGRAMS | (_ACCOUNTING_PROGRAMS if accounting else {})
+    path = search_path()
+    return [
+        package
+        for package, programs in wanted.items()
+        if any(shutil.which(p, path=path) is None for p in programs)
+    ]
+
+
+def ensure_installed(*, accounting: bool, say: Callable[[str], None]) -> None:
+    """Install what is missing, or raise with the exact line to hand to an administrator."""
+    missing = missing_packages(accounting=accounting)
+    if not missing:
+        return
+    names = " ".join(missing)
+    by_hand = f"apt-get install --no-install-recommends {names}"
+    if shutil.which("apt-get", path=search_path()) is None:
+        raise DevClusterError(
+            f"SLURM's programs are missing, and this is not Debian or Ubuntu. Please install what "
+            f"these Debian packages hold: {names}"
+        )
+    if os.geteuid() != 0:
+        raise DevClusterError(
+            f"these packages are missing: {names}. You are not root; please ask the administrator "
+            f"for\n    {by_hand}\nThe cluster itself then runs as you, without root."
+        )
+    say(f"installing {names} (once)")
+    with _no_service_starts():
+        _apt("update")
+        _apt("install", "-y", "--no-install-recommends", *missing)
+    _disable_services(missing)
+    still = missing_packages(accounting=accounting)
+    if still:
+        raise DevClusterError(
+            f"installed, but programs of {' '.join(still)} are still not on PATH; "
+            f"try by hand: {by_hand}"
+        )
+
+
+def _apt(*arguments: str) -> None:
+    environment = {
+        **os.environ,
+        "PATH": search_path(),
+        "DEBIAN_FRONTEND": "noninteractive",
+        "LC_ALL": "C.UTF-8",
+    }
+    command = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-_APT_LOG_LINES:])
+        raise DevClusterError(f"`{' '.join(command)}` ended with {done.returncode}:\n{tail}")
+
+
+@contextlib.contextmanager
+def _no_service_starts() -> Iterator[None]:
+    """Debian starts a service as soon as it is installed, unless policy-rc.d forbids it.
+
+    The administrator's own file, if there is one, is back afterwards; also when an earlier run
+    was killed in between, which is why the saved copy is never overwritten.
+    """
+    if _POLICY.exists() and not _POLICY_SAVED.exists():
+        _POLICY.rename(_POLICY_SAVED)
+    _POLICY.write_text(_POLICY_TEXT)
+    _POLICY.chmod(0o755)
+    try:
+        yield
+    finally:
+        if _POLICY_SAVED.exists():
+            _POLICY_SAVED.replace(_POLICY)
+        else:
+            _POLICY.unlink()
+
+
+def _disable_services(installed: list[str]) -> None:
+    """Under systemd the packages also ask to be started at the next boot; nobody wants that.
+
+    Only services that were not there before this run are touched.
+    """
+    if not Path("/run/systemd/system").is_dir():
+        return
+    wanted = {"slurm-wlm": ("slurmctld", "slurmd"), "mariadb-server": ("mariadb",)}
+    services = [s for package in installed for s in wanted.get(package, (package,))]
+    subprocess.run(
+        ["systemctl", "disable", *services], env={**os.environ, "PATH": search_path()}, check=True
+    )
