@@ -1,0 +1,179 @@
+"""The plan as a value: what it says, what it warns of, and its way through JSON."""
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import PlanError
+from orchestrator.plan.plan import Plan, make_plan
+
+
+def plan(**values) -> Plan:
+    return make_plan(**{"nodes": 2, "ranks_per_node": 2} | values)
+
+
+def test_thirty_nodes_of_eight_with_3072_samples_and_a_cap_of_ten():
+    jepa = plan(nodes=30, ranks_per_node=8, global_batch=3072, micro_batch=10)
+    data = json.loads(json.dumps(jepa.to_json()))
+    assert data["ranks"] == 240
+    assert data["micro_steps"] == 2
+    assert Counter(data["samples_per_rank"]) == {13: 192, 12: 48}
+    assert Counter(map(tuple, data["micro_batches"])) == {(7, 6): 192, (6, 6): 48}
+    assert sum(data["samples_per_rank"]) == data["global_batch"] == 3072
+    assert data["warnings"] == []
+
+
+def test_the_names_that_scripts_rely_on_are_there():
+    data = plan(dataset_samples=1000, parameters=10**6, epochs=2).to_json()
+    promised = {
+        "ranks", "nodes", "global_batch", "micro_steps", "samples_per_rank", "micro_batches",
+        "bytes_on_wire_per_update", "collectives_per_update", "updates",
+    }  # fmt: skip
+    assert promised <= set(data)
+    assert data["updates"] == 8
+    assert data["updates_per_epoch"] == 4
+    assert data["collectives_per_update"] == 1
+    assert data["bytes_on_wire_per_update"] == 6 * (10**6 + 30)
+
+
+@given(
+    nodes=st.integers(1, 4),
+    ranks_per_node=st.integers(1, 4),
+    global_batch=st.none() | st.integers(1, 100),
+    micro_batch=st.none() | st.integers(1, 20),
+    ragged=st.sampled_from(["update", "carry"]),
+    updates=st.none() | st.integers(1, 50),
+    dataset_samples=st.none() | st.integers(1, 500),
+    parameters=st.none() | st.integers(1, 10**9),
+    decay=st.sampled_from(["cosine", "none"]),
+)
+def test_a_plan_comes_back_from_json_unchanged(**values):
+    made = make_plan(**values)
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def test_a_plan_of_another_version_is_read_if_it_can_be():
+    data = plan().to_json()
+    assert Plan.from_json(data | {"something_new": 1}) == plan()
+    del data["ranks"]
+    with pytest.raises(PlanError, match="the plan lacks ranks"):
+        Plan.from_json(data)
+
+
+def test_what_is_not_known_is_none():
+    unknown = plan(epochs=3, decay="cosine", warmup_updates=5)
+    assert unknown.updates is unknown.updates_per_epoch is unknown.learning_rate_last is None
+    assert unknown.collectives_per_update is unknown.bytes_on_wire_per_update is None
+    assert unknown.schedule is None
+    assert unknown.epochs == 3
+    assert unknown.learning_rate_first == pytest.approx(2e-4)
+    assert unknown.learning_rate_peak == 1e-3
+
+
+def test_updates_win_over_epochs_and_one_epoch_is_the_default():
+    assert plan(updates=10, epochs=7, dataset_samples=1024).updates == 10
+    assert plan(updates=10, epochs=7, dataset_samples=1024).epochs == 2.5
+    assert plan(updates=10, dataset_samples=512, ragged="carry").epochs == 5
+    assert plan(dataset_samples=1024).updates == 4
+
+
+def test_learning_rates_of_the_first_the_highest_and_the_last_update():
+    known = plan(
+        updates=100, base_lr=0.1, base_batch=64, scaling="linear", warmup_updates=4, decay="cosine"
+    )
+    rates = (known.learning_rate_first, known.learning_rate_peak, known.learning_rate_last)
+    assert rates == pytest.approx((0.1, 0.4, 0.0))
+
+
+def test_synchronising_every_step_costs_k_times_as_much():
+    once = plan(parameters=10**6, steps=4)
+    often = plan(parameters=10**6, steps=4, sync="every_step")
+    assert often.collectives_per_update == 4 * once.collectives_per_update
+    assert often.bytes_on_wire_per_update == 4 * once.bytes_on_wire_per_update
+
+
+def test_one_rank_talks_to_nobody():
+    alone = plan(nodes=1, ranks_per_node=1)
+    assert alone.collectives_per_update == alone.bytes_on_wire_per_update == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"global_batch": 2, "steps": 1}, "ranks 2-3 of 4 will be idle: there is no work for them"),
+        (
+            {"global_batch": 8, "steps": 5},
+            "accumulation.steps=5 is more than the samples of a rank",
+        ),
+        (
+            {"dataset_samples": 100},
+            "an update holds 100, while the learning rate is scaled for 256",
+        ),
+        ({"dataset_samples": 100, "ragged": "carry"}, "holds some samples more than once"),
+        ({"dataset_samples": 300, "ragged": "drop"}, "leaves 44 of 300 samples out of each epoch"),
+        ({"updates": 5, "warmup_updates": 6}, "the learning rate never reaches its peak"),
+        (
+            {"global_batch": 100, "micro_batch": 10, "reduction": "reproducible"},
+            (
+                "10 leaves do not divide evenly: 2 of 4 ranks take 3 and the others wait for them; "
+                "accumulation.global_batch=120 would fill all ranks at accumulation.micro_batch=10"
+            ),
+        ),
+    ],
+)
+def test_what_is_allowed_but_perhaps_not_meant_is_said(values, sentence):
+    assert any(sentence in warning for warning in plan(**values).warnings)
+
+
+def test_an_ordinary_plan_has_no_warnings():
+    assert plan(dataset_samples=1000).warnings == ()
+    assert plan(global_batch=120, micro_batch=10, reduction="reproducible").warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"nodes": 0}, "cluster.nodes=0"),
+        ({"ranks_per_node": 0}, "cluster.ranks_per_node=0"),
+        ({"updates": 0}, "train.updates=0"),
+        ({"epochs": 0.0}, "train.epochs=0.0"),
+        ({"sync": "boundry"}, "did you mean accumulation.sync=boundary?"),
+        ({"decay": "cosin"}, "did you mean schedule.decay=cosine?"),
+        ({"ragged": "drop", "dataset_samples": 100}, "Set accumulation.global_batch=100 or less"),
+        ({"sync": "every_step", "reduction": "reproducible", "micro_batch": 4}, "forbids; use"),
+        ({"reduction": "reproducible"}, "accumulation.reduction=reproducible needs"),
+        ({"global_batch": 256, "steps": 3, "micro_batch": 10}, "disagree: on 4 ranks"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(values, message):
+    with pytest.raises(PlanError) as caught:
+        plan(**values)
+    assert message in str(caught.value)
+
+
+def test_a_plan_of_ten_thousand_ranks_is_quick_and_its_warnings_short():
+    began = time.perf_counter()
+    large = plan(nodes=1250, ranks_per_node=8, global_batch=9_001, micro_batch=3)
+    assert time.perf_counter() - began < 0.25
+    assert large.warnings == (
+        (
+            "ranks 9001-9999 of 10000 will be idle: there is no work for them in an update of 9001 "
+            "samples"
+        ),
+    )
+
+
+def test_planning_loads_neither_numpy_nor_a_framework():
+    code = (
+        "import sys; from orchestrator.plan.plan import make_plan; "
+        "make_plan(nodes=30, ranks_per_node=8, global_batch=3072, micro_batch=10); "
+        "print({'numpy', 'torch', 'mindspore'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

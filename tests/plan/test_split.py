@@ -1,0 +1,159 @@
+"""Who computes which samples: laws of the split, for any numbers."""
+
+import time
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import PlanError
+from orchestrator.plan.batch import Batch
+from orchestrator.plan.split import (
+    Split,
+    assign,
+    assign_leaves,
+    split_for,
+    split_leaves,
+    split_window,
+)
+
+samples_ = st.integers(0, 3_000)
+ranks_ = st.integers(1, 300)
+few = st.integers(1, 40)
+
+
+def assert_sound(split: Split, samples: int, ranks: int) -> None:
+    assert split.ranks == ranks
+    assert split.samples == sum(split.samples_per_rank) == samples
+    covered = [piece for rank in range(ranks) for piece in split.pieces(rank)]
+    assert all(count > 0 for _, count in covered)
+    assert sum(count for _, count in covered) == samples
+    assert all(start + count == following for (start, count), (following, _) in pairwise(covered))
+    assert not covered or covered[0][0] == 0
+    assert split.idle_ranks == tuple(r for r in range(ranks) if not split.micro_batches[r])
+    assert split.micro_steps == max(len(split.pieces(rank)) for rank in range(ranks))
+
+
+@given(samples_, ranks_, few)
+def test_an_even_split_covers_the_update_once_in_nearly_equal_blocks(samples, ranks, steps):
+    split = split_window(samples, ranks, steps=steps)
+    assert_sound(split, samples, ranks)
+    sizes = split.samples_per_rank
+    assert sorted(sizes, reverse=True) == list(sizes)
+    assert max(sizes) - min(sizes) <= 1
+    for size, cuts in zip(sizes, split.micro_batches, strict=True):
+        assert len(cuts) == min(steps, size)
+        assert not cuts or max(cuts) - min(cuts) <= 1
+
+
+@given(samples_, ranks_, few)
+def test_a_cap_is_kept_with_the_fewest_steps(samples, ranks, cap):
+    split = split_window(samples, ranks, cap=cap)
+    assert_sound(split, samples, ranks)
+    assert split.micro_steps == -(-max(split.samples_per_rank) // cap)
+    assert all(count <= cap for cuts in split.micro_batches for count in cuts)
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=40), few)
+def test_any_table_of_blocks_is_cut_under_the_cap(sizes, cap):
+    split = assign(sizes, cap=cap)
+    assert_sound(split, sum(sizes), len(sizes))
+    assert split.samples_per_rank == tuple(sizes)
+    assert all(count <= cap for cuts in split.micro_batches for count in cuts)
+    assert split.micro_steps == -(-max(sizes) // cap)
+
+
+@given(samples_, ranks_, few)
+def test_the_even_table_handed_in_is_the_even_split(samples, ranks, steps):
+    split = split_window(samples, ranks, steps=steps)
+    assert assign(split.samples_per_rank, steps=steps) == split
+
+
+def leaves_of(split: Split) -> list[tuple[int, int]]:
+    return [piece for rank in range(split.ranks) for piece in split.pieces(rank)]
+
+
+@given(samples_, ranks_, ranks_, few)
+def test_leaves_do_not_depend_on_the_ranks(samples, ranks, other_ranks, leaf_size):
+    split = split_leaves(samples, ranks, leaf_size)
+    assert_sound(split, samples, ranks)
+    assert leaves_of(split) == leaves_of(split_leaves(samples, other_ranks, leaf_size))
+    assert all(start % leaf_size == 0 for start, _ in leaves_of(split))
+    counts = [len(cuts) for cuts in split.micro_batches]
+    assert max(counts) - min(counts) <= 1
+    assert sorted(counts, reverse=True) == counts
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), few, st.data())
+def test_any_table_of_whole_leaves_keeps_the_leaves(counts, leaf_size, data):
+    most = sum(counts) * leaf_size
+    samples = data.draw(st.integers(max(0, most - leaf_size + 1), most)) if most else 0
+    split = assign_leaves(counts, samples=samples, leaf_size=leaf_size)
+    assert_sound(split, samples, len(counts))
+    assert leaves_of(split) == leaves_of(split_leaves(samples, 1, leaf_size))
+
+
+def test_3072_samples_on_240_ranks_are_not_rounded():
+    split = split_window(3072, 240, cap=10)
+    assert Counter(split.samples_per_rank) == {13: 192, 12: 48}
+    assert Counter(split.micro_batches) == {(7, 6): 192, (6, 6): 48}
+    assert split.idle_ranks == ()
+
+
+def test_ranks_beyond_the_samples_are_idle_and_still_in_the_table():
+    split = split_window(2, 4, steps=3)
+    assert split.samples_per_rank == (1, 1, 0, 0)
+    assert split.micro_batches == ((1,), (1,), (), ())
+    assert split.idle_ranks == (2, 3)
+    assert split.pieces(3) == ()
+
+
+def test_a_ragged_window_under_a_cap_takes_fewer_steps_but_a_stated_k_is_kept():
+    capped = Batch(global_batch=64, steps=4, micro_batch_cap=16)
+    stated = Batch(global_batch=64, steps=4, micro_batch_cap=None)
+    assert split_for(20, 1, batch=capped).micro_batches == ((10, 10),)
+    assert split_for(20, 1, batch=stated).micro_batches == ((5, 5, 5, 5),)
+    assert split_for(20, 1, batch=capped, reduction="reproducible").micro_batches == ((16, 4),)
+
+
+def test_ten_thousand_ranks_take_less_than_50_ms_and_share_their_tuples():
+    began = time.perf_counter()
+    split = split_window(10**6 + 7, 10_000, cap=3)
+    leaves = split_leaves(10**6 + 7, 10_000, leaf_size=3)
+    assert time.perf_counter() - began < 0.1  # two of them
+    assert len(set(map(id, split.micro_batches))) == 2
+    assert len(set(map(id, leaves.micro_batches))) <= 3
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: split_window(-1, 2, steps=1), "the update's samples=-1"),
+        (lambda: split_window(1, 0, steps=1), "the number of ranks=0"),
+        (lambda: split_window(1, 1, steps=0), "accumulation.steps=0"),
+        (lambda: split_window(1, 1, cap=0), "accumulation.micro_batch=0"),
+        (lambda: split_window(1, 1), "exactly one must be given"),
+        (lambda: split_window(1, 1, steps=1, cap=1), "exactly one must be given"),
+        (lambda: assign([], steps=1), "it has none"),
+        (lambda: assign([2, -1], steps=1), "the samples of a rank=-1"),
+        (lambda: split_leaves(4, 2, 0), "accumulation.micro_batch=0"),
+        (lambda: assign_leaves([1, 1], samples=9, leaf_size=3), "given 2 leaves, but 9 samples"),
+        (lambda: assign_leaves([4, -1], samples=9, leaf_size=3), "the leaves of a rank=-1"),
+        (lambda: split_window(4, 2, steps=1).pieces(2), "there is no rank 2 among 2"),
+        (lambda: split_window(4, 2, steps=1).pieces(-1), "there is no rank -1 among 2"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(call, message):
+    with pytest.raises(PlanError) as caught:
+        call()
+    assert message in str(caught.value)
+
+
+def test_reproducible_without_a_micro_batch_says_which_would_do():
+    batch = Batch(global_batch=100, steps=4, micro_batch_cap=None)
+    with pytest.raises(PlanError, match=r"needs accumulation\.micro_batch.*micro_batch=13 would"):
+        split_for(100, 2, batch=batch, reduction="reproducible")
+    with pytest.raises(PlanError, match=r"did you mean accumulation\.reduction=reproducible"):
+        split_for(100, 2, batch=batch, reduction="reproducable")

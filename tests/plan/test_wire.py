@@ -1,0 +1,98 @@
+"""Counts of collectives and bytes, and the time that they are predicted to take."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import PlanError
+from orchestrator.plan.wire import (
+    bytes_on_wire_per_update,
+    collectives_per_update,
+    payload_bytes,
+    trailer_numbers,
+    update_end_s,
+)
+
+COUNTS = {"itemsize": 4, "metric_count": 1}
+parameters_ = st.integers(0, 10**10)
+ranks_ = st.integers(2, 10_000)
+
+
+def test_the_trailer_holds_limbs_for_every_sum_and_the_flags():
+    assert [trailer_numbers(metrics) for metrics in range(3)] == [30, 42, 54]
+
+
+def test_the_digits_network_at_one_bucket_is_one_collective():
+    parameters = 784 * 512 + 512 + 512 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
+    assert payload_bytes(parameters, **COUNTS) == 4 * (parameters + 42)
+    buckets = {"bucket_bytes": 25 * 2**20, "ranks": 4}
+    assert collectives_per_update(parameters, **COUNTS, **buckets) == 1
+    assert collectives_per_update(parameters, **COUNTS, **buckets, sync_steps=4) == 4
+    assert bytes_on_wire_per_update(parameters, **COUNTS, ranks=4) == 6 * (parameters + 42)
+
+
+@given(parameters_, ranks_, st.integers(1, 2**30), st.integers(1, 9))
+def test_buckets_hold_the_payload_and_none_is_empty(parameters, ranks, bucket_bytes, sync_steps):
+    calls = collectives_per_update(
+        parameters, **COUNTS, bucket_bytes=bucket_bytes, ranks=ranks, sync_steps=sync_steps
+    )
+    each, rest = divmod(calls, sync_steps)
+    assert rest == 0
+    assert (each - 1) * bucket_bytes < payload_bytes(parameters, **COUNTS) <= each * bucket_bytes
+
+
+@given(parameters_, ranks_)
+def test_bytes_on_the_wire_are_the_floor_of_an_all_reduce_rounded_up(parameters, ranks):
+    payload = payload_bytes(parameters, **COUNTS)
+    moved = bytes_on_wire_per_update(parameters, **COUNTS, ranks=ranks)
+    assert 0 <= moved * ranks - 2 * (ranks - 1) * payload < ranks
+    assert payload <= moved <= 2 * payload
+
+
+@pytest.mark.parametrize("parameters", [None, 100])
+def test_one_rank_sends_nothing(parameters):
+    assert collectives_per_update(parameters, **COUNTS, bucket_bytes=8, ranks=1) == 0
+    assert bytes_on_wire_per_update(parameters, **COUNTS, ranks=1) == 0
+
+
+def test_an_unknown_model_gives_unknown_counts():
+    assert collectives_per_update(None, **COUNTS, bucket_bytes=8, ranks=2) is None
+    assert bytes_on_wire_per_update(None, **COUNTS, ranks=2) is None
+
+
+times = st.floats(0, 100)
+
+
+@given(st.lists(st.tuples(times, st.integers(0, 10**9)), max_size=12), times, times)
+def test_the_predicted_end_is_at_least_every_lower_bound(buckets, compute_s, alpha_s):
+    ready = [r for r, _ in buckets]
+    sizes = [b for _, b in buckets]
+    beta = 1e-9
+    end = update_end_s(ready, sizes, compute_s=compute_s, alpha_s=alpha_s, beta_s_per_byte=beta)
+    busy = [alpha_s + beta * b for b in sizes]
+    # The end is the longest chain: wait for one bucket, then send it and all after it.
+    chains = [r + math.fsum(busy[i:]) for i, r in enumerate(ready)]
+    assert end == pytest.approx(max([compute_s, *chains]), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: trailer_numbers(-1), "the number of metrics is -1"),
+        (lambda: payload_bytes(-1, **COUNTS), "the number of parameters is -1"),
+        (lambda: payload_bytes(1, itemsize=0, metric_count=0), "a number is 0 bytes"),
+        (lambda: bytes_on_wire_per_update(1, **COUNTS, ranks=0), "the number of ranks is 0"),
+        (lambda: bytes_on_wire_per_update(1, **COUNTS, ranks=2, sync_steps=0), "0 times"),
+        (lambda: collectives_per_update(1, **COUNTS, bucket_bytes=0, ranks=2), "bucket is 0"),
+        (
+            lambda: update_end_s([1.0], [], compute_s=1, alpha_s=0, beta_s_per_byte=0),
+            "1 ready times for 0 buckets",
+        ),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(call, message):
+    with pytest.raises(PlanError) as caught:
+        call()
+    assert message in str(caught.value)
