@@ -1,4 +1,4 @@
-"""Handwritten digits with the MLP 784-512-256-128-10, on scikit-learn's digits or your own MNIST folder."""
+"""Handwritten digits with the MLP 784-512-256-128-10: scikit-learn's, or your own MNIST folder."""
 
 from __future__ import annotations
 

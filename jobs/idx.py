@@ -1,4 +1,4 @@
-"""MNIST's file format (IDX): reading with checks, and scikit-learn's digits written out as such files."""
+"""MNIST's file format (IDX): checked reading, and scikit-learn's digits as such files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def read_idx(path: Path, magic: int) -> Bytes:
     """One IDX file as an array of bytes. Raises `DataError` when it is missing or damaged."""
     packed = path.with_name(path.name + ".gz")
     try:
-        content = gzip.decompress(packed.read_bytes()) if not path.exists() and packed.exists() else path.read_bytes()
+        content = (
+            gzip.decompress(packed.read_bytes())
+            if not path.exists() and packed.exists()
+            else path.read_bytes()
+        )
     except FileNotFoundError:
         raise DataError(f"there is no {path.name} (nor {packed.name}) in {path.parent}") from None
     except OSError as error:
@@ -36,18 +40,24 @@ def read_idx(path: Path, magic: int) -> Bytes:
     header = 4 + 4 * axes
     if len(content) < header or struct.unpack(">i", content[:4])[0] != magic:
         found = struct.unpack(">i", content[:4])[0] if len(content) >= 4 else "nothing"
-        raise DataError(f"{path} is not such an IDX file: its magic number must be {magic}, but is {found}")
+        raise DataError(
+            f"{path} is not such an IDX file: its magic number must be {magic}, but is {found}"
+        )
     shape = struct.unpack(f">{axes}i", content[4:header])
     expected = header + int(np.prod(shape))
     if len(content) != expected:
-        raise DataError(f"{path} is damaged: {shape} needs {expected} bytes, but it has {len(content)}")
+        raise DataError(
+            f"{path} is damaged: {shape} needs {expected} bytes, but it has {len(content)}"
+        )
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
 def read_digits(folder: Path, part: str) -> tuple[Bytes, Bytes]:
     """Images (n, rows, columns) and labels (n,) of "train" or "test" in MNIST's folder layout."""
     if not folder.is_dir():
-        raise DataError(f"job.data_dir must be a folder with MNIST's IDX files, but {folder} is not one")
+        raise DataError(
+            f"job.data_dir must be a folder with MNIST's IDX files, but {folder} is not one"
+        )
     images = read_idx(folder / NAMES[part, "images"], IMAGES_MAGIC)
     labels = read_idx(folder / NAMES[part, "labels"], LABELS_MAGIC)
     if len(images) != len(labels):

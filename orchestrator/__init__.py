@@ -1,4 +1,4 @@
-"""Multi-node training with exact gradient accumulation: state a global batch, get provably its update."""
+"""Exact gradient accumulation on many nodes: state a global batch, get provably its update."""
 
 from orchestrator.job import Job, Loss
 

@@ -6,6 +6,7 @@ and what its exceptions mean for the person who typed the overrides.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator.config import FREE_SECTIONS, Config, check, unknown_keys
+from orchestrator.config import FREE_SECTIONS, Config, read_config, unknown_keys
 from orchestrator.errors import ConfigError, did_you_mean
 
 HYDRA_VERSION_BASE = "1.3"
@@ -30,7 +31,7 @@ def dense_parameters(layers: Sequence[int]) -> int:
     >>> dense_parameters([2, 3, 1])
     13
     """
-    return sum(a * b + b for a, b in zip(layers, layers[1:], strict=False))
+    return sum(a * b + b for a, b in itertools.pairwise(layers))
 
 
 def when_null(value: Any, then: Any, otherwise: Any) -> Any:
@@ -51,7 +52,9 @@ def config_folder() -> Path:
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / "config.yaml").is_file():
             return candidate
-    raise ConfigError(f"the shipped configuration is missing: there is no conf/config.yaml in {package}")
+    raise ConfigError(
+        f"the shipped configuration is missing: there is no conf/config.yaml in {package}"
+    )
 
 
 def _key(override: str) -> str:
@@ -68,7 +71,9 @@ def accept_spellings(arguments: Sequence[str]) -> list[str]:
     ['+cluster=slurm', 'job._target_=a.B', '++job.width=3']
     """
     own_job = any(_key(a) == "job._target_" for a in arguments)
-    own_primary = any(a in {"-cn", "--config-name"} or a.startswith("--config-name=") for a in arguments)
+    own_primary = any(
+        a in {"-cn", "--config-name"} or a.startswith("--config-name=") for a in arguments
+    )
     sweep = any(a in {"-m", "--multirun"} for a in arguments)
     result: list[str] = []
     for argument in arguments:
@@ -90,7 +95,9 @@ def to_config(composed: DictConfig, overrides: Iterable[str]) -> Config:
         ConfigError: unknown keys, wrong types, values that cannot be used.
     """
     stated = {_key(override) for override in overrides}
-    if "job._target_" in stated:  # somebody's own job: the default job's arguments are not meant for it
+    if (
+        "job._target_" in stated
+    ):  # somebody's own job: the default job's arguments are not meant for it
         for section in ("job", "facts"):
             for key in list(composed[section]):
                 if f"{section}.{key}" not in stated:
@@ -106,20 +113,6 @@ def to_config(composed: DictConfig, overrides: Iterable[str]) -> Config:
         return read_config(values)
     except OmegaConfBaseException as error:
         raise explained(error) from error
-
-
-def read_config(values: Any) -> Config:
-    """A `Config` from plain values, as in a run folder's config.yaml; checked."""
-    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
-    config = OmegaConf.to_object(merged)
-    assert isinstance(config, Config)  # noqa: S101  # what a structured merge gives, by construction
-    check(config)
-    return config
-
-
-def to_yaml(config: Config) -> str:
-    """The text of config.yaml; `read_config` of it is the same configuration."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
@@ -162,16 +155,23 @@ def explained(error: BaseException) -> ConfigError:
         section = key.split(".")[0]
         if section in FREE_SECTIONS and "." in key:
             return ConfigError(
-                f"the chosen {section} has no key '{key}'; to give it one all the same, write +{key}=…"
+                f"the chosen {section} has no key '{key}'; to add it all the same, write +{key}=…"
             )
-        return ConfigError(f"there is no key '{key}'{did_you_mean(key.split('.')[-1], _known_keys(key))}")
+        return ConfigError(
+            f"there is no key '{key}'{did_you_mean(key.split('.')[-1], _known_keys(key))}"
+        )
     if found := re.search(r"Could not find '([^']+)/([^']+)'", text):
         group, choice = found.groups()
         offered = re.findall(r"^\t(?!provider=)(\S+)$", text, flags=re.MULTILINE)
         return ConfigError(f"there is no {group} called '{choice}'{did_you_mean(choice, offered)}")
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     key = getattr(cause, "full_key", None)
-    first = str(cause).split("\n    full_key", maxsplit=1)[0].split("\nSee https", maxsplit=1)[0].strip()
+    first = (
+        str(cause)
+        .split("\n    full_key", maxsplit=1)[0]
+        .split("\nSee https", maxsplit=1)[0]
+        .strip()
+    )
     return ConfigError(f"{key}: {first}" if key else f"the command line cannot be read: {first}")
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from orchestrator.errors import ConfigError, did_you_mean
 
 TRANSPORTS = ("auto", "nccl", "hccl", "gloo", "mccl")
@@ -96,7 +98,7 @@ class ScheduleConfig:
 
 @dataclass
 class TrainConfig:
-    """The training itself. `evaluate_every` and `checkpoint_every` count updates; null: each epoch."""
+    """The training. `evaluate_every` and `checkpoint_every` count updates; null: each epoch."""
 
     updates: int | None = None
     epochs: float | None = None
@@ -179,7 +181,9 @@ def node_range(nodes: Any) -> tuple[int, int]:
     else:
         raise ConfigError(f"cluster.nodes must be a number or {{min: a, max: b}}, but is {nodes!r}")
     if not (isinstance(least, int) and isinstance(most, int) and 1 <= least <= most):
-        raise ConfigError(f"cluster.nodes must be at least 1, but is {nodes!r}; try cluster.nodes=1")
+        raise ConfigError(
+            f"cluster.nodes must be at least 1, but is {nodes!r}; try cluster.nodes=1"
+        )
     return least, most
 
 
@@ -203,14 +207,16 @@ def _value(config: Config, dotted: str) -> Any:
 
 
 def check(config: Config) -> None:
-    """Refuse values that no plan and no cluster can use. Raises `ConfigError`, one message for all."""
+    """Refuse what no plan and no cluster can use. Raises one `ConfigError` for all of it."""
     wrong: list[str] = []
     for dotted, allowed in CHOICES.items():
         value = _value(config, dotted)
         if value not in allowed:
             wrong.append(
                 f"{dotted} must be one of {', '.join(allowed)}, but is {value!r}"
-                + did_you_mean(str(value), allowed).replace("; known are: " + ", ".join(sorted(allowed)), "")
+                + did_you_mean(str(value), allowed).replace(
+                    "; known are: " + ", ".join(sorted(allowed)), ""
+                )
             )
     node_range(config.cluster.nodes)
     at_least: Sequence[tuple[str, float]] = (
@@ -226,8 +232,9 @@ def check(config: Config) -> None:
         if value is not None and value < least:
             wrong.append(f"{dotted} must be at least {least}, but is {value}; try {dotted}={least}")
     positive = (
-        "schedule.base_lr", "train.epochs", "train.clip_norm", "cluster.memory_gib", "engine.bucket_mib",
-        "cluster.rendezvous_timeout_s", "cluster.collective_timeout_s", "cluster.heartbeat_timeout_s",
+        "schedule.base_lr", "train.epochs", "train.clip_norm", "cluster.memory_gib",
+        "cluster.rendezvous_timeout_s", "cluster.collective_timeout_s",
+        "cluster.heartbeat_timeout_s", "engine.bucket_mib",
     )  # fmt: skip
     for dotted in positive:
         value = _value(config, dotted)
@@ -235,8 +242,8 @@ def check(config: Config) -> None:
             wrong.append(f"{dotted} must be a number above 0, but is {value}")
     if config.accumulation.reduction == "reproducible" and config.accumulation.micro_batch is None:
         wrong.append(
-            "accumulation.reduction=reproducible needs accumulation.micro_batch: the size of a leaf, "
-            "the atom of work; try accumulation.micro_batch=16"
+            "accumulation.reduction=reproducible needs accumulation.micro_batch: the size of a "
+            "leaf, the atom of work; try accumulation.micro_batch=16"
         )
     if config.cluster.kind == "local":
         wrong += [
@@ -245,8 +252,30 @@ def check(config: Config) -> None:
             if _value(config, f"cluster.{name}") not in (None, {}, [])
         ]
     if not isinstance(config.job.get("_target_"), str):
-        wrong.append("job._target_ must be the dotted name of a job class, as in jobs.digits.Digits")
+        wrong.append(
+            "job._target_ must be the dotted name of a job class, as in jobs.digits.Digits"
+        )
     if "_target_" not in config.optimizer and not isinstance(config.optimizer.get("name"), str):
-        wrong.append("optimizer.name must be sgd, adam or adamw, or optimizer._target_ a dotted name")
+        wrong.append(
+            "optimizer.name must be sgd, adam or adamw, or optimizer._target_ a dotted name"
+        )
     if wrong:
         raise ConfigError("\n".join(wrong))
+
+
+def read_config(values: Any) -> Config:
+    """A `Config` from plain values, as in a run folder's config.yaml; checked.
+
+    Raises:
+        ConfigError: values that cannot be used; OmegaConf's own errors for wrong types.
+    """
+    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, Config)  # noqa: S101  # what a structured merge gives, by construction
+    check(config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The text of config.yaml; `read_config` of it is the same configuration."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))

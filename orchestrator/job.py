@@ -1,4 +1,4 @@
-"""What a user writes: a job. This module imports no framework, so a job's file decides which one it needs.
+"""What a user writes: a job. No framework is imported here, so a job's file decides which it needs.
 
 A job is any class with `model`, `dataset` and `loss`; deriving from `Job` only saves typing. The
 keys under `job:` in the configuration (all but `_target_`) are its constructor's arguments.
@@ -39,8 +39,8 @@ class Job:
         framework: "torch" or "mindspore".
         metric_names: names that `loss` fills in `Loss.metrics`. Declared, because a rank that has
             no samples in a window has to send the same numbers as all the others.
-        augments: set it to True when `dataset[i]` draws random numbers: every sample then gets its own
-            generator state from (seed, update, place in the update), whoever computes it.
+        augments: set it to True when `dataset[i]` draws random numbers: every sample then gets
+            its own generator state from (seed, update, place in the update), whoever computes it.
     """
 
     framework: ClassVar[str] = "torch"

@@ -1,7 +1,7 @@
 """The run folder: every file name, private creation, atomic writes, reading back.
 
-Nobody else spells a file name. The folder is the only channel from a run back to people, and the only
-thing that `resume`, `status` and `compare` need.
+Nobody else spells a file name. The folder is the only channel from a run back to people, and all
+that `resume`, `status` and `compare` need.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class RunDir:
         """How many attempts were begun, judged by their folders."""
         if not self.attempts.is_dir():
             return 0
-        return max((int(p.name) + 1 for p in self.attempts.iterdir() if p.name.isdigit()), default=0)
+        return max(
+            (int(p.name) + 1 for p in self.attempts.iterdir() if p.name.isdigit()), default=0
+        )
 
     def create(self) -> None:
         """Make the folder, private to its owner.
@@ -96,14 +98,18 @@ class RunDir:
         try:
             if path.exists():
                 if not path.is_dir():
-                    raise RunFolderError(f"run.dir={path} is a file; it must be a new or empty folder")
+                    raise RunFolderError(
+                        f"run.dir={path} is a file; it must be a new or empty folder"
+                    )
                 if self.config.exists():
                     raise RunFolderError(
                         f"run.dir={path} holds another run; to continue that one: "
                         f"python -m orchestrator resume {path}; for a new run choose another folder"
                     )
                 if any(path.iterdir()):
-                    raise RunFolderError(f"run.dir={path} is not empty; it must be a new or empty folder")
+                    raise RunFolderError(
+                        f"run.dir={path} is not empty; it must be a new or empty folder"
+                    )
             path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             path.chmod(PRIVATE)
             for folder in (self.logs, self.checkpoints, self.attempts):

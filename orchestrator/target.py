@@ -1,7 +1,7 @@
 """Look at a job's class without importing it: does it exist, is it a job, do its arguments fit?
 
-The submitting side must neither import a framework nor run a user's code, so the source is read with
-`ast`. What cannot be decided from the source (a class made by a function, say) is left to the
+The submitting side must neither import a framework nor run a user's code, so the source is read
+with `ast`. What cannot be decided from the source (a class made by a function, say) is left to the
 workers, which check again with the class in hand.
 """
 
@@ -27,6 +27,7 @@ class TargetFacts:
     """What the source says of a job; None where it does not say."""
 
     framework: str | None = None
+    metric_count: int | None = None
     source: Path | None = None
 
 
@@ -128,7 +129,9 @@ class _Lineage:
         self._add(leaf)
 
     def _add(self, found: _Class) -> None:
-        if (found.module.name, found.node.name) == BASE_JOB or any(c == found for c in self.classes):
+        if (found.module.name, found.node.name) == BASE_JOB or any(
+            c == found for c in self.classes
+        ):
             return
         self.classes.append(found)
         self.complete &= not found.node.keywords
@@ -136,7 +139,11 @@ class _Lineage:
             name = base.value if isinstance(base, ast.Subscript) else base
             if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name):
                 origin = found.module.imports.get(name.value.id)
-                module = load_module(origin[0] if origin[1] is None else ".".join(map(str, origin))) if origin else None
+                module = (
+                    load_module(origin[0] if origin[1] is None else ".".join(map(str, origin)))
+                    if origin
+                    else None
+                )
                 resolved = module.resolve(name.attr) if module else None
             elif isinstance(name, ast.Name):
                 resolved = found.module.resolve(name.id)
@@ -177,7 +184,11 @@ class _Lineage:
             return plain + only, required
         if not self.complete:
             return None
-        decorated = [c for c in self.classes if any("dataclass" in ast.dump(d) for d in c.node.decorator_list)]
+        decorated = [
+            c
+            for c in self.classes
+            if any("dataclass" in ast.dump(d) for d in c.node.decorator_list)
+        ]
         if not decorated:
             return [], []
         names: dict[str, bool] = {}
@@ -208,8 +219,8 @@ def check_target(job: Mapping[str, Any]) -> TargetFacts:
     spec = find_module(module_name)
     if spec is None:
         raise JobError(
-            f"job._target_={dotted}: there is no module '{module_name}' on Python's path; run from the "
-            f"folder that holds it, or install it"
+            f"job._target_={dotted}: there is no module '{module_name}' on Python's path; run from "
+            f"the folder that holds it, or install it"
         )
     module = load_module(module_name)
     if module is None:
@@ -219,10 +230,16 @@ def check_target(job: Mapping[str, Any]) -> TargetFacts:
         if module.open_ended or name in module.imports:
             return TargetFacts(source=module.source)
         classes = [n for n, node in module.names.items() if isinstance(node, ast.ClassDef)]
-        raise JobError(f"job._target_={dotted}: {module.source} has no class '{name}'{did_you_mean(name, classes)}")
+        raise JobError(
+            f"job._target_={dotted}: {module.source} has no class '{name}'"
+            + did_you_mean(name, classes)
+        )
     if not isinstance(found, _Class):
         if isinstance(found, DEFINITIONS):
-            raise JobError(f"job._target_={dotted} is a function; it must be a class with {', '.join(REQUIRED_METHODS)}")
+            raise JobError(
+                f"job._target_={dotted} is a function; it must be a class with "
+                + ", ".join(REQUIRED_METHODS)
+            )
         return TargetFacts(source=module.source)
     return _check_class(dotted, found, job)
 
@@ -242,8 +259,15 @@ def _check_class(dotted: str, found: _Class, job: Mapping[str, Any]) -> TargetFa
         given = [key for key in job if key != "_target_"]
         for key in given:
             if key not in known:
-                raise JobError(f"{dotted} takes no argument '{key}' (from job.{key}){did_you_mean(key, known)}")
+                raise JobError(
+                    f"{dotted} takes no argument '{key}' (from job.{key}){did_you_mean(key, known)}"
+                )
         for key in required:
             if key not in given:
                 raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
-    return TargetFacts(framework=_constant(members, "framework"), source=found.module.source)
+    names = getattr(members.get("metric_names"), "value", None)
+    return TargetFacts(
+        framework=_constant(members, "framework"),
+        metric_count=len(names.elts) if isinstance(names, ast.Tuple | ast.List) else None,
+        source=found.module.source,
+    )

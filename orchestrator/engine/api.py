@@ -1,4 +1,4 @@
-"""The two seams below the loop: `Group` (how ranks talk) and `Engine` (how a window becomes an update).
+"""The seams below the loop: `Group` (how ranks talk), `Engine` (how a window becomes an update).
 
 No framework is imported here. `engine/torch` and `engine/mindspore` implement both, under the same
 file names; `orchestrator.engine.conformance` holds the suite that every implementation passes.
@@ -99,7 +99,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """One micro-step's work: the samples `indices` of the data set, from place `start` of the update.
+    """One micro-step's work: samples `indices` of the data set, from place `start` of the update.
 
     `(update, start)` seeds the random numbers of the micro-step, so they do not depend on the rank.
     """
@@ -117,12 +117,14 @@ class Window:
         update: the update's number, from 0.
         samples: samples of this update over all ranks.
         micro_batches: this rank's, in order, none of them empty; () when the rank has no samples.
+        steps: micro-steps of the rank that has most of them.
         learning_rate: for this update.
     """
 
     update: int
     samples: int
     micro_batches: tuple[MicroBatch, ...]
+    steps: int
     learning_rate: float
 
 
@@ -209,7 +211,8 @@ class Engine(Protocol):
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch. Silent: no collective may run in it, but for the
-        reduction of finished buckets in the window's last backward."""
+        reduction of finished buckets in the window's last backward.
+        """
         ...
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
@@ -221,8 +224,10 @@ class Engine(Protocol):
         ...
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Every rank's `numbers` (equally many on all), a row for each rank, as float64. Collective;
-        for set-up and the end of a run, never inside a window, and not counted as a window's."""
+        """Every rank's `numbers` (equally many on all), a row for each rank, as float64.
+
+        Collective; for set-up and the end of a run, never inside a window.
+        """
         ...
 
     def evaluate(self) -> dict[str, float]:
@@ -235,7 +240,8 @@ class Engine(Protocol):
 
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write weights.safetensors and optimizer.safetensors into `folder`; give the rest as what
-        JSON can hold. Not collective."""
+        JSON can hold. Not collective.
+        """
         ...
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
@@ -243,11 +249,11 @@ class Engine(Protocol):
         ...
 
     def weights_sha256(self) -> str:
-        """Digest over the bytes of the final weights, tensor by tensor in the order of the names."""
+        """Digest over the weights' bytes, tensor by tensor in the order of the names."""
         ...
 
     def peak_memory_bytes(self) -> int:
-        """Largest memory of this rank so far: the device's where there is one, else the process's."""
+        """Largest memory of this rank so far: the device's if there is one, else the process's."""
         ...
 
     def warnings(self) -> list[str]:

@@ -108,8 +108,7 @@ class History:
 
     def _forget_from(self, update: int) -> None:
         self._updates = {n: r for n, r in self._updates.items() if n < update}
-        # An evaluation at the resume point itself was made with the weights that were kept.
-        self._evaluations = {n: r for n, r in self._evaluations.items() if n <= update}
+        self._evaluations = {n: r for n, r in self._evaluations.items() if n < update}
 
     @property
     def updates(self) -> list[Record]:

@@ -22,6 +22,7 @@ from orchestrator.report.summary import time_shares
 from orchestrator.report.terminal import literal, say
 from orchestrator.report.units import (
     format_bytes,
+    format_learning_rate,
     format_number,
     format_percent,
     format_seconds,
@@ -54,7 +55,9 @@ class Progress:
         # Only what the line needs: a month's run must not make its watcher grow or slow down.
         self._recent: deque[Record] = deque(maxlen=RECENT_UPDATES)
         self._evaluation: Record = {}
+        self._micro_steps: int = plan.get("micro_steps") or 1
         self._micro_steps_done: int | None = None
+        self._closed = False
         self._shown: int | None = None
         self._shown_at = 0.0
         self._live: Live | None = None
@@ -75,10 +78,13 @@ class Progress:
     ) -> None:
         self.close()
 
-    def update(self, records: Sequence[Record], micro_progress: int | None = None) -> None:
+    def update(
+        self, records: Sequence[Record], micro_progress: int | tuple[int, int] | None = None
+    ) -> None:
         """Show new `records` of `metrics.jsonl`, and the micro-steps done in the open window.
 
-        `micro_progress` counts those that every rank has behind it; None when nobody knows.
+        `micro_progress` is how many are done, or (done, of so many) where this window's number
+        differs from the plan's; None when nobody knows.
         """
         if self._quiet:
             return
@@ -86,6 +92,9 @@ class Progress:
             self._take(record)
         # Dots that vanish between two windows would make the line jump.
         known = self._micro_steps_done is not None
+        self._micro_steps = self._plan.get("micro_steps") or 1
+        if isinstance(micro_progress, tuple):
+            micro_progress, self._micro_steps = micro_progress
         self._micro_steps_done = 0 if micro_progress is None and known else micro_progress
         if self._verbose:
             for record in records:
@@ -98,11 +107,12 @@ class Progress:
     def close(self) -> None:
         """Leave the last state on the screen and give the terminal back. May be called twice."""
         if self._live is not None:
-            self._micro_steps_done = None
+            self._closed, self._micro_steps_done = True, None
             self._live.update(self._line(), refresh=True)
             self._live.stop()
             self._live = None
         elif not self._quiet and not self._verbose:
+            self._closed = True
             self._show_last()
         self._quiet = True
 
@@ -166,8 +176,9 @@ class Progress:
             total=self._plan.get("updates"),
             loss=last.get("loss"),
             samples_per_second=mean_samples / pace if pace and mean_samples else None,
-            seconds_per_update=pace,
-            micro_steps=self._plan.get("micro_steps") or 1,
+            # Nothing is left to wait for once the run is over, however far it came.
+            seconds_per_update=None if self._closed else pace,
+            micro_steps=self._micro_steps,
             micro_steps_done=self._micro_steps_done,
             evaluation=dict(self._evaluation),
         )
@@ -176,13 +187,13 @@ class Progress:
         """Everything that one record says, as one line."""
         if "evaluation" in record:
             values = (f"{k} {format_number(v)}" for k, v in record["evaluation"].items())
-            return f"held-out after update {record['update']}: {', '.join(values)}"
+            return f"held-out after update {record['update'] + 1}: {', '.join(values)}"
         total = self._plan.get("updates")
         shares = (f"{name} {format_percent(s)}" for name, s in time_shares([record]).items())
         parts = [
             f"update {record['update'] + 1}{'' if total is None else f'/{total}'}",
             f"loss {format_number(record.get('loss'))}",
-            f"lr {format_number(record.get('learning_rate'))}",
+            f"learning rate {format_learning_rate(record.get('learning_rate'))}",
             plural(record.get("samples"), "sample"),
             plural(record.get("micro_steps"), "micro-step"),
             plural(record.get("collectives"), "collective"),

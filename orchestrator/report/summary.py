@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from orchestrator.report.metrics import Record
@@ -60,15 +61,15 @@ def seconds_per_update(updates: Sequence[Record]) -> float | None:
     >>> seconds_per_update([{"update": n, "update_s": s} for n, s in enumerate([9.0, 1.0, 1.2])])
     1.1
     """
-    seen: set[Any] = set()
-    warm: list[float] = []
-    for record in updates:
-        attempt = record.get("attempt", 0)
-        if attempt in seen and record.get("update_s") is not None:
-            warm.append(record["update_s"])
-        seen.add(attempt)
-    every = [r["update_s"] for r in updates if r.get("update_s") is not None]
-    return statistics.median(warm or every) if every else None
+    timed = [r["update_s"] for r in _warm(updates)]
+    return statistics.median(timed) if timed else None
+
+
+def _warm(updates: Sequence[Record]) -> list[Record]:
+    """Timed updates without the first of each attempt, unless there are no others."""
+    timed = [r for r in updates if r.get("update_s")]
+    warm = [r for before, r in pairwise(updates) if r.get("attempt", 0) == before.get("attempt", 0)]
+    return [r for r in warm if r.get("update_s")] or timed
 
 
 def time_shares(updates: Sequence[Record]) -> dict[str, float]:
@@ -88,7 +89,7 @@ def time_shares(updates: Sequence[Record]) -> dict[str, float]:
 
 def _samples_per_second(result: Mapping[str, Any], updates: Sequence[Record]) -> float | None:
     """From the updates: `seconds` may be those of the last attempt, `samples` of all of them."""
-    timed = [r for r in updates if r.get("samples") is not None and r.get("update_s")]
+    timed = [r for r in _warm(updates) if r.get("samples") is not None]
     if timed:
         return sum(r["samples"] for r in timed) / sum(r["update_s"] for r in timed)
     if result.get("samples") and result.get("seconds"):

@@ -46,9 +46,13 @@ def literal(text: object, console: Console, style: str = "") -> Text:
     return Text(legible(text, console), style=style)
 
 
-def say(console: Console, text: object, style: str = "") -> None:
-    """Print one line that is never broken by us, so that paths and commands can be copied."""
-    console.print(literal(text, console, style), soft_wrap=True, highlight=False)
+def say(console: Console, text: object, style: str = "", *, prose: bool = False) -> None:
+    """Print one line that is never broken by us, so that paths and commands can be copied.
+
+    `prose` is broken between words on a terminal, and stays one line in a log that is searched.
+    """
+    whole = not (prose and console.is_terminal)
+    console.print(literal(text, console, style), soft_wrap=whole, highlight=False)
 
 
 def command(verb: str, *paths: Path) -> str:

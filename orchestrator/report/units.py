@@ -91,9 +91,9 @@ def format_percent(share: float | None) -> str:
     """A share of one as percent.
 
     >>> format_percent(0.123), format_percent(1), format_percent(None)
-    ('12.3 %', '100.0 %', 'unknown')
+    ('12.3%', '100.0%', 'unknown')
     """
-    return UNKNOWN if share is None or not math.isfinite(share) else f"{share * 100:.1f} %"
+    return UNKNOWN if share is None or not math.isfinite(share) else f"{share * 100:.1f}%"
 
 
 def format_number(value: object) -> str:
@@ -113,6 +113,15 @@ def format_number(value: object) -> str:
     if value and not 1e-3 <= abs(value) < 1e5:
         return f"{value:.3e}"
     return f"{value:.4f}"
+
+
+def format_learning_rate(rate: float | None) -> str:
+    """As people write one in a configuration.
+
+    >>> [format_learning_rate(r) for r in (0.001, 0.1, 0.00012346, 0.0, None)]
+    ['0.001', '0.1', '0.0001235', '0', 'unknown']
+    """
+    return UNKNOWN if rate is None else f"{rate:.4g}"
 
 
 def format_ratio(ratio: float | None) -> str:

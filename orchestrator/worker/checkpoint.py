@@ -1,7 +1,7 @@
 """Checkpoints: written so that a crash at any point leaves the last good one, checked when read.
 
-A checkpoint is a folder `update-<n>`: after n updates. It is made under another name, every file and
-the folder are forced to disk, and one rename makes it appear. `state.json` holds the digests.
+A checkpoint is a folder `update-<n>`: after n updates. It is made under another name, every file
+and the folder are forced to disk, and one rename makes it appear. `state.json` holds the digests.
 """
 
 from __future__ import annotations
@@ -38,14 +38,10 @@ class Checkpoint:
 
 
 def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _slow(file)
-
-
-def _slow(file: Any) -> str:
     whole = hashlib.sha256()
-    for block in iter(lambda: file.read(1 << 20), b""):
-        whole.update(block)
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            whole.update(block)
     return whole.hexdigest()
 
 
@@ -59,10 +55,16 @@ def _to_disk(path: Path) -> None:
 
 def save(checkpoints: Path, engine: Saves, *, updates: int, samples: int, keep: int) -> Path:
     """Write a checkpoint and remove all but the newest `keep`. Raises `OSError` (a full disk, say)
-    with nothing but the earlier checkpoints left."""
+    with nothing but the earlier checkpoints left.
+    """
     final = checkpoints / f"{PREFIX}{updates:09d}"
-    if final.exists():  # the same update again, after a resume: the same bits, so the old one serves
-        return final
+    if final.exists():  # met again after a resume from an earlier one
+        try:
+            load(final)
+        except RunFolderError:  # it was damaged and passed over; what is written now replaces it
+            shutil.rmtree(final)
+        else:
+            return final
     partial = checkpoints / f".partial-{updates:09d}-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -1,7 +1,7 @@
 """The one owner of signals in a rank: a handler only sets a flag.
 
-The flag travels with the next boundary's reduction, so all ranks stop after the same update. Nothing
-else in a worker may install a handler for these signals.
+The flag travels with the next boundary's reduction, so all ranks stop after the same update.
+Nothing else in a worker may install a handler for these signals.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ class StopFlag:
         return self.signal is not None
 
     def install(self) -> StopFlag:
+        """Take the signals over. They may have been blocked since before this process began, so
+        that a stop that comes while Python starts is kept, not fatal; now they are let in.
+        """
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,54 @@
+# Two commands for a fresh machine: `make run` and `make test`. Each target prints what it does.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test lint unit bench slurm-up slurm-down clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "== setting up $(VENV): Python packages with the versions of constraints.txt"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,report,dev]'
+	@touch $(STAMP)
+
+setup: $(STAMP)  ## make .venv and install everything into it
+
+run: setup  ## train the digits on 2 pretended nodes x 2 ranks, four micro-steps an update
+	@echo "== python -m orchestrator.launch (2 pretended nodes x 2 ranks, 4 micro-steps an update)"
+	@$(BIN)/python -m orchestrator.launch
+
+test: lint unit  ## lint, types, import directions and every test
+
+lint: setup  ## ruff, pyright, import-linter
+	@echo "== ruff"
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@echo "== pyright"
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@echo "== import-linter"
+	@$(BIN)/lint-imports
+
+unit: setup  ## the tests (PYTEST_ARGS for more)
+	@echo "== pytest"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: setup  ## side by side with peers: tables in benchmarks/results
+	@echo "== benchmarks"
+	@$(BIN)/python -m benchmarks
+
+slurm-up: setup  ## start a real SLURM with four nodes on this machine
+	@echo "== SLURM development cluster: up"
+	@$(BIN)/python -m slurm up
+
+slurm-down: setup  ## end it
+	@echo "== SLURM development cluster: down"
+	@$(BIN)/python -m slurm down
+
+clean:  ## remove what was built (not your runs)
+	@echo "== removing $(VENV) and caches"
+	@rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache build dist *.egg-info

@@ -1,0 +1,135 @@
+"""`python -m orchestrator VERB`: look at plans and runs, and go on with them.
+
+The verbs read the run folder alone, so they work from another shell and days later. None of them
+imports a framework.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
+
+import typer
+from rich.console import Console
+
+from orchestrator.errors import EXIT_INTERRUPTED, OrchestratorError, RunFolderError
+from orchestrator.report.terminal import say
+
+app = typer.Typer(
+    help="Plan, follow, compare and resume runs. To start one: python -m orchestrator.launch",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More detail; tracebacks.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only errors.")]
+
+
+def verb(**settings: Any) -> Callable[[Verb], Verb]:
+    """Register a verb whose errors become one message and an exit code."""
+
+    def register(function: Verb) -> Verb:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except OrchestratorError as error:
+                if kwargs.get("verbose"):
+                    raise
+                say(Console(stderr=True), f"error: {error}", "bold red")
+                raise typer.Exit(error.exit_code) from error
+
+        app.command(**settings)(guarded)
+        return cast("Verb", guarded)
+
+    return register
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+
+@verb(context_settings={"ignore_unknown_options": False})
+def plan(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="As for orchestrator.launch.")
+    ] = None,
+    config_dir: Annotated[str | None, typer.Option(help="Folder of your own configs.")] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Print who would compute what, without starting anything."""
+    del verbose
+    from orchestrator.compose import compose
+    from orchestrator.report.plan_table import print_plan
+    from orchestrator.submit.run import prepare
+
+    made = prepare(compose(overrides or [], config_dir))
+    if as_json:
+        _print_json(made.to_json())
+    else:
+        print_plan(made.to_json(), Console())
+
+
+@verb()
+def resume(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Go on with a stopped or failed run from its newest sound checkpoint, to the same bits."""
+    from orchestrator.submit.run import Manner
+    from orchestrator.submit.run import resume as go_on
+
+    ended = go_on(run.absolute(), Manner(console=Console(), verbose=verbose, quiet=quiet))
+    raise typer.Exit(ended.exit_code)
+
+
+def final_weights(run: Path) -> Path:
+    """The file of a run's newest weights. Raises `RunFolderError` when there is none."""
+    from orchestrator.rundir import RunDir
+    from orchestrator.worker.checkpoint import WEIGHTS, complete
+
+    if run.is_file():
+        return run
+    saved = complete(RunDir(run).existing().checkpoints)
+    if not saved:
+        raise RunFolderError(f"{run} has no weights yet: no checkpoint was written")
+    return saved[-1] / WEIGHTS
+
+
+@verb()
+def compare(
+    a: Annotated[Path, typer.Argument(help="A run folder, or a safetensors file.")],
+    b: Annotated[Path, typer.Argument(help="The reference: differences are relative to it.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="Tensor by tensor.")] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Print the largest relative difference between the final weights of two runs."""
+    del verbose
+    from orchestrator.report import compare as comparing
+    from orchestrator.report.compare_table import print_comparison
+
+    found = comparing.compare(final_weights(a), final_weights(b))
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        print_comparison(found, Console(), tensors=tensors)
+
+
+def main() -> None:
+    try:
+        app(prog_name="python -m orchestrator")
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The plan of a configuration: where its keys meet the planner's arguments."""
+
+from __future__ import annotations
+
+from orchestrator.config import Config, node_range
+from orchestrator.plan.plan import Plan, make_plan
+
+ITEMSIZE = {"float64": 8}
+
+
+def plan_of(
+    config: Config,
+    *,
+    nodes: int | None = None,
+    dataset_samples: int | None = None,
+    parameters: int | None = None,
+    metric_count: int = 0,
+) -> Plan:
+    """Plan with what is known: the workers know all of it, the submitting side what `facts` says.
+
+    Args:
+        nodes: how many there really are; None for the most that the configuration asks for.
+
+    Raises:
+        PlanError: a batch, a schedule or a data set that cannot be planned.
+    """
+    return make_plan(
+        nodes=nodes or node_range(config.cluster.nodes)[1],
+        ranks_per_node=config.cluster.ranks_per_node,
+        global_batch=config.accumulation.global_batch,
+        steps=config.accumulation.steps,
+        micro_batch=config.accumulation.micro_batch,
+        ragged=config.accumulation.ragged,
+        reduction=config.accumulation.reduction,
+        sync=config.accumulation.sync,
+        updates=config.train.updates,
+        epochs=config.train.epochs,
+        seed=config.train.seed,
+        base_lr=config.schedule.base_lr,
+        base_batch=config.schedule.base_batch,
+        scaling=config.schedule.scaling,
+        warmup_updates=config.schedule.warmup_updates,
+        decay=config.schedule.decay,
+        dataset_samples=config.facts.dataset_samples
+        if dataset_samples is None
+        else dataset_samples,
+        parameters=config.facts.parameters if parameters is None else parameters,
+        itemsize=ITEMSIZE.get(config.train.precision, 4),
+        metric_count=metric_count,
+        bucket_bytes=int(config.engine.bucket_mib * 2**20),
+    )

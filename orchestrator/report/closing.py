@@ -1,0 +1,167 @@
+"""What a run says when it ends: a table of what it did and cost, and what to type next.
+
+A failed run names its culprit: rank, node, cause, the last lines of that rank's log, and the
+command that tries again. Everything is read from the run folder, so it can be printed at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from orchestrator.report.metrics import History, Record
+from orchestrator.report.summary import Summary, summarize
+from orchestrator.report.terminal import command, literal, say
+from orchestrator.report.units import (
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+    format_rate,
+    format_seconds,
+    plural,
+)
+
+STATE_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
+LOG_LINES = 20
+DIGEST_DIGITS = 16
+
+
+def print_closing(
+    result: Mapping[str, Any],
+    history: History,
+    folder: Path,
+    console: Console,
+    *,
+    plan: Mapping[str, Any] | None = None,
+) -> None:
+    """Print the end of a run from its `result.json`, its `metrics.jsonl` and, if read, its plan."""
+    plan = plan or {}
+    updates = history.updates
+    summary = summarize(result, updates)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value, style in _rows(result, summary, updates, plan):
+        table.add_row(literal(label, console), literal(value, console, style))
+    console.print(table)
+    # The folder stands outside the table, in one piece however long it is.
+    say(console, f"run folder: {folder}")
+    if summary.state == "failed":
+        _print_culprit(result.get("culprit"), folder, console)
+    elif summary.state == "stopped":
+        say(console, f"to go on from here: {command('resume', folder)}", "bold")
+    elif summary.state == "finished":
+        say(console, f"to compare with another run: {command('compare', folder)} OTHER")
+
+
+def _rows(
+    result: Mapping[str, Any],
+    summary: Summary,
+    updates: Sequence[Record],
+    plan: Mapping[str, Any],
+) -> list[tuple[str, str, str]]:
+    """Label, value and style of each row; what is not known is left out where nobody misses it."""
+    planned_updates = plan.get("updates")
+    of = "" if planned_updates is None else f" of {format_count(planned_updates)}"
+    rows = [
+        ("state", summary.state, STATE_STYLES.get(summary.state, "bold")),
+        ("updates", f"{format_count(summary.updates)}{of}", ""),
+        ("samples", format_count(summary.samples), ""),
+        ("final loss", format_number(result.get("loss")), ""),
+    ]
+    for name, value in summary.metrics.items():
+        rows.append((f"held-out {name}", format_number(value), "bold"))
+    rows += [
+        ("time", format_seconds(summary.seconds), ""),
+        ("speed", format_rate(summary.samples_per_second), ""),
+    ]
+    if summary.time_shares:
+        shares = (f"{name} {format_percent(share)}" for name, share in summary.time_shares.items())
+        rows.append(("time of updates", ", ".join(shares), ""))
+    planned = result.get("planned_collectives_per_update")
+    if planned is None:
+        planned = plan.get("collectives_per_update")
+    rows += [
+        ("collectives per update", *_collectives(summary, updates, planned, plan)),
+        ("bytes on the wire", f"{format_bytes(summary.bytes_on_wire_per_update)} per update", ""),
+        ("peak memory", f"{format_bytes(summary.peak_memory_bytes)} (largest rank)", ""),
+    ]
+    for name, size in summary.memory_bytes.items():
+        rows.append((f"  of which {name}", format_bytes(size), ""))
+    if result.get("weights_sha256"):
+        rows.append(("weights", f"sha256 {result['weights_sha256'][:DIGEST_DIGITS]}", ""))
+    return rows
+
+
+def _collectives(
+    summary: Summary, updates: Sequence[Record], planned: int | None, plan: Mapping[str, Any]
+) -> tuple[str, str]:
+    """Measured against planned. A run that talked more than it should must not look well."""
+    measured = [r for r in updates if r.get("collectives") is not None]
+    if not measured:
+        return format_count(summary.collectives_per_update), ""
+    counts = [r["collectives"] for r in measured]
+    low, high = min(counts), max(counts)
+    text = format_count(low) if low == high else f"{format_count(low)} to {format_count(high)}"
+    if planned is None:
+        return f"{text} (planned: unknown)", ""
+    wrong = [r["update"] for r in measured if r["collectives"] != _planned(r, planned, plan)]
+    if not wrong:
+        return f"{text}, as planned", "green"
+    where = f"{len(wrong)} of {plural(len(measured), 'update')}, first in update {wrong[0] + 1}"
+    return f"MISMATCH: {text} measured, {format_count(planned)} planned ({where})", "bold red"
+
+
+def _planned(record: Record, planned: int, plan: Mapping[str, Any]) -> float:
+    """For this update: one that talks after every micro-step talks less in a ragged window."""
+    if plan.get("sync") != "every_step":
+        return planned
+    return planned * record["micro_steps"] / plan["micro_steps"]
+
+
+def _print_culprit(culprit: Mapping[str, Any] | None, folder: Path, console: Console) -> None:
+    if culprit is None:
+        say(console, "which rank failed first is unknown; the logs are in the run folder", "red")
+    else:
+        say(console, describe_culprit(culprit), "bold red")
+        lines = log_lines(culprit.get("log_tail"))
+        if lines:
+            console.print(
+                Panel(
+                    literal("\n".join(lines), console),
+                    title=literal(f"last lines of rank {culprit.get('rank')}", console),
+                    title_align="left",
+                    border_style="red",
+                    box=box.HORIZONTALS,
+                    padding=0,
+                )
+            )
+    say(console, f"to try again: {command('resume', folder)}", "bold")
+
+
+def describe_culprit(culprit: Mapping[str, Any]) -> str:
+    """Who failed first and why, as one sentence.
+
+    >>> describe_culprit({"rank": 2, "node": "node1", "cause": "killed by SIGKILL"})
+    'rank 2 on node1 failed first: killed by SIGKILL'
+    >>> describe_culprit({"rank": None, "node": None, "cause": "no rank started"})
+    'the run failed: no rank started'
+    """
+    rank, node = culprit.get("rank"), culprit.get("node")
+    cause = culprit.get("cause") or "cause unknown"
+    if rank is None:
+        return f"the run failed{'' if node is None else f' on {node}'}: {cause}"
+    return f"rank {rank}{'' if node is None else f' on {node}'} failed first: {cause}"
+
+
+def log_lines(tail: str | Sequence[str] | None, most: int = LOG_LINES) -> list[str]:
+    """The last `most` lines of a log's tail, whether it was kept as text or as lines."""
+    lines = (tail or "").splitlines() if isinstance(tail, str | None) else list(tail)
+    return [line.rstrip("\r\n") for line in lines][-most:]

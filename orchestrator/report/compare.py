@@ -1,0 +1,145 @@
+"""How far apart two sets of weights are, tensor by tensor, from their safetensors files.
+
+Read with numpy alone, through memory maps and in pieces, so that files larger than memory can be
+compared on a login node. The measure is max|a-b| / max|b| of each tensor, b being the reference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from orchestrator.errors import UsageError
+from orchestrator.report.safetensors_file import SafetensorsFile, Tensor
+
+PIECE = 1 << 20
+SHOWN_NAMES = 8
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorComparison:
+    """One tensor against its namesake. Differences are those of the values, in float64.
+
+    A NaN (or an infinity) equals only the same bits: anything else is infinitely far from it.
+    """
+
+    max_relative_difference: float
+    max_absolute_difference: float
+    equal_bits: bool
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two files. `max_relative_difference` is the largest over tensors; 0 when both are all zero,
+    infinite when only the reference is.
+    """
+
+    max_relative_difference: float
+    equal_bits: bool
+    tensors: Mapping[str, TensorComparison]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `compare --json` prints. An infinite difference is `Infinity`, as Python reads it:
+        null would pass for small in too many scripts.
+        """
+        return asdict(self)
+
+
+def compare(a: Path, b: Path) -> Comparison:
+    """Compare the weights in file `a` with the reference `b`.
+
+    Raises:
+        UsageError: a file is missing or is not a safetensors file, or names or shapes differ.
+    """
+    left, right = SafetensorsFile(a), SafetensorsFile(b)
+    _check_same_layout(left, right)
+    tensors = {name: _compare(left.tensors[name], right.tensors[name]) for name in left.tensors}
+    return Comparison(
+        max_relative_difference=max(
+            (t.max_relative_difference for t in tensors.values()), default=0.0
+        ),
+        equal_bits=all(t.equal_bits for t in tensors.values()),
+        tensors=tensors,
+    )
+
+
+def _check_same_layout(a: SafetensorsFile, b: SafetensorsFile) -> None:
+    problems = [
+        *_listed(f"only in {a.path}", sorted(a.tensors.keys() - b.tensors.keys())),
+        *_listed(f"only in {b.path}", sorted(b.tensors.keys() - a.tensors.keys())),
+        *_listed(
+            "of different shapes",
+            [
+                f"{name} {list(a.tensors[name].shape)} and {list(b.tensors[name].shape)}"
+                for name in sorted(a.tensors.keys() & b.tensors.keys())
+                if a.tensors[name].shape != b.tensors[name].shape
+            ],
+        ),
+    ]
+    if problems:
+        raise UsageError("the weights are not of the same model: " + "; ".join(problems))
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return [f"{what}: {', '.join(names[:SHOWN_NAMES])}{more}"]
+
+
+def _compare(a: Tensor, b: Tensor) -> TensorComparison:
+    largest_difference = largest_value = 0.0
+    equal_bits = a.dtype == b.dtype
+    for start in range(0, a.size, PIECE):
+        stop = min(start + PIECE, a.size)
+        if a.dtype == b.dtype:
+            same = a.bits(start, stop) == b.bits(start, stop)
+            equal_bits = equal_bits and bool(same.all())
+        else:
+            same = np.zeros(stop - start, dtype=bool)
+        difference, value = _distances(a.values(start, stop), b.values(start, stop), same)
+        largest_difference = max(largest_difference, difference)
+        largest_value = max(largest_value, value)
+    return TensorComparison(
+        max_relative_difference=_relative(largest_difference, largest_value),
+        max_absolute_difference=largest_difference,
+        equal_bits=equal_bits,
+        shape=a.shape,
+        dtype=a.dtype if a.dtype == b.dtype else f"{a.dtype} and {b.dtype}",
+    )
+
+
+def _distances(a: Array, b: Array, same: Array) -> tuple[float, float]:
+    """(largest |a-b|, largest finite |b|) of one piece; `same` marks equal bits."""
+    if a.dtype.kind in "iu" and b.dtype == a.dtype:
+        # Unsigned arithmetic wraps, so this is exact where a float64 or an int64 would not be.
+        above, below = np.maximum(a, b).astype(np.uint64), np.minimum(a, b).astype(np.uint64)
+        return float((above - below).max()), _size(b.astype(np.float64))
+    wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    a, b = a.astype(wide), b.astype(wide)
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.abs(a - b)
+    finite = np.isfinite(a) & np.isfinite(b)
+    distance[~finite] = np.inf
+    distance[same | (~finite & (a == b))] = 0.0
+    return float(distance.max()), _size(b[np.isfinite(b)])
+
+
+def _size(values: Array) -> float:
+    return float(np.abs(values).max(initial=0.0))
+
+
+def _relative(difference: float, value: float) -> float:
+    if difference == 0:
+        return 0.0
+    return difference / value if value else math.inf

@@ -1,0 +1,260 @@
+"""Start a run, or start it again, and follow it: the one path from a `Config` to an `Ended`.
+
+Everything that can be refused is refused before the run folder exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sys
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from orchestrator.config import Config, read_config, to_yaml
+from orchestrator.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    RunFolderError,
+    TransportError,
+)
+from orchestrator.plan.from_config import plan_of
+from orchestrator.plan.plan import Plan
+from orchestrator.report.closing import print_closing
+from orchestrator.report.metrics import Tail, read_metrics
+from orchestrator.report.progress import Progress
+from orchestrator.report.terminal import say
+from orchestrator.rundir import RunDir, write_atomically, write_json
+from orchestrator.submit.api import Cluster, Culprit, Handle, State
+from orchestrator.submit.interrupts import Interrupts
+from orchestrator.submit.local import LocalCluster, visible_gpus
+from orchestrator.target import check_target
+from orchestrator.worker.progress import read_progress
+
+POLL_S = 0.1
+EXIT_CODES = {
+    State.FINISHED: EXIT_FINISHED,
+    State.FAILED: EXIT_FAILED,
+    State.STOPPED: EXIT_STOPPED,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manner:
+    """How to talk: -v, -q, and where."""
+
+    console: Console
+    verbose: bool = False
+    quiet: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a followed run ended."""
+
+    run: RunDir | None
+    state: State
+    exit_code: int
+    culprit: Culprit | None = None
+
+
+def cluster_for(config: Config) -> Cluster:
+    """The implementation of `cluster.kind`."""
+    del config
+    return LocalCluster()
+
+
+def prepare(config: Config) -> Plan:
+    """Everything that can be said before anything is written. Raises `UsageError`."""
+    facts = check_target(config.job)
+    plan = plan_of(config, metric_count=facts.metric_count or 0)
+    if config.cluster.kind == "local" and config.transport == "nccl":
+        gpus = len(visible_gpus(os.environ))
+        if gpus < plan.ranks:
+            raise TransportError(
+                f"transport=nccl needs a GPU for each of the {plan.ranks} ranks, but this machine "
+                f"has {gpus}; try transport=gloo"
+            )
+    return plan
+
+
+def new_folder(config: Config) -> Path:
+    """Where a new run goes: `run.dir`, or a folder of its own below `runs/`."""
+    if config.run.dir:
+        return Path(os.path.abspath(Path(config.run.dir).expanduser()))  # noqa: PTH100  # keeps links
+    name = config.run.name or str(config.job["_target_"]).rpartition(".")[2].lower()
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+    stamp = datetime.now().astimezone().strftime("%Y-%m-%d_%H-%M-%S")
+    base = Path.cwd() / "runs" / f"{stamp}_{safe}"
+    candidate, number = base, 1
+    while candidate.exists():
+        number += 1
+        candidate = base.with_name(f"{base.name}_{number}")
+    return candidate
+
+
+@contextlib.contextmanager
+def held(run: RunDir) -> Generator[None]:
+    """Hold the run for this launcher alone. Raises `RunFolderError` while another one does."""
+    try:
+        descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise RunFolderError(f"{run.path} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 32).decode() or "another process"
+        os.close(descriptor)
+        raise RunFolderError(
+            f"{run.path} is in progress (process {holder}); stop that one first"
+        ) from None
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> Ended:
+    """Start a new run and follow it to its end."""
+    plan = prepare(config)
+    run = RunDir(new_folder(config))
+    with Interrupts() as interrupts:
+        fresh = not run.path.exists()
+        run.create()
+        try:
+            write_atomically(run.config, to_yaml(config))
+            write_json(run.plan, plan.to_json())
+            write_json(run.submission, _submission(config, overrides))
+        except OSError as error:
+            shutil.rmtree(run.path, ignore_errors=True)
+            raise RunFolderError(f"{run.path} cannot be written: {error.strerror}") from error
+        for sentence in plan.warnings:
+            say(manner.console, f"warning: {sentence}", "yellow")
+        with held(run):
+            ended = _attempt(config, run, plan.to_json(), manner, interrupts)
+        if fresh and ended.exit_code == EXIT_USAGE and not run.metrics.exists():
+            shutil.rmtree(run.path)  # nothing was trained, and the message says all
+            return Ended(
+                run=None, state=ended.state, exit_code=ended.exit_code, culprit=ended.culprit
+            )
+        return ended
+
+
+def resume(path: Path, manner: Manner) -> Ended:
+    """Go on with a run from its newest sound checkpoint, or from the start when it has none."""
+    run = RunDir(path).existing()
+    config = read_config(yaml.safe_load(run.config.read_text(encoding="utf-8")))
+    result = run.read_result()
+    if result and result["state"] == "finished":
+        say(manner.console, f"{path} has finished already; there is nothing to resume")
+        return Ended(run=run, state=State.FINISHED, exit_code=EXIT_FINISHED)
+    with Interrupts() as interrupts, held(run):
+        return _attempt(config, run, run.read_plan(), manner, interrupts)
+
+
+def _submission(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
+    return {
+        "time": time.time(),
+        "command": sys.argv,
+        "overrides": list(overrides),
+        "folder": str(Path.cwd()),
+        "cluster": config.cluster.kind,
+    }
+
+
+def _attempt(
+    config: Config, run: RunDir, plan: dict[str, Any], manner: Manner, interrupts: Interrupts
+) -> Ended:
+    attempt = run.begin_attempt()
+    tail = Tail(run.metrics)
+    tail.read()  # what earlier attempts wrote is not news
+    run.result.unlink(missing_ok=True)
+    cluster = cluster_for(config)
+    handle = cluster.submit(cluster.request(config, run.path, attempt))
+    with Progress(plan, manner.console, manner.quiet, manner.verbose) as progress:
+        state, interrupted = _follow(handle, run, attempt, tail, progress, interrupts, manner)
+    if state is State.FAILED or interrupted or not run.result.exists():
+        _write_end(run, state, handle.culprit, interrupted=interrupted)
+    code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
+    culprit = handle.culprit
+    if culprit is not None and culprit.usage:
+        return Ended(run=run, state=state, exit_code=EXIT_USAGE, culprit=culprit)
+    if not manner.quiet or state is State.FAILED:
+        result = run.read_result() or {}
+        print_closing(
+            result, read_metrics(run.metrics), run.path, manner.console, plan=run.read_plan()
+        )
+    return Ended(run=run, state=state, exit_code=code, culprit=culprit)
+
+
+def _follow(
+    handle: Handle,
+    run: RunDir,
+    attempt: int,
+    tail: Tail,
+    progress: Progress,
+    interrupts: Interrupts,
+    manner: Manner,
+) -> tuple[State, bool]:
+    """Show the run to its end: one interrupt stops it at a boundary, a second ends it at once."""
+    asked = False
+    while True:
+        state = handle.poll(POLL_S)
+        place = read_progress(run.progress(attempt))
+        progress.update(
+            tail.rest() if state.ended else tail.read(),
+            (place.done, place.steps) if place else None,
+        )
+        if state.ended:
+            return state, False
+        if interrupts.count and not asked:
+            asked = True
+            handle.stop()
+            say(
+                manner.console,
+                "stopping at the next update boundary, with a checkpoint; "
+                "once more ends every process at once",
+                "yellow",
+            )
+        if interrupts.count > 1:
+            handle.kill()
+            return State.FAILED, True
+
+
+def _write_end(run: RunDir, state: State, culprit: Culprit | None, *, interrupted: bool) -> None:
+    """Write result.json for a run whose rank 0 could not: it failed, or stopped before it began."""
+    history = read_metrics(run.metrics)
+    last = history.updates[-1] if history.updates else {}
+    cause = "interrupted twice: every process was ended at once"
+    if interrupted:
+        culprit = Culprit(rank=None, node="launcher", cause=cause)
+    write_json(
+        run.result,
+        {
+            "state": state.value,
+            "updates": last.get("update", -1) + 1,
+            "samples": sum(record["samples"] for record in history.updates),
+            "loss": last.get("loss"),
+            "metrics": {},
+            "weights_sha256": None,
+            "peak_memory_bytes": [],
+            "collectives": sum(record["collectives"] for record in history.updates),
+            "bytes_on_wire": sum(record["bytes_on_wire"] for record in history.updates),
+            "seconds": sum(record["update_s"] for record in history.updates),
+            "culprit": culprit.to_json() if culprit else None,
+        },
+    )

@@ -1,0 +1,98 @@
+"""The points of a sweep, one after another, and the one table at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from orchestrator.config import Config
+from orchestrator.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, ConfigError, UsageError
+from orchestrator.report.metrics import read_metrics
+from orchestrator.report.sweep import Cell, print_sweep
+from orchestrator.report.terminal import say
+from orchestrator.rundir import RunDir
+from orchestrator.submit.api import Culprit
+from orchestrator.submit.run import Manner, start
+from orchestrator.worker.checkpoint import WEIGHTS, complete
+
+
+class SweepInterrupted(BaseException):
+    """Ends Hydra's loop over the points; Hydra swallows ordinary exceptions there."""
+
+
+class SweepRefused(BaseException):
+    """Ends it because the command line itself is wrong, and so every point; carries the error."""
+
+    def __init__(self, error: UsageError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Sweep:
+    """Runs points and remembers how they ended. A failing point does not end the sweep."""
+
+    def __init__(self, manner: Manner) -> None:
+        self._manner = manner
+        self.points: list[tuple[list[str], Path, int]] = []
+        self._refused: dict[int, UsageError] = {}
+
+    def point(
+        self, config: Callable[[], Config], overrides: Sequence[str], folder: Path, number: int
+    ) -> None:
+        """Run one point in `folder/number`. Raises `SweepInterrupted` when it was stopped."""
+        run = folder / str(number)
+        say(self._manner.console, f"point {number}: {' '.join(overrides)}", "bold")
+        try:
+            made = config()
+            made.run.dir = str(run)
+            ended = start(made, self._manner, overrides=overrides)
+        except UsageError as error:
+            if isinstance(error, ConfigError) and number == 0:
+                raise SweepRefused(error) from error
+            self._refused[number] = error
+            self.points.append((list(overrides), run, error.exit_code))
+            say(self._manner.console, f"error: {error}", "bold red")
+            return
+        if ended.exit_code == EXIT_USAGE and ended.culprit is not None:
+            self._refused[number] = UsageError(ended.culprit.cause)
+        self.points.append((list(overrides), run, ended.exit_code))
+        if ended.exit_code in (EXIT_STOPPED, 130):
+            raise SweepInterrupted
+
+    def finish(self, *, interrupted: bool = False) -> int:
+        """Print the table; give the exit code: the worst of the points'."""
+        varying = _varying([overrides for overrides, _, _ in self.points])
+        cells = [
+            self._cell(number, overrides, folder, varying)
+            for number, (overrides, folder, _) in enumerate(self.points)
+        ]
+        print_sweep(cells, self._manner.console)
+        codes = [code for _, _, code in self.points]
+        if interrupted:
+            return codes[-1]
+        failed = [code for code in codes if code]
+        return EXIT_FAILED if EXIT_FAILED in failed else max(failed, default=0)
+
+    def _cell(self, number: int, overrides: list[str], folder: Path, varying: set[str]) -> Cell:
+        run = RunDir(folder)
+        result = run.read_result()
+        if number in self._refused:
+            culprit = Culprit(rank=None, node="launcher", cause=str(self._refused[number]))
+            result = {"state": "failed", "culprit": culprit.to_json()}
+        saved = complete(run.checkpoints) if run.checkpoints.is_dir() else []
+        pairs = (o.split("=", 1) for o in overrides)
+        return Cell(
+            overrides={key.lstrip("+"): value for key, value in pairs if key in varying},
+            folder=folder,
+            result=result,
+            updates=read_metrics(run.metrics).updates if run.metrics.exists() else (),
+            plan=run.read_plan(),
+            weights=saved[-1] / WEIGHTS if saved else None,
+        )
+
+
+def _varying(all_overrides: Sequence[Sequence[str]]) -> set[str]:
+    """Keys whose value is not the same in all points (all keys, when there is one point)."""
+    tables = [dict(o.split("=", 1) for o in overrides if "=" in o) for overrides in all_overrides]
+    keys = {key for table in tables for key in table}
+    return {k for k in keys if len(tables) == 1 or len({table.get(k) for table in tables}) > 1}

@@ -1,0 +1,209 @@
+"""A rank, from its environment to its exit code: set up, meet the others, train, say how it ended.
+
+Started by the local cluster as `python -m orchestrator.worker RUN --attempt N`, by SLURM through the
+one pickled task. Both give it SLURM's variables; nothing here knows which of them it was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+
+from orchestrator.config import Config, read_config
+from orchestrator.engine.api import Engine, EngineSettings, GroupSpec
+from orchestrator.errors import (
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    JobError,
+    OrchestratorError,
+    RunFolderError,
+    StopRequested,
+)
+from orchestrator.job import REQUIRED_METHODS, Job
+from orchestrator.plan.from_config import plan_of
+from orchestrator.rundir import RunDir, write_json
+from orchestrator.worker import checkpoint
+from orchestrator.worker.environment import describe_environment
+from orchestrator.worker.failure import exit_code, record_failure
+from orchestrator.worker.loop import Outcome, train
+from orchestrator.worker.record import Recorder, Silent
+from orchestrator.worker.stop import StopFlag
+from orchestrator.worker.topology import Topology
+from orchestrator.worker.windows import RankWindows
+
+FRAMEWORKS = ("torch", "mindspore")
+
+
+def build_job(settings: Mapping[str, Any]) -> Job:
+    """Import the class that `job._target_` names and call it. Raises `JobError`."""
+    dotted = str(settings["_target_"])
+    module, _, name = dotted.rpartition(".")
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise JobError(f"job._target_={dotted}: {error}") from error
+    except AttributeError as error:
+        raise JobError(f"job._target_={dotted}: {module} has no '{name}'") from error
+    missing = [method for method in REQUIRED_METHODS if not callable(getattr(target, method, None))]
+    if missing:
+        raise JobError(f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)}")
+    return target(**{key: value for key, value in settings.items() if key != "_target_"})
+
+
+def framework_of(job: Job, config: Config) -> str:
+    """The engine to use. Raises `JobError` when the job was written for another one."""
+    own = getattr(job, "framework", "torch")
+    asked = config.engine.framework
+    if asked not in ("auto", own):
+        raise JobError(
+            f"engine.framework={asked}, but {type(job).__name__} is written for {own}; "
+            f"leave engine.framework out, or choose another job"
+        )
+    if own not in FRAMEWORKS:
+        raise JobError(f"{type(job).__name__}.framework must be torch or mindspore, but is {own!r}")
+    return own
+
+
+def engine_settings(config: Config, job: Job) -> EngineSettings:
+    return EngineSettings(
+        seed=config.train.seed,
+        precision=config.train.precision,
+        clip_norm=config.train.clip_norm,
+        reduction=config.accumulation.reduction,
+        sync=config.accumulation.sync,
+        leaf_size=config.accumulation.micro_batch,
+        optimizer=config.optimizer,
+        metric_names=tuple(getattr(job, "metric_names", ())),
+        bucket_bytes=int(config.engine.bucket_mib * 2**20),
+        on_non_finite=config.train.on_non_finite,
+        loader_workers=config.train.loader_workers,
+    )
+
+
+def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
+    """Load the newest sound checkpoint, the same on every rank: rank 0 chooses."""
+    found, passed_over = checkpoint.newest(run.checkpoints) if rank == 0 else (None, [])
+    for sentence in passed_over:
+        print(f"warning: {sentence}", flush=True)  # noqa: T201  # goes to the rank's log
+    updates = int(engine.gather([found.updates if found else -1])[0][0])
+    if updates < 0:
+        return
+    chosen = found or checkpoint.load(run.checkpoints / f"{checkpoint.PREFIX}{updates:09d}")
+    engine.load_state(chosen.folder, chosen.extra)
+    outcome.updates, outcome.samples = chosen.updates, chosen.samples
+
+
+def _run_rank(run: RunDir, attempt: int, topology: Topology, stop: StopFlag) -> Outcome:
+    config = read_config(yaml.safe_load(run.existing().config.read_text(encoding="utf-8")))
+    job = build_job(config.job)
+    framework: ModuleType = importlib.import_module(
+        f"orchestrator.engine.{framework_of(job, config)}"
+    )
+    group = framework.form_group(
+        GroupSpec(
+            rank=topology.rank,
+            size=topology.size,
+            local_rank=topology.local_rank,
+            node=topology.node,
+            address=topology.address,
+            folder=run.attempt(attempt),
+            transport=config.transport,
+            timeout_s=config.cluster.rendezvous_timeout_s,
+            collective_timeout_s=config.cluster.collective_timeout_s,
+            stop_requested=lambda: stop.requested,
+        )
+    )
+    engine: Engine = framework.build_engine(
+        job, engine_settings(config, job), group, topology.local_rank
+    )
+    planned = plan_of(
+        config,
+        nodes=topology.nodes,
+        dataset_samples=len(job.dataset()),
+        parameters=engine.parameter_count(),
+        metric_count=len(getattr(job, "metric_names", ())),
+    )
+    assert planned.updates is not None  # noqa: S101  # the data set is known here
+    windows = RankWindows(planned, topology.rank)
+    outcome = Outcome()
+    _restore(run, engine, outcome, topology.rank)
+    if topology.rank == 0:
+        for sentence in (*engine.warnings(), *planned.warnings):
+            print(f"warning: {sentence}", flush=True)  # noqa: T201  # goes to the rank's log
+        write_json(run.environment, describe_environment(framework.versions(), group.transport))
+        write_json(run.plan, planned.to_json())
+    recorder = Recorder(run, attempt, config, engine) if topology.rank == 0 else Silent()
+    began = time.perf_counter()
+    train(
+        engine=engine, windows=windows, recorder=recorder, settings=config.train,
+        updates=planned.updates, stop=stop, rank=topology.rank, outcome=outcome,
+    )  # fmt: skip
+    seconds = time.perf_counter() - began
+    peaks = engine.gather([float(engine.peak_memory_bytes())])
+    if isinstance(recorder, Recorder):
+        recorder.close()
+        write_json(
+            run.result, _result(outcome, engine, seconds, [int(row[0]) for row in peaks], planned)
+        )
+    return outcome
+
+
+def _result(
+    outcome: Outcome, engine: Engine, seconds: float, peaks: list[int], planned: Any
+) -> dict[str, Any]:
+    return {
+        "state": outcome.state,
+        "updates": outcome.updates,
+        "samples": outcome.samples,
+        "loss": outcome.loss,
+        "metrics": outcome.evaluation,
+        "weights_sha256": engine.weights_sha256(),
+        "peak_memory_bytes": peaks,
+        "collectives": outcome.collectives,
+        "bytes_on_wire": outcome.bytes_on_wire,
+        "seconds": seconds,
+        "planned_updates": planned.updates,
+        "planned_collectives_per_update": planned.collectives_per_update,
+        "culprit": None,
+    }
+
+
+def _own_log(run: RunDir, rank: int) -> None:
+    """Send this process's output, that of C++ and of children included, to the rank's own log."""
+    descriptor = os.open(run.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def run_rank(run_path: Path, attempt: int) -> int:
+    """Be one rank of the run in `run_path`; give the exit code. Never raises what a job raised."""
+    stop = StopFlag().install()
+    run = RunDir(run_path)
+    topology = Topology.from_env(os.environ)
+    _own_log(run, topology.rank)
+    try:
+        outcome = _run_rank(run, attempt, topology, stop)
+    except StopRequested:
+        return EXIT_STOPPED
+    except BaseException as error:  # noqa: BLE001  # whatever ended this rank has to be told to the others
+        if not isinstance(error, OrchestratorError):
+            traceback.print_exception(error)
+        else:
+            print(f"error: {error}", file=sys.stderr)  # noqa: T201  # goes to the rank's log
+        try:
+            record_failure(run, attempt, topology, error)
+        except (OSError, RunFolderError) as unwritable:
+            print(f"the failure could not be recorded: {unwritable}", file=sys.stderr)  # noqa: T201
+        return exit_code(error)
+    return EXIT_FINISHED if outcome.state == "finished" else EXIT_STOPPED

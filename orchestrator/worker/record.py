@@ -1,0 +1,149 @@
+"""What rank 0 writes down: metrics.jsonl, TensorBoard scalars, checkpoints, where it stands."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from orchestrator.config import Config
+from orchestrator.engine.api import BoundaryReport, Engine, Window
+from orchestrator.rundir import RunDir
+from orchestrator.worker import checkpoint
+from orchestrator.worker.progress import ProgressWriter
+
+
+class Silent:
+    """The recorder of every rank but 0."""
+
+    def micro_step(self, update: int, done: int, steps: int) -> None: ...
+    def boundary(
+        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
+    ) -> None: ...
+    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None: ...
+    def checkpoint(self, updates: int, samples: int) -> None: ...
+
+
+class Scalars:
+    """TensorBoard event files, written by the tensorboard package itself; no framework needed."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import (
+            Event,  # pyright: ignore[reportAttributeAccessIssue]  # made at run time by protobuf
+        )
+        from tensorboard.compat.proto.summary_pb2 import (
+            Summary,  # pyright: ignore[reportAttributeAccessIssue]  # made at run time by protobuf
+        )
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._event: Any = Event
+        self._summary: Any = Summary
+        self._writer: Any = EventFileWriter(str(folder))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        pairs = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=pairs))
+        )
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Recorder:
+    """Rank 0's. A line of metrics.jsonl is one `write`, so a reader sees whole lines but the last.
+
+    A full disk never ends a run: what cannot be written is said once in the log, and the last good
+    checkpoint stays.
+    """
+
+    def __init__(self, run: RunDir, attempt: int, config: Config, engine: Engine) -> None:
+        self._run, self._attempt, self._engine = run, attempt, engine
+        self._keep = config.train.keep_checkpoints
+        self._metrics: TextIO = run.metrics.open("a", encoding="utf-8", buffering=1)
+        run.metrics.chmod(0o600)
+        self._place = ProgressWriter(run.progress(attempt))
+        self._scalars = Scalars(run.tensorboard) if config.tracker.kind == "tensorboard" else None
+
+    def micro_step(self, update: int, done: int, steps: int) -> None:
+        self._place.write(update, done, steps)
+
+    def boundary(
+        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
+    ) -> None:
+        self._line(
+            {
+                "update": window.update,
+                "epoch": epoch,
+                "time": time.time(),
+                "attempt": self._attempt,
+                "loss": report.loss,
+                "learning_rate": window.learning_rate,
+                "samples": window.samples,
+                "weight": report.weight,
+                "micro_steps": window.steps,
+                "collectives": report.collectives,
+                "bytes_on_wire": report.bytes_on_wire,
+                "compute_s": round(report.compute_s, 6),
+                "wait_s": round(report.wait_s, 6),
+                "optimizer_s": round(report.optimizer_s, 6),
+                "update_s": round(update_s, 6),
+                "peak_memory_bytes": self._engine.peak_memory_bytes(),
+                "gradient_norm": report.gradient_norm,
+                "applied": report.applied,
+                "loss_scale": report.loss_scale,
+                "metrics": dict(report.metrics),
+            }
+        )
+        self._scalar(
+            window.update,
+            {
+                "train/loss": report.loss,
+                "train/learning_rate": window.learning_rate,
+                "time/update_s": update_s,
+                **{f"train/{name}": value for name, value in report.metrics.items()},
+            },
+        )
+
+    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None:
+        self._line(
+            {"evaluation": figures, "update": update, "epoch": epoch, "time": time.time(),
+             "attempt": self._attempt}
+        )  # fmt: skip
+        self._scalar(update, {f"evaluation/{name}": value for name, value in figures.items()})
+
+    def checkpoint(self, updates: int, samples: int) -> None:
+        try:
+            checkpoint.save(
+                self._run.checkpoints,
+                self._engine,
+                updates=updates,
+                samples=samples,
+                keep=self._keep,
+            )
+        except OSError as error:
+            self._warn(
+                f"the checkpoint after update {updates} could not be written: {error.strerror}; "
+                f"the run goes on, the last good checkpoint is kept"
+            )
+
+    def close(self) -> None:
+        self._metrics.close()
+        if self._scalars is not None:
+            self._scalars.close()
+
+    def _line(self, record: Mapping[str, Any]) -> None:
+        try:
+            self._metrics.write(json.dumps(record) + "\n")
+        except OSError as error:
+            self._warn(f"metrics.jsonl could not be written: {error.strerror}")
+
+    def _scalar(self, step: int, values: Mapping[str, float]) -> None:
+        if self._scalars is not None:
+            self._scalars.write(step, values)
+
+    def _warn(self, sentence: str) -> None:
+        print(f"warning: {sentence}", flush=True)  # noqa: T201  # a rank's standard output is its log

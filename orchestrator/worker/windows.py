@@ -1,0 +1,36 @@
+"""One rank's windows, update by update, in the form that engines take."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from orchestrator.engine.api import MicroBatch, Window
+from orchestrator.plan.plan import Plan
+from orchestrator.plan.window import planner_of
+
+
+class RankWindows:
+    """The planner seen from one rank. The loop and the loader ask for the same window, one ahead of
+    the other, so the latest few are kept.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._planner = planner_of(plan)
+        self._rank = rank
+        self.window = lru_cache(maxsize=4)(self._window)
+
+    def _window(self, update: int) -> Window:
+        mine = self._planner.window(update, self._rank)
+        return Window(
+            update=update,
+            samples=mine.samples,
+            micro_batches=tuple(
+                MicroBatch(update=update, start=start, indices=indices)
+                for start, indices in mine.micro_batches
+            ),
+            steps=mine.steps,
+            learning_rate=mine.learning_rate,
+        )
+
+    def epoch_of(self, update: int) -> int:
+        return self._planner.order.epoch_of(update)
