@@ -127,7 +127,7 @@ class DataOrder:
 
     def indices(self, update: int) -> NDArray[np.int64]:
         """Samples of the data set in the update's order: int64, shape (samples,), read-only."""
-        import numpy as np  # noqa: PLC0415 - keeps `plan` fast
+        import numpy as np  # late, so that `plan` stays fast
 
         epoch, place = self._first(update)
         missing = self.samples_of(update)
@@ -173,7 +173,7 @@ def epoch_permutation(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
     >>> epoch_permutation(5, 0, 0).tolist()
     [0, 2, 1, 4, 3]
     """
-    import numpy as np  # noqa: PLC0415 - keeps `plan` fast
+    import numpy as np  # late, so that `plan` stays fast
 
     generator = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
     order = np.argsort(generator.random_raw(samples), kind="stable").astype(np.int64)

@@ -160,7 +160,7 @@ def test_a_plan_that_cannot_be_is_refused(values, message):
 def test_a_plan_of_ten_thousand_ranks_is_quick_and_its_warnings_short():
     began = time.perf_counter()
     large = plan(nodes=1250, ranks_per_node=8, global_batch=9_001, micro_batch=3)
-    assert time.perf_counter() - began < 0.25
+    assert time.perf_counter() - began < 1  # some 5 ms on a quiet machine
     assert large.warnings == (
         (
             "ranks 9001-9999 of 10000 will be idle: there is no work for them in an update of 9001 "
