@@ -1,0 +1,79 @@
+"""Consoles that keep what is printed, and update records as a run writes them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+
+class Screen(Console):
+    """A console whose text can be read back. Not a terminal unless told so."""
+
+    def __init__(self, width=80, encoding="utf-8", **options):
+        self.raw = io.BytesIO()
+        stream = io.TextIOWrapper(self.raw, encoding=encoding, errors="strict", newline="")
+        super().__init__(file=stream, width=width, **options)
+
+    @property
+    def text(self) -> str:
+        self.file.flush()
+        return self.raw.getvalue().decode(self.file.encoding)
+
+
+@pytest.fixture(autouse=True)
+def neutral_environment(monkeypatch):
+    """What a person's shell says about colours must not decide whether tests pass."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+
+
+@pytest.fixture
+def screen():
+    return Screen()
+
+
+def record(update, attempt=0, **changes):
+    """One line of metrics.jsonl: 256 samples in 0.2 s, one update a second."""
+    return {
+        "update": update,
+        "epoch": 0,
+        "time": 1000.0 + update,
+        "attempt": attempt,
+        "loss": 1 / (update + 1),
+        "learning_rate": 0.001,
+        "samples": 256,
+        "weight": 256.0,
+        "micro_steps": 4,
+        "collectives": 1,
+        "bytes_on_wire": 2 * 1024**2,
+        "compute_s": 0.15,
+        "wait_s": 0.03,
+        "optimizer_s": 0.01,
+        "update_s": 0.2,
+        "peak_memory_bytes": 300 * 1024**2,
+        "gradient_norm": None,
+        "applied": True,
+        "metrics": {},
+        **changes,
+    }
+
+
+def result(**changes):
+    """A result.json of twenty updates."""
+    return {
+        "state": "finished",
+        "updates": 20,
+        "samples": 5120,
+        "loss": 0.05,
+        "metrics": {"accuracy": 0.9534},
+        "weights_sha256": "0123456789abcdef" * 4,
+        "peak_memory_bytes": [300 * 1024**2, 350 * 1024**2],
+        "collectives": 20,
+        "bytes_on_wire": 40 * 1024**2,
+        "seconds": 4.5,
+        "culprit": None,
+        **changes,
+    }

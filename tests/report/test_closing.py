@@ -1,0 +1,132 @@
+"""The end of a run, as people read it."""
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.report.closing import log_lines, print_closing
+from orchestrator.report.metrics import History
+from tests.report.conftest import Screen, record, result
+
+FOLDER = Path("runs/a very long name of a folder") / ("x" * 90)
+CULPRIT = {
+    "rank": 2,
+    "node": "node1",
+    "cause": "killed by SIGKILL [9]",
+    "log_tail": "start\n\x1b[31m[rank 2] [/bold] boom\x1b[0m\r\n" + "y" * 200 + "\n",
+}
+
+
+def closing(screen, plan=None, history=None, **changes):
+    history = History([record(n) for n in range(20)]) if history is None else history
+    print_closing(result(**changes), history, FOLDER, screen, plan=plan)
+    return screen.text
+
+
+def flat(text):
+    return " ".join(text.split())
+
+
+def test_a_finished_run_says_what_it_did_and_cost(screen):
+    text = flat(
+        closing(
+            screen,
+            plan={"updates": 20, "collectives_per_update": 1},
+            memory={"parameters": 1024, "gradients": 2048, "optimizer": None},
+        )
+    )
+    for part in (
+        "state finished",
+        "updates 20 of 20",
+        "samples 5,120",
+        "final loss 0.0500",
+        "held-out accuracy 0.9534",
+        "time 4.50 s",
+        "speed 1,280 samples/s",
+        "compute 75.0%, wait 15.0%, optimizer 5.0%, other 5.0%",
+        "collectives per update 1, as planned",
+        "2.00 MiB per update",
+        "peak memory 350 MiB",
+        "of which parameters 1.00 KiB",
+        "sha256 0123456789abcdef",
+        "python -m orchestrator compare 'runs/a very",
+    ):
+        assert part in text
+    assert "optimizer unknown" not in text
+
+
+def test_paths_and_commands_stay_in_one_piece_at_80_columns(screen):
+    lines = closing(screen, state="stopped").splitlines()
+    assert f"run folder: {FOLDER}" in lines
+    assert f"to go on from here: python -m orchestrator resume '{FOLDER}'" in lines
+
+
+def test_a_run_that_talked_too_much_says_so_loudly(screen):
+    history = History([record(n, collectives=1 if n < 5 else 4) for n in range(20)])
+    text = flat(closing(screen, history=history, planned_collectives_per_update=1))
+    assert "MISMATCH: 1 to 4 measured, 1 planned (15 of 20 updates, first in update 6)" in text
+    assert "as planned" not in text
+
+
+def test_talking_after_every_micro_step_is_planned_for_short_windows_too(screen):
+    records = [record(0, collectives=4), record(1, collectives=2, micro_steps=2)]
+    plan = {"collectives_per_update": 4, "micro_steps": 4, "sync": "every_step"}
+    assert "2 to 4, as planned" in flat(closing(screen, plan=plan, history=History(records)))
+
+
+def test_a_failed_run_names_its_culprit_and_how_to_try_again(screen):
+    text = closing(screen, state="failed", culprit=CULPRIT, weights_sha256=None)
+    assert "rank 2 on node1 failed first: killed by SIGKILL [9]" in text
+    assert "last lines of rank 2" in text
+    assert "[rank 2] [/bold] boom" in text
+    assert "\x1b" not in text
+    assert f"to try again: python -m orchestrator resume '{FOLDER}'" in text
+    assert all(len(line) <= 80 for line in text.splitlines() if str(FOLDER) not in line)
+
+
+def test_a_failed_run_without_a_culprit_says_that_too(screen):
+    assert "which rank failed first is unknown" in closing(screen, state="failed")
+
+
+def test_a_run_that_did_no_update_is_told_without_inventing_figures(screen):
+    text = flat(
+        closing(
+            screen,
+            history=History(),
+            state="failed",
+            updates=0,
+            samples=0,
+            loss=None,
+            metrics={},
+            peak_memory_bytes=[],
+            collectives=0,
+            bytes_on_wire=0,
+            seconds=1.0,
+        )
+    )
+    assert "updates 0" in text
+    assert "speed unknown" in text
+    assert "final loss unknown" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_nothing_is_wider_than_the_screen_but_what_may_be_copied(width):
+    text = closing(Screen(width=width), plan={"collectives_per_update": 2})
+    assert all(len(line) <= width for line in text.splitlines() if str(FOLDER) not in line)
+
+
+def test_a_stream_of_ascii_gets_ascii_also_from_logs():
+    culprit = {**CULPRIT, "log_tail": ["größer ≤ 3", "…"]}
+    assert closing(Screen(encoding="ascii"), state="failed", culprit=culprit).isascii()
+
+
+def test_no_color_means_no_color(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = closing(Screen(force_terminal=True), state="failed", culprit=CULPRIT)
+    assert not any(f"\x1b[{bold}3{n}m" in text for n in range(8) for bold in ("", "1;"))
+
+
+def test_only_the_last_lines_of_a_log_are_shown():
+    assert log_lines("a\nb\nc\n", most=2) == ["b", "c"]
+    assert log_lines(["a\n", "b"], most=9) == ["a", "b"]
+    assert log_lines(None) == []

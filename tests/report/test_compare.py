@@ -1,0 +1,235 @@
+"""Weights against weights: numpy's own arithmetic is the judge."""
+
+import json
+import math
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from safetensors.numpy import save_file
+
+from orchestrator.errors import UsageError
+from orchestrator.report import compare as module
+from orchestrator.report.compare import compare
+from orchestrator.report.compare_table import print_comparison
+
+NUMPY_DTYPES = [
+    np.dtype(name)
+    for name in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?", "c8")
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("weights")
+
+
+def both(folder, a, b, **extra):
+    """Compare two dictionaries of arrays by way of files."""
+    save_file(a, folder / "a.safetensors")
+    save_file(b, folder / "b.safetensors", **extra)
+    return compare(folder / "a.safetensors", folder / "b.safetensors")
+
+
+def raw(path, tensors):
+    """A safetensors file from {name: (dtype, shape, bytes)}, for what numpy has no dtype for."""
+    header, data = {}, b""
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(data), len(data) + len(content)],
+        }
+        data += content
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def exact(array):
+    """Arrays as Python numbers, in which integers do not overflow or round."""
+    return [x.item() for x in array.ravel()]
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data(), dtype=st.sampled_from(NUMPY_DTYPES))
+def test_finite_tensors_agree_with_numpy(folder, data, dtype):
+    shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+    elements = None
+    if dtype.kind == "f":
+        bound = 2.0**15 if dtype.itemsize == 2 else 2.0**100
+        elements = st.floats(-bound, bound, width=8 * dtype.itemsize)
+    elif dtype.kind == "c":
+        elements = st.complex_numbers(max_magnitude=2.0**60, width=64)
+    a, b = (data.draw(hnp.arrays(dtype, shape, elements=elements)) for _ in "ab")
+    found = both(folder, {"w": a}, {"w": b}).tensors["w"]
+    difference = max((abs(x - y) for x, y in zip(exact(a), exact(b), strict=True)), default=0)
+    scale = max((abs(y) for y in exact(b)), default=0)
+    expected = 0 if difference == 0 else math.inf if scale == 0 else difference / scale
+    assert found.max_absolute_difference == pytest.approx(float(difference), rel=1e-12)
+    assert found.max_relative_difference == pytest.approx(expected, rel=1e-12)
+    assert found.equal_bits == (a.tobytes() == b.tobytes())
+    assert found.shape == shape
+    assert found.dtype == str(dtype)
+
+
+@settings(deadline=None)
+@given(a=hnp.arrays("f4", 5), b=hnp.arrays("f4", 5))
+def test_what_is_not_finite_equals_only_the_same_bits(folder, a, b):
+    found = both(folder, {"w": a}, {"w": b}).tensors["w"]
+    unlike = a.view("u4") != b.view("u4")
+    if (unlike & ~(np.isfinite(a) & np.isfinite(b))).any():
+        assert found.max_relative_difference == math.inf
+    else:
+        assert math.isfinite(found.max_absolute_difference)
+    assert found.equal_bits == (not unlike.any())
+
+
+def test_a_nan_in_both_is_no_difference_and_hides_none(folder):
+    a = np.array([np.nan, np.inf, 1.0])
+    assert both(folder, {"w": a}, {"w": a}).equal_bits
+    found = both(folder, {"w": a}, {"w": np.array([np.nan, np.inf, 2.0])})
+    assert found.max_relative_difference == 0.5
+    assert not found.equal_bits
+
+
+def test_zeros(folder):
+    zero, one = np.zeros(3), np.ones(3)
+    assert both(folder, {"w": zero}, {"w": zero}).max_relative_difference == 0
+    assert both(folder, {"w": one}, {"w": zero}).max_relative_difference == math.inf
+    assert both(folder, {"w": zero}, {"w": one}).max_relative_difference == 1
+    signed = both(folder, {"w": zero}, {"w": -zero})
+    assert (signed.max_relative_difference, signed.equal_bits) == (0, False)
+
+
+def test_the_largest_tensor_counts_each_by_its_own_scale(folder):
+    a = {"big": np.array([1e6, 1.0]), "small": np.array([1e-6])}
+    b = {"big": np.array([1e6, 2.0]), "small": np.array([2e-6])}
+    found = both(folder, a, b)
+    assert found.max_relative_difference == pytest.approx(0.5)
+    assert found.tensors["big"].max_relative_difference == pytest.approx(1e-6)
+    assert json.loads(json.dumps(found.as_dict()))["tensors"]["small"]["shape"] == [1]
+
+
+def by_definition(bits, exponent_bits, mantissa_bits, *, has_infinity):
+    """The value of a bit pattern: sign, biased exponent, mantissa, as IEEE 754 has it."""
+    sign = -1.0 if bits >> (exponent_bits + mantissa_bits) else 1.0
+    top = 2**exponent_bits - 1
+    exponent, mantissa = (bits >> mantissa_bits) & top, bits % 2**mantissa_bits
+    if has_infinity and exponent == top:
+        return math.nan if mantissa else sign * math.inf
+    # e4m3fn gives the room of the infinities to numbers, but for one NaN of each sign.
+    if exponent == top and mantissa == 2**mantissa_bits - 1:
+        return math.nan
+    bias = 2 ** (exponent_bits - 1) - 1
+    fraction = mantissa / 2**mantissa_bits + (exponent > 0)
+    return sign * fraction * 2.0 ** (max(exponent, 1) - bias)
+
+
+@pytest.mark.parametrize(
+    ("kind", "exponent_bits", "mantissa_bits"),
+    [("F8_E4M3", 4, 3), ("F8_E5M2", 5, 2), ("BF16", 8, 7)],
+)
+def test_every_narrow_float_has_the_value_of_its_definition(
+    folder, kind, exponent_bits, mantissa_bits
+):
+    count = 2 ** (1 + exponent_bits + mantissa_bits)
+    bits = np.arange(count, dtype="u1" if count == 256 else "<u2")
+    path = raw(folder / "narrow", {"w": (kind, [count], bits.tobytes())})
+    found = module.SafetensorsFile(path).tensors["w"].values(0, count)
+    expected = [
+        by_definition(n, exponent_bits, mantissa_bits, has_infinity=kind != "F8_E4M3")
+        for n in range(count)
+    ]
+    np.testing.assert_array_equal(found.astype("f8"), expected)
+
+
+def test_bfloat16_and_float8_by_hand(folder):
+    # Sign, exponent and mantissa written out: 1.0 and 1.5 in each of the three formats.
+    bits = {"BF16": ("<u2", 0x3F80, 0x3FC0), "F8_E4M3": ("u1", 0x38, 0x3C),
+            "F8_E5M2": ("u1", 0x3C, 0x3E)}  # fmt: skip
+    for kind, (stored, one, more) in bits.items():
+        content = [np.array(x, stored).tobytes() for x in ([one, one], [one, more])]
+        a = raw(folder / "x", {"w": (kind, [2], content[0])})
+        b = raw(folder / "y", {"w": (kind, [2], content[1])})
+        found = compare(a, b)
+        assert found.max_relative_difference == pytest.approx(1 / 3)
+        assert found.tensors["w"].max_absolute_difference == 0.5
+
+
+def test_other_dtypes_are_compared_by_value_and_never_have_equal_bits(folder):
+    found = both(folder, {"w": np.ones(2, "f4")}, {"w": np.ones(2, "f8")})
+    assert (found.max_relative_difference, found.equal_bits) == (0, False)
+    assert found.tensors["w"].dtype == "float32 and float64"
+
+
+def test_pieces_add_up_to_the_whole(folder, monkeypatch):
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(2, 1000))
+    whole = both(folder, {"w": a}, {"w": b})
+    monkeypatch.setattr(module, "PIECE", 7)
+    assert both(folder, {"w": a}, {"w": b}) == whole
+
+
+def test_metadata_and_order_do_not_matter(folder):
+    a = {"x": np.ones(2), "y": np.zeros(3, "f4")}
+    found = both(folder, a, dict(reversed(a.items())), metadata={"format": "pt"})
+    assert found.equal_bits
+    assert list(found.tensors) == ["x", "y"]
+
+
+def test_other_names_and_shapes_are_listed(folder):
+    a = {"same": np.ones(1), "mine": np.ones(1), "shape": np.ones((2, 3))}
+    b = {"same": np.ones(1), "yours": np.ones(1), "shape": np.ones((3, 2))}
+    with pytest.raises(UsageError) as caught:
+        both(folder, a, b)
+    for part in ("mine", "yours", "shape [2, 3] and [3, 2]", "a.safetensors"):
+        assert part in str(caught.value)
+    many = {f"t{n}": np.ones(1) for n in range(100)}
+    with pytest.raises(UsageError, match="and 92 more"):
+        both(folder, many, {})
+
+
+def test_damaged_files_are_named(folder, tmp_path):
+    good = tmp_path / "good"
+    save_file({"w": np.ones(4)}, good)
+    content = good.read_bytes()
+    damages = [
+        b"",
+        b"abc",
+        content[:20],
+        content[:-8],
+        b"\xff" * 64,
+        b"\x02" + b"\0" * 7 + b"[]",
+        content.replace(b"F64", b"F32"),
+        content.replace(b"F64", b"X99"),
+        content.replace(b"data_offsets", b"data_0ffsets"),
+    ]
+    for wrong in damages:
+        bad = tmp_path / "bad"
+        bad.write_bytes(wrong)
+        with pytest.raises(UsageError, match="bad"):
+            compare(good, bad)
+    with pytest.raises(UsageError, match="no weights file"):
+        compare(good, tmp_path / "missing")
+    with pytest.raises(UsageError, match="cannot be read"):
+        compare(tmp_path, good)
+
+
+def test_the_table_shows_the_farthest_first_and_brackets_as_they_are(folder, screen):
+    a = {"near": np.array([1.0]), "[red]far": np.array([1.0]), "like": np.ones(1)}
+    b = {"near": np.array([1.1]), "[red]far": np.array([2.0]), "like": np.ones(1)}
+    print_comparison(both(folder, a, b), screen, tensors=True)
+    text = screen.text
+    assert "largest relative difference: 5.000e-01" in text
+    assert "2 of 3 tensors differ" in text
+    assert text.index("[red]far") < text.index("near") < text.index("like")
+    assert "same bits" in text
+
+
+def test_without_a_wish_for_tensors_there_is_one_sentence(folder, screen):
+    print_comparison(both(folder, {"w": np.ones(1)}, {"w": np.ones(1)}), screen)
+    assert screen.text == "the same bits in all of 1 tensor\n"

@@ -1,0 +1,162 @@
+"""The live line at every width, and the plain lines of logs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.report.progress import Progress
+from orchestrator.report.progress_line import Moment, live_line
+from tests.report.conftest import Screen, record
+
+PLAN = {"updates": 100, "micro_steps": 4, "ranks": 4, "nodes": 2}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def printed(screen):
+    return screen.text.splitlines()
+
+
+def test_without_a_terminal_a_line_comes_at_most_every_two_seconds(screen):
+    clock = Clock()
+    with Progress({**PLAN, "updates": 41}, screen, clock=clock) as progress:
+        for update in range(41):
+            progress.update([record(update)])
+            clock.now += 0.125
+    shown = [line.split("  loss")[0] for line in printed(screen)]
+    assert shown[0] == "starting 4 ranks on 2 nodes"
+    assert shown[1:] == ["update  1/41", "update 17/41", "update 33/41", "update 41/41"]
+
+
+def test_the_last_update_is_shown_also_when_the_run_ends_early(screen):
+    progress = Progress(PLAN, screen, clock=Clock())
+    progress.update([record(0)])
+    progress.update([record(1), record(2)])
+    progress.close()
+    progress.close()
+    assert [line.split()[:2] for line in printed(screen)[1:]] == [
+        ["update", "1/100"],
+        ["update", "3/100"],
+    ]
+
+
+@pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}, {"TERM": "dumb"}])
+def test_without_a_terminal_no_cursor_is_moved(monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    screen = Screen()
+    with Progress(PLAN, screen, clock=Clock()) as progress:
+        progress.update([record(0)], 3)
+    assert "\x1b" not in screen.text.replace("\x1b[0m", "")
+    assert "\r" not in screen.text
+
+
+def test_quiet_says_nothing(screen):
+    with Progress(PLAN, screen, quiet=True, verbose=True) as progress:
+        progress.update([record(0)], 3)
+    assert screen.text == ""
+
+
+def test_verbose_says_everything_of_each_update_in_one_line(screen):
+    with Progress(PLAN, screen, verbose=True) as progress:
+        progress.update([record(0), record(1, gradient_norm=2.0, metrics={"[b]acc": 0.5})])
+        progress.update([record(2, applied=False)])
+    lines = printed(screen)
+    assert len(lines) == 4
+    for part in ("update 2/100", "0.001", "256 samples", "4 micro-steps", "1 collective ",
+                 "2.00 MiB", "compute 75.0%", "gradient norm 2.0000", "[b]acc 0.5000"):  # fmt: skip
+        assert part in lines[2]
+    assert lines[3].endswith("NOT APPLIED")
+
+
+def test_held_out_figures_are_said_with_the_number_of_their_update(screen):
+    with Progress(PLAN, screen) as progress:
+        progress.update([record(0), {"evaluation": {"accuracy": 0.91}, "update": 0}])
+    assert "held-out after update 1: accuracy 0.9100" in printed(screen)
+
+
+def test_the_time_left_follows_the_recent_pace_and_not_the_pause_of_a_resume(screen):
+    clock = Clock()
+    progress = Progress({**PLAN, "updates": 12}, screen, clock=clock)
+    progress.update([record(n) for n in range(5)])
+    clock.now += 3
+    progress.update([record(n, attempt=1, time=90000.0 + 2 * n) for n in range(3, 6)])
+    assert printed(screen)[-1] == "update  6/12  loss 0.1667  128 samples/s  12 s left"
+
+
+def test_on_a_terminal_one_line_is_drawn_again_and_again():
+    screen = Screen(width=80, force_terminal=True)
+    with Progress(PLAN, screen, live=True) as progress:
+        for update in range(3):
+            progress.update([], 2)
+            progress.update([record(update)], (1, 3))
+    assert "●●\x1b[0m\x1b[2m○○" in screen.text
+    assert "●\x1b[0m\x1b[2m○○\x1b" in screen.text
+    # A line feed would scroll; the only one is that which ends the line.
+    assert screen.text.count("\n") == 1
+    assert screen.text.rstrip().endswith("\x1b[?25h")
+    assert " left" not in screen.text.splitlines()[-2].rsplit("\r", 1)[-1]
+
+
+def test_the_line_at_80_and_120_columns():
+    moment = Moment(
+        updates=50,
+        total=100,
+        loss=0.25,
+        samples_per_second=1250.0,
+        seconds_per_update=0.2,
+        micro_steps=4,
+        micro_steps_done=3,
+        evaluation={"accuracy": 0.9},
+    )
+    narrow, wide = (live_line(moment, Screen(width=w)).plain for w in (80, 120))
+    assert narrow == (
+        "update  50/100  ━━━━━━━━────────  loss 0.2500  1,250 samples/s  10 s left  ●●●○"
+    )
+    assert "accuracy 0.9000" in wide
+    assert len(wide) == 119
+
+
+@pytest.mark.parametrize(
+    ("steps", "shown"), [(1, ""), (4, "●●○○"), (16, "●" * 8 + "○" * 8), (64, "●●●●○○○○ 32/64")]
+)
+def test_dots_are_counted_by_eye_or_given_in_figures(steps, shown):
+    moment = Moment(updates=1, total=9, micro_steps=steps, micro_steps_done=steps // 2)
+    line = live_line(moment, Screen(width=120)).plain
+    assert line.endswith("─  " + shown if shown else "─")
+
+
+def test_a_stream_of_ascii_gets_ascii():
+    screen = Screen(encoding="ascii")
+    line = live_line(Moment(updates=1, total=2, micro_steps=2, micro_steps_done=1), screen)
+    assert line.plain.isascii()
+    assert line.plain.endswith("*.")
+
+
+@given(
+    width=st.integers(10, 200),
+    updates=st.integers(0, 10**7),
+    more=st.none() | st.integers(0, 10**7),
+    loss=st.none() | st.floats(),
+    pace=st.none() | st.floats(0, 1e5),
+    steps=st.integers(1, 2000),
+    done=st.none() | st.integers(0, 3000),
+)
+def test_the_line_is_one_line_that_begins_with_the_update_at_any_width(
+    width, updates, more, loss, pace, steps, done
+):
+    total = None if more is None else updates + more
+    line = live_line(
+        Moment(updates=updates, total=total, loss=loss, samples_per_second=pace,
+               seconds_per_update=pace, micro_steps=steps, micro_steps_done=done,
+               evaluation={"accuracy\n": 0.5}),
+        Screen(width=width),
+    )  # fmt: skip
+    assert line.cell_len < width
+    assert "\n" not in line.plain
+    assert line.plain.startswith("update"[: width - 1])

@@ -1,0 +1,134 @@
+# ruff: noqa: RUF001 - the signs that are printed.
+"""Tables over many runs: sweeps, and K = 1 beside K = 4."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from orchestrator.report.sweep import Cell, differences, print_sweep
+from orchestrator.report.time_and_memory import Pair, print_time_and_memory, verdict
+from tests.report.conftest import Screen, record, result
+
+
+def cell(k, *, seconds=0.2, peak=None, samples=256, weights=None, **changes):
+    peak = [300 * 1024**2] if peak is None else [peak]
+    return Cell(
+        overrides={"accumulation.steps": k},
+        folder=Path(f"runs/{k}"),
+        result=result(peak_memory_bytes=peak, **changes),
+        updates=[record(n, update_s=seconds, samples=samples) for n in range(20)],
+        plan={"micro_steps": k, "global_batch": samples, "micro_batches": [[samples // k] * k]},
+        weights=weights,
+    )
+
+
+def failed(k):
+    culprit = {"rank": 3, "node": "node1", "cause": "out of memory [cuda]", "log_tail": ""}
+    return cell(k, state="failed", metrics={}, culprit=culprit)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    def write(name, *arrays):
+        path = tmp_path / name
+        save_file({f"w{n}": a for n, a in enumerate(arrays)}, path)
+        return path
+
+    return write
+
+
+def test_differences_are_from_the_first_finished_point(weights, tmp_path):
+    a, b = weights("a", np.ones(4)), weights("b", np.full(4, 1 + 1e-6))
+    other = weights("c", np.ones(5))
+    cells = [
+        failed(1),
+        cell(2, weights=a),
+        cell(3, weights=b),
+        cell(4, weights=a),
+        cell(5, weights=other),
+        cell(6, weights=tmp_path / "gone"),
+        cell(7),
+    ]
+    found = differences(cells)
+    assert found == ["-", "reference", "1.0e-06", "same bits", "other shapes", "-", "-"]
+
+
+def test_a_row_for_each_point_and_the_cause_of_each_failure(screen, weights):
+    a = weights("a", np.ones(4))
+    cells = [cell(1, weights=a), failed(2), Cell(overrides={"accumulation.steps": 4, "x": "[b]"},
+             folder=Path("runs/4"))]  # fmt: skip
+    print_sweep(cells, screen)
+    text = screen.text
+    assert "point 2 (accumulation.steps=2): rank 3 on node1 failed first: out of memory" in text
+    assert "[cuda]" in text
+    assert "point 3 (accumulation.steps=4 x=[b]): no result, see runs/4" in text
+    assert "1 of 3 points finished" in text
+    for part in ("steps", "0.9534", "200 ms", "300 MiB", "reference"):
+        assert part in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_values_are_never_folded(width):
+    screen = Screen(width=width)
+    cells = [cell(k, metrics={"accuracy": 0.5, "loss": 0.1, "calibration": 0.25}) for k in (1, 64)]
+    print_sweep(cells, screen)
+    lines = screen.text.splitlines()
+    rows = [line for line in lines if line.split()[:2] == ["2", "64"]]
+    assert all(len(line) <= width for line in lines)
+    whole = " ".join(rows)
+    for part in ("finished", "4.50 s", "200 ms", "300 MiB", "0.5000", "0.2500", "2.00 MiB"):
+        assert part in whole
+    assert len(rows) == (2 if width == 80 else 1)
+
+
+def test_keys_that_end_alike_keep_their_names(screen):
+    cells = [Cell(overrides={"a.rate": 1, "b.rate": 2}, folder=Path("r"), result=result())]
+    print_sweep(cells, screen)
+    assert "a.rate" in screen.text
+    assert "b.rate" in screen.text
+
+
+def test_a_very_long_override_still_fits_the_screen(screen):
+    cells = [Cell(overrides={"job.path": "x" * 150}, folder=Path("r"), result=result())]
+    print_sweep(cells, screen)
+    assert all(len(line) <= 80 for line in screen.text.splitlines())
+
+
+def test_the_verdict_is_taken_from_the_figures():
+    one = cell(1, seconds=0.2, peak=1000)
+    pair = Pair(title="equal global batch", one=one, many=cell(4, seconds=0.3, peak=400))
+    assert verdict(pair) == (
+        "At equal global batch, K=4 against K=1: time per update up (1.50×), "
+        "time per sample up (1.50×), peak memory down (0.40×)."
+    )
+    pair = Pair(
+        title="equal micro-batch", one=one, many=cell(4, seconds=0.76, peak=1010, samples=1024)
+    )
+    assert verdict(pair) == (
+        "At equal micro-batch, K=4 against K=1: time per update up (3.80×), "
+        "time per sample down (0.95×), peak memory about the same (1.01×)."
+    )
+
+
+def test_of_a_run_that_failed_nothing_is_claimed(screen):
+    pair = Pair(title="equal global batch", one=cell(1), many=failed(4))
+    assert verdict(pair).endswith("nothing can be said, accumulation.steps=4 did not finish.")
+    print_time_and_memory([pair], screen)
+    assert "failed" in screen.text
+
+
+def test_both_comparisons_are_shown_with_ratios(screen):
+    pairs = [
+        Pair(title="equal micro-batch", one=cell(1), many=cell(4, samples=1024, seconds=0.8)),
+        Pair(title="equal global batch", one=cell(1), many=cell(4, peak=100 * 1024**2)),
+    ]
+    print_time_and_memory(pairs, screen)
+    text = " ".join(screen.text.split())
+    assert "largest micro-batch 256 256 1.00×" in text
+    assert "largest micro-batch 256 64 0.25×" in text
+    assert "peak memory 300 MiB 100 MiB 0.33×" in text
+    assert "collectives per 1000 samples" in text
+    assert "One run of each on this machine" in text
+    assert all(len(s) <= 80 for s in screen.text.splitlines() if not s.startswith("At "))
