@@ -126,8 +126,9 @@ def _distances(a: Array, b: Array, same: Array) -> tuple[float, float]:
         above, below = np.maximum(a, b).astype(np.uint64), np.minimum(a, b).astype(np.uint64)
         return float((above - below).max()), _size(b.astype(np.float64))
     wide = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
-    a, b = a.astype(wide), b.astype(wide)
+    # Signalling NaNs make even a cast complain.
     with np.errstate(invalid="ignore", over="ignore"):
+        a, b = a.astype(wide), b.astype(wide)
         distance = np.abs(a - b)
     finite = np.isfinite(a) & np.isfinite(b)
     distance[~finite] = np.inf

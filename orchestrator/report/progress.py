@@ -150,7 +150,7 @@ class Progress:
         self._say(plain_line(self._moment()))
 
     def _say(self, line: str) -> None:
-        say(self._console, line)
+        say(self._console, line, prose=True)
 
     def _line(self) -> Text:
         if not self._recent and self._micro_steps_done is None:

@@ -92,7 +92,7 @@ def test_of_an_update_that_was_redone_the_last_line_counts():
 def test_a_resume_forgets_what_was_thrown_away_with_its_weights():
     evaluation = {"evaluation": {"accuracy": 0.5}, "epoch": 0, "time": 0.0}
     history = History([record(n) for n in range(5)])
-    history.add([{**evaluation, "update": 1}, {**evaluation, "update": 4}])
+    history.add([{**evaluation, "update": n} for n in (1, 2, 4)])
     history.add([record(2, attempt=1)])
     assert [r["update"] for r in history.updates] == [0, 1, 2]
     assert [r["update"] for r in history.evaluations] == [1]
