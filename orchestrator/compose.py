@@ -22,6 +22,7 @@ from orchestrator.config import FREE_SECTIONS, Config, read_config, unknown_keys
 from orchestrator.errors import ConfigError, did_you_mean
 
 HYDRA_VERSION_BASE = "1.3"
+GROUPS = ("experiment",)  # groups whose name is no key of the schema
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException)
 
 
@@ -157,9 +158,8 @@ def explained(error: BaseException) -> ConfigError:
             return ConfigError(
                 f"the chosen {section} has no key '{key}'; to add it all the same, write +{key}=…"
             )
-        return ConfigError(
-            f"there is no key '{key}'{did_you_mean(key.split('.')[-1], _known_keys(key))}"
-        )
+        known = _known_keys(key) if "." in key else [*_known_keys(key), *GROUPS]
+        return ConfigError(f"there is no key '{key}'{did_you_mean(key.split('.')[-1], known)}")
     if found := re.search(r"Could not find '([^']+)/([^']+)'", text):
         group, choice = found.groups()
         offered = re.findall(r"^\t(?!provider=)(\S+)$", text, flags=re.MULTILINE)

@@ -90,7 +90,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     >>> nearest("zzz", ["steps"]) is None
     True
     """
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
     return matches[0] if matches else None
 
 

@@ -66,7 +66,10 @@ class _Module:
         self.names: dict[str, ast.AST] = {}
         self.imports: dict[str, tuple[str, str | None]] = {}
         self.open_ended = False
-        tree = ast.parse(source.read_text(encoding="utf-8"), filename=str(source))
+        try:
+            tree = ast.parse(source.read_text(encoding="utf-8"), filename=str(source))
+        except (SyntaxError, UnicodeDecodeError) as error:
+            raise JobError(f"{source} cannot be read as Python: {error}") from error
         self._collect(tree.body)
 
     def _collect(self, body: Iterable[ast.stmt]) -> None:
@@ -194,9 +197,9 @@ class _Lineage:
         names: dict[str, bool] = {}
         for item in reversed(decorated):
             for node in item.node.body:
-                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                    if "ClassVar" not in ast.dump(node.annotation):
-                        names[node.target.id] = node.value is None
+                plain = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+                if plain and "ClassVar" not in ast.dump(node.annotation):
+                    names[node.target.id] = node.value is None
         return list(names), [name for name, needed in names.items() if needed]
 
 

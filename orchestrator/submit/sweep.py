@@ -10,6 +10,7 @@ from orchestrator.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, ConfigErr
 from orchestrator.report.metrics import read_metrics
 from orchestrator.report.sweep import Cell, print_sweep
 from orchestrator.report.terminal import say
+from orchestrator.report.time_and_memory import Pair, print_time_and_memory
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit
 from orchestrator.submit.run import Manner, start
@@ -67,6 +68,9 @@ class Sweep:
             for number, (overrides, folder, _) in enumerate(self.points)
         ]
         print_sweep(cells, self._manner.console)
+        pairs = accumulation_pairs(cells)
+        if pairs:
+            print_time_and_memory(pairs, self._manner.console)
         codes = [code for _, _, code in self.points]
         if interrupted:
             return codes[-1]
@@ -89,6 +93,33 @@ class Sweep:
             plan=run.read_plan(),
             weights=saved[-1] / WEIGHTS if saved else None,
         )
+
+
+def accumulation_pairs(cells: Sequence[Cell]) -> list[Pair]:
+    """Points that show what accumulation does: K = 1 beside the largest K, all else being equal.
+
+    One pair at equal micro-batch and one at equal global batch, where the sweep has them.
+    """
+    done = [c for c in cells if c.finished and c.plan.get("micro_steps")]
+    plain = [c for c in done if c.plan["micro_steps"] == 1]
+    many = sorted(
+        (c for c in done if c.plan["micro_steps"] > 1), key=lambda c: -c.plan["micro_steps"]
+    )
+    pairs: list[Pair] = []
+    for title, figure in (
+        ("equal micro-batch", lambda c: c.plan["micro_batches"][0][0]),
+        ("equal global batch", lambda c: c.plan["global_batch"]),
+    ):
+        found = [(one, other) for other in many for one in plain if _alike(one, other, figure)]
+        pairs += [Pair(title=title, one=found[0][0], many=found[0][1])] if found else []
+    return pairs
+
+
+def _alike(one: Cell, other: Cell, figure: Callable[[Cell], int]) -> bool:
+    """Whether two points have the same figure and differ in their accumulation only."""
+    differing = {k for k, v in other.overrides.items() if one.overrides.get(k) != v}
+    alike = all(key.split(".")[0] == "accumulation" for key in differing)
+    return alike and one.plan["ranks"] == other.plan["ranks"] and figure(one) == figure(other)
 
 
 def _varying(all_overrides: Sequence[Sequence[str]]) -> set[str]:
