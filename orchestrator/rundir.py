@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,9 @@ class RunDir:
             RunFolderError: it holds another run, is not empty, or cannot be written.
         """
         path = self.path
+        fresh = not path.exists()
         try:
-            if path.exists():
+            if not fresh:
                 if not path.is_dir():
                     raise RunFolderError(
                         f"run.dir={path} is a file; it must be a new or empty folder"
@@ -115,6 +117,8 @@ class RunDir:
             for folder in (self.logs, self.checkpoints, self.attempts):
                 folder.mkdir(mode=PRIVATE)
         except OSError as error:
+            if fresh:
+                shutil.rmtree(path, ignore_errors=True)
             raise RunFolderError(f"run.dir={path} cannot be written: {error.strerror}") from error
 
     def begin_attempt(self) -> int:

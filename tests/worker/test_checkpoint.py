@@ -1,4 +1,4 @@
-"""Checkpoints appear whole or not at all, and a damaged one is passed over in favour of an older."""
+"""Checkpoints appear whole or not at all, and a damaged one is passed over."""
 
 import errno
 

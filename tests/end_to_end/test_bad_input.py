@@ -1,0 +1,126 @@
+"""What is wrong is said in one message, with exit code 2, and leaves nothing behind."""
+
+import os
+import struct
+import subprocess
+
+import pytest
+
+from jobs.idx import NAMES, bundled_digits
+from tests import helpers
+from tests.helpers import TINY
+
+
+def refused(tmp_path, *arguments, code=2, **more):
+    run = tmp_path / "run"
+    done = helpers.call(f"run.dir={run}", *arguments, cwd=tmp_path, **more)
+    assert done.returncode == code, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert "Traceback" not in said
+    assert not run.exists(), "a refused run leaves no folder"
+    return said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("+clutser=slurm",), "did you mean 'cluster'"),
+        (("accumulation.stpes=4",), "did you mean 'steps'"),
+        (("accumulation.steps=0",), "at least 1"),
+        (
+            ("accumulation.global_batch=100", "accumulation.steps=2", "accumulation.micro_batch=3"),
+            "accumulation.",
+        ),
+        (("job._target_=nowhere.Job",), "no module 'nowhere'"),
+        (("job._target_=tests.helpers.call",), "is a function"),
+        (("job._target_=tests.tiny_job.Tinny",), "did you mean 'Tiny'"),
+        (("transport=nccl",), "transport=gloo"),
+        (("job.data_dir=/absent",), "/absent"),
+    ],
+)
+def test_wrong_requests_are_refused_without_a_trace(tmp_path, arguments, words):
+    assert words in refused(tmp_path, *arguments)
+
+
+@pytest.fixture
+def digits(tmp_path):
+    """A copy of the bundled digits that a test may damage."""
+    folder = tmp_path / "mnist"
+    folder.mkdir()
+    for name in NAMES.values():
+        (folder / name).write_bytes((bundled_digits() / name).read_bytes())
+    return folder
+
+
+def test_a_truncated_data_file_is_named_once(tmp_path, digits):
+    path = digits / NAMES["train", "images"]
+    path.write_bytes(path.read_bytes()[:-100])
+    said = refused(tmp_path, f"job.data_dir={digits}")
+    assert f"{path.name} is damaged" in said.replace("\n", "")
+    assert said.count("is damaged") == 1
+
+
+def test_a_wrong_magic_number_is_named(tmp_path, digits):
+    path = digits / NAMES["train", "labels"]
+    path.write_bytes(struct.pack(">i", 77) + path.read_bytes()[4:])
+    assert "must be 2049, but is 77" in refused(tmp_path, f"job.data_dir={digits}")
+
+
+def test_a_missing_data_file_is_named(tmp_path, digits):
+    (digits / NAMES["train", "labels"]).unlink()
+    assert "there is no train-labels" in refused(tmp_path, f"job.data_dir={digits}")
+
+
+def test_ones_own_mnist_folder_is_read(tmp_path, digits):
+    done = helpers.call(f"job.data_dir={digits}", "train.updates=2", "run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_another_runs_folder_is_not_touched(tmp_path):
+    run = tmp_path / "run"
+    assert helpers.call(TINY, "train.updates=2", f"run.dir={run}").returncode == 0
+    before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
+    again = helpers.call(TINY, "train.updates=2", f"run.dir={run}")
+    assert again.returncode == 2
+    assert "holds another run" in again.stderr
+    assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path):
+    done = helpers.call(TINY, "run.dir=/proc/run")
+    assert (done.returncode, "cannot be written" in done.stderr) == (2, True)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 300 KiB. Needs root, as continuous integration has."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    options = ["-o", "size=300k,mode=0700"]
+    subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(folder)], check=True)
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_at_the_start_is_said_and_leaves_nothing(small_disk):
+    (small_disk / "filler").write_bytes(b"x" * 280_000)
+    done = helpers.call(TINY, f"run.dir={small_disk / 'run'}")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "No space left" in done.stderr
+    assert not (small_disk / "run").exists()
+
+
+def test_a_disk_that_fills_up_in_mid_run_keeps_the_last_good_checkpoint(small_disk):
+    run = small_disk / "run"
+    done = helpers.call(
+        TINY, "job.width=1000", "train.updates=12", "train.checkpoint_every=2", f"run.dir={run}",
+        "train.keep_checkpoints=5", "tracker=none",
+    )  # fmt: skip
+    said = (run / "logs" / "rank-00000.log").read_text()
+    assert "could not be written: No space left" in said
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = sorted(p.name for p in (run / "checkpoints").iterdir())
+    assert saved
+    assert all(name.startswith("update-") for name in saved)

@@ -1,0 +1,143 @@
+"""The first rank that fails ends the run at once, is named, and nothing is left running."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests import helpers
+from tests.helpers import TINY
+
+SLOW = (TINY, "job.pause_s=0.05", "train.updates=400", "accumulation.global_batch=40")
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
+def started(run, *more):
+    """A long run in the middle of training."""
+    process = helpers.begin(*SLOW, f"run.dir={run}", *more)
+    helpers.until(lambda: len(helpers.records(run)) >= 2, what="training")
+    return process
+
+
+def test_a_killed_rank_ends_the_run_within_five_seconds_and_is_named(run):
+    process = started(run)
+    pid = helpers.rank_pid(run, 2)
+    began = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 1
+    assert "rank 2" in output
+    assert "SIGKILL" in output
+    culprit = helpers.result(run)["culprit"]
+    assert (culprit["rank"], culprit["node"]) == (2, "node1")
+    assert not helpers.processes_of(run)
+
+
+def test_a_rank_that_raises_is_named_with_its_exception_and_log(run):
+    done = helpers.call(TINY, f"run.dir={run}", "job.fault=raise", "train.updates=20")
+    assert done.returncode == 1
+    culprit = helpers.result(run)["culprit"]
+    assert culprit["rank"] == 1
+    assert "ValueError: the tiny job was told to fail [here]" in culprit["cause"]
+    assert any("told to fail [here]" in line for line in culprit["log_tail"])
+    assert "told to fail [here]" in done.stdout
+    assert "resume" in done.stdout
+
+
+def test_a_rank_that_just_exits_is_named_with_its_code(run):
+    done = helpers.call(TINY, f"run.dir={run}", "job.fault=exit", "train.updates=20")
+    assert done.returncode == 1
+    assert helpers.result(run)["culprit"]["cause"] == "exited with code 7"
+
+
+def test_a_lost_node_ends_the_run_and_is_named(run):
+    process = started(run)
+    supervisor = [p for p in helpers.processes_of(run) if "orchestrator.submit.node" in p.cmdline()]
+    node1 = next(p for p in supervisor if p.environ()["SLURMD_NODENAME"] == "node1")
+    node1.kill()
+    process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert helpers.result(run)["culprit"]["node"] == "node1"
+    assert not helpers.processes_of(run)
+
+
+def test_killing_the_launcher_leaves_no_process(run):
+    process = started(run)
+    process.kill()
+    process.communicate()
+    helpers.until(lambda: not helpers.processes_of(run), 5, "the end of all processes")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(run, tmp_path, number):
+    few = ("train.updates=30", "job.pause_s=0.02", "job.dropout=0.5")
+    undisturbed = tmp_path / "undisturbed"
+    assert helpers.call(*SLOW, *few, f"run.dir={undisturbed}").returncode == 0
+    process = started(run, *few)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 3, output
+    assert helpers.result(run)["state"] == "stopped"
+    assert not helpers.processes_of(run)
+    resumed = helpers.verb("resume", run)
+    assert resumed.returncode == 0, resumed.stdout
+    assert helpers.result(run)["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
+    assert helpers.compare(run, undisturbed)["equal_bits"]
+
+
+def test_a_second_interrupt_ends_every_process_at_once(run):
+    process = started(run, "job.pause_s=3")
+    process.send_signal(signal.SIGINT)
+    helpers.until(lambda: "stopping" in (process.stdout.readline() or "x"), 10, "the word")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert not helpers.processes_of(run)
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.6, 1.2, 1.8, 2.4])
+def test_an_interrupt_at_any_moment_of_the_start_ends_cleanly(run, delay_s):
+    process = helpers.begin(*SLOW, f"run.dir={run}")
+    time.sleep(delay_s)  # the moment is what is tested
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode in (3, 130), output
+    assert "Traceback" not in output
+    helpers.until(lambda: not helpers.processes_of(run), 5, "the end of all processes")
+
+
+def test_a_run_that_was_killed_resumes_to_the_same_bits(run, tmp_path):
+    few = ("train.updates=40", "train.checkpoint_every=5", "job.pause_s=0.01")
+    undisturbed = tmp_path / "undisturbed"
+    assert helpers.call(*SLOW, *few, f"run.dir={undisturbed}").returncode == 0
+    process = helpers.begin(*SLOW, *few, f"run.dir={run}")
+    helpers.until(lambda: len(helpers.records(run)) >= 13, what="training")
+    process.kill()
+    process.communicate()
+    helpers.until(lambda: not helpers.processes_of(run), 5, "the end of all processes")
+    assert helpers.verb("resume", run).returncode == 0
+    assert helpers.compare(run, undisturbed)["equal_bits"]
+    attempts = [r["attempt"] for r in helpers.records(run)]
+    assert set(attempts) == {0, 1}
+
+
+def test_a_finished_run_is_not_resumed(run):
+    assert helpers.call(TINY, f"run.dir={run}", "train.updates=2").returncode == 0
+    again = helpers.verb("resume", run)
+    assert (again.returncode, "nothing to resume" in again.stdout) == (0, True)
+
+
+def test_a_run_in_progress_is_not_resumed_beside_itself(run):
+    process = started(run)
+    again = helpers.verb("resume", run)
+    assert again.returncode == 2
+    assert "is in progress" in again.stderr
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 3

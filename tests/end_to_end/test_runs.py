@@ -1,0 +1,162 @@
+"""From the command line to trained weights: equal for any placement, silent, private, from anywhere."""
+
+import json
+import re
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from tests import helpers
+from tests.helpers import ROOT, TINY
+
+PLACEMENTS = [(1, 1, 1), (2, 2, 4), (3, 1, 5), (1, 2, 7)]
+
+
+def place(nodes, ranks, steps):
+    return (
+        f"cluster.nodes={nodes}",
+        f"cluster.ranks_per_node={ranks}",
+        f"accumulation.steps={steps}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "bound"),
+    [
+        (("optimizer=sgd",), 1e-5),
+        (("optimizer=adam", "train.precision=float64"), 1e-10),
+    ],
+)
+def test_the_placement_of_the_ranks_does_not_change_the_digits_weights(tmp_path, settings, bound):
+    runs = []
+    for index, placement in enumerate(PLACEMENTS):
+        run = tmp_path / str(index)
+        done = helpers.call(
+            "accumulation.global_batch=100", "train.updates=20", *settings, *place(*placement),
+            f"run.dir={run}", "-q",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        runs.append(run)
+    for other in runs[1:]:
+        assert helpers.compare(other, runs[0])["max_relative_difference"] <= bound
+
+
+def test_a_run_does_as_planned_and_says_so(tmp_path):
+    run = tmp_path / "run"
+    done = helpers.call(TINY, "train.epochs=2", "accumulation.global_batch=50", f"run.dir={run}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    plan = json.loads((run / "plan.json").read_text())
+    records = helpers.records(run)
+    assert plan["updates"] == len(records) == 10
+    assert [r["samples"] for r in records] == [50, 50, 50, 50, 40] * 2
+    assert {r["collectives"] for r in records} == {plan["collectives_per_update"]} == {1}
+    assert {r["bytes_on_wire"] for r in records} == {plan["bytes_on_wire_per_update"]}
+    assert {r["micro_steps"] for r in records} == {4}
+    result = helpers.result(run)
+    assert (result["state"], result["updates"], result["samples"]) == ("finished", 10, 480)
+    assert len(result["peak_memory_bytes"]) == 4
+    assert result["culprit"] is None
+    assert re.search(r"collectives per update +1 .*as planned", done.stdout)
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["packages"]["torch"]
+    assert environment["transport"] == "gloo"
+    assert list((run / "tensorboard").iterdir())
+    assert len(list((run / "logs").glob("rank-*.log"))) == 4
+
+
+def test_everything_in_a_run_folder_is_its_owners_alone(tmp_path):
+    run = tmp_path / "run"
+    assert helpers.call(TINY, "train.updates=2", f"run.dir={run}").returncode == 0
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+
+
+def test_more_ranks_than_samples_leaves_ranks_idle_and_says_which(tmp_path):
+    run = tmp_path / "run"
+    done = helpers.call(TINY, "train.updates=3", "accumulation.global_batch=3", f"run.dir={run}")
+    assert done.returncode == 0, done.stdout
+    assert "rank 3" in done.stdout
+    assert helpers.result(run)["updates"] == 3
+
+
+@pytest.mark.parametrize("ragged", ["update", "drop", "carry"])
+def test_each_way_with_a_ragged_window_trains(tmp_path, ragged):
+    run = tmp_path / "run"
+    done = helpers.call(
+        TINY, "train.epochs=1", "accumulation.global_batch=100", f"accumulation.ragged={ragged}",
+        f"run.dir={run}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    expected = {"update": [100, 100, 40], "drop": [100, 100], "carry": [100, 100, 100]}
+    assert [r["samples"] for r in helpers.records(run)] == expected[ragged]
+
+
+def test_the_documented_job_runs_as_it_stands_in_the_docs(tmp_path):
+    text = (ROOT / "docs" / "your-own-job.md").read_text()
+    source = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+    assert len(source.splitlines()) < 40
+    typed = re.search(r"```bash\n(.*?)```", text, re.DOTALL).group(1)
+    overrides = typed.replace("\\\n", " ").split()[3:]
+    package = tmp_path / "my_jobs"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "line.py").write_text(source)
+    done = helpers.call(*overrides, "run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = helpers.result(tmp_path / "run")["metrics"]
+    assert abs(metrics["slope"] - 2) < 0.05
+    assert abs(metrics["intercept"] - 3) < 0.05
+
+
+def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failing_point(tmp_path):
+    done = helpers.call(
+        "-m", TINY, "train.updates=3", "accumulation.global_batch=64,-1,32", f"run.dir={tmp_path / 's'}"
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "2 of 3 points finished" in done.stdout
+    assert "accumulation.global_batch must be at least 1" in done.stdout
+    assert helpers.result(tmp_path / "s" / "2")["state"] == "finished"
+
+
+def test_a_sweep_over_steps_shows_weights_that_agree(tmp_path):
+    done = helpers.call(
+        "-m", TINY, "train.updates=3", "optimizer=sgd", "accumulation.global_batch=64",
+        "accumulation.steps=1,2,4", f"run.dir={tmp_path / 's'}", COLUMNS="200",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 3 points finished" in done.stdout
+    assert "equal global batch" in done.stdout
+    a, b = tmp_path / "s" / "0", tmp_path / "s" / "2"
+    assert helpers.compare(a, b)["max_relative_difference"] < 1e-5
+
+
+def test_quiet_says_nothing_and_no_terminal_gets_no_control_characters(tmp_path):
+    quiet = helpers.call(TINY, "train.updates=2", f"run.dir={tmp_path / 'a'}", "-q")
+    assert (quiet.returncode, quiet.stdout) == (0, "")
+    plain = helpers.call(TINY, "train.updates=2", f"run.dir={tmp_path / 'b'}")
+    assert "\x1b" not in plain.stdout
+
+
+def test_no_verb_and_no_launch_imports_a_framework(tmp_path):
+    for module, arguments in (
+        ("orchestrator", ("plan", "experiment=jepa_240", "--json")),
+        ("orchestrator", ("resume", str(tmp_path))),
+        ("orchestrator.launch", ("accumulation.steps=0",)),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", module, *arguments],
+            env=helpers.environment(), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+        assert "orchestrator.errors" in imported
+        assert not {"torch", "mindspore", "sklearn"} & imported
+
+
+def test_the_case_of_240_ranks_is_split_without_rounding():
+    done = helpers.verb("plan", "experiment=jepa_240", "--json")
+    plan = json.loads(done.stdout)
+    assert (plan["ranks"], plan["nodes"], plan["global_batch"]) == (240, 30, 3072)
+    assert sorted(plan["samples_per_rank"]) == [12] * 48 + [13] * 192
+    assert {tuple(m) for m in plan["micro_batches"]} == {(7, 6), (6, 6)}
+    assert plan["micro_steps"] == 2

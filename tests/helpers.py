@@ -1,0 +1,101 @@
+"""Starting the real commands in tests, and looking at what they leave."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = "job._target_=tests.tiny_job.Tiny"
+
+
+def environment(**extra):
+    """What a user's shell would give, with the checkout importable and one thread a process."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    return {**env, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **extra}
+
+
+def command(*arguments, module="orchestrator.launch"):
+    return [sys.executable, "-m", module, *map(str, arguments)]
+
+
+def call(*arguments, module="orchestrator.launch", cwd=None, timeout=120, **env):
+    """Run a command to its end; give the completed process with text output."""
+    return subprocess.run(
+        command(*arguments, module=module),
+        cwd=cwd,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def verb(*arguments, **more):
+    return call(*arguments, module="orchestrator", **more)
+
+
+def begin(*arguments, cwd=None, **env):
+    """Start a command and leave it running; its output goes to the returned process's pipes."""
+    return subprocess.Popen(
+        command(*arguments),
+        cwd=cwd,
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def until(condition, timeout_s=60.0, what="the condition"):
+    """Poll until `condition()` is true; give its value. Fails the test after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"{what} did not come true within {timeout_s} s")
+
+
+def result(run):
+    return json.loads((Path(run) / "result.json").read_text())
+
+
+def records(run):
+    """The updates of metrics.jsonl that are whole, in the order of writing."""
+    path = Path(run) / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text().split("\n")[:-1] if line]
+    return [r for line in lines if "loss" in (r := json.loads(line))]
+
+
+def processes_of(run):
+    """Live processes whose command line names the run folder."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(run) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def rank_pid(run, rank):
+    """The process of one rank of a local run: the one whose environment says so."""
+    for process in processes_of(run):
+        if "orchestrator.worker" in process.cmdline():
+            if process.environ().get("SLURM_PROCID") == str(rank):
+                return process.pid
+    return None
+
+
+def compare(a, b):
+    done = verb("compare", a, b, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)

@@ -1,0 +1,75 @@
+"""A small job for tests: quick, exact, and able to fail in many ways at a chosen moment."""
+
+import os
+import signal
+import time
+
+import torch
+from torch.utils.data import TensorDataset
+
+from orchestrator import Job, Loss
+
+
+class Tiny(Job):
+    """A net of two layers on made-up data.
+
+    Args:
+        pause_s: sleep in every micro-step, so that a test can step in.
+        fault: what happens to rank `fault_rank` when it has done `fault_after` micro-steps:
+            "raise", "kill", "exit", "nan", "memory", "silence", "hang".
+    """
+
+    metric_names = ("error",)
+
+    def __init__(
+        self, samples=240, width=16, dropout=0.0, pause_s=0.0, fault=None, fault_rank=1, fault_after=5
+    ):
+        self.samples, self.width, self.dropout, self.pause_s = samples, width, dropout, pause_s
+        self.fault, self.fault_rank, self.fault_after = fault, fault_rank, fault_after
+        self.steps = 0
+
+    def model(self):
+        return torch.nn.Sequential(
+            torch.nn.Linear(8, self.width),
+            torch.nn.Tanh(),
+            torch.nn.Dropout(self.dropout),
+            torch.nn.Linear(self.width, 1),
+        )
+
+    def dataset(self):
+        made = torch.Generator().manual_seed(1)
+        x = torch.randn(self.samples, 8, generator=made)
+        return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+    def loss(self, model, batch):
+        x, y = batch
+        self._perhaps_fail()
+        if self.pause_s:
+            time.sleep(self.pause_s)
+        error = model(x) - y
+        total = (error**2).sum()
+        if self._now("nan"):
+            total = total * float("nan")
+        self.steps += 1
+        return Loss(total, weight=len(x), metrics={"error": error.detach().abs().sum()})
+
+    def evaluate(self, model):
+        x, y = self.dataset().tensors
+        parameter = next(model.parameters())
+        return {"loss": ((model(x.to(parameter)) - y.to(parameter)) ** 2).mean().item()}
+
+    def _now(self, fault):
+        mine = int(os.environ["SLURM_PROCID"]) == self.fault_rank
+        return self.fault == fault and mine and self.steps == self.fault_after
+
+    def _perhaps_fail(self):
+        if self._now("raise"):
+            raise ValueError("the tiny job was told to fail [here]")
+        if self._now("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._now("exit"):
+            os._exit(7)
+        if self._now("memory"):
+            raise MemoryError
+        if self._now("hang"):
+            time.sleep(3600)
