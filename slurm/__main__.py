@@ -68,7 +68,7 @@ def status(name: Name = DEFAULT_NAME) -> None:
 @app.command()
 def env(name: Name = DEFAULT_NAME) -> None:
     """Print what `eval` needs to make this shell's SLURM commands use the cluster."""
-    print(f"export SLURM_CONF={shlex.quote(str(DevCluster(name).slurm_conf))}")
+    typer.echo(f"export SLURM_CONF={shlex.quote(str(DevCluster(name).slurm_conf))}")
 
 
 @app.command()

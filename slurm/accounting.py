@@ -1,8 +1,8 @@
 """What real accounting needs before slurmdbd and slurmctld start: tables, a cluster, an account."""
 
-import os
 import shutil
 import subprocess
+from pathlib import Path
 
 from slurm import client
 from slurm.config_files import ACCOUNT, ClusterSpec
@@ -31,7 +31,7 @@ def create_tables(spec: ClusterSpec, at: Layout) -> None:
             "--skip-test-db",
             "--skip-name-resolve",
         ],
-        env={"PATH": search_path(), "HOME": os.path.expanduser("~")},
+        env={"PATH": search_path(), "HOME": str(Path.home())},
         cwd=at.root,
         stdin=subprocess.DEVNULL,
         capture_output=True,

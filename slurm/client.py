@@ -34,9 +34,13 @@ def call(at: Layout, *command: str) -> str:
 
 
 def node_states(at: Layout) -> dict[str, str]:
-    """Each node's state as sinfo spells it: "idle", "mixed", "down*" …"""
+    """Each node's state as sinfo spells it, such as "idle", "mixed" or "down*"."""
     lines = call(at, "sinfo", "-h", "-N", "-p", "main", "-o", "%N %T").splitlines()
-    return {name: state for name, state in (line.split() for line in lines)}
+    states: dict[str, str] = {}
+    for line in lines:
+        node, state = line.split()
+        states[node] = state
+    return states
 
 
 def queued_jobs(at: Layout) -> list[str]:

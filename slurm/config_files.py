@@ -13,12 +13,27 @@ KILL_WAIT_SECONDS = 3
 GRACE_SECONDS = 20
 SLURMD_TIMEOUT_SECONDS = 5
 
+# Start what can start at once: on one machine there is no storm of requests to fear.
+_SCHEDULER = "bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sched_delay=0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a person may choose; `cpus`, `memory_mb` and `gpus` are one node's, and pretended."""
+
+    nodes: int = 4
+    cpus: int = 8
+    memory_mb: int = 16384
+    gpus: int = 4
+    accounting: bool = True
+    grace_seconds: int = GRACE_SECONDS
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
     """What one cluster is: all that the configuration files depend on, besides their folder.
 
-    `cpus` and `memory_mb` are of one node and pretended: SLURM is told to believe them.
+    `host` is this machine's short name, and `address` what its name resolves to.
     `ports` are slurmctld's, slurmdbd's, and then one for each slurmd.
     """
 
@@ -26,15 +41,21 @@ class ClusterSpec:
     user: str
     host: str
     ports: tuple[int, ...]
-    nodes: int = 4
-    cpus: int = 8
-    memory_mb: int = 16384
-    gpus: int = 4
-    accounting: bool = True
+    address: str
+    shape: Shape
 
     @property
     def node_names(self) -> tuple[str, ...]:
-        return tuple(f"n{i}" for i in range(self.nodes))
+        return tuple(f"n{i}" for i in range(self.shape.nodes))
+
+    @property
+    def confined(self) -> bool:
+        """Whether slurmd and srun can be told to listen at `address` only.
+
+        Not where the name means another loopback address than 127.0.0.1 (Debian's 127.0.1.1): a
+        step connects to where its request came from, and the kernel says 127.0.0.1 for all.
+        """
+        return self.address == "127.0.0.1" or not self.address.startswith("127.")
 
     @property
     def cluster_name(self) -> str:
@@ -56,12 +77,13 @@ def slurm_conf(spec: ClusterSpec, at: Layout) -> str:
     controller_port, database_port, *node_ports = spec.ports
     lines = [
         f"ClusterName={spec.cluster_name}",
-        f"SlurmctldHost={spec.host}(127.0.0.1)",
+        f"SlurmctldHost={spec.host}({spec.address})",
         f"SlurmctldPort={controller_port}",
         f"SlurmUser={spec.user}",
         f"SlurmdUser={spec.user}",
-        # Bind to the address of the name (127.0.0.1 by SlurmctldHost and NodeAddr), not to all.
-        "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny",
+        # Bind to the address of this host's name, not to all addresses; there is no setting for
+        # another one, so SLURM must look for its daemons there too.
+        f"CommunicationParameters=NoCtldInAddrAny{',NoInAddrAny' if spec.confined else ''}",
         "AuthType=auth/munge",
         "CredType=cred/munge",
         # cred_expire *is* the delay before a requeued job may start again; by default 120 s.
@@ -95,8 +117,7 @@ def slurm_conf(spec: ClusterSpec, at: Layout) -> str:
         # Refuse at submission what no node and no limit can ever satisfy.
         "EnforcePartLimits=ALL",
         "SchedulerType=sched/backfill",
-        "SchedulerParameters="
-        "bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sched_delay=0",
+        f"SchedulerParameters={_SCHEDULER}",
         f"KillWait={KILL_WAIT_SECONDS}",
         "CompleteWait=0",
         "InactiveLimit=0",
@@ -108,15 +129,15 @@ def slurm_conf(spec: ClusterSpec, at: Layout) -> str:
         *_accounting_lines(spec, at, database_port),
     ]
     for node, port in zip(spec.node_names, node_ports, strict=True):
-        gres = f" Gres=gpu:{spec.gpus}" if spec.gpus else ""
+        gres = f" Gres=gpu:{spec.shape.gpus}" if spec.shape.gpus else ""
         lines.append(
-            f"NodeName={node} NodeHostname={spec.host} NodeAddr=127.0.0.1 Port={port} "
-            f"CPUs={spec.cpus} RealMemory={spec.memory_mb}{gres} State=UNKNOWN"
+            f"NodeName={node} NodeHostname={spec.host} NodeAddr={spec.address} Port={port} "
+            f"CPUs={spec.shape.cpus} RealMemory={spec.shape.memory_mb}{gres} State=UNKNOWN"
         )
     lines += [
         "PartitionName=DEFAULT Nodes=ALL State=UP MaxTime=INFINITE PriorityTier=1 PreemptMode=OFF",
         "PartitionName=main Default=YES",
-        f"PartitionName=low PreemptMode=REQUEUE GraceTime={GRACE_SECONDS}",
+        f"PartitionName=low PreemptMode=REQUEUE GraceTime={spec.shape.grace_seconds}",
         "PartitionName=high PriorityTier=10",
         "PartitionName=short MaxTime=1 DefaultTime=1",
     ]
@@ -124,11 +145,11 @@ def slurm_conf(spec: ClusterSpec, at: Layout) -> str:
 
 
 def _accounting_lines(spec: ClusterSpec, at: Layout, port: int) -> list[str]:
-    if not spec.accounting:
+    if not spec.shape.accounting:
         return ["AccountingStorageType=accounting_storage/none"]
     return [
         "AccountingStorageType=accounting_storage/slurmdbd",
-        "AccountingStorageHost=127.0.0.1",
+        f"AccountingStorageHost={spec.address}",
         f"AccountingStoragePort={port}",
         # With munge this is the socket's path, not a password; without it each call waits 10 s.
         f"AccountingStoragePass={at.munge_socket}",
@@ -144,8 +165,9 @@ def slurmdbd_conf(spec: ClusterSpec, at: Layout) -> str:
             "AuthType=auth/munge",
             f"AuthInfo=socket={at.munge_socket}",
             f"DbdHost={spec.host}",
-            "DbdAddr=127.0.0.1",
+            f"DbdAddr={spec.address}",
             f"DbdPort={spec.ports[1]}",
+            # Bind to the address of the host's name, not to all; no setting names another one.
             "CommunicationParameters=NoInAddrAny",
             f"SlurmUser={spec.user}",
             f"LogFile={at.log_file('slurmdbd')}",
@@ -162,14 +184,18 @@ def slurmdbd_conf(spec: ClusterSpec, at: Layout) -> str:
 
 def gres_conf(spec: ClusterSpec, at: Layout) -> str:
     """gres.conf: each node's pretended GPUs; a device file each, or no CUDA_VISIBLE_DEVICES."""
-    if not spec.gpus:
+    if not spec.shape.gpus:
         return _text([])
-    return _text([f"Name=gpu File={at.devices}/nvidia[0-{spec.gpus - 1}]"])
+    return _text([f"Name=gpu File={at.devices}/nvidia[0-{spec.shape.gpus - 1}]"])
 
 
-def cgroup_conf() -> str:
-    """cgroup.conf: nothing uses cgroups here, but slurmd reads it all the same."""
-    return _text([])
+def cgroup_conf(at: Layout) -> str:
+    """cgroup.conf: nothing uses cgroups here, but slurmd ends if it does not like what it finds.
+
+    It refuses a mix of versions, and a machine without any (both common in containers); version 1
+    below a folder that does not exist is not looked at, and works everywhere.
+    """
+    return _text(["CgroupPlugin=cgroup/v1", f"CgroupMountpoint={at.root}/cgroup"])
 
 
 def my_cnf(spec: ClusterSpec, at: Layout) -> str:

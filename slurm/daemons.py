@@ -1,6 +1,6 @@
 """The daemons of one cluster in the order in which they start, as values."""
 
-import os
+from pathlib import Path
 
 from slurm.config_files import ClusterSpec
 from slurm.install import program, search_path
@@ -31,7 +31,7 @@ def daemons(spec: ClusterSpec, at: Layout) -> dict[str, Daemon]:
             "--origin=127.0.0.1",
         ]
     }
-    if spec.accounting:
+    if spec.shape.accounting:
         commands[DATABASE] = [
             "mariadbd",
             f"--defaults-file={at.my_cnf}",
@@ -45,7 +45,7 @@ def daemons(spec: ClusterSpec, at: Layout) -> dict[str, Daemon]:
         commands[node_daemon_name(node)] = ["slurmd", "-D", "-f", str(at.slurm_conf), "-N", node]
     environment = {
         "PATH": search_path(),
-        "HOME": os.path.expanduser("~"),
+        "HOME": str(Path.home()),
         "SLURM_CONF": str(at.slurm_conf),
         # The client library's way to say which socket "localhost" is.
         "MYSQL_UNIX_PORT": str(at.database_socket),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm import accounting, client, processes
-from slurm.config_files import KILL_WAIT_SECONDS, ClusterSpec
+from slurm.config_files import GRACE_SECONDS, KILL_WAIT_SECONDS, ClusterSpec, Shape
 from slurm.daemons import (
     ACCOUNTING,
     CONTROLLER,
@@ -23,7 +23,7 @@ from slurm.install import ensure_installed
 from slurm.jobs import NodeProcesses, StepDaemon, Task, job_processes
 from slurm.layout import DEFAULT_NAME, layout
 from slurm.polling import becomes_true
-from slurm.preparation import decide, load, locked, write_files
+from slurm.preparation import beyond_loopback, decide, load, locked, write_files
 from slurm.startup import mend_nodes, start_daemon, usable
 
 _END_SECONDS = 20
@@ -55,17 +55,21 @@ class DevCluster:
         nodes: int = 4,
         gpus: int = 4,
         accounting: bool = True,
+        grace_seconds: int = GRACE_SECONDS,
         base: Path | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`nodes`, `gpus` (of each node) and `accounting` count when it is next brought up.
 
+        `grace_seconds` is what a preempted job in `low` has between signal and end.
         `base`: the folder of all clusters, see `slurm.layout.base_folder`.
         `say` is told what takes long (installing packages).
         """
         self.name = name
         self.layout = layout(name, base)
-        self._nodes, self._gpus, self._accounting = nodes, gpus, accounting
+        self._shape = Shape(
+            nodes=nodes, gpus=gpus, accounting=accounting, grace_seconds=grace_seconds
+        )
         self._say = say
 
     @property
@@ -80,7 +84,7 @@ class DevCluster:
 
     @property
     def node_names(self) -> tuple[str, ...]:
-        """n0, n1, …"""
+        """The nodes: n0, n1 and so on."""
         return self._spec().node_names
 
     def env(self) -> dict[str, str]:
@@ -103,17 +107,14 @@ class DevCluster:
             if spec is not None and any(running.values()):
                 self._refuse_changes(spec)
             else:
-                ensure_installed(accounting=self._accounting, say=self._say)
-                spec = decide(
-                    self.name,
-                    self.layout,
-                    nodes=self._nodes,
-                    gpus=self._gpus,
-                    accounting=self._accounting,
-                )
+                ensure_installed(accounting=self._shape.accounting, say=self._say)
+                spec = decide(self.name, self.layout, self._shape)
                 running = self._running(spec)
+                note = beyond_loopback(spec)
+                if note is not None:
+                    self._say(note)
             started = self._start(spec, [name for name, pid in running.items() if pid is None])
-            mend_nodes(spec, self.layout)
+            mend_nodes(daemons(spec, self.layout).values(), self.layout)
             return started
 
     def _start(self, spec: ClusterSpec, missing: list[str]) -> tuple[str, ...]:
@@ -124,7 +125,7 @@ class DevCluster:
             accounting.create_tables(spec, self.layout)
         every = daemons(spec, self.layout)
         for name in missing:
-            if name == CONTROLLER and spec.accounting:
+            if name == CONTROLLER and spec.shape.accounting:
                 accounting.register(spec, self.layout)
             start_daemon(every[name], spec, self.layout)
         return tuple(missing)
@@ -165,10 +166,16 @@ class DevCluster:
 
     def _cancel_jobs(self, running: Mapping[str, int]) -> None:
         """End jobs in order, so that accounting says CANCELLED, but only as long as is useful."""
-        queued = client.queued_jobs(self.layout)
+        try:
+            queued = client.queued_jobs(self.layout)
+            if queued:
+                client.call(self.layout, "scancel", "--quiet", *queued)
+        except DevClusterError as error:
+            # A controller that does not answer must not keep anything alive.
+            self._say(f"jobs could not be cancelled, and are killed instead: {error}")
+            return
         if not queued:
             return
-        client.call(self.layout, "scancel", "--quiet", *queued)
 
         def all_ended() -> bool:
             # Where slurmd is dead nobody passes the signal on: those are killed afterwards.
@@ -220,13 +227,8 @@ class DevCluster:
 
     def _refuse_changes(self, spec: ClusterSpec) -> None:
         """A running cluster of another shape must not be taken for what was asked."""
-        for what, wanted, present in (
-            ("nodes", self._nodes, spec.nodes),
-            ("gpus", self._gpus, spec.gpus),
-            ("accounting", self._accounting, spec.accounting),
-        ):
-            if wanted != present:
-                raise DevClusterError(
-                    f"cluster {self.name!r} is up with {what}={present}, but {what}={wanted} was "
-                    f"asked; `python -m slurm down --name {self.name}` first, or use another name"
-                )
+        if self._shape != spec.shape:
+            raise DevClusterError(
+                f"cluster {self.name!r} is up as {spec.shape}, but {self._shape} was asked; "
+                f"`python -m slurm down --name {self.name}` first, or use another name"
+            )

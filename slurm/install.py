@@ -9,7 +9,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from slurm.errors import DevClusterError
@@ -105,7 +105,7 @@ def _apt(*arguments: str) -> None:
 
 
 @contextlib.contextmanager
-def _no_service_starts() -> Iterator[None]:
+def _no_service_starts() -> Generator[None, None, None]:
     """Debian starts a service as soon as it is installed, unless policy-rc.d forbids it.
 
     The administrator's own file, if there is one, is back afterwards; also when an earlier run

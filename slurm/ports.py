@@ -1,4 +1,4 @@
-"""Free ports on loopback, chosen by trying to bind them.
+"""Free ports, chosen by trying to bind them.
 
 Below the range that the kernel hands to outgoing connections, so that a port found free now is
 not taken by somebody's short connection before the daemon binds it.
@@ -18,12 +18,12 @@ _TRIES = 200
 
 
 def is_free(port: int) -> bool:
-    """Whether a daemon could listen on this port of 127.0.0.1 now."""
+    """Whether a daemon could listen on this port now, whatever address of ours it binds."""
     with socket.socket() as probe:
         # As the daemons do: a port whose last connections are still in TIME_WAIT is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind(("", port))
         except OSError:
             return False
     return True
@@ -37,12 +37,12 @@ def choose(count: int, *, preferred: tuple[int, ...], taken: set[int]) -> tuple[
     if len(preferred) == count and not taken & {*preferred} and all(map(is_free, preferred)):
         return preferred
     for _ in range(_TRIES):
-        first = random.randrange(_LOWEST, _HIGHEST - count)
+        first = random.randrange(_LOWEST, _HIGHEST - count)  # noqa: S311  no secret
         block = tuple(range(first, first + count))
         if not taken & {*block} and all(map(is_free, block)):
             return block
     raise DevClusterError(
-        f"found no {count} free neighbouring ports on 127.0.0.1 between {_LOWEST} and {_HIGHEST}"
+        f"found no {count} free neighbouring ports between {_LOWEST} and {_HIGHEST}"
     )
 
 
@@ -50,6 +50,6 @@ def recorded(records: Iterable[Path]) -> set[int]:
     """The ports that the given clusters' `cluster.json` name."""
     found: set[int] = set()
     for record in records:
-        content = cast(dict[str, Any], json.loads(record.read_text()))
-        found.update(cast(list[int], content["ports"]))
+        content = cast("dict[str, Any]", json.loads(record.read_text()))
+        found.update(cast("list[int]", content["ports"]))
     return found

@@ -8,21 +8,20 @@ import os
 import pwd
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from slurm import config_files, ports
-from slurm.config_files import ClusterSpec
+from slurm.config_files import ClusterSpec, Shape
 from slurm.errors import DevClusterError
 from slurm.layout import Layout
 
 _KEY_BYTES = 1024
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @contextlib.contextmanager
-def locked(file: Path) -> Iterator[None]:
+def locked(file: Path) -> Generator[None, None, None]:
     """One process at a time; the kernel lets go of the lock when we die, however we die."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as handle:
@@ -33,11 +32,13 @@ def locked(file: Path) -> Iterator[None]:
 def load(at: Layout) -> ClusterSpec | None:
     """What the cluster was last started with, or None where there is no cluster."""
     try:
-        content: dict[str, Any] = json.loads(at.record.read_text())
+        content = cast("dict[str, Any]", json.loads(at.record.read_text()))
     except FileNotFoundError:
         return None
     try:
-        return ClusterSpec(**content | {"ports": tuple(content["ports"])})
+        content["ports"] = tuple(content["ports"])
+        content["shape"] = Shape(**content["shape"])
+        return ClusterSpec(**content)
     except (KeyError, TypeError) as error:
         raise DevClusterError(
             f"{at.record} was written by another version ({error}); end that cluster's processes "
@@ -45,7 +46,7 @@ def load(at: Layout) -> ClusterSpec | None:
         ) from error
 
 
-def decide(name: str, at: Layout, *, nodes: int, gpus: int, accounting: bool) -> ClusterSpec:
+def decide(name: str, at: Layout, shape: Shape) -> ClusterSpec:
     """Choose ports that no other cluster has, and record them before anybody else chooses.
 
     The ports of the last time are taken again if they are free.
@@ -57,32 +58,54 @@ def decide(name: str, at: Layout, *, nodes: int, gpus: int, accounting: bool) ->
             name=name,
             user=pwd.getpwuid(os.geteuid()).pw_name,
             host=socket.gethostname().partition(".")[0],
+            address=host_address(),
             ports=ports.choose(
-                config_files.ports_needed(nodes),
+                config_files.ports_needed(shape.nodes),
                 preferred=before.ports if before else (),
                 taken=ports.recorded(other for other in others if other != at.record),
             ),
-            nodes=nodes,
-            gpus=gpus,
-            accounting=accounting,
+            shape=shape,
         )
         at.create(spec.node_names)
         _write(at.record, json.dumps(dataclasses.asdict(spec), indent=2) + "\n")
     return spec
 
 
+def host_address() -> str:
+    """What this machine's name resolves to; slurmdbd and srun bind to nothing else."""
+    name = socket.gethostname()
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise DevClusterError(
+            f"this machine's name {name!r} must resolve to an address, but does not ({error}); add "
+            f"the line `127.0.0.1 {name}` to /etc/hosts"
+        ) from error
+
+
+def beyond_loopback(spec: ClusterSpec) -> str | None:
+    """What to tell the person where SLURM cannot be kept on loopback; None where it can."""
+    if spec.address == "127.0.0.1":
+        return None
+    where = f"SLURM listens at {spec.address}" if spec.confined else "slurmd listens everywhere"
+    return (
+        f"note: this machine's name {spec.host!r} means {spec.address} in /etc/hosts, and so "
+        f"{where} (munge's key protects it); to keep all on loopback, let it mean 127.0.0.1"
+    )
+
+
 def write_files(spec: ClusterSpec, at: Layout) -> None:
     """Write the configuration anew, the munge key once, and the pretended devices."""
     _write(at.slurm_conf, config_files.slurm_conf(spec, at))
     _write(at.etc / "gres.conf", config_files.gres_conf(spec, at))
-    _write(at.etc / "cgroup.conf", config_files.cgroup_conf())
-    if spec.accounting:
+    _write(at.etc / "cgroup.conf", config_files.cgroup_conf(at))
+    if spec.shape.accounting:
         _write(at.etc / "slurmdbd.conf", config_files.slurmdbd_conf(spec, at))
         _write(at.my_cnf, config_files.my_cnf(spec, at))
     if not at.munge_key.exists():
         at.munge_key.touch(mode=0o600)
         at.munge_key.write_bytes(secrets.token_bytes(_KEY_BYTES))
-    for i in range(spec.gpus):
+    for i in range(spec.shape.gpus):
         # SLURM wants character devices; a link to one is enough, and needs no root.
         device = at.devices / f"nvidia{i}"
         if not device.is_symlink():

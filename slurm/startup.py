@@ -1,7 +1,7 @@
 """Starting one daemon and knowing when it is ready; making every node take jobs."""
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -67,17 +67,23 @@ def usable(nodes: Mapping[str, str]) -> bool:
     return all(state in _USABLE for state in nodes.values())
 
 
-def mend_nodes(spec: ClusterSpec, at: Layout) -> None:
-    """Return when every node takes jobs; those that were set aside by hand are set to work."""
+def mend_nodes(every: Iterable[Daemon], at: Layout) -> None:
+    """Return when every node takes jobs; those that were set aside by hand are set to work.
+
+    `every`: all daemons; one that ends meanwhile is the reason of a node that never comes.
+    """
     resumed: set[str] = set()
     states: dict[str, str] = {}
 
     def all_usable() -> bool:
+        for daemon in every:
+            if processes.running_pid(daemon) is None:
+                raise processes.why_it_ended(daemon)
         states.update(client.node_states(at))
         for node, state in states.items():
             if state in _SET_ASIDE and node not in resumed:
                 client.call(at, "scontrol", "update", f"nodename={node}", "state=resume")
                 resumed.add(node)
-        return len(states) == spec.nodes and usable(states)
+        return usable(states)
 
     wait_until(all_usable, seconds=_READY_SECONDS, what="every node took jobs (see `sinfo`)")
