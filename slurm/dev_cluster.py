@@ -85,7 +85,7 @@ class DevCluster:
     @property
     def node_names(self) -> tuple[str, ...]:
         """The nodes: n0, n1 and so on."""
-        return self._spec().node_names
+        return self.spec.node_names
 
     def env(self) -> dict[str, str]:
         """The environment of client commands: PATH and SLURM_CONF, nothing else."""
@@ -198,7 +198,7 @@ class DevCluster:
 
     def node_pids(self, node: str) -> NodeProcesses:
         """What runs on one node: its slurmd, the step daemons, and the jobs' processes."""
-        spec = self._spec()
+        spec = self.spec
         if node not in spec.node_names:
             raise DevClusterError(
                 f"node must be one of {', '.join(spec.node_names)}, but is {node!r}"
@@ -210,7 +210,9 @@ class DevCluster:
             tasks=tuple(p for p in found if isinstance(p, Task)),
         )
 
-    def _spec(self) -> ClusterSpec:
+    @property
+    def spec(self) -> ClusterSpec:
+        """What it was last started with; raises where it never was."""
         spec = load(self.layout)
         if spec is None:
             raise DevClusterError(

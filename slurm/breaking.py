@@ -1,0 +1,62 @@
+"""Breaking the cluster on purpose, each way as it happens in a real one; `up()` mends all of it.
+
+What follows each of them (who is signalled, after how long a job is requeued) is in README.md.
+"""
+
+from slurm import processes
+from slurm.daemons import CONTROLLER, daemons
+from slurm.dev_cluster import DevCluster
+from slurm.errors import DevClusterError
+from slurm.jobs import NodeProcesses
+
+
+def crash_node(cluster: DevCluster, node: str) -> NodeProcesses:
+    """A machine loses power: slurmd, step daemons and tasks die at once. What was killed."""
+    found = cluster.node_pids(node)
+    # slurmd first, so that it cannot report the others' end.
+    processes.kill([*_present(found.slurmd), *found.job_pids])
+    return found
+
+
+def kill_slurmd(cluster: DevCluster, node: str) -> int:
+    """Only slurmd dies: the node's tasks run on, also beside the restarted job. Its pid."""
+    pid = cluster.node_pids(node).slurmd
+    if pid is None:
+        raise DevClusterError(f"node {node} has no slurmd running")
+    processes.kill([pid])
+    return pid
+
+
+def kill_jobs(cluster: DevCluster, node: str) -> NodeProcesses:
+    """Tasks and step daemons die, slurmd lives: unless the batch script was there, SLURM never
+    notices. What was killed (`slurmd` in it lives).
+    """
+    found = cluster.node_pids(node)
+    processes.kill(found.job_pids)
+    return found
+
+
+def set_node_down(cluster: DevCluster, node: str, reason: str = "broken on purpose") -> None:
+    """An administrator takes a node out: its jobs are signalled and requeued at once."""
+    cluster.command("scontrol", "update", f"nodename={node}", "state=down", f"reason={reason}")
+
+
+def set_node_up(cluster: DevCluster, node: str) -> None:
+    """The administrator gives it back."""
+    cluster.command("scontrol", "update", f"nodename={node}", "state=resume")
+
+
+def stop_controller(cluster: DevCluster) -> None:
+    """No controller: jobs run on, every client command fails. `up()` starts it again."""
+    every = daemons(cluster.spec, cluster.layout)
+    processes.end(_present(processes.running_pid(every[CONTROLLER])), patience_seconds=20)
+
+
+def kill_every_daemon(cluster: DevCluster) -> None:
+    """All daemons die by SIGKILL; jobs' processes live on. Half-dead state, as after a crash."""
+    every = daemons(cluster.spec, cluster.layout).values()
+    processes.kill(pid for daemon in every for pid in _present(processes.running_pid(daemon)))
+
+
+def _present(pid: int | None) -> list[int]:
+    return [] if pid is None else [pid]
