@@ -64,6 +64,13 @@ class RunDir:
         self.tensorboard = path / "tensorboard"
         self.attempts = path / "attempts"
         self.lock = path / ".lock"
+        # A run on a scheduler: where it was placed, the code that it runs, and what it was told.
+        self.handle = path / "handle.json"
+        self.code = path / "code"
+        self.submitit = path / "submitit"
+        self.batch_log = self.logs / "batch.log"
+        self.cancel = path / "cancel"
+        self.newest_attempt = self.attempts / "newest"
 
     def attempt(self, number: int) -> Path:
         """Folder of one attempt (a start or restart): rendezvous, failures, progress."""
@@ -74,6 +81,20 @@ class RunDir:
 
     def failure(self, attempt: int, rank: int) -> Path:
         return self.attempt(attempt) / f"failure-{rank:05d}.json"
+
+    def departure(self, attempt: int) -> Path:
+        """Why an attempt ended although the run goes on (preempted, a node lost, …)."""
+        return self.attempt(attempt) / "departure.json"
+
+    def heartbeat(self, attempt: int, node_index: int) -> Path:
+        return self.attempt(attempt) / f"heartbeat-{node_index:05d}"
+
+    def srun_log(self, attempt: int) -> Path:
+        return self.attempt(attempt) / "srun.log"
+
+    def snapshot(self, attempt: int) -> Path:
+        """The code that was submitted for this attempt and those that follow it by requeueing."""
+        return self.code / f"{attempt:03d}"
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"
