@@ -1,7 +1,7 @@
 """A rank, from its environment to its exit code: set up, meet the others, train, say how it ended.
 
-Started by the local cluster as `python -m orchestrator.worker RUN --attempt N`, by SLURM through the
-one pickled task. Both give it SLURM's variables; nothing here knows which of them it was.
+Started by the local cluster as `python -m orchestrator.worker RUN --attempt N`, by SLURM through
+the one pickled task. Both give it SLURM's variables; what differs is in `attendance`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from orchestrator.job import REQUIRED_METHODS, Job
 from orchestrator.plan.from_config import plan_of
 from orchestrator.rundir import RunDir, write_json
 from orchestrator.worker import checkpoint
+from orchestrator.worker.attendance import Attendance
 from orchestrator.worker.environment import describe_environment
 from orchestrator.worker.failure import exit_code, record_failure
 from orchestrator.worker.loop import Outcome, train
@@ -102,8 +103,11 @@ def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
     outcome.updates, outcome.samples = chosen.updates, chosen.samples
 
 
-def _run_rank(run: RunDir, attempt: int, topology: Topology, stop: StopFlag) -> Outcome:
+def _run_rank(
+    run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
+) -> Outcome:
     config = read_config(yaml.safe_load(run.existing().config.read_text(encoding="utf-8")))
+    attendance.begin(config)
     job = build_job(config.job)
     framework: ModuleType = importlib.import_module(
         f"orchestrator.engine.{framework_of(job, config)}"
@@ -144,16 +148,18 @@ def _run_rank(run: RunDir, attempt: int, topology: Topology, stop: StopFlag) -> 
     recorder = Recorder(run, attempt, config, engine) if topology.rank == 0 else Silent()
     began = time.perf_counter()
     train(
-        engine=engine, windows=windows, recorder=recorder, settings=config.train,
+        engine=engine, windows=windows, settings=config.train,
+        recorder=attendance.recorder(recorder, outcome.updates, outcome.samples),
         updates=planned.updates, stop=stop, rank=topology.rank, outcome=outcome,
     )  # fmt: skip
     seconds = time.perf_counter() - began
     peaks = engine.gather([float(engine.peak_memory_bytes())])
     if isinstance(recorder, Recorder):
         recorder.close()
-        write_json(
-            run.result, _result(outcome, engine, seconds, [int(row[0]) for row in peaks], planned)
-        )
+        attendance.allow_result()
+        if outcome.state == "finished" or not attendance.leave(outcome.updates):
+            memory = [int(row[0]) for row in peaks]
+            write_json(run.result, _result(outcome, engine, seconds, memory, planned))
     return outcome
 
 
@@ -192,11 +198,16 @@ def run_rank(run_path: Path, attempt: int) -> int:
     run = RunDir(run_path)
     topology = Topology.from_env(os.environ)
     _own_log(run, topology.rank)
+    attendance = Attendance(run, attempt, topology, stop)
     try:
-        outcome = _run_rank(run, attempt, topology, stop)
+        outcome = _run_rank(run, attempt, topology, stop, attendance)
     except StopRequested:
+        if topology.rank == 0:
+            attendance.leave(None)
         return EXIT_STOPPED
     except BaseException as error:  # noqa: BLE001  # whatever ended this rank has to be told to the others
+        if attendance.excused(error):
+            return EXIT_STOPPED
         if not isinstance(error, OrchestratorError):
             traceback.print_exception(error)
         else:
@@ -206,4 +217,6 @@ def run_rank(run_path: Path, attempt: int) -> int:
         except (OSError, RunFolderError) as unwritable:
             print(f"the failure could not be recorded: {unwritable}", file=sys.stderr)  # noqa: T201
         return exit_code(error)
+    finally:
+        attendance.end()
     return EXIT_FINISHED if outcome.state == "finished" else EXIT_STOPPED

@@ -67,6 +67,7 @@ class Recorder:
         run.metrics.chmod(0o600)
         self._place = ProgressWriter(run.progress(attempt))
         self._scalars = Scalars(run.tensorboard) if config.tracker.kind == "tensorboard" else None
+        self.note: dict[str, Any] = {}  # goes with the next update's line, once
 
     def micro_step(self, update: int, done: int, steps: int) -> None:
         self._place.write(update, done, steps)
@@ -96,8 +97,10 @@ class Recorder:
                 "applied": report.applied,
                 "loss_scale": report.loss_scale,
                 "metrics": dict(report.metrics),
+                **self.note,
             }
         )
+        self.note = {}
         self._scalar(
             window.update,
             {

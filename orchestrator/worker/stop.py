@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopFlag:
-    """Set by the first stop signal; read by the loop."""
+    """Set by a stop signal; read by the loop.
+
+    Attributes:
+        signal: the latest one, None before any.
+        time: by `time.monotonic`, when the first one came; 0 before.
+        received: how many came.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.time = 0.0
+        self.received = 0
         self._pid = os.getpid()
 
     @property
@@ -40,3 +49,5 @@ class StopFlag:
             os.kill(os.getpid(), number)
             return
         self.signal = signal.Signals(number)
+        self.time = self.time or time.monotonic()
+        self.received += 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from orchestrator.errors import UsageError
 
 ADDRESS_VARIABLE = "ORCHESTRATOR_NODE_ADDRESS"
+BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,8 @@ class Topology:
         address: an IP address of the node that the other nodes reach.
         job_id: the scheduler's (or the local launcher's) id of the run.
         restarts: how often the scheduler started this job before.
+        base_attempt: the run's attempt that this job's first start was; None when no scheduler
+            placed it.
     """
 
     rank: int
@@ -38,6 +41,17 @@ class Topology:
     address: str
     job_id: str
     restarts: int = 0
+    base_attempt: int | None = None
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether a scheduler placed this rank, which can start the job again by itself."""
+        return self.base_attempt is not None
+
+    @property
+    def attempt(self) -> int:
+        """This start's number among all of the run. For scheduled ranks."""
+        return (self.base_attempt or 0) + self.restarts
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Topology:
@@ -65,6 +79,7 @@ class Topology:
             address=env.get(ADDRESS_VARIABLE) or address_of(node),
             job_id=env.get("SLURM_JOB_ID", "0"),
             restarts=number("SLURM_RESTART_COUNT", 0),
+            base_attempt=(number(BASE_ATTEMPT_VARIABLE) if BASE_ATTEMPT_VARIABLE in env else None),
         )
 
 

@@ -1,0 +1,136 @@
+"""What a rank does under a scheduler beside training: signs of life, the fence, its way out.
+
+On a local cluster all of it does nothing: there the launcher sees every process itself.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from orchestrator.config import Config
+from orchestrator.errors import EXIT_FAILED, PeerLost
+from orchestrator.rundir import RunDir, read_json
+from orchestrator.worker.departure import (
+    await_verdict,
+    depart,
+    goes_on,
+    leave_silent_node,
+    previous_departure,
+)
+from orchestrator.worker.fence import Fence
+from orchestrator.worker.guard import Follower, Guard
+from orchestrator.worker.heartbeat import Heartbeat
+from orchestrator.worker.loop import Recorder as LoopRecorder
+from orchestrator.worker.progress import read_progress
+from orchestrator.worker.record import Recorder, Silent
+from orchestrator.worker.stop import StopFlag
+from orchestrator.worker.topology import Topology
+
+KILL_WAIT_S = 60.0
+
+
+class Attendance:
+    """One rank's. `begin` before the ranks meet, `end` however it ends."""
+
+    def __init__(self, run: RunDir, attempt: int, topology: Topology, stop: StopFlag) -> None:
+        self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
+        self._fence = Fence(run.newest_attempt, attempt)
+        self._heartbeat: Heartbeat | None = None
+        self._requeue, self._timeout_s = True, 0.0
+
+    def begin(self, config: Config) -> None:
+        """Publish this attempt, start to beat. Raises `Superseded` when a newer one has begun."""
+        self._requeue = config.cluster.requeue is not False
+        self._timeout_s = config.cluster.heartbeat_timeout_s
+        topology = self._topology
+        if not topology.scheduled:
+            return
+        if topology.rank == 0:
+            self._fence.take()
+        if topology.local_rank == 0:
+            self._heartbeat = Heartbeat(
+                self._run,
+                self._attempt,
+                node_index=topology.node_index,
+                nodes=topology.nodes,
+                timeout_s=self._timeout_s,
+                on_silence=self._node_is_silent,
+                superseded=lambda: self._fence.superseded,
+                on_superseded=self._vanish,
+            ).start()
+
+    def recorder(self, inner: Recorder | Silent, updates: int, samples: int) -> LoopRecorder:
+        """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
+        if isinstance(inner, Recorder) and self._attempt:
+            inner.note = {"restart": self._restart(updates)}
+        if not self._topology.scheduled:
+            return inner
+        if isinstance(inner, Silent):
+            return Follower(self._stop, self._run.departure(self._attempt))
+        grace_s = (read_json(self._run.submission) or {}).get("grace_s")
+        return Guard(
+            inner,
+            fence=self._fence,
+            stop=self._stop,
+            hurry=lambda: grace_s if self._requeue and not self._run.cancel.exists() else None,
+            updates=updates,
+            samples=samples,
+        )
+
+    def _restart(self, updates: int) -> dict[str, object]:
+        """Why this attempt was needed, and what was lost of the one before it."""
+        before = self._attempt - 1
+        departure = previous_departure(self._run, self._attempt)
+        if departure is not None:
+            why = departure["why"]
+        elif self._topology.scheduled and self._topology.restarts:
+            why = "ended without notice: a node failed, or the time to stop was too short"
+        else:
+            why = "resumed"
+        place = read_progress(self._run.progress(before))
+        behind = place is not None and place.update >= updates
+        return {
+            "attempt": self._attempt,
+            "restarts": self._topology.restarts,
+            "why": why,
+            "resumed_from": updates,
+            "lost_updates": place.update - updates if behind and place else 0,
+            "lost_micro_steps": place.done if behind and place else 0,
+        }
+
+    def allow_result(self) -> None:
+        """Raises `Superseded` when result.json is another attempt's to write."""
+        if self._topology.scheduled:
+            self._fence.check()
+
+    def leave(self, updates: int | None) -> bool:
+        """After a stop, on rank 0: whether the run goes on later; its departure is noted then."""
+        if not goes_on(self._run, self._topology, requeue=self._requeue):
+            return False
+        self._fence.check()
+        depart(self._run, self._attempt, self._stop, updates)
+        return True
+
+    def excused(self, error: BaseException) -> bool:
+        """Whether an error only shows that the attempt is ending in order. Waits to find out."""
+        if not isinstance(error, PeerLost) or not self._topology.scheduled:
+            return False
+        return await_verdict(self._run, self._attempt, self._stop, self._timeout_s)
+
+    def end(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.end()
+
+    def _node_is_silent(self, node_index: int) -> None:
+        leave_silent_node(self._run, self._attempt, self._topology, node_index)
+        threading.Event().wait(KILL_WAIT_S)  # the scheduler ends us long before
+        os._exit(EXIT_FAILED)
+
+    def _vanish(self) -> None:
+        print(  # noqa: T201  # goes to the rank's log
+            f"error: a newer attempt than {self._attempt} has begun; this one was forgotten by the "
+            f"scheduler and ends",
+            flush=True,
+        )
+        os._exit(EXIT_FAILED)

@@ -1,0 +1,103 @@
+"""How an attempt ends although its run goes on: preempted, near its time limit, a node lost.
+
+All ranks agree to stop at a boundary, or rank 0 alone leaves inside a window. Rank 0 writes a
+checkpoint and `departure.json`, everybody ends cleanly, and the batch script, once srun has ended,
+hands the job back to the queue (`orchestrator.submit.epilogue`). So no rank needs SLURM's commands,
+which a container may not have; but for a node that fell silent, where srun itself never ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+from orchestrator.errors import ClusterError
+from orchestrator.rundir import RunDir, read_json, write_json
+from orchestrator.worker.stop import StopFlag
+from orchestrator.worker.topology import Topology
+
+POLL_S = 0.05
+MARGIN_S = 10.0
+REQUEUE_TRIES = 20
+
+
+def goes_on(run: RunDir, topology: Topology, *, requeue: bool) -> bool:
+    """Whether a stop means "start again later" rather than the end of the run."""
+    return topology.scheduled and requeue and not run.cancel.exists()
+
+
+def depart(run: RunDir, attempt: int, stop: StopFlag, updates: int | None) -> None:
+    """Rank 0: note that this attempt ended by an agreed stop, after `updates` updates."""
+    write_json(
+        run.departure(attempt),
+        {
+            "why": "asked to stop" + (f" by {stop.signal.name}" if stop.signal else ""),
+            "updates": updates,
+            "time": time.time(),
+        },
+    )
+
+
+def previous_departure(run: RunDir, attempt: int) -> dict[str, Any] | None:
+    """How the attempt before this one left; None if there was none or it left without a word."""
+    earlier = [
+        int(p.name) for p in run.attempts.iterdir() if p.name.isdigit() and int(p.name) < attempt
+    ]
+    return read_json(run.departure(max(earlier))) if earlier else None
+
+
+def await_verdict(run: RunDir, attempt: int, stop: StopFlag, timeout_s: float) -> bool:
+    """A peer went away: wait to learn what that means, up to `timeout_s` and a margin.
+
+    If a rank failed, srun sends us SIGTERM at once. If a whole node fell silent, a watcher writes a
+    departure. If neither comes, it is a failure that nobody else has seen.
+
+    Returns:
+        Whether the attempt is departing, so that this is no failure.
+    """
+    signals = stop.received
+    deadline = time.monotonic() + timeout_s + MARGIN_S
+    while time.monotonic() < deadline and stop.received == signals:
+        if run.departure(attempt).exists():
+            return True
+        time.sleep(POLL_S)
+    return run.departure(attempt).exists()
+
+
+def leave_silent_node(run: RunDir, attempt: int, topology: Topology, node_index: int) -> None:
+    """Called from the heartbeat's thread: hand the job back to the queue and end this process."""
+    why = f"node {node_name(node_index)} stopped answering"
+    print(f"error: {why}; asking the scheduler to start the job again", flush=True)  # noqa: T201
+    value = {"why": why, "node": node_name(node_index), "updates": None, "time": time.time()}
+    try:
+        descriptor = os.open(run.departure(attempt), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:  # another watcher, or an agreed stop: it is being seen to
+        return
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    ask_for_requeue(topology.job_id)
+
+
+def node_name(index: int) -> str:
+    """Name of a node of this job, by its index in SLURM's own list."""
+    from submitit.slurm.slurm import SlurmJobEnvironment
+
+    names = list(SlurmJobEnvironment().hostnames)
+    return names[index] if index < len(names) else f"number {index}"
+
+
+def ask_for_requeue(job_id: str) -> None:
+    """`scontrol requeue` until it is accepted. Raises `ClusterError` when it never is."""
+    from orchestrator.submit.slurm_client import SchedulerDown, SlurmClient
+
+    client = SlurmClient()
+    for attempt in range(REQUEUE_TRIES):
+        try:
+            client.must("scontrol", "requeue", job_id)
+        except SchedulerDown:
+            time.sleep(min(2.0**attempt, 30.0))
+        else:
+            return
+    raise ClusterError(f"job {job_id} could not be requeued: the scheduler does not answer")

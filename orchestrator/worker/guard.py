@@ -1,0 +1,122 @@
+"""What stands between the loop and rank 0's record under a scheduler: the fence, and the clock.
+
+- Nothing is written any more once a newer attempt has begun.
+- A stop that could not wait for the boundary is taken inside the window. Weights change at
+  boundaries only, so what is saved then is the state after the last one: this window is lost, and
+  nothing else. Rank 0 decides it alone, and the others, who have no part in it, leave when they
+  see its departure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from orchestrator.engine.api import BoundaryReport, Window
+from orchestrator.errors import StopRequested
+from orchestrator.worker.fence import Fence
+from orchestrator.worker.record import Recorder
+from orchestrator.worker.stop import StopFlag
+
+RECENT = 5
+SAVE_MARGIN = 1.5
+LEAST_SAVE_S = 0.5
+
+
+class Guard:
+    """Rank 0's: a recorder around the recorder.
+
+    Args:
+        hurry: gives how long after a stop signal the scheduler waits before it kills, in seconds;
+            None when there is no haste.
+        updates, samples: where the run stands.
+    """
+
+    def __init__(
+        self,
+        inner: Recorder,
+        *,
+        fence: Fence,
+        stop: StopFlag,
+        hurry: Callable[[], float | None],
+        updates: int,
+        samples: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._inner, self._fence, self._stop = inner, fence, stop
+        self._hurry, self._clock = hurry, clock
+        self._updates, self._samples = updates, samples
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._save_s = LEAST_SAVE_S
+        self._began = clock()
+        self._warned = False
+
+    def micro_step(self, update: int, done: int, steps: int) -> None:
+        self._inner.micro_step(update, done, steps)
+        if done == 0:
+            self._began = self._clock()
+        if not self._stop.requested or done == steps:
+            return
+        grace_s = self._hurry()
+        if grace_s is None or not self._too_late(done, steps, self._stop.time + grace_s):
+            return
+        if self._updates:
+            self.checkpoint(self._updates, self._samples)
+        raise StopRequested(
+            f"left inside update {update}: its boundary would have come after the grace of "
+            f"{grace_s:g} s"
+        )
+
+    def _too_late(self, done: int, steps: int, deadline: float) -> bool:
+        """Whether the boundary, and a checkpoint after it, would come after the deadline."""
+        now = self._clock()
+        ends = self._began + max(self._recent, default=0.0)
+        if done:
+            ends = max(ends, now + (now - self._began) / done * (steps - done))
+        return ends + SAVE_MARGIN * self._save_s > deadline
+
+    def boundary(
+        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
+    ) -> None:
+        self._fence.check()
+        self._inner.boundary(window, report, epoch=epoch, update_s=update_s)
+        self._updates, self._samples = window.update + 1, self._samples + window.samples
+        self._recent.append(update_s)
+        grace_s = self._hurry() if not self._warned else None
+        if grace_s is not None and update_s > grace_s:
+            self._warned = True
+            print(  # noqa: T201  # goes to the rank's log
+                f"warning: an update takes {update_s:.1f} s, longer than the {grace_s:g} s "
+                f"that the scheduler gives after a signal: a stop will lose the window under way; "
+                f"a larger cluster.signal_ahead_s or fewer accumulation.steps would avoid that",
+                flush=True,
+            )
+
+    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None:
+        self._fence.check()
+        self._inner.evaluation(update, epoch, figures)
+
+    def checkpoint(self, updates: int, samples: int) -> None:
+        self._fence.check()
+        began = self._clock()
+        self._inner.checkpoint(updates, samples)
+        self._save_s = max(LEAST_SAVE_S, self._clock() - began)
+
+
+class Follower:
+    """Every other rank's: leaves inside a window once rank 0 has."""
+
+    def __init__(self, stop: StopFlag, departure: Path) -> None:
+        self._stop, self._departure = stop, departure
+
+    def micro_step(self, update: int, done: int, steps: int) -> None:
+        if self._stop.requested and done < steps and self._departure.exists():
+            raise StopRequested(f"left inside update {update}, as rank 0 did")
+
+    def boundary(
+        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
+    ) -> None: ...
+    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None: ...
+    def checkpoint(self, updates: int, samples: int) -> None: ...
