@@ -3,19 +3,17 @@
 What follows each of them (who is signalled, after how long a job is requeued) is in README.md.
 """
 
-from slurm import processes
+from slurm import jobs, processes
 from slurm.daemons import CONTROLLER, daemons
 from slurm.dev_cluster import DevCluster
 from slurm.errors import DevClusterError
-from slurm.jobs import NodeProcesses
 
 
-def crash_node(cluster: DevCluster, node: str) -> NodeProcesses:
-    """A machine loses power: slurmd, step daemons and tasks die at once. What was killed."""
-    found = cluster.node_pids(node)
+def crash_node(cluster: DevCluster, node: str) -> None:
+    """A machine loses power: slurmd, step daemons and tasks die at once."""
     # slurmd first, so that it cannot report the others' end.
-    processes.kill([*_present(found.slurmd), *found.job_pids])
-    return found
+    processes.kill(_present(cluster.node_pids(node).slurmd))
+    jobs.kill_jobs(cluster.layout, node)
 
 
 def kill_slurmd(cluster: DevCluster, node: str) -> int:
@@ -27,13 +25,9 @@ def kill_slurmd(cluster: DevCluster, node: str) -> int:
     return pid
 
 
-def kill_jobs(cluster: DevCluster, node: str) -> NodeProcesses:
-    """Tasks and step daemons die, slurmd lives: unless the batch script was there, SLURM never
-    notices. What was killed (`slurmd` in it lives).
-    """
-    found = cluster.node_pids(node)
-    processes.kill(found.job_pids)
-    return found
+def kill_jobs(cluster: DevCluster, node: str) -> None:
+    """Tasks and step daemons die, slurmd lives: SLURM notices on the batch host at most."""
+    jobs.kill_jobs(cluster.layout, node)
 
 
 def set_node_down(cluster: DevCluster, node: str, reason: str = "broken on purpose") -> None:

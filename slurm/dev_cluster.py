@@ -20,7 +20,7 @@ from slurm.daemons import (
 )
 from slurm.errors import DevClusterError
 from slurm.install import ensure_installed
-from slurm.jobs import NodeProcesses, StepDaemon, Task, job_processes
+from slurm.jobs import NodeProcesses, StepDaemon, Task, job_processes, kill_jobs
 from slurm.layout import DEFAULT_NAME, layout
 from slurm.polling import becomes_true
 from slurm.preparation import beyond_loopback, decide, load, locked, write_files
@@ -158,7 +158,7 @@ class DevCluster:
         nodes = [pid for name, pid in running.items() if name.startswith(node_daemon_name(""))]
         # slurmd first: it must not report the tasks that we kill next as failed nodes' or jobs'.
         processes.end(nodes, patience_seconds=_END_SECONDS)
-        processes.kill(p.pid for p in job_processes(self.layout))
+        kill_jobs(self.layout)
         for name in (CONTROLLER, ACCOUNTING, DATABASE, MUNGED):
             if name in running:
                 processes.end([running[name]], patience_seconds=_END_SECONDS)

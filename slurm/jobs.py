@@ -13,8 +13,11 @@ from pathlib import Path
 
 import psutil
 
+from slurm import processes
 from slurm.layout import Layout
+from slurm.polling import wait_until
 
+_KILL_SECONDS = 30
 _STEP_TITLE = re.compile(r"slurmstepd: \[(\d+)\.(\w+)\]")
 
 
@@ -63,6 +66,23 @@ def job_processes(at: Layout) -> Iterator[StepDaemon | Task]:
             continue
         if found is not None:
             yield found
+
+
+def kill_jobs(at: Layout, node: str | None = None) -> tuple[StepDaemon | Task, ...]:
+    """Kill all job processes of a node, or of all nodes, and return them.
+
+    Looks again until there are none: a process may have been starting while we looked.
+    """
+    killed: dict[int, StepDaemon | Task] = {}
+
+    def none_left() -> bool:
+        found = [p for p in job_processes(at) if node in (None, p.node)]
+        killed.update({p.pid: p for p in found})
+        processes.kill(p.pid for p in found)
+        return not found
+
+    wait_until(none_left, seconds=_KILL_SECONDS, what="no process of a job was left")
+    return tuple(killed.values())
 
 
 def _step_daemon(process: psutil.Process, at: Layout) -> StepDaemon | None:

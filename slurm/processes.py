@@ -18,6 +18,7 @@ from slurm.errors import DevClusterError
 from slurm.polling import becomes_true, wait_until
 
 _SPAWN_SECONDS = 10
+_EXEC_SECONDS = 1
 _LOG_LINES = 12
 
 # The process writes its own pid before it becomes the daemon: there is no moment at which a
@@ -77,15 +78,23 @@ def running_pid(daemon: Daemon) -> int | None:
 
 
 def _is(pid: int, daemon: Daemon) -> bool:
-    try:
+    command: list[str] = []
+    environment: dict[str, str] = {}
+
+    def readable() -> bool:
         process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
+        command[:] = process.cmdline()
+        environment.update(process.environ())
+        return bool(command and environment) or process.status() == psutil.STATUS_ZOMBIE
+
+    try:
+        # In the middle of exec both are empty for a moment (and for kernel threads, always).
+        if not becomes_true(readable, seconds=_EXEC_SECONDS):
             return False
-        command = process.cmdline()
-        ours = process.environ().get("SLURM_CONF") == daemon.marker
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
     # Between the record and exec it is still the shell, with the daemon among its arguments.
+    ours = environment.get("SLURM_CONF") == daemon.marker
     return ours and any(Path(word).name == daemon.program for word in command)
 
 
