@@ -7,7 +7,12 @@ would print as a traceback is put into words here, with our exit codes.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+
+if __name__ == "__main__":  # an interrupt during the imports below has nothing to clean up
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     verbose = any(a in {"-v", "--verbose"} for a in given)
     errors = Console(stderr=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return run_app(given)
     except COMPOSITION_ERRORS as error:

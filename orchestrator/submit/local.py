@@ -132,6 +132,7 @@ class LocalHandle:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=environment,
+                bufsize=0,
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher alone
             )
         node = _Node(name=name, ranks=ranks, process=process)

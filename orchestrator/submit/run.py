@@ -6,6 +6,7 @@ Everything that can be refused is refused before the run folder exists.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -26,9 +27,10 @@ from orchestrator.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
-    EXIT_USAGE,
+    RunFailed,
     RunFolderError,
     TransportError,
+    UsageError,
 )
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
@@ -44,6 +46,7 @@ from orchestrator.target import check_target
 from orchestrator.worker.progress import read_progress
 
 POLL_S = 0.1
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 EXIT_CODES = {
     State.FINISHED: EXIT_FINISHED,
     State.FAILED: EXIT_FAILED,
@@ -64,7 +67,7 @@ class Manner:
 class Ended:
     """How a followed run ended."""
 
-    run: RunDir | None
+    run: RunDir
     state: State
     exit_code: int
     culprit: Culprit | None = None
@@ -106,12 +109,29 @@ def new_folder(config: Config) -> Path:
 
 
 @contextlib.contextmanager
+def writing(run: RunDir) -> Generator[None]:
+    """Put a disk's refusals (full, read-only) into a message.
+
+    Raises:
+        RunFolderError: nothing was trained yet. RunFailed: something was.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        sentence = f"{run.path} cannot be written: {error.strerror}"
+        if run.metrics.exists():
+            raise RunFailed(
+                f"{sentence}; the last good checkpoint is kept, to resume from"
+            ) from error
+        raise RunFolderError(sentence) from error
+
+
+@contextlib.contextmanager
 def held(run: RunDir) -> Generator[None]:
     """Hold the run for this launcher alone. Raises `RunFolderError` while another one does."""
-    try:
-        descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise RunFolderError(f"{run.path} cannot be written: {error.strerror}") from error
+    descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -135,23 +155,19 @@ def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> E
     with Interrupts() as interrupts:
         fresh = not run.path.exists()
         run.create()
-        try:
-            write_atomically(run.config, to_yaml(config))
-            write_json(run.plan, plan.to_json())
-            write_json(run.submission, _submission(config, overrides))
-        except OSError as error:
-            shutil.rmtree(run.path, ignore_errors=True)
-            raise RunFolderError(f"{run.path} cannot be written: {error.strerror}") from error
         for sentence in plan.warnings:
             say(manner.console, f"warning: {sentence}", "yellow")
-        with held(run):
-            ended = _attempt(config, run, plan.to_json(), manner, interrupts)
-        if fresh and ended.exit_code == EXIT_USAGE and not run.metrics.exists():
-            shutil.rmtree(run.path)  # nothing was trained, and the message says all
-            return Ended(
-                run=None, state=ended.state, exit_code=ended.exit_code, culprit=ended.culprit
-            )
-        return ended
+        try:
+            with writing(run):
+                write_atomically(run.config, to_yaml(config))
+                write_json(run.plan, plan.to_json())
+                write_json(run.submission, _submission(config, overrides))
+                with held(run):
+                    return _attempt(config, run, plan.to_json(), manner, interrupts)
+        except UsageError:  # before anything was trained; the message says all
+            if fresh and not run.metrics.exists():
+                shutil.rmtree(run.path)
+            raise
 
 
 def resume(path: Path, manner: Manner) -> Ended:
@@ -162,7 +178,7 @@ def resume(path: Path, manner: Manner) -> Ended:
     if result and result["state"] == "finished":
         say(manner.console, f"{path} has finished already; there is nothing to resume")
         return Ended(run=run, state=State.FINISHED, exit_code=EXIT_FINISHED)
-    with Interrupts() as interrupts, held(run):
+    with Interrupts() as interrupts, writing(run), held(run):
         return _attempt(config, run, run.read_plan(), manner, interrupts)
 
 
@@ -185,14 +201,20 @@ def _attempt(
     run.result.unlink(missing_ok=True)
     cluster = cluster_for(config)
     handle = cluster.submit(cluster.request(config, run.path, attempt))
-    with Progress(plan, manner.console, manner.quiet, manner.verbose) as progress:
-        state, interrupted = _follow(handle, run, attempt, tail, progress, interrupts, manner)
+    try:
+        with Progress(plan, manner.console, manner.quiet, manner.verbose) as progress:
+            state, interrupted = _follow(
+                handle, run, attempt, tail, plan, progress, interrupts, manner
+            )
+    except BaseException:
+        handle.kill()
+        raise
     if state is State.FAILED or interrupted or not run.result.exists():
         _write_end(run, state, handle.culprit, interrupted=interrupted)
     code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
     culprit = handle.culprit
-    if culprit is not None and culprit.usage:
-        return Ended(run=run, state=state, exit_code=EXIT_USAGE, culprit=culprit)
+    if culprit is not None and culprit.usage and not run.metrics.exists():
+        raise UsageError(culprit.cause)
     if not manner.quiet or state is State.FAILED:
         result = run.read_result() or {}
         print_closing(
@@ -206,6 +228,7 @@ def _follow(
     run: RunDir,
     attempt: int,
     tail: Tail,
+    plan: dict[str, Any],
     progress: Progress,
     interrupts: Interrupts,
     manner: Manner,
@@ -215,10 +238,10 @@ def _follow(
     while True:
         state = handle.poll(POLL_S)
         place = read_progress(run.progress(attempt))
-        progress.update(
-            tail.rest() if state.ended else tail.read(),
-            (place.done, place.steps) if place else None,
-        )
+        records = tail.rest() if state.ended else tail.read()
+        if records and plan.get("dataset_samples") is None:
+            plan.update(run.read_plan())  # by now the workers know the data set, and so the length
+        progress.update(records, (place.done, place.steps) if place else None)
         if state.ended:
             return state, False
         if interrupts.count and not asked:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator.config import Config
-from orchestrator.errors import EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, ConfigError, UsageError
+from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UsageError
 from orchestrator.report.metrics import read_metrics
 from orchestrator.report.sweep import Cell, print_sweep
 from orchestrator.report.terminal import say
@@ -54,10 +54,8 @@ class Sweep:
             self.points.append((list(overrides), run, error.exit_code))
             say(self._manner.console, f"error: {error}", "bold red")
             return
-        if ended.exit_code == EXIT_USAGE and ended.culprit is not None:
-            self._refused[number] = UsageError(ended.culprit.cause)
         self.points.append((list(overrides), run, ended.exit_code))
-        if ended.exit_code in (EXIT_STOPPED, 130):
+        if ended.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
             raise SweepInterrupted
 
     def finish(self, *, interrupted: bool = False) -> int:

@@ -6,12 +6,15 @@ and the folder are forced to disk, and one rename makes it appear. `state.json` 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from safetensors import SafetensorError
 
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir import read_json, write_json
@@ -82,6 +85,9 @@ def save(checkpoints: Path, engine: Saves, *, updates: int, samples: int, keep: 
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    except SafetensorError as error:  # how safetensors reports a disk's errors
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(errno.EIO, str(error)) from error
     for old in complete(checkpoints)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final

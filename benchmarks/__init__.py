@@ -1,0 +1,1 @@
+"""Measurements side by side: ratios within one run, medians, tables; no assertions."""
