@@ -1,0 +1,355 @@
+"""The accumulator: sums in, one reduction at the boundary, one exact update out.
+
+It is all that a training loop of your own needs:
+
+    accumulator = Accumulator(model, optimizer, TorchGroup.wrap(dist.group.WORLD), clip_norm=1.0)
+    for batches in windows:
+        for batch in batches:
+            total = loss_fn(model(batch.x), batch.y)  # a sum, never a mean
+            accumulator.backward(Loss(total, weight=len(batch.y)), last=batch is batches[-1])
+        report = accumulator.boundary()
+
+Ranks may have different numbers of micro-steps, and none at all.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from orchestrator.engine.api import BoundaryReport
+from orchestrator.engine.torch.base_group import BaseGroup
+from orchestrator.engine.torch.buffer import GradientBuffers, trained
+from orchestrator.engine.torch.clipping import factor_for, norm_of
+from orchestrator.engine.torch.optimizers import LearningRate, usable
+from orchestrator.engine.torch.precision import Precision
+from orchestrator.engine.torch.reduction import AtBoundary, EveryStep, Reduction
+from orchestrator.engine.torch.refusal import Refusals
+from orchestrator.engine.torch.reproducible import Reproducible
+from orchestrator.engine.torch.tally import Tally
+from orchestrator.engine.torch.trailer import BAD_WEIGHT, MOST_RANKS, NON_FINITE, STOP, Trailer
+from orchestrator.engine.torch.used import UsedParameters
+from orchestrator.errors import ConfigError, JobError, SilenceError
+from orchestrator.job import Loss
+
+_COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
+
+
+class Accumulator:
+    """Accumulates gradients over micro-steps and ranks; see the module's example.
+
+    Args:
+        model: a module, or named or plain parameters. Parameters that do not require gradients are
+            left alone, shared ones counted once.
+        optimizer: steps once a boundary. Its parameter groups, weight decay and rates are its own.
+        group: the ranks; `TorchGroup.alone()` for one.
+        clip_norm: largest 2-norm of the averaged gradient, or None.
+        metric_names: of `Loss.metrics`; the same on all ranks.
+        bucket_bytes: the gradient travels in slices of this size.
+        reduction: "fast", or "reproducible": the same bits for any contiguous assignment of whole
+            leaves to ranks.
+        sync: "boundary", or "every_step" (for comparison).
+        on_non_finite: "stop" raises `NonFiniteError` on all ranks; "skip" skips the update on all.
+        precision: see `EngineSettings`; only the loss scale of "float16" matters here. Run the
+            forward within `accumulator.precision.forward()`.
+        overlap: send buckets during the last backward; False sends them at the boundary.
+        silent: refuse collectives on `group` between boundaries.
+
+    Raises:
+        JobError: the model has nothing to train.
+        ConfigError: settings that cannot be used, or an optimizer that cannot accumulate.
+    """
+
+    def __init__(
+        self,
+        model: Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor],
+        optimizer: Optimizer,
+        group: BaseGroup,
+        *,
+        clip_norm: float | None = None,
+        metric_names: Sequence[str] = (),
+        bucket_bytes: int = 25 * 2**20,
+        reduction: str = "fast",
+        sync: str = "boundary",
+        on_non_finite: str = "stop",
+        precision: str = "float32",
+        overlap: bool = True,
+        silent: bool = True,
+    ) -> None:
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError(f"clip_norm must be a number above 0, but is {clip_norm}")
+        if group.size > MOST_RANKS:
+            raise ConfigError(
+                f"sums stay exact up to {MOST_RANKS} ranks, but there are {group.size}"
+            )
+        self.group, self.optimizer = group, usable(optimizer, "the optimizer")
+        self._named = _named(model)
+        self._parameters = trained(self._named)
+        self.precision = Precision(precision, self._parameters[0][1].device)
+        self._clip_norm, self._names = clip_norm, tuple(metric_names)
+        self._silent = silent
+        self._rate = LearningRate(optimizer)
+        self._tally, self._used = Tally(metric_names), UsedParameters(len(self._parameters), group)
+        self._refusals = Refusals(group, on_non_finite)
+        self._reduction = _reduction(
+            reduction, sync, self._parameters, group, len(self._names), bucket_bytes, overlap
+        )
+        self._update, self._open = -1, False
+        self._mark = group.mark()
+        self._transport_mark = 0
+        self._versions: list[int] = []
+        self.compute_s = 0.0
+        self._hooks = _hook(self, [parameter for _, parameter in self._parameters])
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """Where gradients are. After a boundary: the averaged and clipped gradient of the update."""
+        return self._reduction.buffers
+
+    def parameter_count(self) -> int:
+        """Trained real numbers, shared ones counted once."""
+        return self.buffers.numbers()
+
+    def close(self) -> None:
+        """Take the hooks off the parameters: another accumulator is to have them."""
+        for handle in self._hooks:
+            handle.remove()
+
+    # ------------------------------------------------------------------ a window
+
+    def begin_window(
+        self,
+        *,
+        update: int | None = None,
+        learning_rate: float | None = None,
+        steps: int | None = None,
+        leaves: int | None = None,
+    ) -> None:
+        """Start an update: gradients are zero. Not collective. `backward` does it where you did not.
+
+        Args:
+            update: its number, for messages and the report; one more than the last by default.
+            learning_rate: to set; None leaves the optimizer's.
+            steps: micro-steps of the rank that has most; needed with sync="every_step".
+            leaves: leaves of this update over all ranks; needed with reduction="reproducible".
+        """
+        self._update = self._update + 1 if update is None else update
+        if learning_rate is not None:
+            self._rate.set(learning_rate)
+        self._refuse_newcomers()
+        self._reduction.begin(steps=steps, leaves=leaves)
+        self._tally.begin()
+        self._used.begin()
+        self.buffers.attach(fresh=True)
+        self._versions = [parameter._version for _, parameter in self._parameters]  # noqa: SLF001  # the only sign of a change in place
+        self._mark, self.compute_s = self.group.mark(), 0.0
+        self._transport_mark = self.group.transport_collectives() or 0
+        self._open = True
+        if self._silent:
+            self.group.silence.keep(f"in mid-window of update {self._update}")
+
+    def backward(self, loss: Loss, *, last: bool = False, leaf: int | None = None) -> None:
+        """Back-propagate one micro-step's sum. Silent, but for finished buckets when it is the last.
+
+        Args:
+            loss: its `total` is back-propagated as it is; averaging is the boundary's.
+            last: this rank has no further micro-step in this window, so buckets may leave already.
+                Leaving it False is always right, and slower.
+            leaf: the micro-step's global number in the update; needed with reduction="reproducible",
+                where a rank's come in order.
+
+        Raises:
+            JobError: `loss` is not what the job's contract says.
+        """
+        if not self._open:
+            self.begin_window()
+        began = time.perf_counter()
+        self._tally.add(loss)
+        self.buffers.attach()
+        self._reduction.before_backward(last=last, leaf=leaf)
+        total = loss.total
+        (total * self.precision.scale if self.precision.scale != 1.0 else total).backward()
+        self.buffers.attach()
+        self._reduction.after_backward()
+        self.compute_s += time.perf_counter() - began
+
+    def record(self, loss: Loss) -> None:
+        """Count a micro-step whose backward somebody else runs (a pipeline's schedule, say).
+
+        Its gradients must be those of `loss.total`, unscaled. For reduction="fast" only.
+        """
+        if not self._open:
+            self.begin_window()
+        self._tally.add(loss)
+
+    def boundary(self, *, stop: bool = False) -> BoundaryReport:
+        """Reduce once, divide by the weight, clip once, step once. Collective.
+
+        Args:
+            stop: this rank was asked to stop; every rank's report then says so.
+
+        Raises:
+            NonFiniteError: on all ranks alike, when a loss or a gradient is not finite and the policy
+                is "stop". Weights are as before.
+            JobError: on all ranks alike, when the weights add up to 0 or one is negative.
+            PeerLost: another rank went away.
+        """
+        if not self._open:
+            self.begin_window()
+        self._open = False
+        scale = self.precision.scale
+        reached = time.perf_counter()
+        self._check_window()
+        self.group.silence.end()
+        trailer = self._tally.trailer()  # waits for the device, so what follows is not computing
+        self.compute_s += time.perf_counter() - reached
+        reached = time.perf_counter()
+        trailer.flags[STOP] = int(stop)
+        self._used.flag(trailer)
+        self.buffers.attach()
+        totals = self._reduction.finish(trailer)
+        waited = time.perf_counter()
+        norm, applied = self._apply(totals)
+        if applied:
+            self.precision.succeeded()
+        return self._report(
+            totals,
+            gradient_norm=norm,
+            applied=applied,
+            loss_scale=scale,
+            wait_s=waited - reached,
+            optimizer_s=time.perf_counter() - waited,
+        )
+
+    # ------------------------------------------------------------------ parts of the boundary
+
+    def _apply(self, totals: Trailer) -> tuple[float | None, bool]:
+        """Average, clip and step, or refuse to. Gives the averaged gradient's norm, and whether."""
+        if totals.flags[BAD_WEIGHT] or totals.weight.value <= 0:
+            raise self._refusals.weight(self._update, totals, self._tally.first_bad_weight)
+        if totals.flags[NON_FINITE]:
+            self._refusals.loss(self._update, self._tally.first_non_finite)
+            return None, False
+        summed = norm_of(self.buffers.gradients)
+        if not summed < float("inf"):
+            if self.precision.may_overflow:
+                self.precision.overflowed()
+            else:
+                self._refusals.gradient(self._update, self.buffers)
+            return None, False
+        divisor = totals.weight.value * self.precision.scale
+        norm, factor = factor_for(summed, divisor, self._clip_norm)
+        for gradient in self.buffers.gradients:
+            gradient.mul_(factor)
+        self.buffers.detach(self._used.unused(totals))
+        self.optimizer.step()
+        self.buffers.attach()
+        return norm, True
+
+    def _report(self, totals: Trailer, **figures: Any) -> BoundaryReport:
+        weight = totals.weight.value
+        sent = self.group.since(self._mark)
+        return BoundaryReport(
+            update=self._update,
+            loss=totals.loss.value / weight,
+            weight=weight,
+            metrics={
+                name: total.value / weight
+                for name, total in zip(self._names, totals.metrics, strict=True)
+            },
+            stop_requested=totals.flags[STOP] > 0,
+            micro_steps=self._tally.micro_steps,
+            collectives=sent.collectives,
+            bytes_on_wire=sent.bytes_on_wire,
+            compute_s=self.compute_s,
+            **figures,
+        )
+
+    # ------------------------------------------------------------------ checks
+
+    def _refuse_newcomers(self) -> None:
+        known = {id(parameter) for _, parameter in self._parameters}
+        for name, parameter in self._named:
+            if parameter.requires_grad and id(parameter) not in known:
+                raise JobError(
+                    f"parameter {name} began to require gradients after the accumulator was built; "
+                    "build another one, so that its gradients are reduced too"
+                )
+
+    def _check_window(self) -> None:
+        for (name, parameter), before in zip(self._parameters, self._versions, strict=True):
+            if parameter._version != before:  # noqa: SLF001  # the only sign of a change in place
+                raise JobError(
+                    f"parameter {name} was changed in mid-window of update {self._update}; weights "
+                    "change at boundaries only, by the optimizer"
+                )
+        if self._silent and self.group.transport in _COUNTED:
+            ours = self.group.since(self._mark).collectives
+            theirs = (self.group.transport_collectives() or 0) - self._transport_mark
+            if theirs != ours:
+                raise SilenceError(
+                    f"{theirs - ours} collectives ran on this process group in mid-window of update "
+                    f"{self._update}, beside the {ours} of the gradient's own reduction"
+                )
+
+    def _gradient_ready(self, parameter: int) -> None:
+        self._used.mark(parameter)
+        self._reduction.ready(parameter)
+
+
+def _named(
+    model: Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor],
+) -> list[tuple[str, Tensor]]:
+    if isinstance(model, Module):
+        return list(model.named_parameters())
+    named: list[tuple[str, Tensor]] = []
+    for number, item in enumerate(model):
+        named.append((f"parameter {number}", item) if isinstance(item, Tensor) else item)
+    return named
+
+
+def _reduction(
+    reduction: str,
+    sync: str,
+    parameters: list[tuple[str, Tensor]],
+    group: BaseGroup,
+    metric_count: int,
+    bucket_bytes: int,
+    overlap: bool,
+) -> Reduction:
+    if (reduction, sync) == ("reproducible", "boundary"):
+        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
+        return Reproducible(buffers, group)
+    kinds = {("fast", "boundary"): AtBoundary, ("fast", "every_step"): EveryStep}
+    if (reduction, sync) not in kinds:
+        raise ConfigError(
+            f"there is no accumulation.reduction={reduction} with accumulation.sync={sync}; there are "
+            "fast with boundary, fast with every_step, and reproducible with boundary"
+        )
+    buffers = GradientBuffers(parameters, metric_count=metric_count)
+    return kinds[reduction, sync](buffers, group, bucket_bytes=bucket_bytes, overlap=overlap)
+
+
+def _hook(accumulator: Accumulator, parameters: Sequence[Tensor]) -> list[Any]:
+    """Have every parameter say when its gradient was added, as long as the accumulator lives."""
+    itself = weakref.ref(accumulator)
+
+    def hook_of(number: int) -> Callable[[Tensor], None]:
+        def ready(_: Tensor) -> None:
+            living = itself()
+            if living is not None:
+                living._gradient_ready(number)  # noqa: SLF001  # its own hook  # pyright: ignore[reportPrivateUsage]
+
+        return ready
+
+    return [
+        parameter.register_post_accumulate_grad_hook(hook_of(number))
+        for number, parameter in enumerate(parameters)
+    ]

@@ -1,0 +1,74 @@
+"""Checks at the start that ranks agree: on the model's bits, and on what computes it."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from orchestrator.errors import JobError
+
+_WORD_BITS = 48  # float64 carries 53 exactly
+_WORDS = 5
+
+
+def as_numbers(hexadecimal: str) -> list[float]:
+    """The first 240 bits of a digest as numbers that survive a float64."""
+    digits = _WORD_BITS // 4
+    return [float(int(hexadecimal[n * digits : (n + 1) * digits], 16)) for n in range(_WORDS)]
+
+
+def machine_digest(device: torch.device) -> str:
+    """Digest of what decides the bits of a kernel: versions, threads, kind of device."""
+    what = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    facts = (
+        torch.__version__,
+        str(torch.get_num_threads()),
+        what,
+        torch.backends.cpu.get_cpu_capability(),
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def check_replicas(rows: Sequence[Sequence[float]]) -> None:
+    """Raise `JobError`, on all ranks alike, naming the ranks whose model is not the most common one.
+
+    Args:
+        rows: each rank's `as_numbers` of its weights' digest.
+    """
+    odd = unlike_most(rows)
+    if odd:
+        raise JobError(
+            f"model() does not give the same weights on every rank: {_ranks(odd)} differ from the "
+            "others. It must depend on nothing but the job's arguments and the random seed"
+        )
+
+
+def machine_warning(rows: Sequence[Sequence[float]], reduction: str) -> list[str]:
+    """A sentence when ranks compute with different versions, threads or devices."""
+    odd = unlike_most(rows)
+    if not odd:
+        return []
+    price = (
+        "the bits of the result will depend on who computes which leaf"
+        if reduction == "reproducible"
+        else "results will not repeat to the bit"
+    )
+    return [
+        f"{_ranks(odd)} compute with another version of torch, number of threads or kind of "
+        f"processor than the others: {price}"
+    ]
+
+
+def unlike_most(rows: Sequence[Sequence[float]]) -> list[int]:
+    """Ranks whose row is not the most common one; in a tie rank 0's counts as that."""
+    counts = Counter(tuple(row) for row in rows)
+    most = max(counts, key=lambda row: (counts[row], row == tuple(rows[0])))
+    return [rank for rank, row in enumerate(rows) if tuple(row) != most]
+
+
+def _ranks(numbers: list[int]) -> str:
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))

@@ -1,0 +1,284 @@
+"""What all of this package's groups share: counting, silence, odd shapes and types, the lone rank.
+
+A transport adds five raw operations on contiguous real tensors (the methods with an underscore).
+With one rank none of them is called, and nothing is counted, since nothing is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from orchestrator.engine.api import Counters
+from orchestrator.engine.torch.silence import Silence
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return when the result is there. Raises `PeerLost` when it will never be."""
+        ...
+
+
+@dataclass(slots=True)
+class Done:
+    """A collective that needed no wait, or one that has something left to do after it."""
+
+    before: Work | None = None
+    after: Callable[[], object] | None = None
+
+    def wait(self) -> None:
+        """Wait for `before`, then do `after`, once."""
+        if self.before is not None:
+            self.before.wait()
+        if self.after is not None:
+            self.after()
+        self.before = self.after = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A group's counts at one moment, for `BaseGroup.since`."""
+
+    collectives: int
+    bytes_handed: int
+    share: int
+
+
+class BaseGroup(ABC):
+    """A `Group` over torch tensors of any shape, strides and dtype, complex ones included.
+
+    Args:
+        rank, size: this rank, and how many there are.
+        generation: number of this group among those of its attempt.
+        transport: "gloo", "nccl", "hccl", or "threads" for the in-process one.
+        device: where the transport takes its tensors from.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        generation: int = 0,
+        transport: str,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._rank, self._size, self._generation = rank, size, generation
+        self._transport = transport
+        self._device = torch.device(device)
+        self._counters = Counters()
+        self._share = 0  # bytes on the wire times R: exact where the quotient is not whole
+        self.silence = Silence()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._size
+
+    @property
+    def generation(self) -> int:
+        """Number of this group among those of its attempt."""
+        return self._generation
+
+    @property
+    def transport(self) -> str:
+        """Name of what carries the bytes."""
+        return self._transport
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors handed to the transport have to live."""
+        return self._device
+
+    @property
+    def counters(self) -> Counters:
+        """What was sent since the group was formed. Only ever grows."""
+        return self._counters
+
+    def mark(self) -> Mark:
+        """The counts now, to ask `since` about later."""
+        return Mark(self._counters.collectives, self._counters.bytes_handed, self._share)
+
+    def since(self, mark: Mark) -> Counters:
+        """What was sent since `mark`; bytes on the wire are rounded up once, as the plan does."""
+        return Counters(
+            collectives=self._counters.collectives - mark.collectives,
+            bytes_handed=self._counters.bytes_handed - mark.bytes_handed,
+            bytes_on_wire=-(-(self._share - mark.share) // self._size),
+        )
+
+    def transport_collectives(self) -> int | None:
+        """Collectives by the transport's own count, or None when it keeps none."""
+        return None
+
+    # ------------------------------------------------------------------ collectives
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over ranks, in place. Same shape and dtype on all ranks."""
+        self.all_reduce_sum_async(tensor).wait()
+
+    def all_reduce_sum_async(self, tensor: Tensor) -> Work:
+        """Start `all_reduce_sum`. The sum is in `tensor` after `wait()`; leave it alone till then.
+
+        Collectives are matched in the order in which they are started.
+        """
+        self.silence.check("all_reduce_sum")
+        if self._size == 1:
+            return Done()
+        flat = _flat(tensor)
+        self._count(tensor, 2 * (self._size - 1) * _bytes(tensor))
+        work = self._start_sum(flat)
+        if flat.data_ptr() == tensor.data_ptr():
+            return work
+        return Done(work, lambda: tensor.copy_(_shaped(flat, tensor)))
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Concatenate the ranks' tensors along axis 0.
+
+        Args:
+            tensor: shape (n_r, ...); n_r may differ between ranks when `sizes` is given.
+            sizes: the R leading sizes n_0..n_{R-1}, equal on all ranks; None when all are equal.
+
+        Returns:
+            A new tensor of shape (sum of sizes, ...), the same on all ranks.
+
+        Raises:
+            ValueError: `tensor` has no axis 0, or is not of the size that `sizes` says.
+        """
+        self.silence.check("all_gather")
+        sizes = checked_sizes(tensor, sizes, self._rank, self._size)
+        if self._size == 1:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        row = math.prod(tensor.shape[1:])
+        out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
+        self._count(tensor, (self._size - 1) * _bytes(out))
+        # Transports gather equal parts, so shorter ones travel padded to the longest.
+        longest = max(sizes) * row
+        mine = _flat(tensor)
+        if sizes[self._rank] < max(sizes):
+            mine = torch.cat([mine, mine.new_zeros((longest * _reals(tensor)) - mine.numel())])
+        parts = [torch.empty_like(mine) for _ in sizes]
+        self._start_gather(parts, mine).wait()
+        target, place = _flat(out), 0
+        for part, size in zip(parts, sizes, strict=True):
+            count = size * row * _reals(tensor)
+            target[place : place + count].copy_(part[:count])
+            place += count
+        return out
+
+    def gather_into(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
+        """Fill `parts[q]` with rank q's `tensor`; all contiguous, real, of one size. No copies."""
+        self.silence.check("all_gather")
+        if self._size == 1:
+            parts[0].copy_(tensor)
+            return
+        self._count(tensor, (self._size - 1) * self._size * _bytes(tensor))
+        self._start_gather(list(parts), tensor).wait()
+
+    def all_to_all(self, received: Tensor, tensor: Tensor, *, counts: Sequence[int]) -> None:
+        """Send to rank q the q-th piece of `tensor`; get every rank's piece for this rank.
+
+        Args:
+            received: flat, real and contiguous; is filled with the pieces in the order of ranks.
+            tensor: likewise: R equal pieces, or empty on a rank that sends nothing.
+            counts: how many numbers each of the R ranks sends here (0 for those that send nothing).
+        """
+        self.silence.check("all_to_all")
+        if self._size == 1:
+            received.copy_(tensor)
+            return
+        self._count(tensor, (self._size - 1) * _bytes(tensor))
+        sent = [tensor.numel() // self._size] * self._size
+        self._start_exchange(received, tensor, list(counts), sent).wait()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Replace `tensor` by rank `source`'s, in place. Same shape and dtype on all ranks."""
+        self.silence.check("broadcast")
+        if not 0 <= source < self._size:
+            raise ValueError(f"`source` must be a rank below {self._size}, but is {source}")
+        if self._size == 1:
+            return
+        flat = _flat(tensor)
+        self._count(tensor, (self._size - 1) * _bytes(tensor))
+        self._start_broadcast(flat, source).wait()
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(_shaped(flat, tensor))
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+        self.silence.check("barrier")
+        if self._size > 1:
+            self._counters.collectives += 1
+            self._start_barrier().wait()
+
+    # ------------------------------------------------------------------ the transport's part
+
+    @abstractmethod
+    def _start_sum(self, flat: Tensor) -> Work: ...
+    @abstractmethod
+    def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work: ...
+    @abstractmethod
+    def _start_exchange(
+        self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]
+    ) -> Work: ...
+    @abstractmethod
+    def _start_broadcast(self, flat: Tensor, source: int) -> Work: ...
+    @abstractmethod
+    def _start_barrier(self) -> Work: ...
+
+    def _count(self, tensor: Tensor, share: int) -> None:
+        self._share += share
+        self._counters.collectives += 1
+        self._counters.bytes_handed += _bytes(tensor)
+        self._counters.bytes_on_wire = -(-self._share // self._size)
+
+
+def checked_sizes(
+    tensor: Tensor, sizes: Sequence[int] | None, rank: int, ranks: int
+) -> tuple[int, ...]:
+    """The leading sizes of all ranks' tensors. Raises `ValueError` when they cannot be right."""
+    if tensor.dim() == 0:
+        raise ValueError("a tensor to gather needs an axis 0, but has none; use tensor.reshape(1)")
+    if sizes is None:
+        return (tensor.shape[0],) * ranks
+    if len(sizes) != ranks or sizes[rank] != tensor.shape[0] or min(sizes) < 0:
+        raise ValueError(
+            f"`sizes` must be the {ranks} ranks' leading sizes, with {tensor.shape[0]} for rank "
+            f"{rank}, but is {list(sizes)}"
+        )
+    return tuple(sizes)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _reals(tensor: Tensor) -> int:
+    return 2 if tensor.is_complex() else 1
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The numbers as a contiguous real vector: a view where the strides allow, else a copy."""
+    tensor = tensor.detach()
+    # gloo takes no complex numbers; as pairs of reals they sum and travel the same.
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.contiguous().view(-1)
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    if like.is_complex():
+        return torch.view_as_complex(flat.view(-1, 2)).view(like.shape)
+    return flat.view(like.shape)

@@ -1,0 +1,265 @@
+"""`TorchEngine`: a job's model, data, optimizer and accumulator behind the loop's `Engine`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
+from orchestrator.engine.torch import loader
+from orchestrator.engine.torch.accumulator import Accumulator
+from orchestrator.engine.torch.advice import advice
+from orchestrator.engine.torch.agreement import (
+    as_numbers,
+    check_replicas,
+    machine_digest,
+    machine_warning,
+)
+from orchestrator.engine.torch.base_group import BaseGroup
+from orchestrator.engine.torch.optimizers import build_optimizer, usable
+from orchestrator.engine.torch.seeds import derived_seed, seed_everything
+from orchestrator.engine.torch.state import (
+    load_model,
+    load_optimizer,
+    save_model,
+    save_optimizer,
+    weights_sha256,
+)
+from orchestrator.errors import ConfigError, JobError
+from orchestrator.job import Job
+
+
+def build_engine(
+    job: Job, settings: EngineSettings, group: BaseGroup, local_rank: int
+) -> TorchEngine:
+    """Build the job's model, the same on every rank, and all that trains it. Collective.
+
+    Raises:
+        JobError: `model()` or `dataset()` do not give what the contract says, or replicas differ.
+        ConfigError: settings that cannot be used.
+    """
+    del local_rank  # the group has picked the device
+    return TorchEngine(job, settings, group)
+
+
+class TorchEngine:
+    """An `Engine`; see there for the methods.
+
+    Args:
+        job: what to train.
+        settings: checked already.
+        group: the ranks; its device is where the model lives.
+    """
+
+    def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
+        self._job, self._settings, self._group = job, settings, group
+        if settings.reduction == "reproducible":
+            _be_deterministic()
+            if not settings.leaf_size:
+                raise ConfigError(
+                    "accumulation.reduction=reproducible needs accumulation.micro_batch"
+                )
+        self._model = self._built_model()
+        own = getattr(job, "optimizer", lambda _: None)(self._model)
+        optimizer = (
+            build_optimizer(self._model, settings.optimizer)
+            if own is None
+            else usable(own, f"{type(job).__name__}.optimizer")
+        )
+        self._accumulator = Accumulator(
+            self._model,
+            optimizer,
+            group,
+            clip_norm=settings.clip_norm,
+            metric_names=settings.metric_names,
+            bucket_bytes=settings.bucket_bytes,
+            reduction=settings.reduction,
+            sync=settings.sync,
+            on_non_finite=settings.on_non_finite,
+            precision=settings.precision,
+            # Where a job talks too, its collectives and the buckets' could pair up wrongly.
+            overlap=not self._talks,
+            silent=not self._talks,
+        )
+        self._window: Window | None = None
+        self._done = 0
+        self._warnings = advice(self._model) + self._agree()
+
+    @property
+    def model(self) -> Module:
+        """The model that is trained."""
+        return self._model
+
+    @property
+    def accumulator(self) -> Accumulator:
+        """What accumulates its gradients."""
+        return self._accumulator
+
+    @property
+    def _talks(self) -> bool:
+        return bool(getattr(self._job, "talks_in_window", False))
+
+    # ------------------------------------------------------------------ an update
+
+    def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        """One batch for each micro-batch, in order, fetched ahead when there are loader workers."""
+        return loader.batches(
+            micro_batches,
+            dataset=self._job.dataset(),
+            job=self._job,
+            seed=self._settings.seed,
+            workers=self._settings.loader_workers,
+            pin_memory=self._group.device.type == "cuda",
+        )
+
+    def begin_window(self, window: Window) -> None:
+        """Start an update: gradients are zero, the learning rate is set. Not collective."""
+        self._window, self._done = window, 0
+        leaf_size = self._leaf_size
+        self._accumulator.begin_window(
+            update=window.update,
+            learning_rate=window.learning_rate,
+            steps=window.steps,
+            leaves=None if leaf_size is None else -(-window.samples // leaf_size),
+        )
+
+    def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
+        """Forward and backward of one micro-batch."""
+        window = self._window
+        if window is None or micro_batch.update != window.update:
+            raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
+        began = time.perf_counter()
+        self._done += 1
+        seed_everything(
+            derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
+        )
+        batch = _moved(batch, self._group.device, self._settings.precision == "float64")
+        with self._accumulator.precision.forward():
+            loss = self._job.loss(self._model, batch)
+        self._accumulator.compute_s += time.perf_counter() - began
+        self._accumulator.backward(
+            loss,
+            last=self._done == len(window.micro_batches),
+            leaf=self._leaf(micro_batch),
+        )
+
+    def boundary(self, *, stop: bool = False) -> BoundaryReport:
+        """Reduce once, clip once, step once. Collective."""
+        self._window = None
+        return self._accumulator.boundary(stop=stop)
+
+    # ------------------------------------------------------------------ around updates
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Every rank's `numbers` (equally many on all), a row for each rank. Collective."""
+        row = torch.tensor([list(numbers)], dtype=torch.float64, device=self._group.device)
+        return self._group.all_gather(row).tolist()
+
+    def evaluate(self) -> dict[str, float]:
+        """The job's held-out figures, the model in evaluation mode meanwhile. Rank 0 only."""
+        before = {layer: layer.training for layer in self._model.modules()}
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                figures = getattr(self._job, "evaluate", lambda _: {})(self._model)
+        finally:
+            for layer, training in before.items():
+                layer.training = training
+        return {str(name): float(value) for name, value in figures.items()}
+
+    def parameter_count(self) -> int:
+        """Trained numbers of the model, shared ones counted once, complex ones as two."""
+        return self._accumulator.parameter_count()
+
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Write weights.safetensors and optimizer.safetensors; give the rest as JSON. Not collective."""
+        return {
+            "model": save_model(self._model, folder),
+            "optimizer": save_optimizer(self._accumulator.optimizer, folder),
+            "precision": self._accumulator.precision.state(),
+        }
+
+    def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        """The inverse of `save_state`: the same bits afterwards. Not collective."""
+        load_model(self._model, folder, extra["model"])
+        load_optimizer(self._accumulator.optimizer, folder, extra["optimizer"])
+        self._accumulator.precision.load(extra["precision"])
+
+    def weights_sha256(self) -> str:
+        """Digest over the bytes of the weights, tensor by tensor in the order of the names."""
+        return weights_sha256(self._model)
+
+    def peak_memory_bytes(self) -> int:
+        """Largest memory of this rank so far: the GPU's where it computes there, else the process's."""
+        if self._group.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._group.device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere else
+
+    def warnings(self) -> list[str]:
+        """What a user should know of this model and these ranks, each with its remedies."""
+        return list(self._warnings)
+
+    # ------------------------------------------------------------------ parts
+
+    @property
+    def _leaf_size(self) -> int | None:
+        return self._settings.leaf_size if self._settings.reduction == "reproducible" else None
+
+    def _leaf(self, micro_batch: MicroBatch) -> int | None:
+        if self._leaf_size is None:
+            return None
+        leaf, beside = divmod(micro_batch.start, self._leaf_size)
+        if beside:
+            raise RuntimeError(f"{micro_batch.start} does not begin a leaf of {self._leaf_size}")
+        return leaf
+
+    def _built_model(self) -> Module:
+        seed_everything(derived_seed("model", self._settings.seed))
+        model = self._job.model()
+        if not isinstance(model, Module):
+            raise JobError(f"model() must give a torch.nn.Module, but gives {type(model).__name__}")
+        if self._settings.precision == "float64":
+            model = model.double()
+        return model.to(self._group.device)
+
+    def _agree(self) -> list[str]:
+        """Check that all ranks start alike, with one exchange. Collective."""
+        weights = as_numbers(self.weights_sha256())
+        rows = self.gather(weights + as_numbers(machine_digest(self._group.device)))
+        check_replicas([row[: len(weights)] for row in rows])
+        return machine_warning([row[len(weights) :] for row in rows], self._settings.reduction)
+
+
+def _be_deterministic() -> None:
+    """Have torch use kernels that give the same bits each time, and refuse those that cannot."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(mode=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and finds other bugs
+    torch.backends.cudnn.benchmark = False
+
+
+def _moved(batch: Any, device: torch.device, double: bool) -> Any:
+    """`batch` on `device`, floating tensors as float64 when asked; containers keep their type."""
+    if isinstance(batch, Tensor):
+        dtype = batch.dtype
+        if double and (batch.is_floating_point() or batch.is_complex()):
+            dtype = torch.complex128 if batch.is_complex() else torch.float64
+        return batch.to(device, dtype, non_blocking=True)
+    if isinstance(batch, Mapping):
+        entries: Mapping[Any, Any] = batch
+        return {key: _moved(value, device, double) for key, value in entries.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_moved(value, device, double) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_moved(value, device, double) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") and not double else batch

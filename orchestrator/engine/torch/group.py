@@ -1,0 +1,155 @@
+"""`TorchGroup`: a `Group` over a process group object of torch.distributed.
+
+The object is used directly and is never made the framework's global default group, so that a later
+generation can be formed beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from orchestrator.engine.torch.base_group import BaseGroup, Work
+from orchestrator.errors import PeerLost
+
+# What gloo and NCCL say when a peer is gone or silent. Anything else is a defect and stays as it is.
+_LOST = re.compile(
+    r"reset by peer|closed by peer|broken pipe|connection (was )?(reset|closed|aborted|refused)|"
+    r"timed? ?out|timeout caused pair closure|unhandled system error|remote process exited|"
+    r"socket closed|communicator was aborted|connection terminated|no route to host",
+    re.IGNORECASE,
+)
+
+
+def as_peer_lost(error: RuntimeError, operation: str, rank: int) -> PeerLost | None:
+    """The `PeerLost` that a transport's error stands for, or None when it is about something else."""
+    text = str(error)
+    if _LOST.search(text) is None:
+        return None
+    first_line = text.strip().splitlines()[0]
+    return PeerLost(f"rank {rank} lost a peer during {operation}: {first_line}")
+
+
+class _Started:
+    """A transport's work handle whose errors are ours. Holds the tensors until they are done with."""
+
+    def __init__(self, work: Any, operation: str, rank: int, tensors: tuple[Any, ...]) -> None:
+        self._work, self._operation, self._rank, self._tensors = work, operation, rank, tensors
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            lost = as_peer_lost(error, self._operation, self._rank)
+            if lost is None:
+                raise
+            raise lost from error
+        self._tensors = ()
+
+
+class TorchGroup(BaseGroup):
+    """Ranks in processes, over gloo, NCCL or HCCL.
+
+    Args:
+        process_group: a `torch.distributed` process group or one of its backends; None only for a
+            group of one rank.
+        keep: whatever has to live as long as the group (its store).
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        *,
+        rank: int,
+        size: int,
+        generation: int = 0,
+        transport: str,
+        device: torch.device | str = "cpu",
+        keep: tuple[Any, ...] = (),
+    ) -> None:
+        super().__init__(
+            rank=rank, size=size, generation=generation, transport=transport, device=device
+        )
+        self._group, self._keep = process_group, keep
+
+    @classmethod
+    def wrap(cls, process_group: Any, *, device: torch.device | str | None = None) -> TorchGroup:
+        """A group over one that the caller formed, `torch.distributed.group.WORLD` say. It stays the
+        caller's. Not collective.
+
+        Args:
+            device: where tensors live; by default the current CUDA device under NCCL, else the CPU.
+        """
+        backend = str(process_group.name()).lower()
+        if device is None:
+            device = torch.device("cuda") if "nccl" in backend else torch.device("cpu")
+        return cls(
+            process_group,
+            rank=process_group.rank(),
+            size=process_group.size(),
+            transport=backend,
+            device=device,
+        )
+
+    @classmethod
+    def alone(
+        cls, *, transport: str = "gloo", device: torch.device | str = "cpu", generation: int = 0
+    ) -> TorchGroup:
+        """The group of one rank: every collective returns at once, nothing is sent or counted."""
+        return cls(None, rank=0, size=1, generation=generation, transport=transport, device=device)
+
+    def transport_collectives(self) -> int | None:
+        """The process group's own sequence number: collectives since it was formed."""
+        if self._group is None:
+            return 0
+        return int(self._group._get_sequence_number_for_group())  # noqa: SLF001  # no public name
+
+    def _start(self, operation: str, call: Any, *tensors: Any) -> Work:
+        try:
+            work = call()
+        except RuntimeError as error:
+            lost = as_peer_lost(error, operation, self.rank)
+            if lost is None:
+                raise
+            raise lost from error
+        return _Started(work, operation, self.rank, tensors)
+
+    def _start_sum(self, flat: Tensor) -> Work:
+        return self._start(
+            "all_reduce_sum", lambda: self._group.allreduce([flat], ReduceOp.SUM), flat
+        )
+
+    def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
+        return self._start(
+            "all_gather", lambda: self._group.allgather([parts], [flat]), parts, flat
+        )
+
+    def _start_exchange(
+        self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]
+    ) -> Work:
+        return self._start(
+            "all_to_all",
+            lambda: self._group.alltoall_base(received, sent, receive_counts, send_counts),
+            received,
+            sent,
+        )
+
+    def _start_broadcast(self, flat: Tensor, source: int) -> Work:
+        return self._start("broadcast", lambda: self._group.broadcast(flat, source), flat)
+
+    def _start_barrier(self) -> Work:
+        return self._start("barrier", lambda: self._group.barrier())
+
+
+def never_destroy(process_group: Any) -> None:
+    """Leave `process_group` to the end of the process.
+
+    Destroying a gloo group blocks until the time-out of its pending operations, on every rank that
+    was not a neighbour of the one that died; a rank that lost its peers has to end at once.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))

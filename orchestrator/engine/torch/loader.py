@@ -1,0 +1,139 @@
+"""Batches of the micro-batches that the plan names, in order, fetched ahead by worker processes.
+
+What `dataset[i]` draws at random depends on the seed and the sample's place in the update, never on
+which process fetches it. Workers are spawned, not forked: a forked one would inherit the sockets of the
+group, and peers would not notice when its rank is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from orchestrator.engine.api import MicroBatch
+from orchestrator.engine.torch.seeds import derived_seed, seed_everything
+from orchestrator.errors import JobError
+from orchestrator.job import Job
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples(Dataset[Any]):
+    """The user's data set as DataLoader wants it, indexed by whole micro-batches."""
+
+    dataset: Any
+    seed: int
+    augments: bool
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, micro_batch: MicroBatch) -> list[Any]:
+        """The samples of one micro-batch. DataLoader calls this name with what its sampler gave."""
+        if self.augments:
+            return [self._own(micro_batch, offset) for offset in range(len(micro_batch.indices))]
+        seed_everything(derived_seed("data", self.seed, micro_batch.update, micro_batch.start))
+        many = getattr(self.dataset, "__getitems__", None)
+        if many is not None:
+            return many(list(micro_batch.indices))
+        return [self.dataset[index] for index in micro_batch.indices]
+
+    def _own(self, micro_batch: MicroBatch, offset: int) -> Any:
+        place = micro_batch.start + offset
+        seed_everything(derived_seed("sample", self.seed, micro_batch.update, place))
+        return self.dataset[micro_batch.indices[offset]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Collate:
+    """The job's own way to make a batch, torch's where it gives None."""
+
+    own: Callable[[list[Any]], Any] | None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        batch = None if self.own is None else self.own(samples)
+        return default_collate(samples) if batch is None else batch
+
+
+def collate_of(job: Any) -> Callable[[list[Any]], Any]:
+    """The function that makes a batch of a list of samples, as `job` wants it."""
+    own = getattr(job, "collate", None)
+    # A default that always gives None need not travel to workers, and the job with it.
+    inherited = getattr(type(job), "collate", None) is Job.collate
+    return _Collate(None if inherited else own)
+
+
+def batches(
+    micro_batches: Iterable[MicroBatch],
+    *,
+    dataset: Any,
+    job: Any,
+    seed: int,
+    workers: int = 0,
+    pin_memory: bool = False,
+) -> Iterator[Any]:
+    """One batch for each micro-batch, in order.
+
+    Args:
+        micro_batches: read lazily, a little ahead of the batches when there are workers.
+        dataset: anything with `len()` and `[index]`; `__getitems__(indices)` is used where it has one.
+        job: its `collate` and `augments` are honoured.
+        seed: of the run.
+        workers: processes that fetch ahead; 0 fetches in this process.
+        pin_memory: put batches in page-locked memory, for a GPU.
+
+    Raises:
+        JobError: the data set cannot be indexed, or cannot be sent to workers.
+    """
+    check_dataset(dataset)
+    loader: DataLoader[Any] = DataLoader(
+        _Samples(dataset, seed, bool(getattr(job, "augments", False))),
+        batch_sampler=micro_batches,  # type: ignore[arg-type]  # an index of any kind serves
+        collate_fn=collate_of(job),
+        num_workers=workers,
+        worker_init_fn=_begin_worker if workers else None,
+        multiprocessing_context="spawn" if workers else None,
+        pin_memory=pin_memory,
+    )
+    try:
+        source = iter(loader)
+    except (AttributeError, TypeError, OSError) as error:
+        if workers == 0:
+            raise
+        raise JobError(
+            f"the data set or collate() cannot be sent to loader workers: {error}; define both at "
+            "the top of a module, or use train.loader_workers=0"
+        ) from error
+    yield from source
+
+
+def check_dataset(dataset: Any) -> None:
+    """Raise `JobError` unless `dataset` can be asked for its length and for samples by number."""
+    lacking = [n for n in ("__len__", "__getitem__") if not hasattr(type(dataset), n)]
+    if lacking or isinstance(dataset, IterableDataset):
+        raise JobError(
+            f"dataset() must give something with len() and [index], but gives a "
+            f"{type(dataset).__name__} without {' and '.join(lacking) or 'either'}"
+        )
+
+
+def _begin_worker(_: int) -> None:
+    """Make a loader worker die with its rank, and leave signals to the rank.
+
+    A stop signal reaches the whole process group; a worker that died of it would look like a failure
+    while its rank is finishing the window.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,125 @@
+"""Optimizers by name, by dotted name, or the job's own; and their learning rate, once an update."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from orchestrator.errors import ConfigError, JobError, did_you_mean
+
+BY_NAME: dict[str, Callable[..., Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
+    """The optimizer that the configuration's `optimizer` section describes, over trained parameters.
+
+    Args:
+        model: whose parameters are trained where they require gradients.
+        settings: `{"name": "sgd" | "adam" | "adamw", ...}` or `{"_target_": "dotted.name", ...}`; the
+            other keys are the constructor's. Without the learning rate, which is the schedule's.
+
+    Raises:
+        ConfigError: an unknown name or key, with the nearest one, or values that are refused.
+    """
+    given = {key: value for key, value in settings.items() if key not in ("name", "_target_")}
+    if "_target_" in settings:
+        spelled = f"optimizer._target_={settings['_target_']}"
+        make = _imported(str(settings["_target_"]))
+    else:
+        name = str(settings.get("name"))
+        spelled = f"optimizer.name={name}"
+        if name not in BY_NAME:
+            raise ConfigError(f"there is no {spelled}{did_you_mean(name, BY_NAME)}")
+        make = BY_NAME[name]
+    if "lr" in given:
+        raise ConfigError(
+            f"optimizer.lr={given['lr']} is not used: the rate is the schedule's; "
+            f"set schedule.base_lr={given['lr']}"
+        )
+    _check_keys(make, given, spelled)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    try:
+        built = make(parameters, lr=1.0, **given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{spelled} with {given} cannot be built: {error}") from error
+    return usable(built, spelled)
+
+
+def usable(optimizer: Any, spelled: str) -> Optimizer:
+    """`optimizer`, if it can step on accumulated dense gradients. Raises `ConfigError` otherwise."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"{spelled} gives a {type(optimizer).__name__}, not a torch Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(f"{spelled} needs a closure, which accumulated gradients do not have")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(f"{spelled} takes sparse gradients only; here they are dense: use adam")
+    return optimizer
+
+
+def _imported(dotted: str) -> Callable[..., Any]:
+    module_name, _, name = dotted.rpartition(".")
+    try:
+        module = importlib.import_module(module_name) if module_name else None
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"optimizer._target_={dotted}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [n for n in dir(module) if not n.startswith("_")] if module else []
+        raise ConfigError(
+            f"optimizer._target_={dotted}: there is no '{name}' in {module_name or 'a module'}"
+            f"{did_you_mean(name, known)}"
+        )
+    return found
+
+
+def _check_keys(make: Callable[..., Any], given: Mapping[str, Any], spelled: str) -> None:
+    parameters = inspect.signature(make).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL][1:]
+    for key in given:
+        if key not in known:
+            raise ConfigError(
+                f"{spelled} takes no '{key}'"
+                f"{did_you_mean(key, [k for k in known if k not in ('params', 'lr')])}"
+            )
+
+
+class LearningRate:
+    """Sets an optimizer's rate, every parameter group keeping its ratio to the base rate.
+
+    The base is the rate in the optimizer's defaults, so `AdamW([{"params": a, "lr": 1e-4},
+    {"params": b}], lr=1e-3)` trains `a` at a tenth of the schedule's rate.
+
+    Raises:
+        JobError: the base rate is 0, or there is none.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        base = float(optimizer.defaults.get("lr") or 0.0)
+        if base == 0.0:
+            raise JobError(
+                f"{type(optimizer).__name__} was built without a learning rate to compare its "
+                "parameter groups with; give it lr=1.0"
+            )
+        self._ratios = [float(group["lr"]) / base for group in optimizer.param_groups]
+
+    def set(self, rate: float) -> None:
+        """Use `rate` from the next step on."""
+        for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
+            if isinstance(group["lr"], Tensor):  # compiled and captured steps read it from there
+                group["lr"].fill_(rate * ratio)
+            else:
+                group["lr"] = rate * ratio

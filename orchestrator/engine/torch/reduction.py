@@ -1,0 +1,178 @@
+"""How local gradients become the sum over ranks: at the boundary, or after every micro-step.
+
+A reduction is told of every micro-step, and at the end gives the totals that all ranks share; the summed
+gradient is then in `buffers`. `reproducible.py` holds the third way.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from orchestrator.engine.torch.base_group import BaseGroup
+from orchestrator.engine.torch.buffer import GradientBuffers
+from orchestrator.engine.torch.sender import BucketSender
+from orchestrator.engine.torch.trailer import Trailer
+
+
+class Reduction(Protocol):
+    """What an accumulator needs of a reduction."""
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """Where gradients are accumulated now, and the sum is after `finish`."""
+        ...
+
+    def begin(self, *, steps: int | None, leaves: int | None) -> None:
+        """A window begins, of at most `steps` micro-steps on a rank and `leaves` over all ranks."""
+        ...
+
+    def before_backward(self, *, last: bool, leaf: int | None) -> None:
+        """A backward comes. `last`: of this rank in this window. `leaf`: its global number."""
+        ...
+
+    def after_backward(self) -> None:
+        """It is done."""
+        ...
+
+    def ready(self, parameter: int) -> None:
+        """One parameter's gradient is there, in mid-backward."""
+        ...
+
+    def finish(self, trailer: Trailer) -> Trailer:
+        """Sum over ranks. Collective. Gives the ranks' trailers added up."""
+        ...
+
+
+def write_trailer(buffers: GradientBuffers, trailer: Trailer) -> None:
+    """Put this rank's numbers behind its gradients."""
+    buffers.trailer.copy_(torch.tensor(trailer.numbers(), dtype=buffers.trailer.dtype))
+
+
+def read_trailer(buffers: GradientBuffers) -> Trailer:
+    """The numbers behind the gradients, as a trailer."""
+    numbers = buffers.trailer.to("cpu", torch.float64).tolist()
+    return Trailer.of(numbers, buffers.metric_count or 0)
+
+
+class AtBoundary:
+    """One reduction for each window, its buckets sent during the last backward.
+
+    Args:
+        overlap: False sends everything at the boundary.
+    """
+
+    def __init__(
+        self, buffers: GradientBuffers, group: BaseGroup, *, bucket_bytes: int, overlap: bool = True
+    ) -> None:
+        self._buffers, self._overlap = buffers, overlap
+        self._sender = BucketSender(buffers, group, bucket_bytes)
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """The one set of buffers that there is."""
+        return self._buffers
+
+    def begin(self, *, steps: int | None, leaves: int | None) -> None:
+        """Start from zero."""
+        del steps, leaves
+        _refuse_half_sent(self._sender)
+        self._buffers.zero()
+
+    def before_backward(self, *, last: bool, leaf: int | None) -> None:
+        """Send during this backward if it is the last."""
+        del leaf
+        if last and self._overlap:
+            self._sender.arm()
+
+    def after_backward(self) -> None:
+        """Nothing: buckets that are not ready leave at the boundary."""
+
+    def ready(self, parameter: int) -> None:
+        """Send the buckets that this one completes."""
+        self._sender.ready(parameter)
+
+    def finish(self, trailer: Trailer) -> Trailer:
+        """Send the rest, wait for all."""
+        write_trailer(self._buffers, trailer)
+        self._sender.send_rest()
+        self._sender.wait()
+        return read_trailer(self._buffers)
+
+
+class EveryStep:
+    """One reduction after each micro-step: what people do by mistake, for comparison.
+
+    Every rank takes part in as many reductions as the rank with most micro-steps; one that has run out
+    joins with zeros. What is summed already stays on rank 0 alone, so nothing is counted twice and no
+    second buffer is needed.
+    """
+
+    def __init__(
+        self, buffers: GradientBuffers, group: BaseGroup, *, bucket_bytes: int, overlap: bool = True
+    ) -> None:
+        self._buffers, self._group, self._overlap = buffers, group, overlap
+        self._sender = BucketSender(buffers, group, bucket_bytes)
+        self._steps = self._begun = self._done = 0
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """The one set of buffers that there is."""
+        return self._buffers
+
+    def begin(self, *, steps: int | None, leaves: int | None) -> None:
+        """Start from zero. Raises `ValueError` without `steps`: ranks have to agree on it."""
+        del leaves
+        if steps is None:
+            raise ValueError(
+                "sync='every_step' needs begin_window(steps=...): the micro-steps of the rank that "
+                "has most of them, the same number on all ranks"
+            )
+        _refuse_half_sent(self._sender)
+        self._buffers.zero()
+        self._steps, self._begun, self._done = max(1, steps), 0, 0
+
+    def before_backward(self, *, last: bool, leaf: int | None) -> None:
+        """Send during each backward. Raises `ValueError` when it is one more than was said."""
+        del last, leaf
+        self._begun += 1
+        if self._begun > self._steps:
+            raise ValueError(
+                f"this window was said to have {self._steps} micro-steps; one more came"
+            )
+        if self._overlap:
+            self._sender.arm()
+
+    def after_backward(self) -> None:
+        """Reduce, unless this was the last one: that is the boundary's, which adds the trailer."""
+        if self._done < self._steps - 1:
+            self._reduce()
+
+    def ready(self, parameter: int) -> None:
+        """Send the buckets that this one completes."""
+        self._sender.ready(parameter)
+
+    def finish(self, trailer: Trailer) -> Trailer:
+        """Join the reductions that other ranks still have, the last one with the trailer."""
+        while self._done < self._steps - 1:
+            self._reduce()
+        write_trailer(self._buffers, trailer)
+        self._sender.send_rest()
+        self._sender.wait()
+        return read_trailer(self._buffers)
+
+    def _reduce(self) -> None:
+        self._sender.send_rest()
+        self._sender.wait()
+        self._done += 1
+        if self._group.rank != 0:
+            self._buffers.zero()
+
+
+def _refuse_half_sent(sender: BucketSender) -> None:
+    if sender.started:
+        raise RuntimeError(
+            "a window begins while another one's gradients are on their way: after an error in the "
+            "last backward this rank has to end, since the others wait for it"
+        )

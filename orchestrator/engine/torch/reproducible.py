@@ -1,0 +1,191 @@
+"""The reproducible reduction: equal bits for any contiguous assignment of whole leaves to any ranks.
+
+Each rank folds its leaves' gradients into the nodes of a fixed tree (`tree.py`) as they come. At the
+boundary, three kinds of collectives: every rank says which leaves it had, with its trailer; segment s of
+each node goes to rank s, which adds its segment up along the tree; and the segments are gathered.
+The nodes travel one after the other (few rounds: one, when ranks own equal powers of two), so that no
+second copy of them is made for packing.
+
+Memory: at most 2 + log2(leaves of a rank) gradient buffers. Requires equal kernels on all ranks; the engine
+checks versions and threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from orchestrator.engine.torch.base_group import BaseGroup
+from orchestrator.engine.torch.buffer import GradientBuffers
+from orchestrator.engine.torch.trailer import Trailer
+from orchestrator.engine.torch.tree import Range, are_siblings, gap_in, middle, nodes_of
+from orchestrator.errors import PlanError
+
+_NO_LEAVES = (0, 0)
+
+
+@dataclass(slots=True)
+class _Node:
+    leaves: Range
+    buffers: GradientBuffers
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Buffers that nobody uses now; more are made when there are none."""
+
+    first: GradientBuffers
+    free: list[GradientBuffers] = field(default_factory=list[GradientBuffers])
+    made: int = 1
+
+    def take(self) -> GradientBuffers:
+        if self.free:
+            return self.free.pop()
+        self.made += 1
+        return self.first.another()
+
+
+class Reproducible:
+    """See the module. A `Reduction`.
+
+    Args:
+        buffers: without a trailer, padded to a multiple of the ranks.
+        group: the ranks.
+    """
+
+    def __init__(self, buffers: GradientBuffers, group: BaseGroup) -> None:
+        self._group = group
+        self._pool = _Pool(buffers)
+        self._current = buffers  # what `.grad` is attached to; not in the pool
+        self._stack: list[_Node] = []
+        self._leaves = 0
+        self._owned: Range = _NO_LEAVES
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """The leaf's gradient during a backward; the sum after `finish`."""
+        return self._current
+
+    @property
+    def buffers_made(self) -> int:
+        """How many sets of gradient buffers exist."""
+        return self._pool.made
+
+    def begin(self, *, steps: int | None, leaves: int | None) -> None:
+        """Start without nodes. Raises `ValueError` without `leaves`."""
+        del steps
+        if leaves is None or leaves < 1:
+            raise ValueError(
+                "reduction='reproducible' needs begin_window(leaves=...): the leaves of the update "
+                f"over all ranks, 1 or more; it is {leaves}"
+            )
+        self._pool.free += [node.buffers for node in self._stack]
+        self._stack.clear()
+        self._leaves, self._owned = leaves, _NO_LEAVES
+        self._current.zero()
+
+    def before_backward(self, *, last: bool, leaf: int | None) -> None:
+        """Have the next backward fill zeroed buffers. Raises `ValueError` for a leaf out of turn."""
+        del last
+        expected = self._owned[1] if self._owned != _NO_LEAVES else leaf
+        if leaf is None or leaf != expected or not 0 <= leaf < self._leaves:
+            raise ValueError(
+                f"backward(leaf=...) must be the leaf's number below {self._leaves}, one after the "
+                f"other on a rank: {expected} is due, but it is {leaf}"
+            )
+        self._owned = (leaf if self._owned == _NO_LEAVES else self._owned[0], leaf + 1)
+
+    def after_backward(self) -> None:
+        """Fold the leaf into the nodes that it completes."""
+        node = _Node((self._owned[1] - 1, self._owned[1]), self._current)
+        while self._stack and are_siblings(self._stack[-1].leaves, node.leaves, self._leaves):
+            left = self._stack.pop()
+            for ours, theirs in zip(left.buffers.flats, node.buffers.flats, strict=True):
+                ours.add_(theirs)
+            self._pool.free.append(node.buffers)
+            node = _Node((left.leaves[0], node.leaves[1]), left.buffers)
+        self._stack.append(node)
+        self._use(self._pool.take())
+        self._current.zero()
+
+    def ready(self, parameter: int) -> None:
+        """Nothing: leaves are folded whole."""
+        del parameter
+
+    def finish(self, trailer: Trailer) -> Trailer:
+        """Sum over ranks along the tree. Collective.
+
+        Raises:
+            PlanError: on all ranks alike, when the ranks' leaves are not each of the update's once.
+        """
+        rows = self._exchange_rows(trailer)
+        owned = [(int(row[0]), int(row[1])) for row in rows]
+        if wrong := gap_in(owned, self._leaves):
+            raise PlanError(f"of {self._leaves} leaves of an update, {wrong}: ranks own {owned}")
+        if self._group.size > 1:
+            self._sum_along_tree([nodes_of(one, self._leaves) for one in owned])
+        else:
+            self._pool.free.append(self._current)
+            self._use(self._stack.pop().buffers)
+        metric_count = len(trailer.metrics)
+        totals = Trailer.empty(metric_count)
+        for row in rows:
+            totals.add(Trailer.of(row[2:], metric_count))
+        return totals
+
+    def _use(self, buffers: GradientBuffers) -> None:
+        self._current = buffers
+        buffers.attach(fresh=True)
+
+    def _exchange_rows(self, trailer: Trailer) -> list[list[float]]:
+        mine = [float(self._owned[0]), float(self._owned[1]), *trailer.numbers()]
+        row = torch.tensor([mine], dtype=torch.float64, device=self._group.device)
+        return self._group.all_gather(row).tolist()
+
+    def _sum_along_tree(self, nodes: list[list[Range]]) -> None:
+        parts: list[dict[Range, Tensor]] = [{} for _ in self._current.flats]
+        received: list[GradientBuffers] = []
+        for turn in range(max(map(len, nodes))):
+            into = self._pool.take()
+            received.append(into)
+            senders = [ranges[turn] if turn < len(ranges) else None for ranges in nodes]
+            mine = self._stack[turn].buffers if turn < len(self._stack) else None
+            for number, flat in enumerate(into.flats):
+                self._exchange_node(
+                    flat, mine.flats[number] if mine else None, senders, parts[number]
+                )
+            if mine is not None:
+                self._pool.free.append(mine)
+        self._stack.clear()
+        for flat, held in zip(self._current.flats, parts, strict=True):
+            segment = flat.numel() // self._group.size
+            total = _total((0, self._leaves), held)
+            self._group.gather_into(flat.split(segment) if segment else [flat], total.clone())
+        self._pool.free += received
+
+    def _exchange_node(
+        self,
+        into: Tensor,
+        mine: Tensor | None,
+        senders: list[Range | None],
+        parts: dict[Range, Tensor],
+    ) -> None:
+        """Send this rank's node in segments, get everybody's segment that is this rank's to add."""
+        segment = into.numel() // self._group.size
+        counts = [0 if node is None else segment for node in senders]
+        here = into[: sum(counts)]
+        self._group.all_to_all(here, into[:0] if mine is None else mine, counts=counts)
+        pieces = iter(here.split(segment))
+        for node in senders:
+            if node is not None:
+                parts[node] = next(pieces)
+
+
+def _total(node: Range, parts: dict[Range, Tensor]) -> Tensor:
+    """The sum over `node`, in place in its leftmost part."""
+    if node in parts:
+        return parts[node]
+    split = middle(*node)
+    return _total((node[0], split), parts).add_(_total((split, node[1]), parts))

@@ -1,0 +1,105 @@
+"""Sends the buckets of the flat buffers, in order, while the last backward still computes.
+
+A bucket leaves as soon as every gradient in it is there and all buckets before it have left. The order
+is fixed, so it is the same on all ranks whatever each of them computed. What holds the
+trailer (the last bucket, as a rule) waits for the boundary.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from orchestrator.engine.torch.base_group import BaseGroup, Work
+from orchestrator.engine.torch.buffer import GradientBuffers, bucket_slices
+from orchestrator.errors import JobError
+
+
+class BucketSender:
+    """One reduction of the buffers at a time.
+
+    Args:
+        buffers: whose payloads are summed over ranks, in place.
+        group: the ranks.
+        bucket_bytes: size of a bucket.
+    """
+
+    def __init__(self, buffers: GradientBuffers, group: BaseGroup, bucket_bytes: int) -> None:
+        self._buffers, self._group = buffers, group
+        slices = bucket_slices(buffers.payloads, bucket_bytes)
+        self._buckets: list[Tensor] = [
+            buffers.payloads[buffer][start:end] for buffer, start, end in slices
+        ]
+        self._members = [0] * len(slices)
+        self._buckets_of: list[list[int]] = []
+        for place in buffers.places:
+            touched = [
+                number
+                for number, (buffer, start, end) in enumerate(slices)
+                if buffer == place.buffer
+                and start < place.start + place.count
+                and place.start < end
+            ]
+            self._buckets_of.append(touched)
+            for number in touched:
+                self._members[number] += 1
+        end_of_gradients = buffers.gradients[-1].numel()
+        for number, (buffer, _, end) in enumerate(slices):
+            if buffer == len(buffers.payloads) - 1 and end > end_of_gradients:
+                self._members[number] += 1  # the trailer, which is never ready before the boundary
+        self._missing: list[int] | None = None
+        self._seen: set[int] = set()
+        self._under_way: list[Work] = []
+
+    @property
+    def started(self) -> bool:
+        """True when some bucket has left and was not waited for."""
+        return bool(self._under_way)
+
+    def arm(self) -> None:
+        """Send buckets as gradients become ready from now on: the backward that follows is the last."""
+        if self._group.size > 1:
+            self._missing = list(self._members)
+            self._seen.clear()
+
+    def ready(self, parameter: int) -> None:
+        """A gradient is there. Called by the parameter's hook; does nothing unless armed.
+
+        Raises:
+            JobError: it had been there already, and is on its way to the other ranks.
+        """
+        if self._missing is None:
+            return
+        if parameter in self._seen:
+            self._ready_again(parameter)
+            return
+        self._seen.add(parameter)
+        for number in self._buckets_of[parameter]:
+            self._missing[number] -= 1
+        while self._missing[len(self._under_way)] == 0:
+            self._send_next()
+
+    def _ready_again(self, parameter: int) -> None:
+        if any(number < len(self._under_way) for number in self._buckets_of[parameter]):
+            name = self._buffers.parameters[parameter][0]
+            raise JobError(
+                f"the gradient of {name} grew after it was sent: one backward reached it twice, as "
+                "with reentrant activation checkpoints around shared parameters. Use "
+                "checkpoint(..., use_reentrant=False), or Accumulator(..., overlap=False)"
+            )
+
+    def send_rest(self) -> None:
+        """Send what has not left yet."""
+        while len(self._under_way) < len(self._buckets):
+            self._send_next()
+        self._missing = None
+
+    def wait(self) -> None:
+        """Return when every sum is there. Raises `PeerLost` when a rank went away."""
+        for work in self._under_way:
+            work.wait()
+        self._under_way.clear()
+
+    def _send_next(self) -> None:
+        with self._group.silence.lifted():
+            bucket = self._buckets[len(self._under_way)]
+            self._under_way.append(self._group.all_reduce_sum_async(bucket))

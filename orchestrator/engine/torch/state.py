@@ -1,0 +1,190 @@
+"""Model and optimizer to files and back, to the bit: safetensors for tensors, plain JSON for the rest.
+
+Nothing is pickled. Tensors that share their memory are written once; the file's metadata names the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from orchestrator.errors import JobError, RunFolderError
+
+WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
+
+
+def save_model(model: Module, folder: Path) -> dict[str, Any]:
+    """Write the state of `model`; give what of it JSON holds (modules' extra state)."""
+    tensors, rest = _model_state(model)
+    _write(folder / WEIGHTS, tensors)
+    return rest
+
+
+def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
+    """The inverse of `save_model`. Raises `RunFolderError` when it is another model's state."""
+    tensors = _read(folder / WEIGHTS)
+    state = tensors | {name: unpack(value, tensors) for name, value in rest.items()}
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise RunFolderError(f"{folder / WEIGHTS} is of another model: {error}") from error
+
+
+def save_optimizer(optimizer: Optimizer, folder: Path) -> Any:
+    """Write the optimizer's tensors; give the rest as what JSON can hold."""
+    tensors: dict[str, Tensor] = {}
+    packed = pack(optimizer.state_dict(), tensors, "")
+    _write(folder / OPTIMIZER, tensors)
+    return packed
+
+
+def load_optimizer(optimizer: Optimizer, folder: Path, packed: Any) -> None:
+    """The inverse of `save_optimizer`. Raises `RunFolderError` when it is another optimizer's state."""
+    saved = unpack(packed, _read(folder / OPTIMIZER))
+    try:
+        optimizer.load_state_dict(saved)
+    except (ValueError, KeyError) as error:
+        raise RunFolderError(f"{folder / OPTIMIZER} is of another optimizer: {error}") from error
+    # torch casts state to the parameter's dtype, which would round moments kept in a wider one.
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, values in saved["state"].items():
+        held = optimizer.state[parameters[number]]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and held[key].dtype != value.dtype:
+                held[key] = value.to(held[key].device)
+
+
+def weights_sha256(model: Module) -> str:
+    """Digest over the bytes of all weights and buffers, in the order of their names; tensors that
+    share memory count once, under the first name. It can be had from the weights' file alone.
+    """
+    tensors, _ = _model_state(model)
+    kept, _ = _without_aliases(tensors)
+    whole = hashlib.sha256()
+    for name in sorted(kept):
+        data = kept[name].detach().cpu().resolve_conj().contiguous().reshape(-1)
+        whole.update(memoryview(data.view(torch.uint8).numpy()))
+    return whole.hexdigest()
+
+
+def _model_state(model: Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors: dict[str, Tensor] = {}
+    rest: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        else:
+            rest[name] = pack(value, tensors, name)
+    return tensors, rest
+
+
+# ------------------------------------------------------------------ values
+
+
+def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    """`value` as what JSON can hold, with its tensors moved to `tensors` under their paths.
+
+    >>> pack({"betas": (0.9, 0.5)}, {}, "")
+    {'items': [['betas', {'tuple': [0.9, 0.5]}]]}
+
+    Raises:
+        JobError: it holds something that neither JSON nor safetensors can.
+    """
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, Mapping):
+        items: Mapping[Any, Any] = value
+        if all(isinstance(key, (str, int)) for key in items):
+            return {
+                "items": [
+                    [k, pack(v, tensors, f"{path}.{k}".lstrip("."))] for k, v in items.items()
+                ]
+            }
+    if isinstance(value, (list, tuple)):
+        entries: list[Any] | tuple[Any, ...] = value
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        return {kind: [pack(v, tensors, f"{path}.{n}") for n, v in enumerate(entries)]}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        # JSON has no NaN or infinity; hexadecimal keeps every bit of all the others as well.
+        return value if value - value == 0 else {"float": str(value)}
+    raise JobError(
+        f"the state at '{path}' holds a {type(value).__name__}, which cannot be saved without "
+        "pickling; keep tensors, numbers, strings, lists and dicts there"
+    )
+
+
+def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The inverse of `pack`."""
+    if not isinstance(packed, Mapping):
+        return packed
+    [(kind, content)] = packed.items()  # type: ignore[reportUnknownMemberType]
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "float":
+        return float(content)
+    if kind == "items":
+        return {key: unpack(value, tensors) for key, value in content}
+    entries = [unpack(value, tensors) for value in content]
+    return tuple(entries) if kind == "tuple" else entries
+
+
+# ------------------------------------------------------------------ files
+
+
+def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors by name, and {other name: name} for those that are the same memory."""
+    first: dict[Any, str] = {}
+    kept: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        same = first.setdefault(key, name) if tensor.numel() else name
+        if same == name:
+            kept[name] = tensor
+        else:
+            aliases[name] = same
+    return kept, aliases
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    kept, aliases = _without_aliases(tensors)
+    complexes = sorted(name for name, tensor in kept.items() if tensor.is_complex())
+    plain = {
+        name: torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
+        for name, t in kept.items()
+    }
+    # Views into a common memory (slices of one tensor) have to be parted; others are not copied.
+    parted = {name: t.clone() if t._is_view() else t for name, t in plain.items()}  # noqa: SLF001  # no public name
+    metadata = {"aliases": json.dumps(aliases), "complex": json.dumps(complexes)}
+    try:
+        save_file({name: t.contiguous() for name, t in parted.items()}, path, metadata)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]  # untyped there
+            metadata: dict[str, str] = file.metadata() or {}
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
+    except (SafetensorError, FileNotFoundError) as error:
+        raise RunFolderError(f"{path} cannot be read: {error}") from error
+    for name in json.loads(metadata.get("complex", "[]")):
+        tensors[name] = torch.view_as_complex(tensors[name])
+    for alias, name in json.loads(metadata.get("aliases", "{}")).items():
+        tensors[alias] = tensors[name]
+    return tensors

@@ -1,0 +1,157 @@
+"""Which transport a group uses, and the process group object over it.
+
+The choice is rank 0's, from what every rank says of itself, so all ranks make the same one. What was
+asked for by name and cannot be had is refused: never another transport in its place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from orchestrator.errors import TransportError, did_you_mean
+
+KNOWN = ("auto", "gloo", "nccl", "hccl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Presence:
+    """What a rank tells the others when it arrives.
+
+    Attributes:
+        node: name of its node.
+        asked: the transport that it was configured with.
+        gpu: identity of its own GPU, unique in the world, or "" when it has none.
+        nccl: whether this torch was built with NCCL.
+    """
+
+    rank: int
+    node: str
+    asked: str
+    gpu: str = ""
+    nccl: bool = False
+
+
+def gpu_index(local_rank: int) -> int | None:
+    """The CUDA device of this rank, or None when there are too few for one each.
+
+    Where the scheduler shows a rank nothing but its own GPU, that one is number 0 on every rank.
+    """
+    count = torch.cuda.device_count()
+    if local_rank < count:
+        return local_rank
+    return 0 if count == 1 else None
+
+
+def presence(*, rank: int, node: str, local_rank: int, asked: str) -> Presence:
+    """What this rank has to say of itself."""
+    index = gpu_index(local_rank) if torch.cuda.is_available() else None
+    gpu = "" if index is None else str(torch.cuda.get_device_properties(index).uuid)
+    return Presence(rank=rank, node=node, asked=asked, gpu=gpu, nccl=dist.is_nccl_available())
+
+
+def choose(everyone: Sequence[Presence]) -> str:
+    """The transport for these ranks: NCCL where each has a GPU of its own, gloo otherwise.
+
+    Raises:
+        TransportError: ranks ask for different ones, or for one that cannot be had here.
+    """
+    asked = {one.asked for one in everyone}
+    if len(asked) > 1:
+        raise TransportError(f"ranks ask for different transports: {', '.join(sorted(asked))}")
+    name = asked.pop()
+    if name == "mccl":
+        raise TransportError(
+            "transport=mccl belongs to MindSpore; a torch job on CPUs uses transport=gloo"
+        )
+    if name not in KNOWN:
+        raise TransportError(f"there is no transport '{name}'{did_you_mean(name, KNOWN)}")
+    if name == "hccl":
+        _need_npu()
+    if name in ("gloo", "hccl"):
+        return name
+    lacking = _without_own_gpu(everyone)
+    if not lacking:
+        return "nccl"
+    if name == "auto":
+        return "gloo"
+    raise TransportError(
+        f"transport=nccl needs a GPU of its own for every rank, and a torch built with NCCL: "
+        f"{lacking}. Use transport=gloo, which runs on CPUs, or fewer ranks a node"
+    )
+
+
+def _without_own_gpu(everyone: Sequence[Presence]) -> str:
+    """What keeps these ranks from using NCCL, in words; "" when nothing does."""
+    owner: dict[str, Presence] = {}
+    for one in everyone:
+        if not one.nccl:
+            return f"torch {torch.__version__} on {one.node} was built without NCCL"
+        if not one.gpu:
+            return f"rank {one.rank} on {one.node} has no GPU"
+        first = owner.setdefault(one.gpu, one)
+        if first is not one:
+            return f"ranks {first.rank} and {one.rank} on {one.node} share one GPU"
+    return ""
+
+
+def _need_npu() -> None:
+    if importlib.util.find_spec("torch_npu") is None:
+        raise TransportError(
+            "transport=hccl needs Ascend NPUs and the package torch_npu, which is not installed "
+            "here; install it together with CANN, or use transport=gloo"
+        )
+
+
+def device_of(transport: str, local_rank: int) -> torch.device:
+    """Where tensors live under `transport`."""
+    if transport == "nccl":
+        return torch.device("cuda", gpu_index(local_rank) or 0)
+    if transport == "hccl":
+        return torch.device("npu", local_rank)
+    return torch.device("cpu")
+
+
+def build_process_group(
+    transport: str,
+    store: dist.Store,
+    *,
+    rank: int,
+    size: int,
+    address: str,
+    device: torch.device,
+    connect_timeout_s: float,
+    collective_timeout_s: float,
+) -> Any:
+    """The process group object itself, over `store`. Collective.
+
+    gloo listens at `address` and nowhere else.
+    """
+    if transport == "nccl":
+        torch.cuda.set_device(device)
+        nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009  # absent from builds for CPUs
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=collective_timeout_s)  # noqa: SLF001  # no public name
+        return nccl(store, rank, size, options)
+    if transport == "hccl":
+        # Not tried by us: we have no NPU. The constructor is the one that torch_npu registers.
+        npu: Any = importlib.import_module("torch_npu")
+        torch.get_device_module("npu").set_device(device)
+        return npu._C._distributed_c10d.ProcessGroupHCCL(  # noqa: SLF001  # no public name
+            store, rank, size, timedelta(seconds=collective_timeout_s)
+        )
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001  # older versions have no other name
+    options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001
+    options._timeout = timedelta(seconds=connect_timeout_s)  # noqa: SLF001
+    options._threads = 2  # noqa: SLF001  # buckets under way at a time
+    group = gloo(store, rank, size, options)
+    # The constructor waits for its peers with the same time-out as collectives do later.
+    group._set_default_timeout(timedelta(seconds=collective_timeout_s))  # noqa: SLF001
+    return group
