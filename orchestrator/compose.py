@@ -89,6 +89,17 @@ def accept_spellings(arguments: Sequence[str]) -> list[str]:
     return result
 
 
+def _forget_the_default_job(composed: DictConfig, stated: set[str]) -> None:
+    """With somebody's own `job._target_`, what conf/job/digits.yaml sets is not meant for it."""
+    for key in list(composed.job):
+        if f"job.{key}" not in stated:
+            OmegaConf.set_struct(composed.job, value=False)
+            del composed.job[key]
+    for dotted in ("facts.parameters", "facts.dataset_samples", "train.epochs"):
+        if dotted not in stated:
+            OmegaConf.update(composed, dotted, None)
+
+
 def to_config(composed: DictConfig, overrides: Iterable[str]) -> Config:
     """Check a composed configuration against the schema and the rules; give it as a `Config`.
 
@@ -96,16 +107,8 @@ def to_config(composed: DictConfig, overrides: Iterable[str]) -> Config:
         ConfigError: unknown keys, wrong types, values that cannot be used.
     """
     stated = {_key(override) for override in overrides}
-    if (
-        "job._target_" in stated
-    ):  # somebody's own job: the default job's arguments are not meant for it
-        for section in ("job", "facts"):
-            for key in list(composed[section]):
-                if f"{section}.{key}" not in stated:
-                    composed[section][key] = None
-                    if section == "job":
-                        OmegaConf.set_struct(composed[section], value=False)
-                        del composed[section][key]
+    if "job._target_" in stated:
+        _forget_the_default_job(composed, stated)
     try:
         values = OmegaConf.to_container(composed, resolve=True)
         sentences = unknown_keys(values)  # type: ignore[arg-type]

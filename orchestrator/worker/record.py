@@ -129,7 +129,7 @@ class Recorder:
             )
         except OSError as error:
             self._warn(
-                f"the checkpoint after update {updates} could not be written: {error.strerror}; "
+                f"the checkpoint after update {updates} could not be written: {error.strerror or error}; "
                 f"the run goes on, the last good checkpoint is kept"
             )
 
