@@ -16,6 +16,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -75,7 +76,10 @@ class Ended:
 
 def cluster_for(config: Config) -> Cluster:
     """The implementation of `cluster.kind`."""
-    del config
+    if config.cluster.kind == "slurm":
+        from orchestrator.submit.slurm import SlurmCluster
+
+        return SlurmCluster(config)
     return LocalCluster()
 
 
@@ -149,9 +153,11 @@ def held(run: RunDir) -> Generator[None]:
 
 
 def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> Ended:
-    """Start a new run and follow it to its end."""
+    """Start a new run, and follow it to its end unless it goes on without us."""
     plan = prepare(config)
     run = RunDir(new_folder(config))
+    detached = _detached(config)
+    verdict = detached.check(config, run, manner) if detached else None
     with Interrupts() as interrupts:
         fresh = not run.path.exists()
         run.create()
@@ -163,9 +169,11 @@ def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> E
                 write_json(run.plan, plan.to_json())
                 write_json(run.submission, _submission(config, overrides))
                 with held(run):
+                    if detached:
+                        return detached.place(config, run, manner, verdict)
                     return _attempt(config, run, plan.to_json(), manner, interrupts)
         except UsageError:  # before anything was trained; the message says all
-            if fresh and not run.metrics.exists():
+            if fresh and not run.metrics.exists() and not run.handle.exists():
                 shutil.rmtree(run.path)
             raise
 
@@ -178,8 +186,20 @@ def resume(path: Path, manner: Manner) -> Ended:
     if result and result["state"] == "finished":
         say(manner.console, f"{path} has finished already; there is nothing to resume")
         return Ended(run=run, state=State.FINISHED, exit_code=EXIT_FINISHED)
+    detached = _detached(config)
     with Interrupts() as interrupts, writing(run), held(run):
+        if detached:
+            return detached.resume(config, run, manner)
         return _attempt(config, run, run.read_plan(), manner, interrupts)
+
+
+def _detached(config: Config) -> ModuleType | None:
+    """The way of runs that are submitted and left alone; None for those that are held."""
+    if config.cluster.kind == "local":
+        return None
+    from orchestrator.submit import detached
+
+    return detached
 
 
 def _submission(config: Config, overrides: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,29 @@
+"""result.json for a run whose rank 0 could not write it: it failed, or stopped before it began."""
+
+from __future__ import annotations
+
+from orchestrator.report.metrics import read_metrics
+from orchestrator.rundir import RunDir, write_json
+from orchestrator.submit.api import Culprit, State
+
+
+def write_end(run: RunDir, state: State, culprit: Culprit | None = None) -> None:
+    """Write it from what is known: the state, the culprit, and the updates in metrics.jsonl."""
+    history = read_metrics(run.metrics)
+    last = history.updates[-1] if history.updates else {}
+    write_json(
+        run.result,
+        {
+            "state": state.value,
+            "updates": last.get("update", -1) + 1,
+            "samples": sum(record["samples"] for record in history.updates),
+            "loss": last.get("loss"),
+            "metrics": {},
+            "weights_sha256": None,
+            "peak_memory_bytes": [],
+            "collectives": sum(record["collectives"] for record in history.updates),
+            "bytes_on_wire": sum(record["bytes_on_wire"] for record in history.updates),
+            "seconds": sum(record["update_s"] for record in history.updates),
+            "culprit": culprit.to_json() if culprit else None,
+        },
+    )

@@ -1,0 +1,102 @@
+"""After srun, in the batch script: hand the job back to the queue, or say who failed.
+
+It runs on the first node, outside any container, when all ranks have ended. The scheduler is asked
+first what it thinks of the job: one that it has already taken back (requeued, cancelled) must not
+be touched, and a script that outlived its slurmd must not speak for a restarted job.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import EXIT_FINISHED
+from orchestrator.rundir import RunDir, read_json, write_json
+from orchestrator.submit.api import Culprit, State
+from orchestrator.submit.ending import write_end
+from orchestrator.submit.slurm_blame import blame_slurm
+from orchestrator.submit.slurm_client import SchedulerDown, SlurmClient
+from orchestrator.submit.slurm_jobs import shown
+from orchestrator.worker.departure import ask_for_requeue
+from orchestrator.worker.fence import Fence
+
+OURS = frozenset({"RUNNING", "COMPLETING"})
+ASK_FOR_S = 300.0
+LIMIT_NEAR_S = 150.0
+STOP_CODES = frozenset(128 + s for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
+
+
+def _job(client: SlurmClient, job_id: str) -> dict[str, str]:
+    """What the controller says of this job; waits for a controller that does not answer."""
+    deadline = time.monotonic() + ASK_FOR_S
+    pause = 1.0
+    while True:
+        try:
+            return shown(client, job_id)
+        except SchedulerDown:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(pause)
+            pause = min(2 * pause, 30.0)
+
+
+def reason(job: dict[str, str], now: float) -> str | None:
+    """Why the scheduler wanted the job to stop; None when it does not show."""
+    if job.get("PreemptTime", "None") not in ("None", "N/A"):
+        return "preempted"
+    end = job.get("EndTime", "")
+    if end.isdigit() and float(end) - now < LIMIT_NEAR_S and job.get("TimeLimit") != "UNLIMITED":
+        return "near its time limit"
+    return None
+
+
+def settle(path: Path, attempt: int, code: int) -> None:
+    """Finish what the ranks could not. Args: `code`: srun's exit code."""
+    run = RunDir(path)
+    if Fence(run.newest_attempt, attempt).superseded:
+        return
+    result = run.read_result()
+    if result is not None and code == EXIT_FINISHED:
+        return
+    job_id = os.environ["SLURM_JOB_ID"]
+    job = _job(SlurmClient(), job_id)
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+    if job.get("JobState") not in OURS or job.get("Restarts", restarts) != restarts:
+        return
+    departure = read_json(run.departure(attempt))
+    stopped_early = code in STOP_CODES and not run.failures(attempt)
+    if run.cancel.exists() and (code == EXIT_FINISHED or stopped_early):
+        write_end(run, State.STOPPED)
+    elif departure is not None or (stopped_early and job.get("Requeue") == "1"):
+        _requeue(run, attempt, departure or {"updates": None, "time": time.time()}, job, job_id)
+    else:
+        write_end(run, State.FAILED, _culprit(run, attempt, code))
+
+
+def _requeue(
+    run: RunDir, attempt: int, departure: dict[str, Any], job: dict[str, str], job_id: str
+) -> None:
+    why = reason(job, time.time()) or departure.get("why") or "stopped before it began"
+    write_json(run.departure(attempt), {**departure, "why": why})
+    ask_for_requeue(job_id)
+
+
+def _culprit(run: RunDir, attempt: int, code: int) -> Culprit:
+    if code == EXIT_FINISHED:
+        return Culprit(
+            rank=None, node="batch", cause="all ranks ended in order, but none wrote a result"
+        )
+    return blame_slurm(run, attempt, _nodes_of_ranks(run), code)
+
+
+def _nodes_of_ranks(run: RunDir) -> dict[int, str]:
+    """Each rank's node by the scheduler's name; srun itself calls nodes by their host names."""
+    from submitit.slurm.slurm import SlurmJobEnvironment
+
+    nodes = SlurmJobEnvironment().hostnames
+    ranks = int(run.read_plan().get("ranks") or 0)
+    width = max(1, ranks // len(nodes))
+    return {rank: nodes[rank // width] for rank in range(width * len(nodes))}

@@ -1,0 +1,158 @@
+"""A submission to SLURM as a value: from a `Config` to the exact text of the batch script.
+
+Pure: nothing is read but the arguments, so the text can be printed, compared with golden files, and
+handed to `sbatch --test-only`. It is a script of our own rather than submitit's, because submitit's
+has no --requeue, no --kill-on-bad-exit and no --cpus-per-task for srun, always sets a wckey, and
+has no place after srun that keeps its exit code. submitit places it and starts the task in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.config import ClusterConfig, Config, node_range
+from orchestrator.rundir import RunDir
+from orchestrator.submit.slurm_values import quoted
+from orchestrator.worker.topology import BASE_ATTEMPT_VARIABLE
+
+SIGNAL_AHEAD_S = 60
+STARTER = "submit/on_node.py"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Here:
+    """The submitting side, as far as the script depends on it.
+
+    Attributes:
+        python: the interpreter that the ranks use.
+        folder: where the person stands; the job runs there too.
+        package: folder of this package as the ranks import it: in the snapshot, or installed.
+        path: folders that the ranks' PYTHONPATH begins with.
+    """
+
+    python: str
+    folder: Path
+    package: Path
+    path: tuple[Path, ...] = ()
+
+
+def job_name(config: Config) -> str:
+    """The job's name for squeue: `run.name`, or else the job class's."""
+    return config.run.name or str(config.job["_target_"]).rpartition(".")[2].lower()
+
+
+def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
+    """The #SBATCH options in the order in which a person would look for them. True: no value."""
+    cluster = config.cluster
+    least, most = node_range(cluster.nodes)
+    yield "job-name", job_name(config)
+    for name in ("partition", "account", "qos", "reservation", "constraint", "exclude"):
+        if getattr(cluster, name) is not None:
+            yield name, getattr(cluster, name)
+    yield "nodes", most if least == most else f"{least}-{most}"
+    yield "ntasks-per-node", cluster.ranks_per_node
+    yield "cpus-per-task", cluster.cpus_per_rank
+    if cluster.gpus_per_node:
+        yield "gpus-per-node", cluster.gpus_per_node
+    if cluster.memory_gib is not None:
+        yield "mem", f"{round(cluster.memory_gib * 1024)}M"
+    if cluster.time_min is not None:
+        yield "time", cluster.time_min
+    if cluster.exclusive:
+        yield "exclusive", True
+    yield ("no-requeue" if cluster.requeue is False else "requeue"), True
+    yield "signal", f"USR2@{cluster.signal_ahead_s or SIGNAL_AHEAD_S}"
+    if cluster.comment is not None:
+        yield "comment", cluster.comment
+    for name, value in cluster.slurm_flags.items():
+        if value is not False:
+            yield name, value
+    yield "output", run.batch_log
+    yield "open-mode", "append"
+
+
+def _option(name: str, value: object) -> str:
+    return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={quoted(value)}"
+
+
+def _exports(config: Config, here: Here, attempt: int) -> Iterator[str]:
+    threads = str(config.cluster.cpus_per_rank)
+    values = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        **config.cluster.environment,
+        "SUBMITIT_EXECUTOR": "slurm",
+        BASE_ATTEMPT_VARIABLE: str(attempt),
+    }
+    for name, value in values.items():
+        yield f"export {name}={quoted(value)}"
+    before = ":".join(str(folder) for folder in here.path)
+    if before:
+        yield f'export PYTHONPATH={quoted(before)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+
+
+def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str], list[str]]:
+    """(srun's options, the command before the starter) for a container, or for none."""
+    shared = sorted({str(run.path), str(here.folder), *(str(folder) for folder in here.path)})
+    if cluster.container_runtime == "pyxis":
+        mounts = ",".join(f"{folder}:{folder}" for folder in shared)
+        return [
+            f"--container-image={cluster.container}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={here.folder}",
+        ], ["python3"]
+    if cluster.container_runtime == "apptainer":
+        gpus = ["--nv"] if cluster.gpus_per_node else []
+        binds = [word for folder in shared for word in ("--bind", folder)]
+        return [], ["apptainer", "exec", *gpus, *binds, str(cluster.container), "python3"]
+    return [], [here.python]
+
+
+def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
+    """The text that sbatch gets. The values must have passed `check_values`.
+
+    Args:
+        attempt: number of the job's first start; a requeued job adds SLURM_RESTART_COUNT to it.
+    """
+    cluster = config.cluster
+    srun_options, python = _launcher(cluster, here, run)
+    starter = here.package / STARTER
+    srun = [
+        "srun",
+        "--unbuffered",
+        "--kill-on-bad-exit=1",
+        f"--cpus-per-task={cluster.cpus_per_rank}",
+        f"--output={run.logs}/node%n.log",
+        *srun_options,
+        *python,
+        "-u",
+        str(starter),
+        "rank",
+        str(run.submitit),
+    ]
+    lines = [
+        "#!/bin/bash",
+        *(_option(name, value) for name, value in options(config, run)),
+        "",
+        "umask 077",
+        f"run={quoted(run.path)}",
+        'if ! [ -w "$run/attempts" ]; then',
+        '    echo "error: the run folder $run cannot be written on node $SLURMD_NODENAME" >&2',
+        "    exit 1",
+        "fi",
+        f"attempt=$(printf %03d $(({attempt} + ${{SLURM_RESTART_COUNT:-0}})))",
+        'mkdir -p "$run/attempts/$attempt"',
+        *_exports(config, here, attempt),
+    ]
+    if cluster.preamble:
+        lines += ["", "# cluster.preamble", *cluster.preamble]
+    lines += [
+        "",
+        f'{" ".join(map(quoted, srun))} 2>>"$run/attempts/$attempt/srun.log"',
+        "code=$?",
+        f'{quoted(here.python)} {quoted(starter)} after "$run" "$attempt" "$code"',
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"

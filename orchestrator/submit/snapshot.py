@@ -1,0 +1,124 @@
+"""What was submitted is what runs: the code is copied into the run folder before a job is queued.
+
+A queued job may start days later, and again after every preemption. It imports from its copy, so
+editing files meanwhile changes nothing. Copied are the source folders that hold this package and
+the job's module, as git sees them: tracked, modified and new files, not the ignored ones. Packages
+that were installed into Python's own folders are left there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from orchestrator.errors import RunFolderError
+from orchestrator.report.units import format_bytes
+from orchestrator.target import find_module
+
+LIMIT_BYTES = 64 * 2**20
+LIMIT_FILES = 20_000
+GIT_TIMEOUT_S = 60
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a module's file lies in one of Python's own folders (site-packages and the like)."""
+    own = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
+    return any(path.is_relative_to(folder) for folder in own)
+
+
+def source_root(module: str) -> tuple[Path, str] | None:
+    """The folder on Python's path that holds a module, and the module's own top entry in it.
+
+    None for what is installed, built in, or not there.
+    """
+    spec = find_module(module)
+    places = list(spec.submodule_search_locations or []) if spec else []
+    origin = spec.origin if spec and spec.origin not in (None, "built-in", "frozen") else None
+    if origin is None and not places:
+        return None
+    path = Path(places[0] if places else str(origin)).absolute()
+    root = path.parents[module.count(".")]
+    return None if is_installed(path) else (root, module.split(".", maxsplit=1)[0])
+
+
+def source_roots(job_target: str) -> dict[Path, set[str]]:
+    """The source folders to copy, each with the top entries that are needed from it for certain."""
+    roots: dict[Path, set[str]] = {}
+    if not is_installed(PACKAGE):
+        roots[PACKAGE.parent] = {PACKAGE.name}
+    job = source_root(job_target.rpartition(".")[0])
+    if job is not None:
+        roots.setdefault(job[0], set()).add(job[1])
+    return roots
+
+
+def _git_files(root: Path) -> list[str] | None:
+    """Files below `root` that git knows or would add; None where git does not say."""
+    try:
+        done = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=root, capture_output=True, timeout=GIT_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode:
+        return None
+    return sorted({os.fsdecode(name) for name in done.stdout.split(b"\0") if name})
+
+
+def _walked(root: Path, tops: set[str]) -> Iterator[str]:
+    """Without git: the needed packages whole, and the modules that lie beside them."""
+    for path in sorted(root.iterdir()):
+        if path.is_file() and path.suffix == ".py":
+            yield path.name
+    for top in sorted(tops):
+        for folder, folders, files in os.walk(root / top):
+            folders[:] = sorted(f for f in folders if f != "__pycache__" and f[0] != ".")
+            yield from (
+                str((Path(folder) / f).relative_to(root)) for f in files if not f.endswith(".pyc")
+            )
+
+
+def _files(root: Path, tops: set[str], run: Path) -> list[Path]:
+    listed = _git_files(root)
+    wanted = {*tops, *(f"{top}.py" for top in tops)}
+    if listed is None or not any(name.split("/")[0] in wanted for name in listed):
+        listed = list(_walked(root, tops))  # no repository, or one that ignores this folder
+    found = (root / name for name in listed if not name.startswith("runs/"))
+    return [path for path in found if path.is_file() and not path.is_relative_to(run)]
+
+
+def copies(job_target: str, into: Path) -> dict[Path, Path]:
+    """Where each source folder's copy goes: what the job's PYTHONPATH begins with, in order."""
+    return {root: into / str(i) for i, root in enumerate(source_roots(job_target))}
+
+
+def take(job_target: str, run: Path, into: Path) -> None:
+    """Copy the code into the folder `into` of the run `run`.
+
+    Raises:
+        RunFolderError: there is too much of it.
+    """
+    files = size = 0
+    places = copies(job_target, into)
+    for root, tops in source_roots(job_target).items():
+        sources = _files(root, tops, run)
+        sizes = {path: path.stat().st_size for path in sources}
+        files, size = files + len(sizes), size + sum(sizes.values())
+        if size > LIMIT_BYTES or files > LIMIT_FILES:
+            largest = max(sizes, key=lambda path: sizes[path])
+            raise RunFolderError(
+                f"the code in {root} is {format_bytes(size)} in {files} files (the largest is "
+                f"{largest.relative_to(root)}), too much to keep a copy with the run (at most "
+                f"{format_bytes(LIMIT_BYTES)}, {LIMIT_FILES} files); leave data out by .gitignore, "
+                f"or set run.snapshot=false"
+            )
+        for folder in sorted({places[root] / p.parent.relative_to(root) for p in sources}):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in sources:
+            shutil.copyfile(path, places[root] / path.relative_to(root))
