@@ -5,6 +5,8 @@ from orchestrator.engine.torch import Accumulator, TorchGroup, all_gather
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from orchestrator.engine.torch.accumulator import Accumulator
@@ -32,7 +34,8 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
         found["cudnn"] = str(torch.backends.cudnn.version())
-        found["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
+        nccl: Any = getattr(torch.cuda, "nccl")  # noqa: B009  # not declared in torch.cuda
+        found["nccl"] = ".".join(str(part) for part in nccl.version())
     return found
 
 

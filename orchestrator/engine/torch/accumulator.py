@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -110,7 +109,7 @@ class Accumulator:
 
     @property
     def buffers(self) -> GradientBuffers:
-        """Where gradients are. After a boundary: the averaged and clipped gradient of the update."""
+        """Where gradients are; after a boundary, the update's averaged and clipped gradient."""
         return self._reduction.buffers
 
     def parameter_count(self) -> int:
@@ -132,7 +131,7 @@ class Accumulator:
         steps: int | None = None,
         leaves: int | None = None,
     ) -> None:
-        """Start an update: gradients are zero. Not collective. `backward` does it where you did not.
+        """Start an update: gradients are zero. Not collective. `backward` does it if need be.
 
         Args:
             update: its number, for messages and the report; one more than the last by default.
@@ -156,14 +155,14 @@ class Accumulator:
             self.group.silence.keep(f"in mid-window of update {self._update}")
 
     def backward(self, loss: Loss, *, last: bool = False, leaf: int | None = None) -> None:
-        """Back-propagate one micro-step's sum. Silent, but for finished buckets when it is the last.
+        """Back-propagate one micro-step's sum. Silent, but for finished buckets in the last one.
 
         Args:
             loss: its `total` is back-propagated as it is; averaging is the boundary's.
             last: this rank has no further micro-step in this window, so buckets may leave already.
                 Leaving it False is always right, and slower.
-            leaf: the micro-step's global number in the update; needed with reduction="reproducible",
-                where a rank's come in order.
+            leaf: the micro-step's global number in the update; needed with
+                reduction="reproducible", where a rank's come in order.
 
         Raises:
             JobError: `loss` is not what the job's contract says.
@@ -196,8 +195,8 @@ class Accumulator:
             stop: this rank was asked to stop; every rank's report then says so.
 
         Raises:
-            NonFiniteError: on all ranks alike, when a loss or a gradient is not finite and the policy
-                is "stop". Weights are as before.
+            NonFiniteError: on all ranks alike, when a loss or a gradient is not finite and the
+                policy is "stop". Weights are as before.
             JobError: on all ranks alike, when the weights add up to 0 or one is negative.
             PeerLost: another rank went away.
         """
@@ -295,8 +294,8 @@ class Accumulator:
             theirs = (self.group.transport_collectives() or 0) - self._transport_mark
             if theirs != ours:
                 raise SilenceError(
-                    f"{theirs - ours} collectives ran on this process group in mid-window of update "
-                    f"{self._update}, beside the {ours} of the gradient's own reduction"
+                    f"{theirs - ours} collectives ran on this process group in mid-window of "
+                    f"update {self._update}, beside the {ours} of the gradient's own reduction"
                 )
 
     def _gradient_ready(self, parameter: int) -> None:
@@ -330,8 +329,8 @@ def _reduction(
     kinds = {("fast", "boundary"): AtBoundary, ("fast", "every_step"): EveryStep}
     if (reduction, sync) not in kinds:
         raise ConfigError(
-            f"there is no accumulation.reduction={reduction} with accumulation.sync={sync}; there are "
-            "fast with boundary, fast with every_step, and reproducible with boundary"
+            f"there is no accumulation.reduction={reduction} with accumulation.sync={sync}; there "
+            "are fast with boundary, fast with every_step, and reproducible with boundary"
         )
     buffers = GradientBuffers(parameters, metric_count=metric_count)
     return kinds[reduction, sync](buffers, group, bucket_bytes=bucket_bytes, overlap=overlap)

@@ -1,4 +1,4 @@
-"""What a user should know of a model before training it in pieces: sentences with their remedies."""
+"""What a user should know of a model before training it in pieces, with the remedies."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _SHOWN = 5
 
 
 def advice(model: Module) -> list[str]:
-    """Sentences about layers of `model` that do not do what one big batch would, or do it slowly."""
+    """Sentences about layers that do not do what one big batch would, or do it slowly."""
     found: list[str] = []
     norms = [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
     if norms:
         found.append(
-            f"batch norm in {_listed(norms)} sees one micro-batch at a time, so the update is not that "
-            "of one big batch, and running statistics differ between ranks. Use GroupNorm or LayerNorm "
-            "instead, freeze the statistics (layer.eval()), or take one micro-step of the whole batch "
-            "on one rank"
+            f"batch norm in {_listed(norms)} sees one micro-batch at a time, so the update is not "
+            "that of one big batch, and running statistics differ between ranks. Use GroupNorm or "
+            "LayerNorm instead, freeze the statistics (layer.eval()), or take one micro-step of "
+            "the whole batch on one rank"
         )
     sparse = [
         name
@@ -26,8 +26,8 @@ def advice(model: Module) -> list[str]:
     ]
     if sparse:
         found.append(
-            f"sparse gradients of {_listed(sparse)} are accumulated as dense ones; sparse=False says so "
-            "and is faster"
+            f"sparse gradients of {_listed(sparse)} are accumulated as dense ones; sparse=False "
+            "says so and is faster"
         )
     return found
 

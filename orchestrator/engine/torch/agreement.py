@@ -34,7 +34,7 @@ def machine_digest(device: torch.device) -> str:
 
 
 def check_replicas(rows: Sequence[Sequence[float]]) -> None:
-    """Raise `JobError`, on all ranks alike, naming the ranks whose model is not the most common one.
+    """Raise `JobError`, on all ranks alike, naming ranks whose model is not the most common one.
 
     Args:
         rows: each rank's `as_numbers` of its weights' digest.
@@ -57,10 +57,11 @@ def machine_warning(rows: Sequence[Sequence[float]], reduction: str) -> list[str
         if reduction == "reproducible"
         else "results will not repeat to the bit"
     )
-    return [
+    sentence = (
         f"{_ranks(odd)} compute with another version of torch, number of threads or kind of "
         f"processor than the others: {price}"
-    ]
+    )
+    return [sentence]
 
 
 def unlike_most(rows: Sequence[Sequence[float]]) -> list[int]:

@@ -1,9 +1,9 @@
 """Permanent flat gradient buffers: every parameter's `.grad` is a view into one of them.
 
-One buffer for each device and real dtype; complex parameters live in their real dtype's buffer. Within
-one, parameters lie in the order in which their gradients become ready (the reverse of the model's),
-so that buckets, which are plain slices, fill up one after the other during a backward. The trailer's
-numbers end the last buffer. Nothing is ever copied together to be reduced.
+One buffer for each device and real dtype; complex parameters live in their real dtype's buffer.
+Within one, parameters lie in the order in which their gradients become ready (the reverse of the
+model's), so that buckets, which are plain slices, fill up one after the other during a backward.
+The trailer's numbers end the last buffer. Nothing is ever copied together to be reduced.
 """
 
 from __future__ import annotations
@@ -137,14 +137,14 @@ class GradientBuffers:
             if found is not None and not fresh:
                 if found.requires_grad:
                     raise JobError(
-                        f"the gradient of {name} carries a graph: accumulate with plain backward(); "
+                        f"the gradient of {name} carries a graph: accumulate by plain backward(); "
                         "for gradient penalties use torch.autograd.grad(..., create_graph=True)"
                     )
                 view.add_(found)
             parameter.grad = view
 
     def detach(self, unused: Iterable[int]) -> None:
-        """Set `.grad` of these parameters (by number) to None, so that the optimizer leaves them."""
+        """Set `.grad` of these parameters to None, so that the optimizer leaves them alone."""
         for number in unused:
             self.parameters[number][1].grad = None
 

@@ -1,7 +1,7 @@
 """Differentiable collectives with true adjoints.
 
-Convention: the gradient that flows back is that of the *sum of all ranks' losses*, sum over q of l_q.
-With g_q = dl_q/dy_q, what rank q's own loss sends back:
+Convention: the gradient that flows back is that of the *sum of all ranks' losses*, sum_q l_q. With
+g_q = dl_q/dy_q, what rank q's own loss sends back:
 
 | function | shapes | forward, on every rank | backward, on rank r |
 |---|---|---|---|
@@ -9,12 +9,12 @@ With g_q = dl_q/dy_q, what rank q's own loss sends back:
 | `all_reduce_mean` | (*) -> (*) | y = 1/R sum_q x_q | 1/R sum_q g_q |
 | `all_gather` | (n_r, *) -> (sum n_q, *) | y = concat(x_0 .. x_{R-1}) | block r of sum_q g_q |
 
-A loss that every rank computes alike from the result is then counted R times: divide it by R, or sum
-the parameters' gradients of one rank's share only.
+A loss that every rank computes alike from the result is then counted R times: divide it by R, or
+sum the parameters' gradients of one rank's share only.
 
 Forward and backward are collective: every rank has to call both, in the same order. All dtypes
-(complex included), any strides; neither the input nor the incoming gradient is modified. The backward
-is made of these same functions, so it can be differentiated again.
+(complex included), any strides; neither the input nor the incoming gradient is modified. The
+backward is made of these same functions, so it can be differentiated again.
 Source: an adjoint A* satisfies sum_r <A x, u>_r = sum_r <x, A* u>_r, and tests check just that.
 """
 
@@ -96,7 +96,7 @@ class _Blocks(Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
-        """concat of all ranks' gradients."""
+        """The ranks' gradients, concatenated."""
         return all_gather(grad_outputs[0], ctx.group, ctx.sizes), None, None
 
 

@@ -181,7 +181,7 @@ class TorchEngine:
         return self._accumulator.parameter_count()
 
     def save_state(self, folder: Path) -> dict[str, Any]:
-        """Write weights.safetensors and optimizer.safetensors; give the rest as JSON. Not collective."""
+        """Write weights and optimizer as safetensors; give the rest as JSON. Not collective."""
         return {
             "model": save_model(self._model, folder),
             "optimizer": save_optimizer(self._accumulator.optimizer, folder),
@@ -199,7 +199,7 @@ class TorchEngine:
         return weights_sha256(self._model)
 
     def peak_memory_bytes(self) -> int:
-        """Largest memory of this rank so far: the GPU's where it computes there, else the process's."""
+        """Largest memory of this rank so far: its GPU's if it computes there, or the process's."""
         if self._group.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._group.device)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -244,7 +244,8 @@ def _be_deterministic() -> None:
     """Have torch use kernels that give the same bits each time, and refuse those that cannot."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     torch.use_deterministic_algorithms(mode=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # costs time, and finds other bugs
+    # It fills new tensors with NaN to find other bugs; that costs time and changes no result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module that acts as an object
     torch.backends.cudnn.benchmark = False
 
 

@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from orchestrator.engine.torch.base_group import BaseGroup, Work
 from orchestrator.errors import PeerLost
 
-# What gloo and NCCL say when a peer is gone or silent. Anything else is a defect and stays as it is.
+# What gloo and NCCL say when a peer is gone or silent. Anything else is a defect, left as it is.
 _LOST = re.compile(
     r"reset by peer|closed by peer|broken pipe|connection (was )?(reset|closed|aborted|refused)|"
     r"timed? ?out|timeout caused pair closure|unhandled system error|remote process exited|"
@@ -27,7 +27,7 @@ _LOST = re.compile(
 
 
 def as_peer_lost(error: RuntimeError, operation: str, rank: int) -> PeerLost | None:
-    """The `PeerLost` that a transport's error stands for, or None when it is about something else."""
+    """The `PeerLost` that a transport's error stands for; None when it is about something else."""
     text = str(error)
     if _LOST.search(text) is None:
         return None
@@ -36,7 +36,7 @@ def as_peer_lost(error: RuntimeError, operation: str, rank: int) -> PeerLost | N
 
 
 class _Started:
-    """A transport's work handle whose errors are ours. Holds the tensors until they are done with."""
+    """A transport's work handle whose errors are ours. Holds the tensors until it is done."""
 
     def __init__(self, work: Any, operation: str, rank: int, tensors: tuple[Any, ...]) -> None:
         self._work, self._operation, self._rank, self._tensors = work, operation, rank, tensors
@@ -79,10 +79,10 @@ class TorchGroup(BaseGroup):
 
     @classmethod
     def wrap(cls, process_group: Any, *, device: torch.device | str | None = None) -> TorchGroup:
-        """A group over one that the caller formed, `torch.distributed.group.WORLD` say. It stays the
-        caller's. Not collective.
+        """A group over the caller's own, `torch.distributed.group.WORLD` say. Not collective.
 
         Args:
+            process_group: formed by the caller, who also ends it.
             device: where tensors live; by default the current CUDA device under NCCL, else the CPU.
         """
         backend = str(process_group.name()).lower()
@@ -143,7 +143,7 @@ class TorchGroup(BaseGroup):
         return self._start("broadcast", lambda: self._group.broadcast(flat, source), flat)
 
     def _start_barrier(self) -> Work:
-        return self._start("barrier", lambda: self._group.barrier())
+        return self._start("barrier", self._group.barrier)
 
 
 def never_destroy(process_group: Any) -> None:

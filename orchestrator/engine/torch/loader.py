@@ -1,8 +1,8 @@
 """Batches of the micro-batches that the plan names, in order, fetched ahead by worker processes.
 
 What `dataset[i]` draws at random depends on the seed and the sample's place in the update, never on
-which process fetches it. Workers are spawned, not forked: a forked one would inherit the sockets of the
-group, and peers would not notice when its rank is killed.
+which process fetches it. Workers are spawned, not forked: a forked one would inherit the sockets of
+the group, and peers would not notice when its rank is killed.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def batches(
 
     Args:
         micro_batches: read lazily, a little ahead of the batches when there are workers.
-        dataset: anything with `len()` and `[index]`; `__getitems__(indices)` is used where it has one.
+        dataset: anything with `len()` and `[index]`; `__getitems__(indices)` is used where it has
+            one.
         job: its `collate` and `augments` are honoured.
         seed: of the run.
         workers: processes that fetch ahead; 0 fetches in this process.
@@ -130,8 +131,8 @@ def check_dataset(dataset: Any) -> None:
 def _begin_worker(_: int) -> None:
     """Make a loader worker die with its rank, and leave signals to the rank.
 
-    A stop signal reaches the whole process group; a worker that died of it would look like a failure
-    while its rank is finishing the window.
+    A stop signal reaches the whole process group; a worker that died of it would look like a
+    failure while its rank is finishing the window.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

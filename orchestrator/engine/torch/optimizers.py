@@ -22,12 +22,13 @@ BY_NAME: dict[str, Callable[..., Optimizer]] = {
 
 
 def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
-    """The optimizer that the configuration's `optimizer` section describes, over trained parameters.
+    """The optimizer that the configuration's `optimizer` describes, over trained parameters.
 
     Args:
         model: whose parameters are trained where they require gradients.
-        settings: `{"name": "sgd" | "adam" | "adamw", ...}` or `{"_target_": "dotted.name", ...}`; the
-            other keys are the constructor's. Without the learning rate, which is the schedule's.
+        settings: `{"name": "sgd" | "adam" | "adamw", ...}` or `{"_target_": "dotted.name", ...}`;
+            the other keys are the constructor's. Without the learning rate, which is the
+            schedule's.
 
     Raises:
         ConfigError: an unknown name or key, with the nearest one, or values that are refused.
@@ -57,7 +58,7 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
 
 
 def usable(optimizer: Any, spelled: str) -> Optimizer:
-    """`optimizer`, if it can step on accumulated dense gradients. Raises `ConfigError` otherwise."""
+    """`optimizer`, if it can step on accumulated dense gradients, or else `ConfigError`."""
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"{spelled} gives a {type(optimizer).__name__}, not a torch Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -1,8 +1,9 @@
 """Number formats of a run: autocast for the forward, one loss scale for each window.
 
-The scale is a power of two, so scaling rounds nothing. Every micro-step of a window uses the same one;
-it is taken out once, at the boundary, with the division by the weight. When the summed gradient
-overflowed, all ranks see it in the same numbers: they skip the window and halve the scale alike.
+The scale is a power of two, so scaling rounds nothing. Every micro-step of a window uses the same
+one; it is taken out once, at the boundary, with the division by the weight. When the summed
+gradient overflowed, all ranks see it in the same numbers: they skip the window and halve the scale
+alike.
 """
 
 from __future__ import annotations

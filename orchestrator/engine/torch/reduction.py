@@ -1,7 +1,7 @@
 """How local gradients become the sum over ranks: at the boundary, or after every micro-step.
 
-A reduction is told of every micro-step, and at the end gives the totals that all ranks share; the summed
-gradient is then in `buffers`. `reproducible.py` holds the third way.
+A reduction is told of every micro-step, and at the end gives the totals that all ranks share; the
+summed gradient is then in `buffers`. `reproducible.py` holds the third way.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class AtBoundary:
 class EveryStep:
     """One reduction after each micro-step: what people do by mistake, for comparison.
 
-    Every rank takes part in as many reductions as the rank with most micro-steps; one that has run out
-    joins with zeros. What is summed already stays on rank 0 alone, so nothing is counted twice and no
-    second buffer is needed.
+    Every rank takes part in as many reductions as the rank with most micro-steps; one that has run
+    out joins with zeros. What is summed already stays on rank 0 alone, so nothing is counted twice
+    and no second buffer is needed.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """What ranks do together when a window cannot be applied: the same error, or the same skip.
 
-By then all ranks know from the trailer *that* something is wrong. To say *where*, they exchange it: one
-more collective, in windows that fail only.
+By then all ranks know from the trailer *that* something is wrong. To say *where*, they exchange it:
+one more collective, in windows that fail only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from orchestrator.errors import ConfigError, JobError, NonFiniteError
 
 POLICIES = ("stop", "skip")
 _NAMED = 3  # of what is named in a message, so many at most
+_REMEDIES = (
+    "the weights are still those before it. A lower schedule.base_lr or train.clip_norm may help; "
+    "train.on_non_finite=skip leaves such updates out"
+)
 
 
 class Refusals:
@@ -46,12 +50,11 @@ class Refusals:
         )
 
     def loss(self, update: int, bad_step: int | None) -> None:
-        """Raise for a loss that is not finite, unless it is to be skipped. Collective if it raises."""
+        """Raise for a loss that is not finite, under the policy to stop. Collective if it does."""
         if self._policy == "stop":
             raise NonFiniteError(
                 f"the loss became NaN or infinite in update {update}, first on "
-                f"{self._where(bad_step)}; the weights are still those before it. Lower "
-                "schedule.base_lr, set train.clip_norm, or train.on_non_finite=skip"
+                f"{self._where(bad_step)}; {_REMEDIES}"
             )
 
     def gradient(self, update: int, buffers: GradientBuffers) -> None:
@@ -66,8 +69,7 @@ class Refusals:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise NonFiniteError(
             f"the loss of update {update} is finite, but the gradient became NaN or infinite, in "
-            f"{', '.join(names[:_NAMED])}{more}; the weights are still those before it. Lower "
-            "schedule.base_lr, set train.clip_norm, or train.on_non_finite=skip"
+            f"{', '.join(names[:_NAMED])}{more}; {_REMEDIES}"
         )
 
     def _where(self, step: int | None) -> str:

@@ -20,7 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch.group import TorchGroup, never_destroy
@@ -52,7 +53,8 @@ def form_group(spec: GroupSpec) -> TorchGroup:
     """Form one generation of a group. Collective; every rank gets a group, or the same error.
 
     Raises:
-        RendezvousError: ranks are missing after `spec.timeout_s` (their numbers are in the message).
+        RendezvousError: ranks are missing after `spec.timeout_s` (their numbers are in the
+            message).
         StopRequested: some rank was asked to stop meanwhile.
         TransportError: the transport that was asked for cannot be had.
     """
@@ -76,7 +78,7 @@ def form_group(spec: GroupSpec) -> TorchGroup:
     try:
         process_group = build_process_group(
             transport,
-            dist.PrefixStore(f"group-{spec.generation}", store),
+            PrefixStore(f"group-{spec.generation}", store),
             rank=spec.rank,
             size=spec.size,
             address=spec.address,
@@ -121,7 +123,7 @@ def _publish(spec: GroupSpec, content: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def _host(spec: GroupSpec) -> dist.TCPStore:
+def _host(spec: GroupSpec) -> TCPStore:
     try:
         listener = _listen(spec.address)
     except OSError as error:
@@ -131,7 +133,7 @@ def _host(spec: GroupSpec) -> dist.TCPStore:
         ) from error
     port = int(listener.getsockname()[1])
     # A TCPStore of its own would listen on every interface; this one takes over our socket.
-    store = dist.TCPStore(
+    store = TCPStore(
         spec.address,
         port,
         None,
@@ -156,7 +158,7 @@ def _host(spec: GroupSpec) -> dist.TCPStore:
     return store
 
 
-def _decide(spec: GroupSpec, store: dist.TCPStore, me: Presence, until: float) -> dict[str, Any]:
+def _decide(spec: GroupSpec, store: TCPStore, me: Presence, until: float) -> dict[str, Any]:
     """Wait for everybody, or for a reason not to; tell all, and see that they have read it."""
     _arrive(store, me)
     while True:
@@ -184,7 +186,7 @@ def _decide(spec: GroupSpec, store: dist.TCPStore, me: Presence, until: float) -
     return verdict
 
 
-def _choose_transport(spec: GroupSpec, store: dist.TCPStore) -> dict[str, Any]:
+def _choose_transport(spec: GroupSpec, store: TCPStore) -> dict[str, Any]:
     notes = store.multi_get([f"rank-{r}" for r in range(spec.size)])
     try:
         return {"verdict": "go", "transport": choose([Presence(**json.loads(n)) for n in notes])}
@@ -195,7 +197,7 @@ def _choose_transport(spec: GroupSpec, store: dist.TCPStore) -> dict[str, Any]:
 # ------------------------------------------------------------------ the others
 
 
-def _join(spec: GroupSpec, until: float) -> dist.TCPStore:
+def _join(spec: GroupSpec, until: float) -> TCPStore:
     """Connect to the store as soon as its address is there and somebody answers at it."""
     path = rendezvous_file(spec.folder, spec.generation)
     published = False
@@ -231,7 +233,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def _connect(content: dict[str, Any]) -> dist.TCPStore | None:
+def _connect(content: dict[str, Any]) -> TCPStore | None:
     """A client of the published store; None when nobody, or somebody else, answers there."""
     address, port = str(content["address"]), int(content["port"])
     try:
@@ -239,15 +241,13 @@ def _connect(content: dict[str, Any]) -> dist.TCPStore | None:
         socket.create_connection((address, port), timeout=1.0).close()
     except OSError:
         return None  # an earlier attempt's address, or rank 0 is gone: the caller asks again
-    store = dist.TCPStore(
+    store = TCPStore(
         address, port, None, timeout=timedelta(seconds=_STORE_TIMEOUT_S), wait_for_workers=False
     )
     return store if store.get("token").decode() == content["token"] else None
 
 
-def _await_verdict(
-    spec: GroupSpec, store: dist.TCPStore, me: Presence, until: float
-) -> dict[str, Any]:
+def _await_verdict(spec: GroupSpec, store: TCPStore, me: Presence, until: float) -> dict[str, Any]:
     try:
         _arrive(store, me)
         told = False
@@ -263,7 +263,7 @@ def _await_verdict(
             time.sleep(POLL_S)
         verdict = json.loads(store.get("verdict"))
         store.add("read", 1)
-    except dist.DistError as error:
+    except DistError as error:
         raise RendezvousError(
             f"rank 0 went away while rank {spec.rank} on {spec.node} waited for the others"
         ) from error
@@ -273,7 +273,7 @@ def _await_verdict(
 # ------------------------------------------------------------------ all
 
 
-def _arrive(store: dist.TCPStore, me: Presence) -> None:
+def _arrive(store: TCPStore, me: Presence) -> None:
     store.set(f"rank-{me.rank}", json.dumps(asdict(me)))
     store.add("arrived", 1)
 
@@ -288,7 +288,8 @@ def _obey(spec: GroupSpec, verdict: dict[str, Any]) -> None:
         ),
     }
     if verdict["verdict"] in refusals:
-        raise refusals[verdict["verdict"]]()
+        error = refusals[verdict["verdict"]]
+        raise error()
 
 
 def _ranks(numbers: list[int]) -> str:

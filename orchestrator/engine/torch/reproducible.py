@@ -1,13 +1,13 @@
-"""The reproducible reduction: equal bits for any contiguous assignment of whole leaves to any ranks.
+"""The reproducible reduction: the same bits for any contiguous assignment of leaves to ranks.
 
-Each rank folds its leaves' gradients into the nodes of a fixed tree (`tree.py`) as they come. At the
-boundary, three kinds of collectives: every rank says which leaves it had, with its trailer; segment s of
-each node goes to rank s, which adds its segment up along the tree; and the segments are gathered.
-The nodes travel one after the other (few rounds: one, when ranks own equal powers of two), so that no
-second copy of them is made for packing.
+Each rank folds its leaves' gradients into the nodes of a fixed tree (`tree.py`) as they come. At
+the boundary, three kinds of collectives: every rank says which leaves it had, with its trailer;
+segment s of each node goes to rank s, which adds its segment up along the tree; and the segments
+are gathered. The nodes travel one after the other (few rounds: one, when ranks own equal powers of
+two), so that no second copy of them is made for packing.
 
-Memory: at most 2 + log2(leaves of a rank) gradient buffers. Requires equal kernels on all ranks; the engine
-checks versions and threads.
+Memory: at most 2 + log2(leaves of a rank) gradient buffers. Requires equal kernels on all ranks;
+    the engine checks versions and threads.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Reproducible:
         self._current.zero()
 
     def before_backward(self, *, last: bool, leaf: int | None) -> None:
-        """Have the next backward fill zeroed buffers. Raises `ValueError` for a leaf out of turn."""
+        """A leaf comes, and fills zeroed buffers. Raises `ValueError` for a leaf out of turn."""
         del last
         expected = self._owned[1] if self._owned != _NO_LEAVES else leaf
         if leaf is None or leaf != expected or not 0 <= leaf < self._leaves:

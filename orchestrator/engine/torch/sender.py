@@ -1,7 +1,7 @@
 """Sends the buckets of the flat buffers, in order, while the last backward still computes.
 
-A bucket leaves as soon as every gradient in it is there and all buckets before it have left. The order
-is fixed, so it is the same on all ranks whatever each of them computed. What holds the
+A bucket leaves as soon as every gradient in it is there and all buckets before it have left. The
+order is fixed, so it is the same on all ranks whatever each of them computed. What holds the
 trailer (the last bucket, as a rule) waits for the boundary.
 """
 
@@ -56,7 +56,9 @@ class BucketSender:
         return bool(self._under_way)
 
     def arm(self) -> None:
-        """Send buckets as gradients become ready from now on: the backward that follows is the last."""
+        """Send buckets as gradients become ready from now on: the backward that follows is the
+        last.
+        """
         if self._group.size > 1:
             self._missing = list(self._members)
             self._seen.clear()

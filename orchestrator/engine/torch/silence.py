@@ -7,7 +7,7 @@ reduction. A job that has to talk in mid-window (synchronised batch norm, say) d
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from orchestrator.errors import SilenceError
@@ -30,7 +30,7 @@ class Silence:
         return self._reason is not None
 
     def keep(self, reason: str) -> None:
-        """Refuse collectives from now on. `reason` ends the message: "in mid-window of update 3"."""
+        """Refuse collectives from now on. `reason` is when: "in mid-window of update 3"."""
         self._reason = reason
 
     def end(self) -> None:
@@ -38,7 +38,7 @@ class Silence:
         self._reason = None
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
+    def lifted(self) -> Generator[None]:
         """Allow this thread's collectives meanwhile: the engine's own."""
         before = getattr(self._exempt, "on", False)
         self._exempt.on = True

@@ -1,6 +1,8 @@
-"""Model and optimizer to files and back, to the bit: safetensors for tensors, plain JSON for the rest.
+"""Model and optimizer to files and back, to the bit: safetensors for tensors, plain JSON for the
+rest.
 
-Nothing is pickled. Tensors that share their memory are written once; the file's metadata names the others.
+Nothing is pickled. Tensors that share their memory are written once; the file's metadata names the
+others.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def save_optimizer(optimizer: Optimizer, folder: Path) -> Any:
 
 
 def load_optimizer(optimizer: Optimizer, folder: Path, packed: Any) -> None:
-    """The inverse of `save_optimizer`. Raises `RunFolderError` when it is another optimizer's state."""
+    """The inverse of `save_optimizer`. Raises `RunFolderError` when it is another optimizer's
+    state.
+    """
     saved = unpack(packed, _read(folder / OPTIMIZER))
     try:
         optimizer.load_state_dict(saved)
@@ -73,7 +77,7 @@ def weights_sha256(model: Module) -> str:
     whole = hashlib.sha256()
     for name in sorted(kept):
         data = kept[name].detach().cpu().resolve_conj().contiguous().reshape(-1)
-        whole.update(memoryview(data.view(torch.uint8).numpy()))
+        whole.update(data.view(torch.uint8).numpy().data)
     return whole.hexdigest()
 
 

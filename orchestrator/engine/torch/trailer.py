@@ -1,9 +1,10 @@
 """Numbers that ride along in the gradient's own reduction, exactly.
 
 A trailer holds the sums of weight, loss and metrics and six flags. A sum is kept as a fixed-point
-integer in units of 2**-40, cut into 12 signed limbs of base 2**8 (so it reaches 2**56). Each limb is
-at most 255 in size, so up to 65536 ranks add up to at most 2**24: exact in float32, in any order. Token
-counts above 2**24 come out exact, and the bits of the loss do not depend on who computed what.
+integer in units of 2**-40, cut into 12 signed limbs of base 2**8 (so it reaches 2**56). Each limb
+is at most 255 in size, so up to 65536 ranks add up to at most 2**24: exact in float32, in any
+order. Token counts above 2**24 come out exact, and the bits of the loss do not depend on who
+computed what.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ LARGEST = 2.0 ** (LIMB_BITS * LIMBS - UNIT_BITS)
 """What is this large or larger travels as infinite."""
 
 STOP, NON_FINITE, BAD_WEIGHT, USES_ALL, USES_CHANGED = range(5)
-"""Flags, each a number of ranks: asked to stop; a loss that is not finite; a weight that is negative or
-not finite; every parameter had a gradient; the set of those that had differs from the last one told."""
+"""Flags, each a number of ranks: asked to stop; a loss that is not finite; a weight that is
+negative or not finite; every parameter had a gradient; the set of those that had differs from the
+last one told.
+"""
 
 
 @dataclass(slots=True)

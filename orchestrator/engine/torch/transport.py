@@ -1,7 +1,7 @@
 """Which transport a group uses, and the process group object over it.
 
-The choice is rank 0's, from what every rank says of itself, so all ranks make the same one. What was
-asked for by name and cannot be had is refused: never another transport in its place.
+The choice is rank 0's, from what every rank says of itself, so all ranks make the same one. What
+was asked for by name and cannot be had is refused: never another transport in its place.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from orchestrator.errors import TransportError, did_you_mean
 
@@ -120,7 +121,7 @@ def device_of(transport: str, local_rank: int) -> torch.device:
 
 def build_process_group(
     transport: str,
-    store: dist.Store,
+    store: Store,
     *,
     rank: int,
     size: int,

@@ -1,8 +1,8 @@
 """The fixed binary tree over an update's leaves, and who holds which part of it. Pure integers.
 
-The tree over leaves lo..hi-1 splits at the largest power of two below its length. So its nodes are the
-ranges [k 2^j, min((k+1) 2^j, L)), and any contiguous range of leaves is made of at most 2 log2 L of them.
-The order of additions is the tree's, and thus the same whoever owns which leaves.
+The tree over leaves lo..hi-1 splits at the largest power of two below its length. So its nodes are
+the ranges [k 2^j, min((k+1) 2^j, L)), and any contiguous range of leaves is made of at most 2 log2
+L of them. The order of additions is the tree's, and thus the same whoever owns which leaves.
 """
 
 from __future__ import annotations

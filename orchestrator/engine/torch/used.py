@@ -1,9 +1,9 @@
 """Which parameters had a gradient anywhere in a window: those that had none are left alone.
 
-One process would leave the `.grad` of an unused parameter None, so that weight decay and momentum do not
-touch it. To do the same, ranks have to agree, and two flags of the trailer nearly always suffice: some
-rank used every parameter, or no rank's set changed since the sets were last exchanged. Only when both
-fail is the exchange done, with one small all-reduce.
+One process would leave the `.grad` of an unused parameter None, so that weight decay and momentum
+do not touch it. To do the same, ranks have to agree, and two flags of the trailer nearly always
+suffice: some rank used every parameter, or no rank's set changed since the sets were last
+exchanged. Only when both fail is the exchange done, with one small all-reduce.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class UsedParameters:
 
     def flag(self, trailer: Trailer) -> None:
         """Say in the trailer what the others have to know."""
-        trailer.flags[USES_ALL] = int(self._mine == self._all)
-        trailer.flags[USES_CHANGED] = int(self._mine != self._told)
+        trailer.flags[USES_ALL] = int(bytes(self._mine) == self._all)
+        trailer.flags[USES_CHANGED] = int(bytes(self._mine) != self._told)
 
     def unused(self, totals: Trailer) -> list[int]:
         """Numbers of the parameters that no rank used. Collective; silent unless sets changed."""
