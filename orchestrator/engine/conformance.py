@@ -1,0 +1,153 @@
+"""The suite that every `Group` passes: ours, the in-process fake, and those of third parties.
+
+    from orchestrator.engine.conformance import CHECKS
+
+    @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+    def test_my_group(check):
+        on_every_rank(lambda group: check(group, MyArrays()))
+
+A check is collective: call it on every rank of a fresh or used group, of any size. It raises
+`AssertionError` where the group does not keep its contract. No framework is imported here; `Arrays`
+says how to make its tensors and read them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from orchestrator.engine.api import Group
+
+Numbers = Sequence[Any]
+
+
+class Arrays(Protocol):
+    """How a framework's float32 tensors are made and read."""
+
+    def make(self, values: Numbers, shape: Sequence[int]) -> Any:
+        """A tensor of `shape` with `values` in row-major order."""
+        ...
+
+    def read(self, tensor: Any) -> list[float]:
+        """The numbers of a tensor in row-major order."""
+        ...
+
+
+def _expect(found: Any, wanted: Any, what: str) -> None:
+    if found != wanted:
+        raise AssertionError(f"{what}: must be {wanted}, but is {found}")
+
+
+def knows_itself(group: Group, arrays: Arrays) -> None:
+    """Rank, size, generation and transport are what they should be, and ranks are all different."""
+    _expect(0 <= group.rank < group.size, True, "rank below size")
+    _expect(group.generation >= 0, True, "generation 0 or more")
+    _expect(bool(group.transport), True, "transport has a name")
+    ranks = arrays.read(group.all_gather(arrays.make([float(group.rank)], [1])))
+    _expect(ranks, [float(rank) for rank in range(group.size)], "ranks in gathered order")
+
+
+def sums_in_place(group: Group, arrays: Arrays) -> None:
+    """`all_reduce_sum` replaces the tensor by the sum over ranks."""
+    tensor = arrays.make([group.rank + 0.5, 10.0 * group.rank], [2])
+    group.all_reduce_sum(tensor)
+    ranks = range(group.size)
+    wanted = [sum(rank + 0.5 for rank in ranks), sum(10.0 * rank for rank in ranks)]
+    _expect(arrays.read(tensor), wanted, "all_reduce_sum")
+
+
+def sums_of_any_shape(group: Group, arrays: Arrays) -> None:
+    """`all_reduce_sum` keeps shapes, a matrix's as well as a single number's."""
+    for shape, count in (([3, 2], 6), ([1], 1), ([2, 1, 2], 4)):
+        tensor = arrays.make([float(group.rank + n) for n in range(count)], shape)
+        group.all_reduce_sum(tensor)
+        total = sum(range(group.size))
+        wanted = [float(total + group.size * n) for n in range(count)]
+        _expect(arrays.read(tensor), wanted, f"all_reduce_sum of shape {shape}")
+        _expect(list(tensor.shape), list(shape), "shape afterwards")
+
+
+def gathers_equal_parts(group: Group, arrays: Arrays) -> None:
+    """`all_gather` concatenates in rank order and leaves its argument alone."""
+    mine = arrays.make([float(group.rank), -1.0], [1, 2])
+    gathered = group.all_gather(mine)
+    wanted = [number for rank in range(group.size) for number in (float(rank), -1.0)]
+    _expect(arrays.read(gathered), wanted, "all_gather")
+    _expect(list(gathered.shape), [group.size, 2], "shape of what is gathered")
+    _expect(arrays.read(mine), [float(group.rank), -1.0], "what was given")
+
+
+def gathers_uneven_parts(group: Group, arrays: Arrays) -> None:
+    """`all_gather` with `sizes` takes parts of different lengths, none at all included."""
+    for sizes in ([rank + 1 for rank in range(group.size)], [2 * (r % 2) for r in range(group.size)]):
+        if not any(sizes):
+            continue
+        count = sizes[group.rank]
+        mine = arrays.make([float(group.rank)] * (3 * count), [count, 3])
+        gathered = group.all_gather(mine, sizes)
+        wanted = [float(rank) for rank, size in enumerate(sizes) for _ in range(3 * size)]
+        _expect(arrays.read(gathered), wanted, f"all_gather of sizes {sizes}")
+
+
+def broadcasts_from_any_rank(group: Group, arrays: Arrays) -> None:
+    """`broadcast` gives every rank the source's numbers, in place."""
+    for source in range(group.size):
+        tensor = arrays.make([float(group.rank), 7.0 + group.rank], [2])
+        group.broadcast(tensor, source)
+        _expect(arrays.read(tensor), [float(source), 7.0 + source], f"broadcast from {source}")
+
+
+def waits_at_barriers(group: Group, arrays: Arrays) -> None:
+    """Barriers return on all ranks, time after time."""
+    del arrays
+    for _ in range(3):
+        group.barrier()
+
+
+def keeps_the_order(group: Group, arrays: Arrays) -> None:
+    """Different collectives one after the other do not mix."""
+    for turn in range(5):
+        tensor = arrays.make([float(turn)], [1])
+        group.all_reduce_sum(tensor)
+        _expect(arrays.read(tensor), [float(turn * group.size)], f"turn {turn}")
+        gathered = group.all_gather(arrays.make([float(turn + group.rank)], [1]))
+        wanted = [float(turn + rank) for rank in range(group.size)]
+        _expect(arrays.read(gathered), wanted, f"turn {turn}")
+
+
+def counts_what_it_sends(group: Group, arrays: Arrays) -> None:
+    """Counters grow by the calls and bytes of each collective; a lone rank sends nothing."""
+
+    def grown_by(call: Callable[[], Any]) -> tuple[int, int, int]:
+        counters = group.counters
+        before = (counters.collectives, counters.bytes_handed, counters.bytes_on_wire)
+        call()
+        counters = group.counters
+        after = (counters.collectives, counters.bytes_handed, counters.bytes_on_wire)
+        return (after[0] - before[0], after[1] - before[1], after[2] - before[2])
+
+    ranks = group.size
+    numbers = 8 * ranks  # so that every share is a whole number of bytes
+    tensor = arrays.make([1.0] * numbers, [numbers])
+    found = grown_by(lambda: group.all_reduce_sum(tensor))
+    size = 4 * numbers
+    wanted = (0, 0, 0) if ranks == 1 else (1, size, 2 * (ranks - 1) * size // ranks)
+    _expect(found, wanted, "(collectives, bytes handed, bytes on the wire) of all_reduce_sum")
+    found = grown_by(lambda: group.all_gather(tensor))
+    wanted = (0, 0, 0) if ranks == 1 else (1, size, (ranks - 1) * size)
+    _expect(found, wanted, "(collectives, bytes handed, bytes on the wire) of all_gather")
+    found = grown_by(group.barrier)
+    _expect(found, (0, 0, 0) if ranks == 1 else (1, 0, 0), "counts of barrier")
+
+
+CHECKS: tuple[Callable[[Group, Arrays], None], ...] = (
+    knows_itself,
+    sums_in_place,
+    sums_of_any_shape,
+    gathers_equal_parts,
+    gathers_uneven_parts,
+    broadcasts_from_any_rank,
+    waits_at_barriers,
+    keeps_the_order,
+    counts_what_it_sends,
+)
