@@ -70,11 +70,21 @@ def plan(
     from orchestrator.report.plan_table import print_plan
     from orchestrator.submit.run import prepare
 
-    made = prepare(compose(overrides or [], config_dir))
+    config = compose(overrides or [], config_dir)
+    made = prepare(config)
+    placed: dict[str, Any] = {}
+    if config.cluster.kind != "local":
+        from orchestrator.submit.detached import describe
+
+        placed = describe(config)
     if as_json:
-        _print_json(made.to_json())
-    else:
-        print_plan(made.to_json(), Console())
+        _print_json({**made.to_json(), **({"request": placed} if placed else {})})
+        return
+    print_plan(made.to_json(), Console())
+    if placed:
+        sys.stdout.write(f"\n{placed['sbatch']}\n")
+        refused = placed["refused"]
+        say(Console(), f"the scheduler would say: {placed['scheduler']}", "red" if refused else "")
 
 
 @verb()
@@ -89,6 +99,67 @@ def resume(
 
     ended = go_on(run.absolute(), Manner(console=Console(), verbose=verbose, quiet=quiet))
     raise typer.Exit(ended.exit_code)
+
+
+@verb()
+def status(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Run folders, or a sweep's; none: all in runs/.")
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say where runs stand: those that wait, run, or have ended, however and wherever they run."""
+    del verbose
+    from orchestrator.report.status_table import print_status
+    from orchestrator.submit.status import expand, statuses
+
+    found, sentences = statuses(expand([path.absolute() for path in runs or []]))
+    for sentence in sentences:
+        say(Console(stderr=True), f"warning: {sentence}", "yellow")
+    if as_json:
+        _print_json([status.to_json() for status in found])
+    elif found:
+        print_status(found, Console(), Path.cwd())
+    else:
+        say(Console(), "there are no runs in runs/")
+
+
+@verb()
+def logs(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    rank: Annotated[int | None, typer.Option(min=0, help="Whose; rank 0's by default.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the run ends.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Print a rank's log."""
+    del verbose
+    from orchestrator.rundir import RunDir
+    from orchestrator.submit import control
+
+    folder = RunDir(run.absolute()).existing()
+    if follow:
+        for text in control.follow(folder, rank):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        return
+    path = control.log_of(folder, rank)
+    if path.exists():
+        sys.stdout.write(path.read_text(encoding="utf-8", errors="replace"))
+
+
+@verb()
+def cancel(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Stop a run for good: all ranks together at the next update boundary, with a checkpoint."""
+    del verbose
+    from orchestrator.rundir import RunDir
+    from orchestrator.submit import control
+
+    say(Console(), control.cancel(RunDir(run.absolute()).existing(), now=now))
 
 
 def final_weights(run: Path) -> Path:

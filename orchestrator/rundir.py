@@ -86,6 +86,10 @@ class RunDir:
         """Why an attempt ended although the run goes on (preempted, a node lost, …)."""
         return self.attempt(attempt) / "departure.json"
 
+    def restart(self, attempt: int) -> Path:
+        """Why this attempt was needed, and what the one before it lost."""
+        return self.attempt(attempt) / "restart.json"
+
     def heartbeat(self, attempt: int, node_index: int) -> Path:
         return self.attempt(attempt) / f"heartbeat-{node_index:05d}"
 

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from orchestrator.config import Config
-from orchestrator.errors import EXIT_INTERRUPTED, EXIT_USAGE, RunFolderError
+from orchestrator.errors import EXIT_INTERRUPTED, EXIT_USAGE, ClusterError, RunFolderError
 from orchestrator.report.closing import print_closing
 from orchestrator.report.metrics import Tail, read_metrics
 from orchestrator.report.progress import Progress
@@ -17,7 +17,7 @@ from orchestrator.report.terminal import command, say
 from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.submit.api import State
 from orchestrator.submit.interrupts import Interrupts
-from orchestrator.submit.run import EXIT_CODES, POLL_S, Ended, Manner
+from orchestrator.submit.run import EXIT_CODES, POLL_S, Ended, Manner, new_folder
 from orchestrator.submit.slurm import SlurmCluster
 from orchestrator.submit.slurm_checks import Verdict
 from orchestrator.submit.slurm_client import SlurmClient
@@ -35,6 +35,17 @@ def check(config: Config, run: RunDir, manner: Manner) -> Verdict:
     """Ask the scheduler before anything is written. Raises `ConfigError`, `ClusterError`."""
     cluster = cluster_of(config, manner)
     return cluster.check(cluster.request(config, run.path, 0))
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """What would be submitted, word by word, and what the scheduler says of it."""
+    cluster = SlurmCluster(config)
+    request = cluster.request(config, new_folder(config), 0)
+    try:
+        answer, refused = cluster.check(request).words, False
+    except ClusterError as error:
+        answer, refused = str(error), True
+    return {**request.details, "scheduler": answer, "refused": refused}
 
 
 def place(config: Config, run: RunDir, manner: Manner, verdict: Verdict, attempt: int = 0) -> Ended:

@@ -54,17 +54,11 @@ def read_partitions(text: str) -> dict[str, Partition]:
 
 
 def chosen_partitions(config: Config, known: Mapping[str, Partition]) -> list[Partition]:
-    """Those that the job may run in. Raises `ClusterError` for a name that does not exist."""
+    """Those of the named ones that exist, or the default."""
     asked = config.cluster.partition
     if asked is None:
         return [p for p in known.values() if p.is_default]
-    for name in asked.split(","):
-        if name not in known:
-            raise ClusterError(
-                f"cluster.partition={asked}: this cluster has no partition '{name}'"
-                + did_you_mean(name, known)
-            )
-    return [known[name] for name in asked.split(",")]
+    return [known[name] for name in asked.split(",") if name in known]
 
 
 def misfit(config: Config, partition: Partition) -> str | None:
@@ -89,32 +83,34 @@ def grace_s(config: Config, partitions: list[Partition]) -> float:
     return float(min([ahead, *(p.grace_s for p in partitions if p.preemptible)]))
 
 
-def _check_account(client: SlurmClient, account: str) -> None:
-    answer = client.ask("sacctmgr", "-nP", "list", "account", "format=Account")
+def _unknown(client: SlurmClient, key: str, value: str | None) -> str | None:
+    """A sentence when accounting exists and does not know an account or quality of service."""
+    if value is None:
+        return None
+    entity, column = {"account": ("account", "Account"), "qos": ("qos", "Name")}[key]
+    answer = client.ask("sacctmgr", "-nP", "list", entity, f"format={column}")
     known = answer.out.split()
-    if answer.code == 0 and known and account.lower() not in known:
-        raise ClusterError(
-            f"cluster.account={account}: this cluster has no account '{account}'"
-            + did_you_mean(account, known)
-        )
+    if answer.code or not known or value.lower() in known:
+        return None
+    return f"cluster.{key}={value}: this cluster has no {key} '{value}'{did_you_mean(value, known)}"
 
 
-def _check_qos(client: SlurmClient, qos: str) -> None:
-    answer = client.ask("sacctmgr", "-nP", "list", "qos", "format=Name")
-    known = answer.out.split()
-    if answer.code == 0 and known and qos.lower() not in known:
-        raise ClusterError(
-            f"cluster.qos={qos}: this cluster has no quality of service '{qos}'"
-            + did_you_mean(qos, known)
-        )
-
-
-def try_out(client: SlurmClient, script: str) -> str:
-    """What `sbatch --test-only` says of a script, in its own words. Raises `ClusterError`."""
-    answer = client.ask("sbatch", "--test-only", text=script)
-    if answer.code:
-        raise ClusterError(explained(answer.words))
-    return answer.words.removeprefix("sbatch: ")
+def objections(client: SlurmClient, config: Config, known: Mapping[str, Partition]) -> list[str]:
+    """Every sentence that stands against the job, by our own look at the cluster."""
+    asked = (config.cluster.partition or "").split(",")
+    sentences = [
+        f"cluster.partition={config.cluster.partition}: this cluster has no partition '{name}'"
+        + did_you_mean(name, known)
+        for name in asked
+        if name and name not in known
+    ]
+    against = [misfit(config, partition) for partition in chosen_partitions(config, known)]
+    if all(against):
+        sentences += [sentence for sentence in against if sentence]
+    for key in ("account", "qos"):
+        sentence = _unknown(client, key, getattr(config.cluster, key))
+        sentences += [sentence] if sentence else []
+    return sentences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,12 +124,15 @@ class Verdict:
 def check_request(client: SlurmClient, config: Config, script: str) -> Verdict:
     """Refuse what can never run. Raises `ClusterError`; `SchedulerDown` when nobody answers."""
     known = read_partitions(client.must("scontrol", "--oneliner", "show", "partition"))
+    against = objections(client, config, known)
+    answer = client.ask("sbatch", "--test-only", text=script)
+    if answer.code:
+        raise ClusterError("\n".join([explained(answer.words), *against]))
+    if against:
+        raise ClusterError(
+            "\n".join(
+                [*against, "(the scheduler would take the job all the same, to wait for ever)"]
+            )
+        )
     partitions = chosen_partitions(config, known)
-    against = [misfit(config, partition) for partition in partitions]
-    if against and all(against):
-        raise ClusterError("; ".join(sentence for sentence in against if sentence))
-    if config.cluster.account is not None:
-        _check_account(client, config.cluster.account)
-    if config.cluster.qos is not None:
-        _check_qos(client, config.cluster.qos)
-    return Verdict(words=try_out(client, script), grace_s=grace_s(config, partitions))
+    return Verdict(words=answer.words.removeprefix("sbatch: "), grace_s=grace_s(config, partitions))

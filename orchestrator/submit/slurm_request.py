@@ -110,6 +110,19 @@ def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str
     return [], [here.python]
 
 
+def _broken(words: list[str], end: str) -> Iterator[str]:
+    """A long command, an option a line."""
+    line = quoted(words[0])
+    for word in words[1:]:
+        if word.startswith("--") or "/" in word:
+            yield f"{line} \\"
+            line = "    " + quoted(word)
+        else:
+            line += " " + quoted(word)
+    yield f"{line} \\"
+    yield f"    {end}"
+
+
 def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
     """The text that sbatch gets. The values must have passed `check_values`.
 
@@ -150,7 +163,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         lines += ["", "# cluster.preamble", *cluster.preamble]
     lines += [
         "",
-        f'{" ".join(map(quoted, srun))} 2>>"$run/attempts/$attempt/srun.log"',
+        *_broken(srun, '2>>"$run/attempts/$attempt/srun.log"'),
         "code=$?",
         f'{quoted(here.python)} {quoted(starter)} after "$run" "$attempt" "$code"',
         "exit $code",

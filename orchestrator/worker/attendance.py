@@ -10,7 +10,7 @@ import threading
 
 from orchestrator.config import Config
 from orchestrator.errors import EXIT_FAILED, PeerLost
-from orchestrator.rundir import RunDir, read_json
+from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.worker.departure import (
     await_verdict,
     depart,
@@ -63,7 +63,9 @@ class Attendance:
     def recorder(self, inner: Recorder | Silent, updates: int, samples: int) -> LoopRecorder:
         """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
         if isinstance(inner, Recorder) and self._attempt:
-            inner.note = {"restart": self._restart(updates)}
+            note = self._restart(updates)
+            inner.note = {"restart": note}
+            write_json(self._run.restart(self._attempt), note)
         if not self._topology.scheduled:
             return inner
         if isinstance(inner, Silent):
