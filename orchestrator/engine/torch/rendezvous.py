@@ -111,8 +111,12 @@ def _listen(address: str) -> socket.socket:
     """A socket that listens at `address`, on a port that the kernel chose."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(socket.SOMAXCONN)
+    try:
+        listener.bind((address, 0))
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        raise
     return listener
 
 

@@ -1,0 +1,98 @@
+"""The trailer carries its numbers exactly, whatever the ranks and their order."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.engine.torch.trailer import (
+    LARGEST,
+    MOST_RANKS,
+    NON_FINITE,
+    STOP,
+    UNIT_BITS,
+    ExactSum,
+    Trailer,
+)
+from orchestrator.plan.wire import LIMBS, trailer_numbers
+
+reals = st.floats(-1e15, 1e15, allow_nan=False)
+
+
+def _sum_of(values):
+    total = ExactSum()
+    for value in values:
+        total.add(value)
+    return total
+
+
+@given(st.lists(reals, max_size=30))
+def test_a_sum_is_that_of_the_parts_each_rounded_once(values):
+    exact = sum((Fraction(round(Fraction(v) * 2**UNIT_BITS)) for v in values), Fraction(0))
+    found = _sum_of(values)
+    assert found.units == exact
+    assert found.value == float(exact / 2**UNIT_BITS)
+
+
+@given(st.lists(st.lists(reals, max_size=5), min_size=1, max_size=9), st.randoms())
+def test_limbs_added_up_in_float32_in_any_order_give_the_same_sum(ranks, random):
+    limbs = [_sum_of(values).limbs() for values in ranks]
+    random.shuffle(limbs)
+    added = torch.zeros(LIMBS, dtype=torch.float32)
+    for row in limbs:
+        added += torch.tensor(row, dtype=torch.float32)
+    assert ExactSum.of(added.tolist()) == _sum_of([v for values in ranks for v in values])
+
+
+def test_as_many_ranks_as_allowed_fill_the_limbs_and_stay_exact():
+    largest = ExactSum((1 << (8 * LIMBS)) - 1)
+    row = torch.tensor(largest.limbs(), dtype=torch.float32)
+    added = row * MOST_RANKS  # every partial sum is a whole number below 2**24
+    assert float(added.max()) < 2**24
+    assert ExactSum.of(added.tolist()).units == largest.units * MOST_RANKS
+
+
+def test_token_counts_above_two_to_the_24_are_exact():
+    counts = [2.0**24 + 1, 2.0**40 + 3, 7.0]
+    added = sum(torch.tensor(_sum_of([count]).limbs()) for count in counts)
+    assert ExactSum.of(added.tolist()).value == sum(counts)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, LARGEST, -2 * LARGEST])
+def test_what_is_not_finite_or_too_large_arrives_as_that(odd):
+    added = sum(torch.tensor(_sum_of([v]).limbs()) for v in (1.0, odd, 2.0))
+    found = ExactSum.of(added.tolist()).value
+    assert math.isnan(found) if math.isnan(odd) else found == math.copysign(math.inf, odd)
+
+
+def test_infinities_of_both_signs_give_nan():
+    assert math.isnan(_sum_of([math.inf, -math.inf]).value)
+    limbs = [_sum_of([v]).limbs() for v in (math.inf, -math.inf)]
+    assert math.isnan(ExactSum.of([a + b for a, b in zip(*limbs, strict=True)]).value)
+
+
+@given(
+    st.lists(
+        st.tuples(reals, reals, reals, st.booleans(), st.booleans()), min_size=1, max_size=6
+    ),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_trailers_of_ranks_add_up(ranks, dtype):
+    travelled = torch.zeros(trailer_numbers(1), dtype=dtype)
+    merged = Trailer.empty(1)
+    for weight, loss, metric, stop, bad in ranks:
+        mine = Trailer(_sum_of([weight]), _sum_of([loss]), (_sum_of([metric]),))
+        mine.flags[STOP], mine.flags[NON_FINITE] = int(stop), int(bad)
+        travelled += torch.tensor(mine.numbers(), dtype=dtype)
+        merged.add(mine)
+    arrived = Trailer.of(travelled.tolist(), 1)
+    assert arrived == merged
+    assert arrived.flags[STOP] == sum(stop for *_, stop, _ in ranks)
+
+
+def test_a_trailer_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="a trailer with 1 metrics has 42 numbers, but 30"):
+        Trailer.of([0.0] * 30, 1)
