@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.errors import ConfigError, did_you_mean
 
@@ -27,6 +28,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.precision": ("float32", "bfloat16", "float16", "float64"),
     "train.on_non_finite": ("stop", "skip"),
     "engine.framework": ("auto", "torch", "mindspore"),
+    "engine.mode": ("pynative", "jit", "graph"),
+    "engine.jit_level": ("auto", "O0", "O1", "O2"),
+    "engine.style": ("own", "framework"),
     "tracker.kind": ("tensorboard", "none"),
     "transport": TRANSPORTS,
 }
@@ -114,10 +118,17 @@ class TrainConfig:
 
 @dataclass
 class EngineConfig:
-    """Which framework computes ("auto": what the job's class says), and the size of its buckets."""
+    """Which framework computes ("auto": what the job's class says), and the size of its buckets.
+
+    mode, jit_level and style are MindSpore's (docs/mindspore.md); log_every counts micro-steps.
+    """
 
     framework: str = "auto"
     bucket_mib: float = 25.0
+    mode: str = "jit"
+    jit_level: str = "auto"
+    style: str = "own"
+    log_every: int = 0
 
 
 @dataclass
@@ -225,7 +236,8 @@ def check(config: Config) -> None:
         ("train.evaluate_every", 0), ("train.checkpoint_every", 0), ("train.keep_checkpoints", 1),
         ("train.loader_workers", 0), ("train.seed", 0), ("schedule.warmup_updates", 0),
         ("schedule.base_batch", 1), ("cluster.time_min", 1), ("cluster.gpus_per_node", 0),
-        ("cluster.signal_ahead_s", 1), ("facts.parameters", 1), ("facts.dataset_samples", 1),
+        ("cluster.signal_ahead_s", 1),
+        ("engine.log_every", 0), ("facts.parameters", 1), ("facts.dataset_samples", 1),
     )  # fmt: skip
     for dotted, least in at_least:
         value = _value(config, dotted)
@@ -267,10 +279,14 @@ def read_config(values: Any) -> Config:
     """A `Config` from plain values, as in a run folder's config.yaml; checked.
 
     Raises:
-        ConfigError: values that cannot be used; OmegaConf's own errors for wrong types.
+        ConfigError: unknown keys, wrong types, values that cannot be used.
     """
-    merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
-    config = OmegaConf.to_object(merged)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        reason = str(error).split("\n", maxsplit=1)[0]
+        raise ConfigError(f"{error.full_key or 'the configuration'}: {reason}") from error
     assert isinstance(config, Config)  # noqa: S101  # what a structured merge gives, by construction
     check(config)
     return config

@@ -197,8 +197,9 @@ class _Lineage:
         names: dict[str, bool] = {}
         for item in reversed(decorated):
             for node in item.node.body:
-                plain = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-                if plain and "ClassVar" not in ast.dump(node.annotation):
+                if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+                    continue
+                if "ClassVar" not in ast.dump(node.annotation):
                     names[node.target.id] = node.value is None
         return list(names), [name for name, needed in names.items() if needed]
 

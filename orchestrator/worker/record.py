@@ -91,6 +91,7 @@ class Recorder:
                 "compute_s": round(report.compute_s, 6),
                 "wait_s": round(report.wait_s, 6),
                 "optimizer_s": round(report.optimizer_s, 6),
+                **({"compile_s": round(report.compile_s, 6)} if report.compile_s else {}),
                 "update_s": round(update_s, 6),
                 "peak_memory_bytes": self._engine.peak_memory_bytes(),
                 "gradient_norm": report.gradient_norm,
@@ -129,8 +130,8 @@ class Recorder:
             )
         except OSError as error:
             self._warn(
-                f"the checkpoint after update {updates} could not be written: {error.strerror or error}; "
-                f"the run goes on, the last good checkpoint is kept"
+                f"the checkpoint after update {updates} could not be written: "
+                f"{error.strerror or error}; the run goes on, the last good checkpoint is kept"
             )
 
     def close(self) -> None:

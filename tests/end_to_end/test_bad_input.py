@@ -119,7 +119,8 @@ def test_a_disk_that_fills_up_in_mid_run_keeps_the_last_good_checkpoint(small_di
         "train.keep_checkpoints=5", "tracker=none",
     )  # fmt: skip
     said = (run / "logs" / "rank-00000.log").read_text()
-    assert "could not be written: No space left" in said
+    assert "could not be written" in said
+    assert "No space left" in said
     assert done.returncode == 0, done.stdout + done.stderr
     saved = sorted(p.name for p in (run / "checkpoints").iterdir())
     assert saved
