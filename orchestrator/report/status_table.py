@@ -103,8 +103,10 @@ def print_status(runs: Sequence[Shown], console: Console, here: Path) -> None:
         table.add_row(*cells)
     # Names of runs and node lists stay whole and can be copied, however narrow the terminal.
     wide = console.options.update(max_width=WIDEST)
-    width = max(console.width, Measurement.get(console, wide, table).maximum)
-    console.print(table, width=width, crop=False)
+    present = console.width
+    console.width = max(present, Measurement.get(console, wide, table).maximum)
+    console.print(table, crop=False)
+    console.width = present
     for run in runs:
         remark = _remark(run)
         if remark:

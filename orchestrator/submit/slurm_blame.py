@@ -7,6 +7,7 @@ whether it was for want of memory. The others fail an instant later because of i
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit
-from orchestrator.submit.blame import TAIL_LINES, tail
+from orchestrator.submit.blame import TAIL_LINES, describe_status, tail
 
+EXITED = re.compile(r"Exited with exit code (\d+)")
+SIGNALS = {text: number for number in signal.valid_signals() if (text := signal.strsignal(number))}
 TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\-]+): (?P<what>.+)")
 OUT_OF_MEMORY = re.compile(
     r"MemoryError|OutOfMemoryError|out of memory|oom-kill|Out Of Memory|cannot allocate memory",
@@ -33,8 +36,13 @@ class TaskEnd:
     what: str
 
     @property
-    def killed(self) -> bool:
-        return not self.what.startswith("Exited")
+    def words(self) -> str:
+        """In our words, which are those of `describe_status`."""
+        code = EXITED.fullmatch(self.what)
+        if code is not None:
+            return describe_status(int(code[1]))
+        number = SIGNALS.get(self.what.removesuffix(" (core dumped)"))
+        return describe_status(-number) if number else f"ended: {self.what}"
 
 
 def numbers(listed: str) -> Iterator[int]:
@@ -72,15 +80,15 @@ def blame_slurm(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int
     primary = [f for f in failures.values() if not f["secondary"]]
     said = _read(run.srun_log(attempt))
     ends = task_ends(said)
-    silent = [e for e in ends if e.killed and e.rank not in failures]
+    silent = [e for e in ends if e.rank not in failures]  # they had no time to say why
     if primary:
         return _reported(run, min(primary, key=lambda f: f["time"]))
     if silent:
         end = silent[0]
         node = node_of.get(end.rank, end.node)
-        cause = f"killed: {end.what}"
+        cause = end.words
         if KERNEL_OUT_OF_MEMORY.search(end.what) or KERNEL_OUT_OF_MEMORY.search(said):
-            cause = f"out of memory, killed by the kernel ({end.what}); {MEMORY_REMEDY}"
+            cause = f"out of memory, killed by the kernel ({end.words}); {MEMORY_REMEDY}"
         return Culprit(rank=end.rank, node=node, cause=cause, log_tail=_log(run, end.rank, node_of))
     if failures:
         return _reported(run, min(failures.values(), key=lambda f: f["time"]))
@@ -110,7 +118,7 @@ def _unreported(
         return Culprit(
             rank=end.rank,
             node=node_of.get(end.rank, end.node),
-            cause=f"{end.what}, before it began",
+            cause=f"{end.words}, before it began",
             log_tail=_log(run, end.rank, node_of) or lines[-TAIL_LINES:],
         )
     lines = lines or tail(run.batch_log)

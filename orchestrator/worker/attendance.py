@@ -6,7 +6,9 @@ On a local cluster all of it does nothing: there the launcher sees every process
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 
 from orchestrator.config import Config
 from orchestrator.errors import EXIT_FAILED, PeerLost
@@ -28,6 +30,7 @@ from orchestrator.worker.stop import StopFlag
 from orchestrator.worker.topology import Topology
 
 KILL_WAIT_S = 60.0
+LOOK_S = 0.5
 
 
 class Attendance:
@@ -48,6 +51,7 @@ class Attendance:
             return
         if topology.rank == 0:
             self._fence.take()
+        self._heed_signals()
         if topology.local_rank == 0:
             self._heartbeat = Heartbeat(
                 self._run,
@@ -59,6 +63,25 @@ class Attendance:
                 superseded=lambda: self._fence.superseded,
                 on_superseded=self._vanish,
             ).start()
+
+    def _heed_signals(self) -> None:
+        """End at once when a signal finds this rank waiting for one that has failed.
+
+        A handler in Python has to wait until a collective returns, and this one never may. A byte
+        in a pipe comes through: a thread reads it and looks whether a failure was recorded.
+        """
+        heard, told = os.pipe()
+        os.set_blocking(told, False)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+
+        def heed() -> None:
+            os.read(heard, 1)
+            while not any(self._run.attempt(self._attempt).glob("failure-*.json")):
+                time.sleep(LOOK_S)
+            print("ended with the rank that failed", flush=True)  # noqa: T201  # the rank's log
+            os._exit(EXIT_FAILED)
+
+        threading.Thread(target=heed, name="signals", daemon=True).start()
 
     def recorder(self, inner: Recorder | Silent, updates: int, samples: int) -> LoopRecorder:
         """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
