@@ -48,7 +48,7 @@ def up(
 @app.command()
 def down(name: Name = DEFAULT_NAME) -> None:
     """Cancel the cluster's jobs and end all its processes; its history stays."""
-    ended = DevCluster(name).down()
+    ended = DevCluster(name, say=_say).down()
     _say(f"cluster {name!r} is down" if ended else f"cluster {name!r} was not up")
 
 
@@ -74,7 +74,7 @@ def env(name: Name = DEFAULT_NAME) -> None:
 @app.command()
 def remove(name: Name = DEFAULT_NAME) -> None:
     """Take the cluster down and delete its folder, history and all."""
-    removed = DevCluster(name).remove()
+    removed = DevCluster(name, say=_say).remove()
     _say(f"cluster {name!r} is removed" if removed else f"there was no cluster {name!r}")
 
 

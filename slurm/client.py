@@ -16,15 +16,20 @@ def environment(at: Layout) -> dict[str, str]:
 
 def call(at: Layout, *command: str) -> str:
     """Standard output of a command that must succeed; its own words are in the error if not."""
-    done = subprocess.run(
-        command,
-        env=environment(at),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_CALL_SECONDS,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            env=environment(at),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_CALL_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise DevClusterError(
+            f"`{' '.join(command)}` did not end within {_CALL_SECONDS} s; SLURM's logs are in {at.log}"
+        ) from error
     if done.returncode != 0:
         raise DevClusterError(
             f"`{' '.join(command)}` ended with {done.returncode}: "

@@ -27,7 +27,7 @@ from slurm.preparation import beyond_loopback, decide, load, locked, write_files
 from slurm.startup import mend_nodes, start_daemon, usable
 
 _END_SECONDS = 20
-_REPORT_SECONDS = 1
+_REPORT_SECONDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,11 @@ class DevCluster:
         if not running and not left:
             return False
         if MUNGED in running and CONTROLLER in running:
-            self._cancel_jobs(running)
+            try:
+                self._cancel_jobs(running)
+            except DevClusterError as error:
+                # A controller that does not answer must not keep anything alive.
+                self._say(f"jobs could not be cancelled, and are killed instead: {error}")
         nodes = [pid for name, pid in running.items() if name.startswith(node_daemon_name(""))]
         # slurmd first: it must not report the tasks that we kill next as failed nodes' or jobs'.
         processes.end(nodes, patience_seconds=_END_SECONDS)
@@ -166,23 +170,19 @@ class DevCluster:
 
     def _cancel_jobs(self, running: Mapping[str, int]) -> None:
         """End jobs in order, so that accounting says CANCELLED, but only as long as is useful."""
-        try:
-            queued = client.queued_jobs(self.layout)
-            if queued:
-                client.call(self.layout, "scancel", "--quiet", *queued)
-        except DevClusterError as error:
-            # A controller that does not answer must not keep anything alive.
-            self._say(f"jobs could not be cancelled, and are killed instead: {error}")
-            return
+        queued = client.queued_jobs(self.layout)
         if not queued:
             return
+        client.call(self.layout, "scancel", "--quiet", *queued)
 
         def all_ended() -> bool:
             # Where slurmd is dead nobody passes the signal on: those are killed afterwards.
             return not any(node_daemon_name(p.node) in running for p in job_processes(self.layout))
 
-        if becomes_true(all_ended, seconds=KILL_WAIT_SECONDS + 2):
-            becomes_true(lambda: not client.queued_jobs(self.layout), seconds=_REPORT_SECONDS)
+        becomes_true(all_ended, seconds=KILL_WAIT_SECONDS)
+        kill_jobs(self.layout)
+        # While slurmd can still report it: slurmctld waits 5 s for nodes that owe it an answer.
+        becomes_true(lambda: not client.queued_jobs(self.layout), seconds=_REPORT_SECONDS)
 
     def status(self) -> Status:
         """What runs; asks nothing of a controller that does not."""
