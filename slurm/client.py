@@ -28,7 +28,7 @@ def call(at: Layout, *command: str) -> str:
         )
     except subprocess.TimeoutExpired as error:
         raise DevClusterError(
-            f"`{' '.join(command)}` did not end within {_CALL_SECONDS} s; SLURM's logs are in {at.log}"
+            f"`{' '.join(command)}` did not end within {_CALL_SECONDS} s; logs: {at.log}"
         ) from error
     if done.returncode != 0:
         raise DevClusterError(
