@@ -18,7 +18,7 @@ from slurm.errors import DevClusterError
 from slurm.polling import becomes_true, wait_until
 
 _SPAWN_SECONDS = 10
-_EXEC_SECONDS = 1
+_EXEC_SECONDS = 5
 _LOG_LINES = 12
 
 # The process writes its own pid before it becomes the daemon: there is no moment at which a
