@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from orchestrator.errors import RunFolderError
 
 PRIVATE = 0o700
@@ -162,6 +164,10 @@ class RunDir:
         if not self.config.is_file():
             raise RunFolderError(f"{self.path} is not a run folder: it has no {self.config.name}")
         return self
+
+    def read_config(self) -> dict[str, Any]:
+        """The plain values of config.yaml; `config.read_config` makes a `Config` of them."""
+        return yaml.safe_load(self.config.read_text(encoding="utf-8"))
 
     def read_plan(self) -> dict[str, Any]:
         return read_json(self.plan) or {}

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from orchestrator.config import Config, read_config, to_yaml
@@ -181,7 +180,7 @@ def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> E
 def resume(path: Path, manner: Manner) -> Ended:
     """Go on with a run from its newest sound checkpoint, or from the start when it has none."""
     run = RunDir(path).existing()
-    config = read_config(yaml.safe_load(run.config.read_text(encoding="utf-8")))
+    config = read_config(run.read_config())
     result = run.read_result()
     if result and result["state"] == "finished":
         say(manner.console, f"{path} has finished already; there is nothing to resume")

@@ -16,6 +16,11 @@ from orchestrator.submit.api import Culprit
 from orchestrator.submit.run import Manner, start
 from orchestrator.worker.checkpoint import WEIGHTS, complete
 
+MAGNIFIES = (
+    "Adam in float32 magnifies rounding where a gradient is nearly zero, so weights differ by more "
+    "than the updates do; optimizer=sgd or train.precision=float64 shows the exactness."
+)
+
 
 class SweepInterrupted(BaseException):
     """Ends Hydra's loop over the points; Hydra swallows ordinary exceptions there."""
@@ -66,6 +71,8 @@ class Sweep:
             for number, (overrides, folder, _) in enumerate(self.points)
         ]
         print_sweep(cells, self._manner.console)
+        if any(self._magnifies(cell) for cell in cells):
+            say(self._manner.console, MAGNIFIES, "dim", prose=True)
         pairs = accumulation_pairs(cells)
         if pairs:
             print_time_and_memory(pairs, self._manner.console)
@@ -74,6 +81,12 @@ class Sweep:
             return codes[-1]
         failed = [code for code in codes if code]
         return EXIT_FAILED if EXIT_FAILED in failed else max(failed, default=0)
+
+    def _magnifies(self, cell: Cell) -> bool:
+        """Whether rounding grows in this point's optimizer, so that weights differ more."""
+        config = RunDir(cell.folder).read_config() if cell.finished else {}
+        optimizer, train = config.get("optimizer", {}), config.get("train", {})
+        return "adam" in str(optimizer).lower() and train.get("precision") != "float64"
 
     def _cell(self, number: int, overrides: list[str], folder: Path, varying: set[str]) -> Cell:
         run = RunDir(folder)
