@@ -20,12 +20,14 @@ from orchestrator.submit.ending import write_end
 from orchestrator.submit.slurm_blame import blame_slurm
 from orchestrator.submit.slurm_client import SchedulerDown, SlurmClient
 from orchestrator.submit.slurm_jobs import shown
+from orchestrator.submit.status import recent_updates
 from orchestrator.worker.departure import ask_for_requeue
 from orchestrator.worker.fence import Fence
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
 ASK_FOR_S = 300.0
 LIMIT_NEAR_S = 150.0
+FRUITLESS = 10
 STOP_CODES = frozenset(128 + s for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 
 
@@ -70,6 +72,8 @@ def settle(path: Path, attempt: int, code: int) -> None:
     stopped_early = code in STOP_CODES and not run.failures(attempt)
     if run.cancel.exists() and (code == EXIT_FINISHED or stopped_early):
         write_end(run, State.STOPPED)
+    elif stuck := _stuck(run, attempt):
+        write_end(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
     elif departure is not None or (stopped_early and job.get("Requeue") == "1"):
         _requeue(run, attempt, departure or {"updates": None, "time": time.time()}, job, job_id)
     else:
@@ -82,6 +86,22 @@ def _requeue(
     why = reason(job, time.time()) or departure.get("why") or "stopped before it began"
     write_json(run.departure(attempt), {**departure, "why": why})
     ask_for_requeue(job_id)
+
+
+def _stuck(run: RunDir, attempt: int) -> str | None:
+    """A sentence when start after start has brought no update: requeueing would never end."""
+    if attempt < FRUITLESS:
+        return None
+    notes = [read_json(run.restart(n)) or {} for n in range(attempt - FRUITLESS + 1, attempt + 1)]
+    began_at = {note.get("resumed_from") for note in notes}
+    done = recent_updates(run)[-1:]
+    if len(began_at) > 1 or (done and done[0].get("attempt", 0) > attempt - FRUITLESS):
+        return None
+    return (
+        f"{FRUITLESS} starts in a row were stopped before one update was done; give the job more "
+        f"time (cluster.time_min), less notice (cluster.signal_ahead_s), or shorter updates "
+        f"(accumulation.steps)"
+    )
 
 
 def _culprit(run: RunDir, attempt: int, code: int) -> Culprit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ class Task:
         An agreed stop ends with 0, so that srun lets the others finish theirs. The process ends
         here, so submitit's handlers and result files play no part: ours says how the run ended.
         """
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would only talk
         from orchestrator.worker.main import run_rank
         from orchestrator.worker.topology import Topology
 

@@ -18,7 +18,7 @@ from orchestrator.worker.departure import (
     depart,
     goes_on,
     leave_silent_node,
-    previous_departure,
+    why_restarted,
 )
 from orchestrator.worker.fence import Fence
 from orchestrator.worker.guard import Follower, Guard
@@ -31,6 +31,7 @@ from orchestrator.worker.topology import Topology
 
 KILL_WAIT_S = 60.0
 LOOK_S = 0.5
+NO_WORD = "it ended without a word: a node failed, or the time to stop was too short"
 
 
 class Attendance:
@@ -106,13 +107,9 @@ class Attendance:
     def _restart(self, updates: int) -> dict[str, object]:
         """Why this attempt was needed, and what was lost of the one before it."""
         before = self._attempt - 1
-        departure = previous_departure(self._run, self._attempt)
-        if departure is not None:
-            why = departure["why"]
-        elif self._topology.scheduled and self._topology.restarts:
-            why = "ended without notice: a node failed, or the time to stop was too short"
-        else:
-            why = "resumed"
+        why = "resumed"
+        if self._topology.restarts and self._topology.scheduled:
+            why = why_restarted(self._run, self._attempt) or NO_WORD
         place = read_progress(self._run.progress(before))
         behind = place is not None and place.update >= updates
         return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from typing import Any
 
@@ -21,6 +22,7 @@ from orchestrator.worker.topology import Topology
 POLL_S = 0.05
 MARGIN_S = 10.0
 REQUEUE_TRIES = 20
+NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 
 
 def goes_on(run: RunDir, topology: Topology, *, requeue: bool) -> bool:
@@ -40,12 +42,18 @@ def depart(run: RunDir, attempt: int, stop: StopFlag, updates: int | None) -> No
     )
 
 
-def previous_departure(run: RunDir, attempt: int) -> dict[str, Any] | None:
-    """How the attempt before this one left; None if there was none or it left without a word."""
-    earlier = [
-        int(p.name) for p in run.attempts.iterdir() if p.name.isdigit() and int(p.name) < attempt
-    ]
-    return read_json(run.departure(max(earlier))) if earlier else None
+def why_restarted(run: RunDir, attempt: int) -> str | None:
+    """What ended the attempt before this one; None when it left no word of it."""
+    before = [int(p.name) for p in run.attempts.iterdir() if p.name.isdigit()]
+    last = max((number for number in before if number < attempt), default=None)
+    if last is None:
+        return None
+    log = run.srun_log(last)
+    failed = NODE_FAILURE.search(log.read_text("utf-8", "replace")) if log.exists() else None
+    if failed is not None:
+        return f"node {failed[1]} failed"
+    departure: dict[str, Any] | None = read_json(run.departure(last))
+    return str(departure["why"]) if departure else None
 
 
 def await_verdict(run: RunDir, attempt: int, stop: StopFlag, timeout_s: float) -> bool:
