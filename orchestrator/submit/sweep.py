@@ -9,10 +9,11 @@ from orchestrator.config import Config
 from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UsageError
 from orchestrator.report.metrics import read_metrics
 from orchestrator.report.sweep import Cell, print_sweep
-from orchestrator.report.terminal import say
+from orchestrator.report.terminal import command, say
+from orchestrator.report.units import plural
 from orchestrator.report.time_and_memory import Pair, print_time_and_memory
 from orchestrator.rundir import RunDir
-from orchestrator.submit.api import Culprit
+from orchestrator.submit.api import Culprit, State
 from orchestrator.submit.run import Manner, start
 from orchestrator.worker.checkpoint import WEIGHTS, complete
 
@@ -41,6 +42,7 @@ class Sweep:
         self._manner = manner
         self.points: list[tuple[list[str], Path, int]] = []
         self._refused: dict[int, UsageError] = {}
+        self._queued: list[Path] = []
 
     def point(
         self, config: Callable[[], Config], overrides: Sequence[str], folder: Path, number: int
@@ -60,11 +62,23 @@ class Sweep:
             say(self._manner.console, f"error: {error}", "bold red")
             return
         self.points.append((list(overrides), run, ended.exit_code))
+        if ended.state is State.PENDING:
+            self._queued.append(run)
         if ended.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
             raise SweepInterrupted
 
     def finish(self, *, interrupted: bool = False) -> int:
         """Print the table; give the exit code: the worst of the points'."""
+        codes = [code for _, _, code in self.points]
+        if self._queued:  # they go on without us; the table would be of runs that have not begun
+            sweep = self._queued[0].parent
+            say(
+                self._manner.console,
+                f"{plural(len(self._queued), 'point')} queued; to see where they stand: "
+                f"{command('status', sweep)}",
+                "bold",
+            )
+            return max(codes)
         varying = _varying([overrides for overrides, _, _ in self.points])
         cells = [
             self._cell(number, overrides, folder, varying)
@@ -76,7 +90,6 @@ class Sweep:
         pairs = accumulation_pairs(cells)
         if pairs:
             print_time_and_memory(pairs, self._manner.console)
-        codes = [code for _, _, code in self.points]
         if interrupted:
             return codes[-1]
         failed = [code for code in codes if code]
