@@ -144,6 +144,10 @@ class EngineSettings:
         bucket_bytes: size of a bucket of the flat gradient buffer.
         on_non_finite: "stop" or "skip" (the update, on all ranks alike).
         loader_workers: processes that fetch batches, 0 for none.
+        mode: "pynative", "jit" or "graph": how MindSpore runs a job; torch has no such choice.
+        jit_level: MindSpore's optimisation level of compiled functions; None for its default.
+        style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
+        log_every: the loss goes to each rank's log every so many micro-steps; 0 never.
     """
 
     seed: int = 0
@@ -157,6 +161,10 @@ class EngineSettings:
     bucket_bytes: int = 25 * 2**20
     on_non_finite: str = "stop"
     loader_workers: int = 0
+    mode: str = "jit"
+    jit_level: str | None = None
+    style: str = "own"
+    log_every: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +183,7 @@ class BoundaryReport:
         collectives: collectives called in this window, the boundary's own included.
         bytes_on_wire: see `Counters`, for this window.
         compute_s, wait_s, optimizer_s: forward and backward; reduction; clipping and step.
+        compile_s: first calls of compiled functions, not part of the other three where it is told.
     """
 
     update: int
@@ -191,6 +200,7 @@ class BoundaryReport:
     compute_s: float = 0.0
     wait_s: float = 0.0
     optimizer_s: float = 0.0
+    compile_s: float = 0.0
 
 
 class Engine(Protocol):

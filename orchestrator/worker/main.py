@@ -16,8 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
-
 from orchestrator.config import Config, read_config
 from orchestrator.engine.api import Engine, EngineSettings, GroupSpec
 from orchestrator.errors import (
@@ -87,6 +85,10 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
         bucket_bytes=int(config.engine.bucket_mib * 2**20),
         on_non_finite=config.train.on_non_finite,
         loader_workers=config.train.loader_workers,
+        mode=config.engine.mode,
+        jit_level=None if config.engine.jit_level == "auto" else config.engine.jit_level,
+        style=config.engine.style,
+        log_every=config.engine.log_every,
     )
 
 
@@ -106,7 +108,7 @@ def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
 def _run_rank(
     run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
 ) -> Outcome:
-    config = read_config(yaml.safe_load(run.existing().config.read_text(encoding="utf-8")))
+    config = read_config(run.existing().read_config())
     attendance.begin(config)
     job = build_job(config.job)
     framework: ModuleType = importlib.import_module(
@@ -160,6 +162,8 @@ def _run_rank(
         if outcome.state == "finished" or not attendance.leave(outcome.updates):
             memory = [int(row[0]) for row in peaks]
             write_json(run.result, _result(outcome, engine, seconds, memory, planned))
+    # Groups that watch their peers are told that what follows is an end, not a loss.
+    getattr(group, "close", lambda: None)()
     return outcome
 
 
@@ -195,6 +199,8 @@ def _own_log(run: RunDir, rank: int) -> None:
 def run_rank(run_path: Path, attempt: int) -> int:
     """Be one rank of the run in `run_path`; give the exit code. Never raises what a job raised."""
     stop = StopFlag().install()
+    # MindSpore's C++ prints pages of warnings unless told otherwise before its import.
+    os.environ.setdefault("GLOG_v", "3")
     run = RunDir(run_path)
     topology = Topology.from_env(os.environ)
     _own_log(run, topology.rank)

@@ -1,0 +1,230 @@
+"""Accumulation by hand: a container like the parameters, a compiled micro-step, one flat reduction.
+
+Usable without the rest of this package, from a loop of your own:
+
+    accumulator = Accumulator(model, loss=lambda model, batch: (total, weight, {}), group=group)
+    for batch in micro_batches:
+        accumulator.add(batch)          # forward, backward, add up; nothing is sent
+    sums = accumulator.reduce(trailer)  # collective
+    accumulator.clear()
+
+Gradients are *sums* over samples; dividing by the sum of weights is the boundary's (see `engine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mindspore
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+
+from orchestrator.engine.mindspore.buffer import Layout, lay_out
+from orchestrator.engine.mindspore.compiling import Compiled
+from orchestrator.engine.mindspore.group import MindSporeGroup
+from orchestrator.engine.mindspore.losses import Sums
+from orchestrator.errors import JobError
+
+framework: Any = mindspore  # its annotations are not those of its behaviour
+CHECK_TOLERANCE = 1e-3
+
+
+class Accumulator:
+    """Sums of gradients over the micro-steps of a window.
+
+    Args:
+        model: the network; its trainable parameters are the ones accumulated.
+        loss: (model, batch) -> (total, weight, metrics), all sums; compiled unless mode is
+        pynative.
+        group: who the sums are reduced with.
+        metric_names: which of the metrics to keep, in order.
+        reference: the same loss for PyNative mode: the first micro-batch's gradient is compared
+            with its, because a graph may cut a gradient without a word. None skips that.
+        mode, jit_level: see `compiling`.
+        bucket_bytes: size of a bucket of the flat buffer.
+        trailer_numbers: how many numbers ride along.
+    """
+
+    def __init__(
+        self,
+        model: nn.Cell,
+        loss: Callable[[Any, Any], Sums],
+        group: MindSporeGroup,
+        *,
+        metric_names: Sequence[str] = (),
+        reference: Callable[[Any, Any], Sums] | None = None,
+        mode: str = "jit",
+        jit_level: str | None = None,
+        bucket_bytes: int = 25 * 2**20,
+        trailer_numbers: int = 0,
+    ) -> None:
+        self.parameters: tuple[Parameter, ...] = tuple(model.trainable_params())
+        if not self.parameters:
+            raise JobError("the model has no trainable parameters")
+        self.dtype: Any = self.parameters[0].dtype
+        self._model, self._group, self._names = model, group, tuple(metric_names)
+        self._loss, self._reference = loss, reference
+        self._mode, self._jit_level = mode, jit_level
+        self.sums: tuple[Parameter, ...] = tuple(
+            Parameter(ops.zeros_like(p), name=f"sum.{p.name}", requires_grad=False)
+            for p in self.parameters
+        )
+        sizes = [int(p.size) for p in self.parameters] + [trailer_numbers] * bool(trailer_numbers)
+        itemsize = int(self.parameters[0].itemsize)
+        self.layout: Layout = lay_out(sizes, itemsize=itemsize, bucket_bytes=bucket_bytes)
+        self._steps: dict[Any, Compiled] = {}
+        self._pack = self.compile(self._packing(), "the packing of gradients")
+        self._clear = self.compile(self._clearing(), "the clearing of gradients")
+
+    def compile(self, function: Callable[..., Any], what: str) -> Compiled:
+        """Compile in this accumulator's mode."""
+        return Compiled(function, mode=self._mode, jit_level=self._jit_level, what=what)
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds spent in first calls of compiled functions so far."""
+        every = (*self._steps.values(), self._pack, self._clear)
+        return sum(compiled.compile_s for compiled in every)
+
+    # ------------------------------------------------------------------ micro-steps
+
+    def add(self, batch: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """Forward and backward of one micro-batch; its gradient is added up. Nothing is sent.
+
+        Returns:
+            total, weight, and the metrics in order, not waited for.
+        """
+        form, leaves = _flatten(batch)
+        if form not in self._steps:
+            if self._reference is not None and self._mode != "pynative":
+                self._compare(form, leaves)
+            function = self._micro_step(self._gradients(self._loss, form))
+            self._steps[form] = self.compile(function, "the job's loss")
+        return self._steps[form](*leaves)
+
+    def _gradients(self, loss: Callable[[Any, Any], Sums], form: Any) -> Callable[..., Any]:
+        model, names, kind = self._model, self._names, form[0]
+        keys = form[1:]
+
+        def forward(*leaves: Tensor) -> Any:
+            if kind == "tensor":
+                total, weight, metrics = loss(model, leaves[0])
+            elif kind == "tuple":
+                total, weight, metrics = loss(model, leaves)
+            else:
+                total, weight, metrics = loss(model, dict(zip(keys, leaves)))  # noqa: B905  # no strict in graphs
+            found: Any = ()
+            for name in names:
+                found = (*found, metrics[name])
+            return total, weight, found
+
+        return framework.value_and_grad(forward, None, self.parameters, has_aux=True)
+
+    def _micro_step(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
+        sums = self.sums
+
+        def micro_step(*leaves: Tensor) -> Any:
+            (total, weight, metrics), parts = gradients(*leaves)
+            for held, part in zip(sums, parts):  # noqa: B905  # no strict in graphs
+                ops.assign_add(held, part)
+            return total, weight, metrics
+
+        return micro_step
+
+    def _compare(self, form: Any, leaves: Sequence[Tensor]) -> None:
+        """Raise `JobError` when the graph's gradient is not that of plain Python."""
+        reference = self._reference
+        assert reference is not None  # noqa: S101  # the caller has looked
+        compiled = self.compile(self._gradients(self._loss, form), "the job's loss")
+        _, theirs = compiled(*leaves)
+        framework.set_context(mode=framework.PYNATIVE_MODE)
+        _, ours = self._gradients(reference, form)(*leaves)
+        if self._mode == "graph":
+            framework.set_context(mode=framework.GRAPH_MODE)
+        for parameter, a, b in zip(self.parameters, theirs, ours, strict=True):
+            x, y = a.asnumpy().astype(np.float64), b.asnumpy().astype(np.float64)
+            size = max(float(np.abs(y).max(initial=0.0)), 1e-12)
+            if float(np.abs(x - y).max(initial=0.0)) > CHECK_TOLERANCE * size:
+                raise JobError(
+                    f"compiled, the gradient of {parameter.name} is not the one that plain Python "
+                    f"gives: MindSpore's graph compiler cuts gradients at code that it leaves to "
+                    f"Python (objects, numpy, .asnumpy() in loss or model); use tensor operations "
+                    f"there, or engine.mode=pynative"
+                )
+
+    # ------------------------------------------------------------------ the boundary
+
+    def _packing(self) -> Callable[..., Any]:
+        sums, buckets = self.sums, self.layout.buckets
+
+        def pack(*trailer: Tensor) -> tuple[Tensor, ...]:
+            packed: Any = ()
+            for bucket in buckets:
+                parts: Any = ()
+                for piece in bucket:
+                    tensor = sums[piece.source] if piece.source < len(sums) else trailer[0]
+                    whole = piece.stop - piece.start == tensor.size
+                    flat = tensor.reshape(-1)
+                    parts = (*parts, flat if whole else flat[piece.start : piece.stop])
+                packed = (*packed, ops.concat(parts) if len(parts) > 1 else parts[0])
+            return packed
+
+        return pack
+
+    def reduce(self, trailer: Sequence[float] = ()) -> list[Tensor]:
+        """The buckets of gradients and trailer, summed over ranks. Collective: one a bucket."""
+        extra = [Tensor(np.asarray(trailer), self.dtype)] if len(trailer) else []
+        return self._group.sums(list(self._pack(*extra)))
+
+    def unpack(self, buckets: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """The gradients in their shapes, and the trailer, from (summed) buckets. Works in a
+        graph.
+        """
+        return unpack(self.layout, tuple(p.shape for p in self.parameters), buckets)
+
+    def _clearing(self) -> Callable[..., Any]:
+        sums = self.sums
+
+        def clear() -> bool:
+            for held in sums:
+                ops.assign(held, ops.zeros_like(held))
+            return True
+
+        return clear
+
+    def clear(self) -> None:
+        """Set all sums to zero."""
+        self._clear()
+
+
+def unpack(
+    layout: Layout, shapes: Sequence[tuple[int, ...]], buckets: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """See `Accumulator.unpack`."""
+    flats: Any = ()
+    for spans in layout.found:
+        parts: Any = ()
+        for bucket, start, stop in spans:
+            parts = (*parts, buckets[bucket][start:stop])
+        flats = (*flats, ops.concat(parts) if len(parts) > 1 else parts[0])
+    tensors: Any = ()
+    for flat, shape in zip(flats, shapes):  # noqa: B905  # no strict in graphs
+        tensors = (*tensors, flat.reshape(shape))
+    return tensors, flats[-1] if len(flats) > len(shapes) else None
+
+
+def _flatten(batch: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    """A batch's form, and its tensors: graphs take tensors as inputs, and structures as
+    constants.
+    """
+    if isinstance(batch, Tensor):
+        return ("tensor",), (batch,)
+    if isinstance(batch, tuple | list) and all(isinstance(leaf, Tensor) for leaf in batch):
+        return ("tuple", len(batch)), tuple(batch)
+    if isinstance(batch, Mapping) and all(isinstance(leaf, Tensor) for leaf in batch.values()):
+        return ("mapping", *batch), tuple(batch.values())
+    raise JobError(
+        f"a batch must be a tensor, or a tuple or dictionary of tensors, but is "
+        f"{type(batch).__name__}"
+    )

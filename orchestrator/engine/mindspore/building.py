@@ -1,0 +1,60 @@
+"""What the worker asks this package for besides a group: an engine, and the versions behind it."""
+
+from __future__ import annotations
+
+import platform
+
+import mindspore as ms
+import numpy as np
+
+from orchestrator.engine.api import Engine, EngineSettings
+from orchestrator.engine.mindspore.engine import MindSporeEngine
+from orchestrator.engine.mindspore.group import MindSporeGroup
+from orchestrator.errors import ConfigError, JobError
+from orchestrator.job import Job
+
+TESTED = ("2.10",)
+
+
+def versions() -> dict[str, str]:
+    """What decides the bits of a run on this framework's side."""
+    return {
+        "mindspore": ms.__version__,
+        "numpy": np.__version__,
+        "device": str(ms.get_context("device_target")),
+        "processor": platform.machine(),
+    }
+
+
+def check_settings(settings: EngineSettings) -> None:
+    """Raise `ConfigError` for what this engine does not have."""
+    if settings.precision not in ("float32", "float64"):
+        raise ConfigError(
+            f"train.precision={settings.precision} is not available with MindSpore yet; try "
+            f"train.precision=float32"
+        )
+    if settings.reduction != "fast":
+        raise ConfigError(
+            f"accumulation.reduction={settings.reduction} is not available with MindSpore; try "
+            f"accumulation.reduction=fast (the same ranks give the same bits there, too), or a "
+            f"torch job"
+        )
+
+
+def build_engine(
+    job: Job, settings: EngineSettings, group: MindSporeGroup, local_rank: int
+) -> Engine:
+    """Build the job's model, the same on every rank, and all that trains it. Collective.
+
+    Raises:
+        ConfigError: settings that this engine does not have.
+        JobError: `model()` or `dataset()` do not give what the contract says, or replicas differ.
+    """
+    del local_rank  # the group has picked the device
+    if not ms.__version__.startswith(TESTED):
+        raise JobError(
+            f"MindSpore {ms.__version__} is installed, but {', '.join(TESTED)} was tested here; "
+            f"pip install 'mindspore>=2.10,<2.11' 'numpy<2'"
+        )
+    check_settings(settings)
+    return MindSporeEngine(job, settings, group)

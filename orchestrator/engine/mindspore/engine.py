@@ -1,0 +1,283 @@
+"""`MindSporeEngine`: a job's model, data, optimizer and accumulator behind the loop's `Engine`."""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
+from orchestrator.engine.mindspore import state
+from orchestrator.engine.mindspore.accumulator import Accumulator
+from orchestrator.engine.mindspore.advice import RANDOM, advice, layers
+from orchestrator.engine.mindspore.group import MindSporeGroup
+from orchestrator.engine.mindspore.loader import Loader
+from orchestrator.engine.mindspore.losses import compiled_loss, python_loss
+from orchestrator.engine.mindspore.optimizers import build_optimizer, state_of
+from orchestrator.engine.mindspore.stepping import Applied, Stepper
+from orchestrator.engine.mindspore.tally import Tally, as_float
+from orchestrator.engine.seeding import derived_seed
+from orchestrator.engine.trailer import STOP, Trailer
+from orchestrator.errors import JobError
+from orchestrator.job import Job
+from orchestrator.plan.wire import trailer_numbers
+
+SEED_BITS = 0x7FFFFFFF
+DIGEST_NUMBERS, DIGEST_DIGITS = 4, 12  # 48 bits each, which a float64 carries exactly
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and MindSpore's generators."""
+    random.seed(seed)
+    ms.set_seed(seed & SEED_BITS)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # users' code draws from it
+
+
+class MindSporeEngine:
+    """An `Engine`; see there for the methods.
+
+    Args:
+        job: what to train.
+        settings: checked already (see `settings.py`).
+        group: the ranks.
+    """
+
+    def __init__(self, job: Job, settings: EngineSettings, group: MindSporeGroup) -> None:
+        self._job, self._settings, self._group = job, settings, group
+        ms.set_context(mode=ms.GRAPH_MODE if settings.mode == "graph" else ms.PYNATIVE_MODE)
+        self._model = self._built_model()
+        own = getattr(job, "optimizer", lambda _: None)(self._model)
+        trainable = self._model.trainable_params()
+        if not trainable:
+            raise JobError("model() has no trainable parameters")
+        self._optimizer = own or build_optimizer(settings.optimizer, trainable)
+        self._names = tuple(settings.metric_names)
+        compiled = settings.mode != "pynative"
+        self._accumulator = Accumulator(
+            self._model,
+            compiled_loss(job) if compiled else python_loss(job),
+            group,
+            metric_names=self._names,
+            # Two random draws cannot be compared.
+            reference=None if layers(self._model, RANDOM) else python_loss(job),
+            mode=settings.mode,
+            jit_level=settings.jit_level,
+            bucket_bytes=settings.bucket_bytes,
+            trailer_numbers=trailer_numbers(len(self._names)),
+        )
+        self._stepper = Stepper(
+            self._accumulator,
+            self._optimizer,
+            clip_norm=settings.clip_norm,
+            on_non_finite=settings.on_non_finite,
+            where=self._where,
+        )
+        floats = np.float64 if settings.precision == "float64" else None
+        self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
+        self._tally = Tally(len(self._names))
+        self._window: Window | None = None
+        self._held: list[Tensor] | None = None
+        self._done = self._micro_steps = self._reductions = 0
+        self._compute_s = self._wait_s = self._compile_mark = self._compiled_s = 0.0
+        self._mark = (0, 0)
+        self._agree()
+
+    # ------------------------------------------------------------------ an update
+
+    def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        return self._loader.batches(micro_batches)
+
+    def begin_window(self, window: Window) -> None:
+        self._window, self._held = window, None
+        self._done = self._reductions = 0
+        self._compute_s = self._wait_s = 0.0
+        self._compile_mark = self._compile_total()
+        counters = self._group.counters
+        self._mark = (counters.collectives, counters.bytes_on_wire)
+        self._tally.begin()
+        self._accumulator.clear()
+        self._stepper.set_rate(window.learning_rate)
+        self._group.silence.keep(f"in mid-window of update {window.update}")
+
+    def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
+        window = self._window
+        if window is None or micro_batch.update != window.update:
+            raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
+        began = time.perf_counter()
+        seed = derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
+        seed_everything(seed)
+        total, weight, metrics = self._accumulator.add(batch)
+        self._tally.add(total, weight, metrics)
+        self._done += 1
+        self._micro_steps += 1
+        every = self._settings.log_every
+        if every and self._micro_steps % every == 0:
+            self._say(
+                f"update {window.update} micro-step {self._micro_steps}: loss "
+                f"{as_float(total) / max(as_float(weight), 1e-300):.6f}"
+            )
+        self._compute_s += time.perf_counter() - began
+        if self._settings.sync == "every_step" and self._reductions < window.steps - 1:
+            self._reduce(self._tally.trailer())
+
+    def boundary(self, *, stop: bool = False) -> BoundaryReport:
+        window = self._window
+        if window is None:
+            raise RuntimeError("a boundary without a window")
+        began = time.perf_counter()
+        trailer = self._tally.trailer()  # waits for the losses, so the rest is not computing
+        trailer.flags[STOP] = int(stop)
+        self._compute_s += time.perf_counter() - began
+        if self._settings.sync == "every_step":
+            while self._reductions < window.steps - 1:
+                self._reduce(Trailer.empty(len(self._names)))
+        buckets = self._reduce(trailer)
+        self._group.silence.end()
+        began = time.perf_counter()
+        applied = self._stepper.apply(window.update, buckets, len(self._names), self._tally)
+        optimizer_s = time.perf_counter() - began
+        self._window, self._held = None, None
+        return self._report(window, applied, optimizer_s)
+
+    def _reduce(self, trailer: Trailer) -> list[Tensor]:
+        """One synchronisation, added to what earlier ones of this window gave."""
+        began = time.perf_counter()
+        with self._group.silence.lifted():
+            buckets = self._accumulator.reduce(trailer.numbers())
+        if self._held is not None:
+            buckets = [held + new for held, new in zip(self._held, buckets, strict=True)]
+        if self._settings.sync == "every_step":
+            buckets = [bucket.copy() for bucket in buckets]
+            self._accumulator.clear()
+            self._held = buckets
+        self._reductions += 1
+        self._wait_s += time.perf_counter() - began
+        return buckets
+
+    def _report(self, window: Window, applied: Applied, optimizer_s: float) -> BoundaryReport:
+        totals = applied.totals
+        weight = totals.weight.value
+        counters = self._group.counters
+        compile_s = self._compile_total() - self._compile_mark
+        if compile_s:
+            self._say(
+                f"update {window.update}: compiled in {compile_s:.2f} s, which later updates do "
+                f"not take"
+            )
+        return BoundaryReport(
+            update=window.update,
+            loss=totals.loss.value / weight,
+            weight=weight,
+            metrics={
+                name: total.value / weight
+                for name, total in zip(self._names, totals.metrics, strict=True)
+            },
+            applied=applied.stepped,
+            stop_requested=totals.flags[STOP] > 0,
+            gradient_norm=applied.norm,
+            micro_steps=self._done,
+            collectives=counters.collectives - self._mark[0],
+            bytes_on_wire=counters.bytes_on_wire - self._mark[1],
+            compute_s=max(0.0, self._compute_s - compile_s),
+            wait_s=self._wait_s,
+            optimizer_s=optimizer_s,
+            compile_s=compile_s,
+        )
+
+    # ------------------------------------------------------------------ around updates
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        row = Tensor(np.asarray([list(numbers)], np.float64))
+        return self._group.all_gather(row).asnumpy().tolist()
+
+    def evaluate(self) -> dict[str, float]:
+        before = [(cell, cell.training) for _, cell in self._model.cells_and_names()]
+        self._model.set_train(False)
+        try:
+            figures = getattr(self._job, "evaluate", lambda _: {})(self._model)
+        finally:
+            for cell, training in before:
+                cell.add_flags(training=training)
+        return {str(name): as_float(value) for name, value in figures.items()}
+
+    def parameter_count(self) -> int:
+        return sum(int(p.size) for p in self._accumulator.parameters)
+
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        weights = self._model.parameters_dict()
+        state.save(folder / state.WEIGHTS, weights)
+        state.save(folder / state.OPTIMIZER, state_of(self._optimizer, weights))
+        return {"engine": "mindspore"}
+
+    def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        if extra.get("engine") != "mindspore":
+            raise JobError(
+                f"{folder} is a checkpoint of another engine; its weights alone fit here"
+            )
+        weights = self._model.parameters_dict()
+        state.load(folder / state.WEIGHTS, weights)
+        state.load(folder / state.OPTIMIZER, state_of(self._optimizer, weights))
+
+    def weights_sha256(self) -> str:
+        return state.digest(self._model.parameters_dict())
+
+    def peak_memory_bytes(self) -> int:
+        if self._group.transport != "mccl":
+            return int(ms.runtime.max_memory_allocated())
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def warnings(self) -> list[str]:
+        return advice(self._model)
+
+    # ------------------------------------------------------------------ parts
+
+    def _built_model(self) -> nn.Cell:
+        seed_everything(derived_seed("model", self._settings.seed))
+        model = self._job.model()
+        if not isinstance(model, nn.Cell):
+            raise JobError(
+                f"model() must give a mindspore.nn.Cell, but gives {type(model).__name__}"
+            )
+        if self._settings.precision == "float64":
+            for parameter in model.get_parameters():
+                parameter.set_dtype(ms.float64)
+        model.set_train()
+        return model
+
+    def _agree(self) -> None:
+        """Check that all ranks start with the same bits. Collective."""
+        digits = self.weights_sha256()
+        numbers = [
+            float(int(digits[n * DIGEST_DIGITS : (n + 1) * DIGEST_DIGITS], 16))
+            for n in range(DIGEST_NUMBERS)
+        ]
+        rows = self.gather(numbers)
+        odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
+        if odd:
+            raise JobError(
+                f"model() does not give the same weights on every rank: ranks "
+                f"{', '.join(map(str, odd))} differ from rank 0. It must depend on nothing but the "
+                f"job's arguments and the random seed"
+            )
+
+    def _where(self, step: int | None) -> str:
+        """The ranks and their micro-steps, in words, equal on all ranks. Collective."""
+        rows = self.gather([-1.0 if step is None else float(step)])
+        places = [
+            f"rank {r}, micro-step {int(row[0])}" for r, row in enumerate(rows) if row[0] >= 0
+        ]
+        more = f" and {len(places) - 3} more ranks" if len(places) > 3 else ""
+        return "; ".join(places[:3]) + more
+
+    def _compile_total(self) -> float:
+        return self._accumulator.compile_s + self._stepper.compile_s
+
+    def _say(self, sentence: str) -> None:
+        print(sentence, flush=True)  # noqa: T201  # a rank's standard output is its log

@@ -1,0 +1,236 @@
+"""`MindSporeGroup`: a `Group` over MCCL (CPU), NCCL or HCCL, formed without `msrun`.
+
+MindSpore knows one world per process, so an attempt has one generation. A collective is launched
+from the main thread and waited for beside a watch on the peers, so that a dead one raises
+`PeerLost` at once instead of after the collective's time-out. Not here: collectives with a
+gradient (`collectives.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+from orchestrator.engine.api import Counters
+from orchestrator.engine.mindspore.liveness import Watch
+from orchestrator.engine.mindspore.scheduler import Scheduler
+from orchestrator.engine.silence import Silence
+from orchestrator.errors import PeerLost
+
+POLL_S = 0.05
+REDUCED_BY_MCCL = (ms.float32, ms.float16)
+GATHERED_BY_MCCL = (ms.float32, ms.float64, ms.int32, ms.int64)
+TIMED_OUT = ("timeout", "timed out", "time out")
+
+
+class MindSporeGroup:
+    """Ranks in processes. With one rank nothing is sent and nothing is counted.
+
+    Args:
+        watch: tells of lost peers; None for a lone rank.
+        scheduler: MindSpore's, on rank 0 of several.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        transport: str,
+        generation: int = 0,
+        watch: Watch | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self._rank, self._size = rank, size
+        self._transport, self._generation = transport, generation
+        self._watch, self._scheduler = watch, scheduler
+        self._counters = Counters()
+        self._share = 0  # bytes on the wire times R, exact where the quotient is not whole
+        self._told: set[str] = set()
+        self.silence = Silence()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    @property
+    def transport(self) -> str:
+        return self._transport
+
+    @property
+    def counters(self) -> Counters:
+        return self._counters
+
+    # ------------------------------------------------------------------ collectives
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over ranks, in place. Same shape and dtype on all ranks."""
+        for total in self.sums([tensor]):
+            tensor.assign_value(total)
+
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over ranks of several tensors, one collective each, launched together."""
+        self.silence.check("all_reduce_sum")
+        if self._size == 1:
+            return list(tensors)
+        totals: list[Tensor] = []
+        for tensor in tensors:
+            self._count(tensor, 2 * (self._size - 1) * _bytes(tensor))
+            totals.append(self._launch_sum(tensor.reshape(-1)).reshape(tensor.shape))
+        self.wait(totals, "all_reduce_sum")
+        return totals
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Concatenate the ranks' tensors along axis 0; see `Group.all_gather`."""
+        self.silence.check("all_gather")
+        every = checked_sizes(tensor, sizes, self._rank, self._size)
+        if self._size == 1:
+            return tensor.copy()
+        row = math.prod(tensor.shape[1:])
+        self._count(tensor, (self._size - 1) * sum(every) * row * tensor.itemsize)
+        gathered = self._launch_gather(tensor, every)
+        self.wait([gathered], "all_gather")
+        return gathered
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Replace `tensor` by rank `source`'s, in place."""
+        self.silence.check("broadcast")
+        if not 0 <= source < self._size:
+            raise ValueError(f"`source` must be a rank below {self._size}, but is {source}")
+        if self._size == 1:
+            return
+        self._count(tensor, (self._size - 1) * _bytes(tensor))
+        carried, back = self._as_carried(tensor.reshape(-1))
+        broadcast: Any = ops.Broadcast(source)
+        (result,) = broadcast((carried,))
+        self.wait([result], "broadcast")
+        tensor.assign_value(back(result).reshape(tensor.shape))
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+        self.silence.check("barrier")
+        if self._size == 1:
+            return
+        self._counters.collectives += 1
+        # MCCL has no barrier of its own.
+        self.wait([self._launch_sum(ops.zeros((1,), ms.float32))], "barrier")
+
+    def close(self) -> None:
+        """Say goodbye to the peers, and end the scheduler. The group is of no use afterwards."""
+        closing: Any = self._watch
+        if closing is not None:
+            closing.close()
+        if self._scheduler is not None:
+            self._scheduler.end()
+
+    # ------------------------------------------------------------------ the parts
+
+    def _launch_sum(self, flat: Tensor) -> Tensor:
+        if self._transport != "mccl" or flat.dtype in REDUCED_BY_MCCL:
+            reduce: Any = ops.AllReduce()
+            return reduce(flat)
+        self._say_once(
+            f"MCCL has no all-reduce of {flat.dtype}; the ranks' parts are gathered and added in "
+            f"the order of ranks instead"
+        )
+        parts = self._launch_gather(flat, (flat.shape[0],) * self._size)
+        return parts.reshape(self._size, -1).sum(axis=0).astype(flat.dtype)
+
+    def _launch_gather(self, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Equal parts are gathered, so shorter ones travel padded to the longest."""
+        longest = max(sizes)
+        carried, back = self._as_carried(tensor)
+        missing = longest - tensor.shape[0]
+        if missing:
+            padding = ops.zeros((missing, *tensor.shape[1:]), carried.dtype)
+            carried = ops.concat([carried, padding]) if tensor.shape[0] else padding
+        if carried.size == 0:
+            return tensor.copy()
+        gathered = back(ops.AllGather()(carried))
+        if min(sizes) == longest:
+            return gathered
+        pieces = [
+            gathered[place * longest : place * longest + size] for place, size in enumerate(sizes)
+        ]
+        return ops.concat([piece for piece in pieces if piece.shape[0]])
+
+    def _as_carried(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """`tensor` in a type that the transport carries, and the way back."""
+        dtype = tensor.dtype
+        if self._transport != "mccl" or dtype in GATHERED_BY_MCCL:
+            return tensor, lambda result: result
+        wide = ms.float32 if dtype in (ms.float16, ms.bfloat16) else ms.int32
+        return tensor.astype(wide), lambda result: result.astype(dtype)
+
+    def wait(self, tensors: Sequence[Tensor], operation: str) -> None:
+        """Return when the tensors are computed. Raises `PeerLost` when they will never be."""
+        if self._watch is None:
+            return
+        done = threading.Event()
+        raised: list[RuntimeError] = []
+
+        def compute() -> None:
+            try:
+                for tensor in tensors:
+                    tensor.asnumpy()
+            except RuntimeError as error:
+                raised.append(error)
+            finally:
+                done.set()
+
+        threading.Thread(target=compute, name=operation, daemon=True).start()
+        while not done.wait(POLL_S):
+            self._watch.check()
+        if raised:
+            self._watch.changed.wait(2.0)  # a peer's death may show here first
+            self._watch.check()
+            first = str(raised[0]).strip().splitlines()[0]
+            if any(word in str(raised[0]).lower() for word in TIMED_OUT):
+                raise PeerLost(f"rank {self._rank}: {operation} did not end: {first}") from raised[
+                    0
+                ]
+            raise raised[0]
+
+    def _count(self, tensor: Tensor, share: int) -> None:
+        self._share += share
+        self._counters.collectives += 1
+        self._counters.bytes_handed += _bytes(tensor)
+        self._counters.bytes_on_wire = -(-self._share // self._size)
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            print(f"note: {sentence}", flush=True)  # noqa: T201  # goes to the rank's log
+
+
+def checked_sizes(
+    tensor: Tensor, sizes: Sequence[int] | None, rank: int, ranks: int
+) -> tuple[int, ...]:
+    """The leading sizes of all ranks' tensors. Raises `ValueError` when they cannot be right."""
+    if tensor.ndim == 0:
+        raise ValueError("a tensor to gather needs an axis 0, but has none; use tensor.reshape(1)")
+    if sizes is None:
+        return (tensor.shape[0],) * ranks
+    if len(sizes) != ranks or sizes[rank] != tensor.shape[0] or min(sizes) < 0:
+        raise ValueError(
+            f"`sizes` must be the {ranks} ranks' leading sizes, with {tensor.shape[0]} for rank "
+            f"{rank}, but is {list(sizes)}"
+        )
+    return tuple(sizes)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return int(tensor.size) * int(tensor.itemsize)

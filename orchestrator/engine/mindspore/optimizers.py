@@ -1,0 +1,109 @@
+"""The optimizers that the configuration names, and setting the learning rate of any optimizer.
+
+`mindspore.experimental.optim` is used: its update rules are those of the papers and agree with
+torch's to rounding, while `nn.Adam` places epsilon elsewhere and `nn.AdamWeightDecay` has no bias
+correction.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore.experimental import optim
+
+from orchestrator.errors import ConfigError, JobError, did_you_mean
+
+ANY_RATE = 1e-3
+"""To build with; `set_rate` replaces it before the first step."""
+
+BY_NAME = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
+
+
+class WideSGD(nn.Cell):
+    """SGD with momentum and L2 weight decay, as `optim.SGD`, whose operator knows no float64."""
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        lr: float = ANY_RATE,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.momentum, self.decay = momentum, weight_decay
+        self.learning_rate = Parameter(Tensor(lr, ms.float64), name="learning_rate")
+        self.weights: Any = ParameterTuple(params)
+        self.velocity: Any = self.weights.clone("velocity", "zeros")
+
+    def construct(self, gradients: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for weight, gradient, held in zip(self.weights, gradients, self.velocity):  # noqa: B905
+            step = gradient + self.decay * weight
+            if self.momentum:
+                step = held * self.momentum + step
+                ops.assign(held, step)
+            ops.assign_sub(weight, step * self.learning_rate)
+        return True
+
+
+def build_optimizer(settings: Mapping[str, Any], parameters: Sequence[Parameter]) -> Any:
+    """The optimizer of `settings`; its learning rate is set at every update (see `set_rate`).
+
+    Raises `ConfigError` when it does not exist or does not take the settings.
+    """
+    rest = {k: v for k, v in settings.items() if k not in ("name", "_target_")}
+    if "betas" in rest:
+        rest["betas"] = tuple(rest["betas"])
+    if "_target_" in settings:
+        name = str(settings["_target_"])
+        module, _, attribute = name.rpartition(".")
+        try:
+            maker: Any = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"optimizer._target_={name}: {error}") from error
+    else:
+        name = str(settings["name"])
+        if name not in BY_NAME:
+            raise ConfigError(f"optimizer.name={name} is not known{did_you_mean(name, BY_NAME)}")
+        wide = any(parameter.dtype == ms.float64 for parameter in parameters)
+        maker = WideSGD if name == "sgd" and wide else BY_NAME[name]
+    for key in ("lr", "learning_rate"):
+        if key in inspect.signature(maker).parameters:
+            rest.setdefault(key, ANY_RATE)
+    try:
+        return maker(list(parameters), **rest)
+    except TypeError as error:
+        raise ConfigError(f"optimizer {name}: {error}") from error
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    """Set the learning rate, of every group of parameters alike."""
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is not None:
+        for group in groups:
+            if isinstance(group["lr"], Parameter):
+                group["lr"].assign_value(Tensor(rate, group["lr"].dtype))
+            else:
+                group["lr"] = rate
+        return
+    own = getattr(optimizer, "learning_rate", None)
+    if not isinstance(own, Parameter):
+        raise JobError(
+            f"{type(optimizer).__name__} schedules its learning rate itself; here it follows "
+            f"schedule.*, one clock for all ranks: build it with a plain number"
+        )
+    own.assign_value(Tensor(rate, own.dtype))
+
+
+def state_of(optimizer: Any, weights: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """The optimizer's own parameters by name: moments, counters. The weights are not among them."""
+    taken = {id(parameter) for parameter in weights.values()}
+    return {
+        name: parameter
+        for name, parameter in optimizer.parameters_dict().items()
+        if id(parameter) not in taken
+    }

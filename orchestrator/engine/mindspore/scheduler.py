@@ -1,0 +1,113 @@
+"""MindSpore's scheduler process (MS_SCHED), which `msrun` would start: here a child of rank 0.
+
+It may not be given port 0, and a busy port shows only after its time-out; so a free port is probed,
+and the child is watched until it really listens there. A clash starts it again on another port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from orchestrator.errors import RendezvousError
+
+TRIES = 3
+SCRIPT = Path(__file__).with_name("scheduler_process.py")
+
+
+def free_port(address: str) -> int:
+    """A TCP port that nobody uses at `address` now. Raises `RendezvousError`: not our address."""
+    try:
+        with socket.create_server((address, 0)) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise RendezvousError(
+            f"rank 0 cannot listen at {address}: {error.strerror}; it must be an IP address of "
+            f"this node (ORCHESTRATOR_NODE_ADDRESS sets it)"
+        ) from error
+
+
+class Scheduler:
+    """The child process. It ends with rank 0, however rank 0 ends (see `scheduler_process`).
+
+    Args:
+        address: IP literal; MindSpore takes no host names.
+        workers: how many ranks it waits for.
+        timeout_s: how long it waits for them.
+    """
+
+    def __init__(self, address: str, workers: int, timeout_s: float) -> None:
+        self._address, self._workers, self._timeout_s = address, workers, timeout_s
+        self._tries = 0
+        self.process: subprocess.Popen[bytes]
+        self.port = 0
+        self._start()
+
+    def _environment(self) -> Mapping[str, str]:
+        kept = {k: v for k, v in os.environ.items() if k != "MS_NODE_ID"}
+        return {
+            **kept,
+            "MS_ROLE": "MS_SCHED",
+            "MS_WORKER_NUM": str(self._workers),
+            "MS_SCHED_HOST": self._address,
+            "MS_SCHED_PORT": str(self.port),
+            "MS_TOPO_TIMEOUT": str(max(1, round(self._timeout_s))),
+            "GLOG_v": os.environ.get("GLOG_v", "3"),  # noqa: SIM112  # its name
+        }
+
+    def _start(self) -> None:
+        self._tries += 1
+        self.port = free_port(self._address)
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(os.getpid())],
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+        )
+
+    def ready(self) -> bool:
+        """True once the child listens; starts it again when its port was taken meanwhile.
+
+        Raises `RendezvousError` when that happens too often.
+        """
+        if self.process.poll() is None:
+            try:
+                own = psutil.Process(self.process.pid).net_connections(kind="tcp")
+            except psutil.NoSuchProcess:
+                own = []
+            if any(_listens(c, self.port) for c in own):
+                return True
+            others = [c for c in psutil.net_connections(kind="tcp") if _listens(c, self.port)]
+            if not any(c.pid != self.process.pid for c in others):
+                return False
+            why = f"port {self.port} was taken by another process"
+        else:
+            why = f"it ended with status {self.process.returncode}"
+        self.end()
+        if self._tries >= TRIES:
+            raise RendezvousError(
+                f"MindSpore's scheduler could not be started at {self._address} in {TRIES} "
+                f"attempts; in the last one {why}"
+            )
+        self._start()
+        return False
+
+    def end(self) -> None:
+        """End the child and collect it. Without this it would linger 5 s after the last worker."""
+        with contextlib.suppress(ProcessLookupError):  # it ended in this moment
+            self.process.kill()
+        self.process.wait()
+
+
+def _listens(connection: object, port: int) -> bool:
+    local = getattr(connection, "laddr", None)
+    return (
+        getattr(connection, "status", "") == psutil.CONN_LISTEN
+        and getattr(local, "port", None) == port
+    )

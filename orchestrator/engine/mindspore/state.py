@@ -1,0 +1,58 @@
+"""State on disk: weights and optimizer as safetensors, which every framework reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mindspore import Parameter, Tensor
+from safetensors.numpy import load_file, save_file
+
+from orchestrator.errors import RunFolderError, did_you_mean
+
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+
+
+def arrays_of(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+    """Copies of the parameters as contiguous arrays, in the order of the names."""
+    return {name: np.array(parameters[name].asnumpy(), order="C") for name in sorted(parameters)}
+
+
+def save(path: Path, parameters: Mapping[str, Parameter]) -> None:
+    """Write the parameters as a safetensors file."""
+    save_file(arrays_of(parameters), str(path))
+
+
+def load(path: Path, parameters: Mapping[str, Parameter]) -> None:
+    """Set the parameters to a file's, bit for bit.
+
+    Raises `RunFolderError` when names or shapes are not the model's.
+    """
+    found = load_file(str(path))
+    for name in parameters:
+        if name not in found:
+            raise RunFolderError(f"{path} has no {name}{did_you_mean(name, found)}")
+    for name, array in found.items():
+        if name not in parameters:
+            raise RunFolderError(
+                f"{path} has {name}, which this model has not{did_you_mean(name, parameters)}"
+            )
+        held = parameters[name]
+        if tuple(array.shape) != tuple(held.shape):
+            raise RunFolderError(
+                f"{path}: {name} has the shape {tuple(array.shape)}, but this model's has "
+                f"{tuple(held.shape)}"
+            )
+        held.set_data(Tensor(array, held.dtype))
+
+
+def digest(parameters: Mapping[str, Parameter]) -> str:
+    """SHA-256 over the parameters' bytes, tensor by tensor in the order of the names."""
+    whole = hashlib.sha256()
+    for array in arrays_of(parameters).values():
+        whole.update(array.tobytes())
+    return whole.hexdigest()
