@@ -10,8 +10,8 @@ from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, Con
 from orchestrator.report.metrics import read_metrics
 from orchestrator.report.sweep import Cell, print_sweep
 from orchestrator.report.terminal import command, say
-from orchestrator.report.units import plural
 from orchestrator.report.time_and_memory import Pair, print_time_and_memory
+from orchestrator.report.units import plural
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit, State
 from orchestrator.submit.run import Manner, start

@@ -1,0 +1,84 @@
+"""A rank that fails ends the job as FAILED at once, by name, and leaves nothing behind."""
+
+import json
+import time
+
+import pytest
+
+from tests.helpers import until
+from tests.slurm import runs
+
+FAULTS = {
+    "raise": "ValueError: the tiny job was told to fail [here]",
+    "kill": "killed by signal 9 (SIGKILL)",
+    "memory": "out of memory: MemoryError",
+}
+
+
+@pytest.fixture(scope="module")
+def failing(slurm, tmp_path_factory):
+    """All three at once: they do not touch each other."""
+    folder = tmp_path_factory.mktemp("failing")
+    for fault in FAULTS:
+        runs.submit(
+            slurm, folder / fault, f"job.fault={fault}", "job.fault_rank=3", "train.updates=30",
+            "cluster.ranks_per_node=2", "job.pause_s=0.02",
+        )  # fmt: skip
+    return folder
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_failing_rank_fails_the_job_within_ten_seconds(slurm, failing, fault):
+    run = failing / fault
+    job = runs.job_of(run)
+    until((run / "metrics.jsonl").exists, 90, "the first update")
+    ended = runs.wait_over(slurm, run)
+    state = runs.accounted(slurm, job)
+    end = int(slurm.command(
+        "env", "SLURM_TIME_FORMAT=%s", "sacct", "-nPX", "-j", job, "-o", "End"
+    ).strip())  # fmt: skip
+    # The fault comes in the second window, so within moments of the first one's record.
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["time"]
+    assert end - last < 10
+    assert state == "FAILED"
+    culprit = ended["culprit"]
+    assert (ended["state"], culprit["rank"]) == ("failed", 3)
+    assert culprit["cause"].startswith(FAULTS[fault])
+    assert culprit["node"] in slurm.node_names
+    found = runs.status(run)
+    assert found["state"] == "failed"
+    assert found["reason"] == culprit["cause"]
+    assert runs.processes_of_job(slurm, job) == []
+
+
+def test_a_failed_run_can_be_resumed(slurm, tmp_path):
+    run = tmp_path / "run"
+    more = ("job.fault=raise", "job.fault_rank=1", "train.checkpoint_every=1", "train.updates=12")
+    first = runs.submit(slurm, run, *more, "job.fault_after=20")
+    assert runs.wait_over(slurm, run)["state"] == "failed"
+    done = runs.verb("resume", run)
+    assert done.returncode == 0, done.stderr
+    assert runs.job_of(run) != first
+    # Each attempt gets five updates further before its fault.
+    assert runs.wait_over(slurm, run)["state"] in ("failed", "finished")
+    assert runs.first_records(run)[1]["update"] >= 4
+    assert runs.first_records(run)[1]["restart"]["why"] == "resumed"
+
+
+def test_a_job_cancelled_behind_our_back_is_called_so(slurm, tmp_path):
+    run = tmp_path / "run"
+    job = runs.submit(slurm, run, "train.updates=500", "job.pause_s=0.05")
+    runs.wait_for_update(run, 1)
+    slurm.command("scancel", job)
+    until(lambda: runs.over(slurm, job), 30, "the job's end")
+    time.sleep(1.0)  # it must not come back
+    assert runs.queue_state(slurm, job) == "CANCELLED"
+    assert runs.status(run)["state"] == "cancelled"
+
+
+def test_an_error_before_the_ranks_meet_names_its_rank(slurm, tmp_path):
+    run = tmp_path / "run"
+    runs.submit(slurm, run, "job.samples=nonsense", "train.updates=1")
+    ended = runs.wait_over(slurm, run)
+    assert ended["state"] == "failed"
+    assert ended["culprit"]["rank"] is not None

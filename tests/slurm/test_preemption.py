@@ -1,0 +1,86 @@
+"""Taken away and given back: the run ends with the bits of one that was left alone."""
+
+import random
+import time
+
+import pytest
+
+from slurm import breaking
+from tests.helpers import until
+from tests.slurm import runs
+
+TIMES = 10
+
+
+@pytest.mark.timeout(420)
+def test_ten_preemptions_at_random_moments_change_nothing(slurm, tmp_path, digest_of_60):
+    chance = random.Random(4)
+    run = tmp_path / "run"
+    job = runs.submit(
+        slurm, run, "train.updates=60", "train.checkpoint_every=5", "job.pause_s=0.03",
+        "cluster.partition=low",
+    )  # fmt: skip
+    waits = []
+    for number in range(TIMES):
+        runs.wait_for_update(run, 0, attempt=number)
+        time.sleep(chance.uniform(0.0, 0.5))  # the moment is what is random here
+        other = runs.occupy(slurm, "true", "-p", "high", "-N", "4", "--exclusive")
+        until(lambda other=other: runs.over(slurm, other), 60, "the preempting job's end")
+        free = time.monotonic()
+        until(lambda: runs.queue_state(slurm, job) == "RUNNING", 60, "the run's restart")
+        waits.append(time.monotonic() - free)
+    ended = runs.wait_over(slurm, run)
+    assert ended["state"] == "finished"
+    assert ended["weights_sha256"] == digest_of_60
+    notes = [record["restart"] for n, record in runs.first_records(run).items() if n]
+    assert len(notes) == TIMES
+    assert all(note["why"] == "preempted" for note in notes)
+    assert all(note["lost_updates"] <= 1 for note in notes)
+    assert max(waits) < 20
+    found = runs.status(run)
+    assert found["restarts"] == TIMES
+    assert found["why"] == "preempted"
+
+
+def test_a_stop_that_cannot_wait_for_the_boundary_loses_its_window_only(
+    slurm, tmp_path, digest_of_60
+):
+    del digest_of_60
+    run = tmp_path / "run"
+    more = ("train.updates=4", "accumulation.steps=16", "train.checkpoint_every=100")
+    expected = runs.reference(tmp_path / "local", *more)
+    job = runs.submit(
+        slurm, run, *more, "job.pause_s=0.4", "cluster.partition=low", "cluster.signal_ahead_s=3"
+    )
+    runs.wait_for_update(run, 1)
+    time.sleep(0.5)
+    runs.occupy(slurm, "true", "-p", "high", "-N", "4", "--exclusive")
+    until(lambda: runs.queue_state(slurm, job) == "PENDING", 10, "leaving inside the window")
+    ended = runs.wait_over(slurm, run)
+    assert ended["weights_sha256"] == expected
+    note = runs.first_records(run)[1]["restart"]
+    assert (note["resumed_from"], note["lost_updates"]) == (2, 0)
+    assert note["lost_micro_steps"] > 0
+    assert "longer than the 3 s" in (run / "logs" / "rank-00000.log").read_text()
+
+
+def test_scontrol_requeue_is_survived(slurm, tmp_path, digest_of_60):
+    run = tmp_path / "run"
+    job = runs.submit(slurm, run, "train.updates=60", "job.pause_s=0.03")
+    runs.wait_for_update(run, 10)
+    slurm.command("scontrol", "requeue", job)
+    ended = runs.wait_over(slurm, run)
+    assert ended["weights_sha256"] == digest_of_60
+    assert runs.status(run)["restarts"] == 1
+
+
+def test_a_node_set_down_is_left_for_another(mended, tmp_path, digest_of_60):
+    run = tmp_path / "run"
+    job = runs.submit(mended, run, "train.updates=60", "job.pause_s=0.03")
+    runs.wait_for_update(run, 10)
+    lost = runs.nodes_of(mended, job)[1]
+    breaking.set_node_down(mended, lost)
+    runs.wait_for_update(run, 11, attempt=1)
+    assert lost not in runs.nodes_of(mended, job)
+    ended = runs.wait_over(mended, run)
+    assert ended["weights_sha256"] == digest_of_60

@@ -1,0 +1,158 @@
+"""A run on SLURM: submitted, left alone, found again, and the same as a local one."""
+
+import json
+import textwrap
+
+import pytest
+
+from tests.helpers import call, result, until
+from tests.slurm import runs
+
+
+def test_two_nodes_of_two_ranks_end_with_the_local_runs_weights(slurm, tmp_path):
+    shape = ("cluster.ranks_per_node=2", "train.updates=10")
+    job = runs.submit(slurm, tmp_path / "run", *shape)
+    expected = runs.reference(tmp_path / "local", *shape)
+    ended = runs.wait_over(slurm, tmp_path / "run")
+    assert ended["state"] == "finished"
+    assert ended["weights_sha256"] == expected
+    assert runs.accounted(slurm, job) == "COMPLETED"
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert (plan["nodes"], plan["ranks"]) == (2, 4)
+    found = runs.status(tmp_path / "run")
+    assert (found["state"], found["updates"], found["restarts"]) == ("finished", 10, 0)
+
+
+def test_submission_returns_with_job_folder_and_next_commands(slurm, tmp_path):
+    run = tmp_path / "run"
+    done = call(*runs.overrides(slurm, run, "train.updates=500", "job.pause_s=0.05"))
+    assert done.returncode == 0, done.stderr
+    job = runs.job_of(run)
+    assert f"job {job} is queued" in done.stdout
+    assert str(run) in done.stdout
+    for verb in ("status", "logs", "cancel"):
+        assert f"python -m orchestrator {verb} {run}" in done.stdout
+    assert not runs.over(slurm, job)
+    assert run.stat().st_mode & 0o777 == 0o700
+    script = (run / "submitit" / "000.sh").stat().st_mode
+    assert script & 0o077 == 0
+    runs.verb("cancel", run, "--now")
+
+
+def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
+    source = tmp_path / "project" / "mine.py"
+    source.parent.mkdir()
+    source.write_text(
+        textwrap.dedent(
+            """
+            from tests.tiny_job import Tiny
+
+            class Mine(Tiny):
+                metric_names = ("error",)
+                def evaluate(self, model):
+                    return {"version": 1.0}
+            """
+        )
+    )
+    options = ("job._target_=mine.Mine", "train.updates=2", "+cluster.slurm_flags.begin=now+4")
+    for name, snapshot in (("kept", "true"), ("live", "false")):
+        done = call(
+            *runs.overrides(slurm, tmp_path / name, *options, f"run.snapshot={snapshot}"),
+            cwd=source.parent,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert runs.status(tmp_path / "kept")["state"] == "pending"
+    source.write_text(source.read_text().replace("1.0", "2.0"))
+    assert runs.wait_over(slurm, tmp_path / "kept")["metrics"] == {"version": 1.0}
+    assert runs.wait_over(slurm, tmp_path / "live")["metrics"] == {"version": 2.0}
+
+
+def test_a_sweep_submits_its_points_and_returns(slurm, tmp_path):
+    sweep = tmp_path / "sweep"
+    done = call(
+        "-m", *runs.overrides(slurm, sweep, "train.updates=3"),
+        "accumulation.steps=1,2,4,8",
+        *("cluster.nodes=1", "cluster.ranks_per_node=1"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"python -m orchestrator status {sweep}" in done.stdout
+    listed = json.loads(runs.verb("status", sweep, "--json").stdout)
+    assert [entry["folder"] for entry in listed] == [str(sweep / str(n)) for n in range(4)]
+
+    def all_ended():
+        found = json.loads(runs.verb("status", sweep, "--json").stdout)
+        return all(entry["state"] == "finished" for entry in found)
+
+    until(all_ended, 90, "the end of all four points")
+    for number, steps in enumerate((1, 2, 4, 8)):
+        plan = json.loads((sweep / str(number) / "plan.json").read_text())
+        assert plan["steps"] == steps
+        assert result(sweep / str(number))["updates"] == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "words", "hint"),
+    [
+        ("cluster.partition=hihg", "invalid partition specified: hihg", "did you mean 'high'?"),
+        ("cluster.account=devv", "no account 'devv'", "did you mean 'dev'?"),
+        ("cluster.qos=fast", "no qos 'fast'", "normal"),
+        ("cluster.nodes=9", "Node count specification invalid", "partition main gives 4 at most"),
+        ("cluster.gpus_per_node=9", "Requested node configuration is not available", "gpus"),
+        ("+cluster.slurm_flags.gres=npu:1", "Invalid generic resource (gres)", "no such resource"),
+        ("cluster.constraint=gold", "Invalid feature specification", "cluster.constraint"),
+        ("cluster.exclude=zz", "Invalid node name specified", "cluster.exclude"),
+        ("cluster.reservation=r1", "Requested reservation is invalid", "not yours"),
+        ("cluster.memory_gib=900", "Requested node configuration", "cluster.memory_gib"),
+    ],
+)
+def test_what_can_never_run_is_refused_and_leaves_nothing(slurm, tmp_path, override, words, hint):
+    done = call(*runs.overrides(slurm, tmp_path / "run", override), **runs.QUIET)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert hint in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_time_limit_above_the_partitions_is_refused(slurm, tmp_path):
+    more = ("cluster.partition=short", "cluster.time_min=5")
+    done = call(*runs.overrides(slurm, tmp_path / "run", *more), **runs.QUIET)
+    assert done.returncode == 2
+    assert "time limit is invalid" in done.stderr
+    assert "try cluster.time_min=1" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_plan_prints_the_script_that_is_submitted_and_what_the_scheduler_says(slurm, tmp_path):
+    options = runs.overrides(slurm, tmp_path / "run", "train.updates=1")
+    shown = json.loads(runs.verb("plan", *options, "--json").stdout)
+    assert "to start at" in shown["request"]["scheduler"]
+    assert not (tmp_path / "run").exists()
+    assert call(*options).returncode == 0
+    assert (tmp_path / "run" / "submitit" / "000.sh").read_text() == shown["request"]["sbatch"]
+    refused = runs.verb("plan", *options, "cluster.nodes=9")
+    assert "Node count specification invalid" in refused.stdout
+    assert "#SBATCH --nodes=9" in refused.stdout
+    runs.wait_over(slurm, tmp_path / "run")
+
+
+def test_a_run_folder_that_the_nodes_cannot_see_is_named_as_the_cause(slurm, tmp_path):
+    run = tmp_path / "run"
+    runs.submit(slurm, run, "train.updates=1", "+cluster.slurm_flags.begin=now+3")
+    run.rename(tmp_path / "elsewhere")
+    until(lambda: runs.over(slurm, runs.job_of(tmp_path / "elsewhere")), 60, "the job's end")
+    found = runs.status(tmp_path / "elsewhere")
+    assert found["state"] == "failed"
+    assert "not visible" in found["reason"]
+
+
+def test_nothing_of_an_enclosing_job_reaches_the_run(slurm, tmp_path):
+    run = tmp_path / "run"
+    done = call(
+        *runs.overrides(slurm, run, "train.updates=1"),
+        SLURM_JOB_ID="77", SLURM_NTASKS="9", SBATCH_PARTITION="short", SRUN_CPUS_PER_TASK="3",
+        SLURM_CPU_BIND="verbose", SUBMITIT_EXECUTOR="local", RANK="5", MASTER_PORT="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    shown = slurm.command("scontrol", "--oneliner", "show", "job", runs.job_of(run))
+    assert " Partition=main " in shown
+    assert runs.wait_over(slurm, run)["state"] == "finished"
