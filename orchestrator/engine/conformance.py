@@ -79,7 +79,10 @@ def gathers_equal_parts(group: Group, arrays: Arrays) -> None:
 
 def gathers_uneven_parts(group: Group, arrays: Arrays) -> None:
     """`all_gather` with `sizes` takes parts of different lengths, none at all included."""
-    for sizes in ([rank + 1 for rank in range(group.size)], [2 * (r % 2) for r in range(group.size)]):
+    for sizes in (
+        [rank + 1 for rank in range(group.size)],
+        [2 * (r % 2) for r in range(group.size)],
+    ):
         if not any(sizes):
             continue
         count = sizes[group.rank]

@@ -25,17 +25,17 @@ from torch.optim import Optimizer
 
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.torch.base_group import BaseGroup
-from orchestrator.engine.torch.buffer import GradientBuffers, trained
+from orchestrator.engine.torch.buffer import GradientBuffers, named_parameters, trained
 from orchestrator.engine.torch.clipping import factor_for, norm_of
 from orchestrator.engine.torch.optimizers import LearningRate, usable
 from orchestrator.engine.torch.precision import Precision
-from orchestrator.engine.torch.reduction import AtBoundary, EveryStep, Reduction
+from orchestrator.engine.torch.reductions import reduction_for
 from orchestrator.engine.torch.refusal import Refusals
-from orchestrator.engine.torch.reproducible import Reproducible
 from orchestrator.engine.torch.tally import Tally
 from orchestrator.engine.torch.trailer import BAD_WEIGHT, MOST_RANKS, NON_FINITE, STOP, Trailer
 from orchestrator.engine.torch.used import UsedParameters
-from orchestrator.errors import ConfigError, JobError, SilenceError
+from orchestrator.engine.torch.watch import WindowWatch
+from orchestrator.errors import ConfigError
 from orchestrator.job import Loss
 
 _COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
@@ -89,21 +89,25 @@ class Accumulator:
                 f"sums stay exact up to {MOST_RANKS} ranks, but there are {group.size}"
             )
         self.group, self.optimizer = group, usable(optimizer, "the optimizer")
-        self._named = _named(model)
-        self._parameters = trained(self._named)
+        named = named_parameters(model)
+        self._parameters = trained(named)
+        self._watch = WindowWatch(named, self._parameters, group, silent=silent)
         self.precision = Precision(precision, self._parameters[0][1].device)
         self._clip_norm, self._names = clip_norm, tuple(metric_names)
-        self._silent = silent
         self._rate = LearningRate(optimizer)
         self._tally, self._used = Tally(metric_names), UsedParameters(len(self._parameters), group)
         self._refusals = Refusals(group, on_non_finite)
-        self._reduction = _reduction(
-            reduction, sync, self._parameters, group, len(self._names), bucket_bytes, overlap
+        self._reduction = reduction_for(
+            self._parameters,
+            group,
+            reduction=reduction,
+            sync=sync,
+            metric_count=len(self._names),
+            bucket_bytes=bucket_bytes,
+            overlap=overlap,
         )
         self._update, self._open = -1, False
         self._mark = group.mark()
-        self._transport_mark = 0
-        self._versions: list[int] = []
         self.compute_s = 0.0
         self._hooks = _hook(self, [parameter for _, parameter in self._parameters])
 
@@ -142,17 +146,13 @@ class Accumulator:
         self._update = self._update + 1 if update is None else update
         if learning_rate is not None:
             self._rate.set(learning_rate)
-        self._refuse_newcomers()
         self._reduction.begin(steps=steps, leaves=leaves)
         self._tally.begin()
         self._used.begin()
         self.buffers.attach(fresh=True)
-        self._versions = [parameter._version for _, parameter in self._parameters]  # noqa: SLF001  # the only sign of a change in place
         self._mark, self.compute_s = self.group.mark(), 0.0
-        self._transport_mark = self.group.transport_collectives() or 0
+        self._watch.begin(self._update)
         self._open = True
-        if self._silent:
-            self.group.silence.keep(f"in mid-window of update {self._update}")
 
     def backward(self, loss: Loss, *, last: bool = False, leaf: int | None = None) -> None:
         """Back-propagate one micro-step's sum. Silent, but for finished buckets in the last one.
@@ -205,8 +205,7 @@ class Accumulator:
         self._open = False
         scale = self.precision.scale
         reached = time.perf_counter()
-        self._check_window()
-        self.group.silence.end()
+        self._watch.end(self._update)
         trailer = self._tally.trailer()  # waits for the device, so what follows is not computing
         self.compute_s += time.perf_counter() - reached
         reached = time.perf_counter()
@@ -271,69 +270,9 @@ class Accumulator:
             **figures,
         )
 
-    # ------------------------------------------------------------------ checks
-
-    def _refuse_newcomers(self) -> None:
-        known = {id(parameter) for _, parameter in self._parameters}
-        for name, parameter in self._named:
-            if parameter.requires_grad and id(parameter) not in known:
-                raise JobError(
-                    f"parameter {name} began to require gradients after the accumulator was built; "
-                    "build another one, so that its gradients are reduced too"
-                )
-
-    def _check_window(self) -> None:
-        for (name, parameter), before in zip(self._parameters, self._versions, strict=True):
-            if parameter._version != before:  # noqa: SLF001  # the only sign of a change in place
-                raise JobError(
-                    f"parameter {name} was changed in mid-window of update {self._update}; weights "
-                    "change at boundaries only, by the optimizer"
-                )
-        if self._silent and self.group.transport in _COUNTED:
-            ours = self.group.since(self._mark).collectives
-            theirs = (self.group.transport_collectives() or 0) - self._transport_mark
-            if theirs != ours:
-                raise SilenceError(
-                    f"{theirs - ours} collectives ran on this process group in mid-window of "
-                    f"update {self._update}, beside the {ours} of the gradient's own reduction"
-                )
-
     def _gradient_ready(self, parameter: int) -> None:
         self._used.mark(parameter)
         self._reduction.ready(parameter)
-
-
-def _named(
-    model: Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor],
-) -> list[tuple[str, Tensor]]:
-    if isinstance(model, Module):
-        return list(model.named_parameters())
-    named: list[tuple[str, Tensor]] = []
-    for number, item in enumerate(model):
-        named.append((f"parameter {number}", item) if isinstance(item, Tensor) else item)
-    return named
-
-
-def _reduction(
-    reduction: str,
-    sync: str,
-    parameters: list[tuple[str, Tensor]],
-    group: BaseGroup,
-    metric_count: int,
-    bucket_bytes: int,
-    overlap: bool,
-) -> Reduction:
-    if (reduction, sync) == ("reproducible", "boundary"):
-        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
-        return Reproducible(buffers, group)
-    kinds = {("fast", "boundary"): AtBoundary, ("fast", "every_step"): EveryStep}
-    if (reduction, sync) not in kinds:
-        raise ConfigError(
-            f"there is no accumulation.reduction={reduction} with accumulation.sync={sync}; there "
-            "are fast with boundary, fast with every_step, and reproducible with boundary"
-        )
-    buffers = GradientBuffers(parameters, metric_count=metric_count)
-    return kinds[reduction, sync](buffers, group, bucket_bytes=bucket_bytes, overlap=overlap)
 
 
 def _hook(accumulator: Accumulator, parameters: Sequence[Tensor]) -> list[Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.wire import trailer_numbers
@@ -38,6 +39,18 @@ class _Plan:
     device: torch.device
     dtype: torch.dtype
     members: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
+
+
+def named_parameters(
+    model: Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor],
+) -> list[tuple[str, Tensor]]:
+    """The parameters of a module, or those that are given, with names."""
+    if isinstance(model, Module):
+        return list(model.named_parameters())
+    named: list[tuple[str, Tensor]] = []
+    for number, item in enumerate(model):
+        named.append((f"parameter {number}", item) if isinstance(item, Tensor) else item)
+    return named
 
 
 def trained(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ import torch
 from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.buffer import GradientBuffers
 from orchestrator.engine.torch.sender import BucketSender
-from orchestrator.engine.torch.trailer import Trailer
+from orchestrator.engine.torch.trailer import Trailer, limb_bits
 
 
 class Reduction(Protocol):
@@ -45,15 +45,22 @@ class Reduction(Protocol):
         ...
 
 
-def write_trailer(buffers: GradientBuffers, trailer: Trailer) -> None:
+_MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
+
+
+def write_trailer(buffers: GradientBuffers, trailer: Trailer, ranks: int) -> None:
     """Put this rank's numbers behind its gradients."""
-    buffers.trailer.copy_(torch.tensor(trailer.numbers(), dtype=buffers.trailer.dtype))
+    place = buffers.trailer
+    numbers = trailer.numbers(limb_bits(_MANTISSA_BITS[place.dtype], ranks))
+    place.copy_(torch.tensor(numbers, dtype=place.dtype))
 
 
-def read_trailer(buffers: GradientBuffers) -> Trailer:
+def read_trailer(buffers: GradientBuffers, ranks: int) -> Trailer:
     """The numbers behind the gradients, as a trailer."""
-    numbers = buffers.trailer.to("cpu", torch.float64).tolist()
-    return Trailer.of(numbers, buffers.metric_count or 0)
+    place = buffers.trailer
+    numbers = place.to("cpu", torch.float64).tolist()
+    bits = limb_bits(_MANTISSA_BITS[place.dtype], ranks)
+    return Trailer.of(numbers, buffers.metric_count or 0, bits)
 
 
 class AtBoundary:
@@ -66,7 +73,7 @@ class AtBoundary:
     def __init__(
         self, buffers: GradientBuffers, group: BaseGroup, *, bucket_bytes: int, overlap: bool = True
     ) -> None:
-        self._buffers, self._overlap = buffers, overlap
+        self._buffers, self._group, self._overlap = buffers, group, overlap
         self._sender = BucketSender(buffers, group, bucket_bytes)
 
     @property
@@ -95,10 +102,10 @@ class AtBoundary:
 
     def finish(self, trailer: Trailer) -> Trailer:
         """Send the rest, wait for all."""
-        write_trailer(self._buffers, trailer)
+        write_trailer(self._buffers, trailer, self._group.size)
         self._sender.send_rest()
         self._sender.wait()
-        return read_trailer(self._buffers)
+        return read_trailer(self._buffers, self._group.size)
 
 
 class EveryStep:
@@ -157,10 +164,10 @@ class EveryStep:
         """Join the reductions that other ranks still have, the last one with the trailer."""
         while self._done < self._steps - 1:
             self._reduce()
-        write_trailer(self._buffers, trailer)
+        write_trailer(self._buffers, trailer, self._group.size)
         self._sender.send_rest()
         self._sender.wait()
-        return read_trailer(self._buffers)
+        return read_trailer(self._buffers, self._group.size)
 
     def _reduce(self) -> None:
         self._sender.send_rest()

@@ -34,7 +34,7 @@ def _be(rank, size, folder, function, arguments, results, more):
     try:
         group = form_group(spec(rank, size, folder, **more))
         results.put((rank, function(group, *arguments), None))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  # reported to the test
         results.put((rank, f"{type(error).__name__}: {error}", traceback.format_exc()))
     results.close()
     results.join_thread()

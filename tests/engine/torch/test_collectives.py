@@ -56,9 +56,7 @@ def test_backward_is_the_adjoint_and_modifies_nothing(data, name, size, seed, dt
     even = [data.draw(st.integers(0, 4))] * size
     uneven = data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
     sizes = uneven if name == "gather" else even
-    sides = run_in_threads(
-        size, lambda group: _adjoint_sides(group, name, sizes, seed, dtype)
-    )
+    sides = run_in_threads(size, lambda group: _adjoint_sides(group, name, sizes, seed, dtype))
     forward, backward = (sum(side) for side in zip(*sides, strict=True))
     assert forward == pytest.approx(backward, rel=1e-12, abs=1e-12)
 

@@ -37,8 +37,8 @@ def test_a_lone_rank_passes_the_suite(check):
 
 
 DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8,
-    torch.complex64, torch.complex128,
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+    torch.uint8, torch.complex64, torch.complex128,
 )  # fmt: skip
 
 
@@ -172,7 +172,14 @@ def test_a_torchrun_script_of_somebody_else_wraps_its_own_world(tmp_path):
     script = tmp_path / "theirs.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            script,
+        ],
         capture_output=True,
         text=True,
         timeout=120,

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.engine.torch.trailer import (
-    LARGEST,
     MOST_RANKS,
+    NARROW,
     NON_FINITE,
     STOP,
     UNIT_BITS,
+    WIDE,
     ExactSum,
     Trailer,
 )
@@ -47,12 +48,29 @@ def test_limbs_added_up_in_float32_in_any_order_give_the_same_sum(ranks, random)
     assert ExactSum.of(added.tolist()) == _sum_of([v for values in ranks for v in values])
 
 
-def test_as_many_ranks_as_allowed_fill_the_limbs_and_stay_exact():
-    largest = ExactSum((1 << (8 * LIMBS)) - 1)
-    row = torch.tensor(largest.limbs(), dtype=torch.float32)
-    added = row * MOST_RANKS  # every partial sum is a whole number below 2**24
-    assert float(added.max()) < 2**24
-    assert ExactSum.of(added.tolist()).units == largest.units * MOST_RANKS
+@given(st.lists(reals, min_size=1, max_size=9))
+def test_narrow_limbs_round_each_rank_to_two_to_the_minus_40(values):
+    added = sum(torch.tensor(_sum_of([v]).limbs(NARROW), dtype=torch.float32) for v in values)
+    exact = sum(Fraction(v) for v in values)
+    error = Fraction(ExactSum.of(added.tolist(), NARROW).units, 2**UNIT_BITS) - exact
+    assert abs(error) <= len(values) * Fraction(1, 2**41)
+
+
+@pytest.mark.parametrize(
+    ("bits", "ranks", "dtype"),
+    [
+        (NARROW, MOST_RANKS, torch.float32),
+        (WIDE, 256, torch.float32),
+        (WIDE, MOST_RANKS, torch.float64),
+    ],
+)
+def test_as_many_ranks_as_allowed_fill_the_limbs_and_stay_exact(bits, ranks, dtype):
+    row = torch.full((LIMBS,), 2.0**bits - 1, dtype=dtype)
+    largest = ExactSum.of(row.tolist(), bits)
+    added = row * ranks  # partial sums are whole numbers: exact as long as the largest of them is
+    assert added.tolist() == [(2**bits - 1) * ranks] * LIMBS
+    assert added[0] - row[0] == (2**bits - 1) * (ranks - 1)
+    assert ExactSum.of(added.tolist(), bits).units == largest.units * ranks
 
 
 def test_token_counts_above_two_to_the_24_are_exact():
@@ -61,7 +79,7 @@ def test_token_counts_above_two_to_the_24_are_exact():
     assert ExactSum.of(added.tolist()).value == sum(counts)
 
 
-@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, LARGEST, -2 * LARGEST])
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e300])
 def test_what_is_not_finite_or_too_large_arrives_as_that(odd):
     added = sum(torch.tensor(_sum_of([v]).limbs()) for v in (1.0, odd, 2.0))
     found = ExactSum.of(added.tolist()).value
@@ -75,9 +93,7 @@ def test_infinities_of_both_signs_give_nan():
 
 
 @given(
-    st.lists(
-        st.tuples(reals, reals, reals, st.booleans(), st.booleans()), min_size=1, max_size=6
-    ),
+    st.lists(st.tuples(reals, reals, reals, st.booleans(), st.booleans()), min_size=1, max_size=6),
     st.sampled_from([torch.float32, torch.float64]),
 )
 def test_trailers_of_ranks_add_up(ranks, dtype):

@@ -1,0 +1,88 @@
+"""What may not happen between a window's start and its boundary, and is looked for there.
+
+Weights change, parameters begin to be trained, somebody else's collectives run: each would make the
+update another one than was asked for, without any error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from orchestrator.engine.torch.base_group import BaseGroup
+from orchestrator.errors import JobError, SilenceError
+
+_COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
+
+
+class WindowWatch:
+    """Looks at one accumulator's windows.
+
+    Args:
+        named: all parameters of the model, trained or not.
+        trained: those that are.
+        group: the ranks.
+        silent: whether collectives on `group` are refused, and looked for.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        trained: Sequence[tuple[str, Tensor]],
+        group: BaseGroup,
+        *,
+        silent: bool,
+    ) -> None:
+        self._trained, self._group, self._silent = trained, group, silent
+        known = {id(parameter) for _, parameter in trained}
+        self._others = [(name, p) for name, p in named if id(p) not in known]
+        self._versions: list[int] = []
+        self._mark = group.mark()
+        self._transport_mark = 0
+
+    def begin(self, update: int) -> None:
+        """A window begins; silence is kept from now on.
+
+        Raises:
+            JobError: a parameter began to require gradients since the accumulator was built.
+        """
+        for name, parameter in self._others:
+            if parameter.requires_grad:
+                raise JobError(
+                    f"parameter {name} began to require gradients after the accumulator was built; "
+                    "build another one, so that its gradients are reduced too"
+                )
+        self._versions = [_version(parameter) for _, parameter in self._trained]
+        self._mark = self._group.mark()
+        self._transport_mark = self._group.transport_collectives() or 0
+        if self._silent:
+            self._group.silence.keep(f"in mid-window of update {update}")
+
+    def end(self, update: int) -> None:
+        """The boundary is reached; collectives are allowed again.
+
+        Raises:
+            JobError: a parameter was changed in between.
+            SilenceError: the transport counted collectives that did not go through our group.
+        """
+        self._group.silence.end()
+        for (name, parameter), before in zip(self._trained, self._versions, strict=True):
+            if _version(parameter) != before:
+                raise JobError(
+                    f"parameter {name} was changed in mid-window of update {update}; weights "
+                    "change at boundaries only, by the optimizer"
+                )
+        if self._silent and self._group.transport in _COUNTED:
+            ours = self._group.since(self._mark).collectives
+            theirs = (self._group.transport_collectives() or 0) - self._transport_mark
+            if theirs != ours:
+                raise SilenceError(
+                    f"{theirs - ours} collectives ran on this process group in mid-window of "
+                    f"update {update}, beside the {ours} of the gradient's own reduction"
+                )
+
+
+def _version(parameter: Tensor) -> int:
+    """Counts changes in place; the only sign of one that costs nothing to look at."""
+    return parameter._version  # noqa: SLF001  # no public name  # pyright: ignore[reportPrivateUsage]

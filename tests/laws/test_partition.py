@@ -1,0 +1,147 @@
+"""Any split over ranks and micro-steps gives the update of one big batch."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.engine.torch import Accumulator, Loss, run_in_threads
+from tests.laws.problem import Problem, big_batch, difference, split
+from tests.laws.strategies import cuts
+
+BUCKETS = (8, 64, 1000, 25 * 2**20)
+
+
+def _check(problem, table, tolerance, **accumulator):
+    weights, losses, norms = big_batch(problem)
+    results = split(problem, table, **accumulator)
+    for found, found_losses, found_norms in results:
+        assert difference(found, weights) <= tolerance
+        assert found_losses == pytest.approx(losses, rel=tolerance)
+        assert found_norms == pytest.approx(norms, rel=10 * tolerance)
+        assert difference(found, results[0][0]) == 0, "replicas drifted apart"
+
+
+@given(
+    data=st.data(),
+    samples=st.integers(1, 20),
+    weighting=st.sampled_from(["samples", "tokens", "own"]),
+    optimizer=st.sampled_from(["sgd", "adamw"]),
+    clip_norm=st.sampled_from([None, 0.05, 10.0]),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    sparse=st.booleans(),
+    seed=st.integers(0, 1000),
+    bucket_bytes=st.sampled_from(BUCKETS),
+    how=st.sampled_from(["overlap", "at once", "every step"]),
+)
+@settings(max_examples=120, deadline=None)
+def test_any_split_equals_the_big_batch_in_float64(
+    data, samples, weighting, optimizer, clip_norm, weight_decay, sparse, seed, bucket_bytes, how
+):
+    problem = Problem(
+        samples=samples,
+        weighting=weighting,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        weight_decay=weight_decay,
+        sparse=sparse,
+        seed=seed,
+    )
+    table = data.draw(cuts(samples))
+    _check(
+        problem,
+        table,
+        # Adam divides by a root that can be tiny, which magnifies the last bits.
+        1e-12 if optimizer == "sgd" else 1e-10,
+        bucket_bytes=bucket_bytes,
+        overlap=how == "overlap",
+        sync="every_step" if how == "every step" else "boundary",
+    )
+
+
+@given(
+    data=st.data(),
+    samples=st.integers(1, 20),
+    weighting=st.sampled_from(["samples", "tokens", "own"]),
+    clip_norm=st.sampled_from([None, 0.05]),
+    mixed=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=50, deadline=None)
+def test_any_split_equals_the_big_batch_in_float32(
+    data, samples, weighting, clip_norm, mixed, seed
+):
+    problem = Problem(
+        samples=samples,
+        dtype=torch.float32,
+        weighting=weighting,
+        optimizer="sgd",
+        clip_norm=clip_norm,
+        mixed=mixed,
+        seed=seed,
+    )
+    _check(problem, data.draw(cuts(samples)), 1e-6, bucket_bytes=64)
+
+
+@given(seed=st.integers(0, 1000), samples=st.integers(1, 12), data=st.data())
+@example(seed=0, samples=12, data=None)
+@settings(max_examples=15, deadline=None)
+def test_sending_during_the_backward_changes_no_bit(seed, samples, data):
+    table = [[(0, samples)], []] if data is None else data.draw(cuts(samples))
+    problem = Problem(samples=samples, seed=seed, dtype=torch.float32, optimizer="sgd")
+    early = split(problem, table, overlap=True, bucket_bytes=32)
+    late = split(problem, table, overlap=False, bucket_bytes=32)
+    for a, b in zip(early, late, strict=True):
+        assert difference(a[0], b[0]) == 0
+        assert a[1:] == b[1:]
+
+
+def _mean_of_means(problem, table):
+    """What dividing by each micro-batch's own weight would give: the mistake that sums avoid."""
+    model = problem.model()
+    pieces = [piece for mine in table for piece in mine]
+    for first, last in pieces:
+        found = problem.loss(model, *(part[first:last] for part in problem.data(0)))
+        (found.total / float(found.weight) / len(pieces)).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_mean_of_means_would_not_pass():
+    problem = Problem(samples=12, weighting="tokens", updates=1, optimizer="sgd")
+    table = [[(0, 1), (1, 7)], [(7, 12)]]
+    right = _mean_of_means(problem, [[(0, 12)]])
+    assert difference(_mean_of_means(problem, table), right) > 0.01
+
+
+def test_3072_samples_on_240_ranks_equal_the_big_batch():
+    """192 ranks take 13 samples and 48 take 12, each in two micro-steps."""
+    x = torch.randn(3072, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = x.sum(1, keepdim=True).sin()
+    sizes = [13] * 192 + [12] * 48
+
+    def model_and_optimizer():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+        ).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+
+    def train(group):
+        model, optimizer = model_and_optimizer()
+        ours = Accumulator(model, optimizer, group, clip_norm=0.1)
+        first = sum(sizes[: group.rank])
+        half = first + (sizes[group.rank] + 1) // 2
+        for a, b in ((first, half), (half, first + sizes[group.rank])):
+            total = ((model(x[a:b]) - y[a:b]) ** 2).sum()
+            ours.backward(Loss(total, weight=b - a), last=a == half)
+        report = ours.boundary()
+        assert report.collectives == 1
+        return dict(model.named_parameters()), report.weight
+
+    model, optimizer = model_and_optimizer()
+    ((model(x) - y) ** 2).mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    for found, weight in run_in_threads(240, train):
+        assert weight == 3072.0
+        assert difference(found, dict(model.named_parameters())) <= 1e-12
