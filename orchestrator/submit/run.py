@@ -160,7 +160,7 @@ def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> E
     with Interrupts() as interrupts:
         fresh = not run.path.exists()
         run.create()
-        for sentence in plan.warnings:
+        for sentence in () if manner.quiet else plan.warnings:
             say(manner.console, f"warning: {sentence}", "yellow")
         try:
             with writing(run):
