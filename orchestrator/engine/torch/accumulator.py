@@ -171,8 +171,8 @@ class Accumulator:
             self.begin_window()
         began = time.perf_counter()
         self._tally.add(loss)
-        self.buffers.attach()
         self._reduction.before_backward(last=last, leaf=leaf)
+        self.buffers.attach()
         total = loss.total
         (total * self.precision.scale if self.precision.scale != 1.0 else total).backward()
         self.buffers.attach()
@@ -211,7 +211,6 @@ class Accumulator:
         reached = time.perf_counter()
         trailer.flags[STOP] = int(stop)
         self._used.flag(trailer)
-        self.buffers.attach()
         totals = self._reduction.finish(trailer)
         waited = time.perf_counter()
         norm, applied = self._apply(totals)

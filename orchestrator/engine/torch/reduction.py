@@ -102,6 +102,7 @@ class AtBoundary:
 
     def finish(self, trailer: Trailer) -> Trailer:
         """Send the rest, wait for all."""
+        self._buffers.attach()  # whatever somebody put in a `.grad`'s place since the last backward
         write_trailer(self._buffers, trailer, self._group.size)
         self._sender.send_rest()
         self._sender.wait()
@@ -164,6 +165,7 @@ class EveryStep:
         """Join the reductions that other ranks still have, the last one with the trailer."""
         while self._done < self._steps - 1:
             self._reduce()
+        self._buffers.attach()  # whatever somebody put in a `.grad`'s place since the last backward
         write_trailer(self._buffers, trailer, self._group.size)
         self._sender.send_rest()
         self._sender.wait()

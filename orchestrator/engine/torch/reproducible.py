@@ -58,7 +58,8 @@ class Reproducible:
     def __init__(self, buffers: GradientBuffers, group: BaseGroup) -> None:
         self._group = group
         self._pool = _Pool(buffers)
-        self._current = buffers  # what `.grad` is attached to; not in the pool
+        self._current = buffers  # what `.grad` is attached to
+        self._spent = False  # the current ones belong to a node, or to the pool, already
         self._stack: list[_Node] = []
         self._leaves = 0
         self._owned: Range = _NO_LEAVES
@@ -81,9 +82,10 @@ class Reproducible:
                 "reduction='reproducible' needs begin_window(leaves=...): the leaves of the update "
                 f"over all ranks, 1 or more; it is {leaves}"
             )
-        self._pool.free += [node.buffers for node in self._stack]
+        kept = [node.buffers for node in self._stack if node.buffers is not self._current]
+        self._pool.free = [one for one in self._pool.free if one is not self._current] + kept
         self._stack.clear()
-        self._leaves, self._owned = leaves, _NO_LEAVES
+        self._leaves, self._owned, self._spent = leaves, _NO_LEAVES, False
         self._current.zero()
 
     def before_backward(self, *, last: bool, leaf: int | None) -> None:
@@ -96,6 +98,9 @@ class Reproducible:
                 f"other on a rank: {expected} is due, but it is {leaf}"
             )
         self._owned = (leaf if self._owned == _NO_LEAVES else self._owned[0], leaf + 1)
+        if self._spent:
+            self._use(self._pool.take())
+            self._current.zero()
 
     def after_backward(self) -> None:
         """Fold the leaf into the nodes that it completes."""
@@ -107,8 +112,7 @@ class Reproducible:
             self._pool.free.append(node.buffers)
             node = _Node((left.leaves[0], node.leaves[1]), left.buffers)
         self._stack.append(node)
-        self._use(self._pool.take())
-        self._current.zero()
+        self._spent = True
 
     def ready(self, parameter: int) -> None:
         """Nothing: leaves are folded whole."""
@@ -124,10 +128,11 @@ class Reproducible:
         owned = [(int(row[0]), int(row[1])) for row in rows]
         if wrong := gap_in(owned, self._leaves):
             raise PlanError(f"of {self._leaves} leaves of an update, {wrong}: ranks own {owned}")
-        if self._group.size > 1:
-            self._sum_along_tree([nodes_of(one, self._leaves) for one in owned])
-        else:
+        if not self._spent:  # a rank without leaves
             self._pool.free.append(self._current)
+        if self._group.size > 1:
+            self._use(self._sum_along_tree([nodes_of(one, self._leaves) for one in owned]))
+        else:
             self._use(self._stack.pop().buffers)
         metric_count = len(trailer.metrics)
         totals = Trailer.empty(metric_count)
@@ -136,7 +141,7 @@ class Reproducible:
         return totals
 
     def _use(self, buffers: GradientBuffers) -> None:
-        self._current = buffers
+        self._current, self._spent = buffers, False
         buffers.attach(fresh=True)
 
     def _exchange_rows(self, trailer: Trailer) -> list[list[float]]:
@@ -144,7 +149,8 @@ class Reproducible:
         row = torch.tensor([mine], dtype=torch.float64, device=self._group.device)
         return self._group.all_gather(row).tolist()
 
-    def _sum_along_tree(self, nodes: list[list[Range]]) -> None:
+    def _sum_along_tree(self, nodes: list[list[Range]]) -> GradientBuffers:
+        """Exchange the ranks' `nodes` and add them up; give the buffers that hold the sum."""
         parts: list[dict[Range, Tensor]] = [{} for _ in self._current.flats]
         received: list[GradientBuffers] = []
         for turn in range(max(map(len, nodes))):
@@ -159,11 +165,13 @@ class Reproducible:
             if mine is not None:
                 self._pool.free.append(mine)
         self._stack.clear()
-        for flat, held in zip(self._current.flats, parts, strict=True):
+        result = self._pool.take()
+        for flat, held in zip(result.flats, parts, strict=True):
             segment = flat.numel() // self._group.size
             total = _total((0, self._leaves), held)
             self._group.gather_into(flat.split(segment) if segment else [flat], total.clone())
         self._pool.free += received
+        return result
 
     def _exchange_node(
         self,

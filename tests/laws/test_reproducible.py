@@ -1,0 +1,147 @@
+"""The reproducible reduction gives one digest, whoever computes which leaves."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.engine.torch import Accumulator, Loss, run_in_threads
+from orchestrator.engine.torch.seeds import seed_everything
+from orchestrator.engine.torch.state import weights_sha256
+from orchestrator.engine.torch.tree import are_siblings, gap_in, middle, nodes_of
+from orchestrator.errors import PlanError
+from tests.engine.torch.processes import run_ranks
+
+LEAF = 3
+
+
+def _model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 9), torch.nn.Dropout(0.3), torch.nn.LayerNorm(9), torch.nn.Linear(9, 2)
+    )
+
+
+def _train(group, edges, samples, updates=3):
+    """Train with leaves edges[r]..edges[r+1]-1 on rank r; digest, losses, norms and memory."""
+    made = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 6, generator=made)
+    y = torch.randn(samples, 2, generator=made)
+    model = _model()
+    ours = Accumulator(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        group,
+        clip_norm=0.5,
+        reduction="reproducible",
+    )
+    reports = []
+    for update in range(updates):
+        ours.begin_window(leaves=-(-samples // LEAF))
+        for leaf in range(edges[group.rank], edges[group.rank + 1]):
+            seed_everything(1000 * update + leaf)
+            here = slice(leaf * LEAF, (leaf + 1) * LEAF)
+            total = ((model(x[here]) - y[here]) ** 2).sum()
+            ours.backward(Loss(total, weight=0.1 * len(x[here])), leaf=leaf)
+        report = ours.boundary()
+        reports.append((report.loss, report.weight, report.gradient_norm))
+    ours.close()
+    return weights_sha256(model), reports, ours._reduction.buffers_made
+
+
+def _edges(leaves, inner):
+    return [0, *sorted(inner), leaves]
+
+
+@given(data=st.data(), samples=st.integers(1, 40))
+@settings(max_examples=40, deadline=None)
+def test_one_digest_for_any_assignment_in_threads(data, samples):
+    leaves = -(-samples // LEAF)
+    wanted = run_in_threads(1, lambda group: _train(group, [0, leaves], samples)[:2])[0]
+    inner = data.draw(st.lists(st.integers(0, leaves), max_size=6))
+    edges = _edges(leaves, inner)
+    for found in run_in_threads(len(edges) - 1, lambda g: _train(g, edges, samples)):
+        assert found[:2] == wanted
+
+
+def _assignments():
+    even = [[10 * r // ranks for r in range(ranks + 1)] for ranks in (1, 2, 3, 5, 7)]
+    return [*even, [0, 1, 9, 10], [0, 0, 10], [0, 10, 10, 10], [0, 3, 3, 4, 10]]
+
+
+def test_one_digest_for_1_2_3_5_and_7_ranks_even_and_lopsided():
+    results = {
+        str(found[:2])
+        for edges in _assignments()
+        for found in run_in_threads(len(edges) - 1, lambda g, e=edges: _train(g, e, 29))
+    }
+    assert len(results) == 1
+
+
+def test_gloo_gives_the_digest_of_one_process(tmp_path):
+    wanted = run_in_threads(1, lambda group: _train(group, [0, 10], 29)[:2])[0]
+    for number, edges in enumerate(([0, 3, 10], [0, 1, 9, 10])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for found in run_ranks(len(edges) - 1, folder, _train, edges, 29):
+            assert found[:2] == wanted
+
+
+@given(leaves=st.integers(1, 200), data=st.data())
+def test_memory_stays_within_two_buffers_and_the_height_of_the_tree(leaves, data):
+    first = data.draw(st.integers(0, leaves - 1))
+    last = data.draw(st.integers(first + 1, leaves))
+    stack, most = [], 0
+    for leaf in range(first, last):
+        most = max(most, len(stack) + 1)
+        node = (leaf, leaf + 1)
+        while stack and are_siblings(stack[-1], node, leaves):
+            node = (stack.pop()[0], node[1])
+        stack.append(node)
+    assert stack == nodes_of((first, last), leaves), "folding gives the canonical nodes"
+    # Canonical nodes of a range in the middle may be twice as many as the tree is high.
+    assert most <= 2 + 2 * math.log2(last - first + 1)
+
+
+def test_buffers_of_equal_ranks_stay_within_the_promise():
+    for leaves_per_rank in (1, 2, 4, 8):
+        edges = [r * leaves_per_rank for r in range(3)]
+        for *_, made in run_in_threads(2, lambda g, e=edges: _train(g, e, LEAF * e[-1])):
+            assert made <= 2 + math.log2(leaves_per_rank)
+
+
+@given(st.integers(2, 500))
+def test_trees_split_at_the_largest_power_of_two_below_the_length(leaves):
+    split = middle(0, leaves)
+    assert split.bit_count() == 1
+    assert split < leaves <= 2 * split
+
+
+def test_leaves_that_nobody_or_two_ranks_own_are_refused_by_all():
+    def train(group, edges):
+        with pytest.raises(PlanError, match="belongs to"):
+            _train(group, edges[group.rank], 29)
+
+    for edges in ([[0, 4], [0, 5, 10]], [[0, 4], [0, 3, 10]], [[0, 4], [0, 4, 9]]):
+        run_in_threads(2, lambda group, e=edges: train(group, e))
+    assert gap_in([(0, 10)], 10) == ""
+
+
+def test_leaves_out_of_turn_are_refused():
+    model = _model()
+    ours = Accumulator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        run_in_threads(1, lambda group: group)[0],
+        reduction="reproducible",
+    )
+    with pytest.raises(ValueError, match=r"needs begin_window\(leaves"):
+        ours.begin_window()
+    ours.begin_window(leaves=4)
+    total = model(torch.ones(1, 6)).sum()
+    ours.backward(Loss(total, 1.0), leaf=0)
+    with pytest.raises(ValueError, match="1 is due, but it is 2"):
+        ours.backward(Loss(model(torch.ones(1, 6)).sum(), 1.0), leaf=2)
+    ours.close()
