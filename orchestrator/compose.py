@@ -35,6 +35,15 @@ def dense_parameters(layers: Sequence[int]) -> int:
     return sum(a * b + b for a, b in itertools.pairwise(layers))
 
 
+def transformer_parameters(width: int, layers: int, context: int, tokens: int = 256) -> int:
+    """Numbers in a transformer with biases, tied embeddings and learned places.
+
+    >>> transformer_parameters(64, 2, 128)
+    124672
+    """
+    return width * (tokens + context + 2) + layers * (12 * width**2 + 13 * width)
+
+
 def when_null(value: Any, then: Any, otherwise: Any) -> Any:
     """`then` where a key is null, else `otherwise` (OmegaConf has no conditional of its own)."""
     return then if value is None else otherwise
@@ -43,7 +52,7 @@ def when_null(value: Any, then: Any, otherwise: Any) -> Any:
 def register() -> None:
     """Make the schema and the resolvers known to Hydra. May be called twice."""
     ConfigStore.instance().store(name="schema", node=Config)
-    for resolver in (dense_parameters, when_null):
+    for resolver in (dense_parameters, transformer_parameters, when_null):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 

@@ -1,0 +1,78 @@
+"""The transformer's update is that of one big batch, counted in tokens."""
+
+import torch
+
+from jobs.language_model import BEGIN, PADDING, LanguageModel
+from jobs.python_source import Paragraphs
+from orchestrator.compose import compose
+from tests.jobs.training import difference, train
+
+SMALL = {"width": 16, "layers": 1, "heads": 2, "context": 40, "sequences": 60, "held_out": 20}
+
+
+def test_three_ranks_train_like_one_on_sequences_of_different_lengths():
+    job = LanguageModel(**SMALL, dropout=0.0)
+    (alone, reports, _), *_ = train(job, 1, samples=20, updates=3, cap=20)
+    for found, found_reports, _ in train(job, 3, samples=20, updates=3, cap=3):
+        assert difference(found, alone) <= 1e-10
+        assert [r.weight for r in found_reports] == [r.weight for r in reports]
+        assert all(r.collectives == 1 for r in found_reports)
+
+
+def test_the_mean_of_micro_batches_means_would_be_another_gradient():
+    job = LanguageModel(**SMALL, dropout=0.0)
+    torch.manual_seed(0)
+    # Sorted by length, as many trainers do to save padding.
+    model, data = job.model().double(), sorted(job.dataset(), key=len)[::3]
+
+    def gradient(pieces):
+        model.zero_grad()
+        for first, last in pieces:
+            found = job.loss(model, job.collate([data[place] for place in range(first, last)]))
+            (found.total / found.weight / len(pieces)).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    right = gradient([(0, 20)])
+    naive = gradient([(0, 7), (7, 14), (14, 20)])
+    assert (naive - right).norm() / right.norm() > 0.01
+
+
+def test_whole_leaves_on_any_ranks_give_one_digest_with_dropout_on():
+    job = LanguageModel(**SMALL, dropout=0.2)
+    given = {"samples": 20, "updates": 2, "cap": 4, "leaves": True, "reduction": "reproducible"}
+    digests = {
+        engine.weights_sha256()
+        for ranks in (1, 2, 3)
+        for *_, engine in train(job, ranks, precision="float32", **given)
+    }
+    assert len(digests) == 1
+
+
+def test_a_batch_begins_with_a_byte_of_its_own_and_ends_with_padding():
+    job = LanguageModel(**SMALL)
+    first, second = torch.tensor([5, 6, 7]), torch.tensor([8])
+    inputs, targets = job.collate([first, second])
+    assert inputs.tolist() == [[BEGIN, 5, 6], [BEGIN, 8, BEGIN]]
+    assert targets.tolist() == [[5, 6, 7], [8, PADDING, PADDING]]
+
+
+def test_bits_per_byte_of_a_model_that_knows_nothing_are_eight():
+    job = LanguageModel(**SMALL)
+    model = job.model().eval()
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    assert abs(job.evaluate(model)["bits_per_byte"] - 8) < 1e-5
+
+
+def test_held_out_text_is_of_other_files():
+    job = LanguageModel(**SMALL)
+    train_text = {bytes(piece.tolist()) for piece in job.dataset()}
+    held_out = {bytes(piece.tolist()) for piece in Paragraphs(20, 40, held_out=True)}
+    assert not train_text & held_out
+
+
+def test_the_configuration_knows_the_number_of_parameters():
+    config = compose(["job=language_model", "job.width=32", "job.layers=3"])
+    settings = {key: value for key, value in config.job.items() if key != "_target_"}
+    model = LanguageModel(**settings).model()
+    assert config.facts.parameters == sum(p.numel() for p in model.parameters())

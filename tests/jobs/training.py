@@ -1,0 +1,52 @@
+"""Train a job in threads, in one process: any number of ranks, any split."""
+
+from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.torch import build_engine, run_in_threads
+from orchestrator.plan.split import split_leaves, split_window
+
+
+def windows(rank, ranks, *, samples, updates, cap, leaves=False):
+    """`updates` windows of one rank, over the data set from its start, again and again."""
+    cut = split_leaves(samples, ranks, cap) if leaves else split_window(samples, ranks, cap=cap)
+    for update in range(updates):
+        pieces = tuple(
+            MicroBatch(
+                update=update,
+                start=start,
+                indices=tuple(range(update * samples + start, update * samples + start + count)),
+            )
+            for start, count in cut.pieces(rank)
+        )
+        yield Window(
+            update=update, samples=samples, micro_batches=pieces, steps=cut.micro_steps,
+            learning_rate=0.05,
+        )  # fmt: skip
+
+
+def train(job, ranks, *, samples, updates, cap, leaves=False, **settings):
+    """For each rank: (weights by name, reports, engine) after `updates` updates."""
+    given = {"precision": "float64", "metric_names": job.metric_names, "leaf_size": cap, **settings}
+
+    def be(group):
+        engine = build_engine(job, EngineSettings(**given), group, 0)
+        mine = list(
+            windows(group.rank, ranks, samples=samples, updates=updates, cap=cap, leaves=leaves)
+        )
+        batches = engine.batches([piece for window in mine for piece in window.micro_batches])
+        reports = []
+        for window in mine:
+            engine.begin_window(window)
+            for piece in window.micro_batches:
+                engine.micro_step(next(batches), piece)
+            reports.append(engine.boundary())
+        return {n: t.clone() for n, t in engine.model.state_dict().items()}, reports, engine
+
+    return run_in_threads(ranks, be)
+
+
+def difference(found, wanted):
+    """Largest over tensors of max |a - b| / max |b|."""
+    return max(
+        float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1e-30))
+        for name in wanted
+    )
