@@ -96,12 +96,16 @@ class Accumulator:
             total, weight, and the metrics in order, not waited for.
         """
         form, leaves = _flatten(batch)
-        if form not in self._steps:
-            if self._reference is not None and self._mode != "pynative":
-                self._compare(form, leaves)
-            function = self._micro_step(self._gradients(self._loss, form))
-            self._steps[form] = self.compile(function, "the job's loss")
-        return self._steps[form](*leaves)
+        if form in self._steps:
+            return self._steps[form](*leaves)
+        step = self.compile(self._micro_step(self._gradients(self._loss, form)), "the job's loss")
+        self._steps[form] = step
+        if self._reference is None or self._mode == "pynative":
+            return step(*leaves)
+        before = [held.asnumpy().copy() for held in self.sums]
+        result = step(*leaves)
+        self._compare(form, leaves, before)
+        return result
 
     def _gradients(self, loss: Callable[[Any, Any], Sums], form: Any) -> Callable[..., Any]:
         model, names, kind = self._model, self._names, form[0]
@@ -132,25 +136,25 @@ class Accumulator:
 
         return micro_step
 
-    def _compare(self, form: Any, leaves: Sequence[Tensor]) -> None:
-        """Raise `JobError` when the graph's gradient is not that of plain Python."""
+    def _compare(self, form: Any, leaves: Sequence[Tensor], before: Sequence[Any]) -> None:
+        """Raise `JobError` when what the graph just added is not the gradient of plain Python."""
         reference = self._reference
         assert reference is not None  # noqa: S101  # the caller has looked
-        compiled = self.compile(self._gradients(self._loss, form), "the job's loss")
-        _, theirs = compiled(*leaves)
         framework.set_context(mode=framework.PYNATIVE_MODE)
-        _, ours = self._gradients(reference, form)(*leaves)
+        _, wanted = self._gradients(reference, form)(*leaves)
         if self._mode == "graph":
             framework.set_context(mode=framework.GRAPH_MODE)
-        for parameter, a, b in zip(self.parameters, theirs, ours, strict=True):
-            x, y = a.asnumpy().astype(np.float64), b.asnumpy().astype(np.float64)
+        for parameter, held, old, own in zip(
+            self.parameters, self.sums, before, wanted, strict=True
+        ):
+            x, y = held.asnumpy() - old, own.asnumpy()
             size = max(float(np.abs(y).max(initial=0.0)), 1e-12)
             if float(np.abs(x - y).max(initial=0.0)) > CHECK_TOLERANCE * size:
                 raise JobError(
                     f"compiled, the gradient of {parameter.name} is not the one that plain Python "
                     f"gives: MindSpore's graph compiler cuts gradients at code that it leaves to "
                     f"Python (objects, numpy, .asnumpy() in loss or model); use tensor operations "
-                    f"there, or engine.mode=pynative"
+                    f"there, and call Loss in the job's own loss(); or engine.mode=pynative"
                 )
 
     # ------------------------------------------------------------------ the boundary

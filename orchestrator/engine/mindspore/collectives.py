@@ -25,6 +25,28 @@ from mindspore import Tensor, nn, ops
 from orchestrator.engine.mindspore.group import MindSporeGroup
 
 
+class _Gather(nn.Cell):
+    """Concatenate equal blocks. No gradient of its own.
+
+    MCCL keeps a float32's digits of a float64, so one travels as three float32 that add up to it.
+    """
+
+    def __init__(self, group: MindSporeGroup) -> None:
+        super().__init__()
+        self.mccl = group.transport == "mccl"
+        self.gather: Any = ops.AllGather()
+
+    def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.mccl and x.dtype == ms.float64:
+            high = x.astype(ms.float32)
+            rest = x - high.astype(ms.float64)
+            middle = rest.astype(ms.float32)
+            low = (rest - middle.astype(ms.float64)).astype(ms.float32)
+            whole = self.gather(high).astype(ms.float64) + self.gather(middle).astype(ms.float64)
+            return whole + self.gather(low).astype(ms.float64)
+        return self.gather(x)
+
+
 class _Sum(nn.Cell):
     """The plain sum over ranks, by what the transport has for the dtype. No gradient of its own."""
 
@@ -34,12 +56,12 @@ class _Sum(nn.Cell):
         self.alone = group.size == 1
         self.mccl = group.transport == "mccl"
         self.reduce: Any = None if self.alone else ops.AllReduce()
-        self.gather: Any = None if self.alone else ops.AllGather()
+        self.gather: Any = None if self.alone else _Gather(group)
 
     def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.alone:
             return x
-        if self.mccl and x.dtype == ms.float64:  # MCCL reduces no float64, but gathers it
+        if self.mccl and x.dtype == ms.float64:  # MCCL reduces no float64
             parts = self.gather(x.reshape(-1))
             return parts.reshape(self.ranks, -1).sum(axis=0).reshape(x.shape)
         return self.reduce(x)
@@ -80,7 +102,7 @@ class _EqualGather(nn.Cell):
     def __init__(self, group: MindSporeGroup, rows: int) -> None:
         super().__init__()
         self.total: Any = _Sum(group)
-        self.gather: Any = ops.AllGather()
+        self.gather: Any = _Gather(group)
         self.start, self.stop = group.rank * rows, (group.rank + 1) * rows
 
     def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, ops
 
 from orchestrator.engine.api import Counters
@@ -24,7 +25,7 @@ from orchestrator.errors import PeerLost
 
 POLL_S = 0.05
 REDUCED_BY_MCCL = (ms.float32, ms.float16)
-GATHERED_BY_MCCL = (ms.float32, ms.float64, ms.int32, ms.int64)
+GATHERED_BY_MCCL = (ms.float32, ms.int32)
 TIMED_OUT = ("timeout", "timed out", "time out")
 
 
@@ -155,7 +156,7 @@ class MindSporeGroup:
         carried, back = self._as_carried(tensor)
         missing = longest - tensor.shape[0]
         if missing:
-            padding = ops.zeros((missing, *tensor.shape[1:]), carried.dtype)
+            padding = ops.zeros((missing, *carried.shape[1:]), carried.dtype)
             carried = ops.concat([carried, padding]) if tensor.shape[0] else padding
         if carried.size == 0:
             return tensor.copy()
@@ -172,6 +173,18 @@ class MindSporeGroup:
         dtype = tensor.dtype
         if self._transport != "mccl" or dtype in GATHERED_BY_MCCL:
             return tensor, lambda result: result
+        if dtype in (ms.float64, ms.int64):
+            # MCCL takes these, but a float64 keeps a float32's digits only and an int64 its lower
+            # half; int32 arrives as it was, so the bits travel as pairs of those.
+            array = np.ascontiguousarray(tensor.asnumpy())
+            rest = array.shape[1:]
+            bits = array.reshape(array.shape[0], math.prod(rest)).view(np.int32)
+
+            def as_before(result: Tensor) -> Tensor:
+                self.wait([result], "all_gather")
+                return Tensor(result.asnumpy().view(array.dtype).reshape(-1, *rest))
+
+            return Tensor(bits), as_before
         wide = ms.float32 if dtype in (ms.float16, ms.bfloat16) else ms.int32
         return tensor.astype(wide), lambda result: result.astype(dtype)
 

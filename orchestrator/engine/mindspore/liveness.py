@@ -150,10 +150,15 @@ class Hub(Watch):
         while time.monotonic() < until and any(self._links.values()) and self._lost is None:
             time.sleep(0.005)
         self._closed = True
+        with contextlib.suppress(OSError):  # the thread's next look at `_closed`, made now
+            socket.create_connection(self.endpoint, timeout=1.0).close()
+        self._thread.join(2.0)
         for link in self._links:
             with contextlib.suppress(OSError):
                 link.sendall(b'{"bye": 0}\n')
-        self._thread.join(2.0)
+            link.close()
+        self._listener.close()
+        self._selector.close()
 
 
 class Link(Watch):
@@ -165,12 +170,17 @@ class Link(Watch):
         self._socket.settimeout(None)
         _keep_alive(self._socket)
         self._say({"hello": rank, "node": node, "token": token})
-        threading.Thread(target=self._listen, name="liveness", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="liveness", daemon=True)
+        self._thread.start()
 
     def _say(self, message: dict[str, object]) -> None:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _listen(self) -> None:
+        with self._socket:
+            self._hear()
+
+    def _hear(self) -> None:
         unread = b""
         while True:
             try:
@@ -194,6 +204,8 @@ class Link(Watch):
         self._closed = True
         with contextlib.suppress(OSError):  # rank 0 is gone, and has nobody to tell
             self._say({"bye": 0})
+            self._socket.shutdown(socket.SHUT_WR)
+        self._thread.join(2.0)
 
 
 def _gone(rank: int, node: Node) -> PeerLost:

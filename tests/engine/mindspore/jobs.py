@@ -1,0 +1,83 @@
+"""Small MindSpore jobs for tests, and the same mathematics in NumPy."""
+
+import numpy as np
+from mindspore import nn, ops
+
+from orchestrator import Job, Loss
+
+SAMPLES = 61
+
+
+def points(samples=SAMPLES):
+    draw = np.random.default_rng(1)
+    x = draw.standard_normal((samples, 5))
+    y = draw.standard_normal((samples, 2))
+    w = draw.uniform(0.5, 2.0, samples)
+    return x, y, w
+
+
+class Weighted(Job):
+    """Weighted least squares of a two-layer net, its weights far from equal."""
+
+    framework = "mindspore"
+    metric_names = ("error",)
+
+    def __init__(self, poison=None, odd_ranks=False):
+        self.poison, self.odd_ranks = poison, odd_ranks
+
+    def model(self):
+        return nn.SequentialCell([nn.Dense(5, 7), nn.Tanh(), nn.Dense(7, 2)])
+
+    def dataset(self):
+        x, y, w = (part.copy() for part in points())
+        if self.poison is not None:
+            y[self.poison] = np.nan
+        return [(x[i], y[i], w[i]) for i in range(SAMPLES)]
+
+    def loss(self, model, batch):
+        x, y, w = batch
+        errors = ops.square(model(x) - y).sum(axis=1)
+        return Loss((errors * w).sum(), weight=w.sum(), metrics={"error": errors.sum()})
+
+    def evaluate(self, model):
+        return {"weight": float(model[0].weight.asnumpy().sum())}
+
+
+class Detached(Weighted):
+    """Its loss leaves the graph: compiled, MindSpore would cut the gradient without a word."""
+
+    def loss(self, model, batch):
+        return helper(model, batch)
+
+
+def helper(model, batch):
+    x, y, w = batch
+    errors = ops.square(model(x) - y).sum(axis=1)
+    return Loss((errors * w).sum(), weight=w.sum(), metrics={"error": errors.sum()})
+
+
+class Unparsable(Weighted):
+    """Uses what a graph cannot hold."""
+
+    def loss(self, model, batch):
+        x, y, w = batch
+        errors = ops.square(model(x) - y).sum(axis=1)
+        with open("/dev/null") as nothing:  # noqa: PTH123
+            nothing.read()
+        return Loss((errors * w).sum(), weight=w.sum(), metrics={"error": errors.sum()})
+
+
+def numpy_update(weights, rate):
+    """One SGD update with the gradient of all samples at once, by hand, in float64."""
+    w1, b1, w2, b2 = (np.asarray(w, np.float64) for w in weights)
+    x, y, w = points()
+    hidden = np.tanh(x @ w1.T + b1)
+    out = hidden @ w2.T + b2
+    g_out = 2 * (out - y) * w[:, None] / w.sum()
+    g_hidden = (g_out @ w2) * (1 - hidden**2)
+    return (
+        w1 - rate * g_hidden.T @ x,
+        b1 - rate * g_hidden.sum(0),
+        w2 - rate * g_out.T @ hidden,
+        b2 - rate * g_out.sum(0),
+    )

@@ -1,0 +1,324 @@
+"""What one rank of a test's group does: `python -m tests.engine.mindspore.program FOLDER RANK
+SIZE`.
+
+Starting a group takes seconds, so one group goes through all checks; each leaves "" or a traceback
+in the rank's JSON file, and the tests look there.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+os.environ.setdefault("GLOG_v", "3")
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, ops
+
+from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
+from orchestrator.engine.conformance import CHECKS
+from orchestrator.engine.mindspore import build_engine, form_group
+from orchestrator.engine.mindspore.collectives import AllGather, AllReduceMean, AllReduceSum
+from orchestrator.errors import JobError, NonFiniteError, SilenceError
+from orchestrator.plan.wire import bytes_on_wire_per_update, collectives_per_update
+from tests.engine.mindspore.jobs import SAMPLES, Weighted, numpy_update
+
+RATE = 0.05
+
+
+class Arrays:
+    def make(self, values, shape):
+        return Tensor(np.asarray(values, np.float32).reshape(shape))
+
+    def read(self, tensor):
+        return tensor.asnumpy().ravel().tolist()
+
+
+# ---------------------------------------------------------------------- adjoints
+
+
+def _adjoint(group, cell, shape, compiled, dtype=np.float32):
+    """sum_r <A x_r, u_r> = sum_r <x_r, A* u_r>, and inputs are left alone."""
+    draw = np.random.default_rng(group.rank)
+    x = Tensor(draw.standard_normal(shape).astype(dtype))
+    y_shape = cell(x).shape
+    u = Tensor(draw.standard_normal(y_shape).astype(dtype))
+    kept = x.asnumpy().copy(), u.asnumpy().copy()
+
+    def inner(x):
+        return (cell(x) * u).sum()
+
+    def both(x):
+        return ms.grad(inner)(x)
+
+    back = (ms.jit(both) if compiled else both)(x)
+    left = float((cell(x) * u).sum().asnumpy())
+    right = float((x * back).sum().asnumpy())
+    lefts, rights = (sum(row[0] for row in _gather(group, v)) for v in (left, right))
+    assert abs(lefts - rights) < 1e-4 * max(1.0, abs(lefts)), (lefts, rights)
+    assert (kept[0] == x.asnumpy()).all()
+    assert (kept[1] == u.asnumpy()).all()
+
+
+def _gather(group, value):
+    return group.all_gather(Tensor(np.asarray([[value]], np.float64))).asnumpy().tolist()
+
+
+def adjoints(compiled):
+    def check(group):
+        even, uneven = [2] * group.size, [r + 1 for r in range(group.size)]
+        _adjoint(group, AllReduceSum(group), (3, 2), compiled)
+        _adjoint(group, AllReduceMean(group), (4,), compiled)
+        _adjoint(group, AllGather(group, even), (2, 3), compiled)
+        _adjoint(group, AllGather(group, uneven), (uneven[group.rank], 3), compiled)
+        _adjoint(group, AllReduceSum(group), (3,), compiled, np.float64)
+
+    return check
+
+
+def gathered_loss_has_the_gradient_of_one_process(group):
+    """A loss that couples all samples: ||sum of all rows||^2, against its formula."""
+    sizes = [r + 1 for r in range(group.size)]
+    every = np.random.default_rng(0).standard_normal((sum(sizes), 3)).astype(np.float32)
+    start = sum(sizes[: group.rank])
+    mine = Tensor(every[start : start + sizes[group.rank]])
+    gather = AllGather(group, sizes)
+
+    def share(x):  # the replicated loss divided by R, so that the sum over ranks is the loss
+        return ops.square(gather(x).sum(axis=0)).sum() / group.size
+
+    found = ms.jit(lambda_free(share))(mine).asnumpy()
+    wanted = np.broadcast_to(2 * every.sum(0), found.shape)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def float64_keeps_its_digits(group):
+    every = [np.random.default_rng(rank).standard_normal((2, 2)) for rank in range(group.size)]
+    mine = Tensor(every[group.rank])
+    large = Tensor(np.asarray([2**53 + group.rank]))
+    assert group.all_gather(large).asnumpy().tolist() == [2**53 + r for r in range(group.size)]
+    assert (group.all_gather(mine).asnumpy() == np.concatenate(every)).all()
+    copy = mine.copy()
+    group.broadcast(copy, group.size - 1)
+    assert (copy.asnumpy() == every[-1]).all()
+    gather = AllGather(group, [2] * group.size)
+    assert (
+        ms.jit(lambda_free(gather, gradient=False))(mine).asnumpy() == np.concatenate(every)
+    ).all()
+
+
+def lambda_free(function, gradient=True):
+    """A graph takes no lambda."""
+
+    def derived(x):
+        return ms.grad(function)(x)
+
+    def plain(x):
+        return function(x)
+
+    return derived if gradient else plain
+
+
+# ---------------------------------------------------------------------- the engine
+
+
+def _split(rank, size, samples, steps, update=0, lopsided=False):
+    """Contiguous blocks, cut into steps; lopsided: rank 0 has nothing."""
+    ranks = [0.0] + [1.0] * (size - 1) if lopsided else [1.0] * size
+    edges = np.round(np.cumsum([0.0, *ranks]) / sum(ranks) * samples).astype(int)
+    own = range(edges[rank], edges[rank + 1])
+    parts = [part.tolist() for part in np.array_split(list(own), steps) if len(part)]
+    return tuple(MicroBatch(update=update, start=p[0], indices=tuple(p)) for p in parts)
+
+
+def _updates(group, *, updates=1, steps=3, lopsided=False, job=None, stop=False, **settings):
+    job = job or Weighted()
+    settings = {"metric_names": job.metric_names, **settings}
+    engine = build_engine(job, EngineSettings(**settings), group, 0)
+    before = [p.asnumpy().copy() for p in engine._model.trainable_params()]
+    report = None
+    for update in range(updates):
+        micro = _split(group.rank, group.size, SAMPLES, steps, update, lopsided)
+        window = Window(
+            update=update, samples=SAMPLES, micro_batches=micro, steps=steps, learning_rate=RATE
+        )
+        engine.begin_window(window)
+        for batch, one in zip(engine.batches(micro), micro, strict=True):
+            engine.micro_step(batch, one)
+        report = engine.boundary(stop=stop)
+    after = [p.asnumpy().copy() for p in engine._model.trainable_params()]
+    return engine, report, before, after
+
+
+def _distance(found, wanted):
+    a, b = (np.concatenate([np.asarray(w).ravel() for w in ws]) for ws in (found, wanted))
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+def update_is_numpys_big_batch(group):
+    _, _, before, after = _updates(group)
+    assert _distance(after, numpy_update(before, RATE)) < 1e-6
+
+
+def update_is_numpys_big_batch_in_float64(group):
+    for lopsided in (False, True):
+        _, _, before, after = _updates(group, precision="float64", lopsided=lopsided)
+        assert _distance(after, numpy_update(before, RATE)) < 1e-12
+
+
+def ranks_without_samples_take_part(group):
+    _, report, before, after = _updates(group, lopsided=True, mode="pynative")
+    assert _distance(after, numpy_update(before, RATE)) < 1e-6
+    assert report.micro_steps == (0 if group.rank == 0 else 3)
+
+
+def every_step_gives_the_same_update(group):
+    _, report, before, after = _updates(group, sync="every_step", lopsided=True, mode="pynative")
+    assert _distance(after, numpy_update(before, RATE)) < 1e-6
+    assert report.collectives == 3
+
+
+def collectives_are_as_planned(group):
+    for bucket in (25 * 2**20, 100):
+        engine, report, before, after = _updates(group, bucket_bytes=bucket)
+        facts = {"itemsize": 4, "metric_count": 1, "ranks": group.size}
+        count = engine.parameter_count()
+        assert report.collectives == collectives_per_update(count, bucket_bytes=bucket, **facts)
+        wanted = bytes_on_wire_per_update(count, **facts)
+        assert abs(report.bytes_on_wire - wanted) <= 1, (report.bytes_on_wire, wanted)
+        assert _distance(after, numpy_update(before, RATE)) < 1e-6
+
+
+def weights_are_equal_on_all_ranks(group):
+    engine, *_ = _updates(group, updates=3, optimizer={"name": "adam"}, mode="pynative")
+    digest = float(int(engine.weights_sha256()[:12], 16))
+    assert len({row[0] for row in _gather(group, digest)}) == 1
+
+
+def a_stop_of_one_is_known_to_all(group):
+    last = group.size - 1
+    _, report, *_ = _updates(group, stop=group.rank == last, mode="pynative")
+    assert report.stop_requested
+
+
+def nan_stops_all_ranks_and_names_the_place(group):
+    job = Weighted(poison=0)
+    try:
+        _updates(group, job=job, mode="pynative")
+    except NonFiniteError as error:
+        if "rank 0, micro-step 0" not in str(error):
+            raise
+    else:
+        raise AssertionError("a loss that is not a number went unnoticed")
+
+
+def nan_is_skipped_by_all_ranks(group):
+    _, report, before, after = _updates(
+        group, job=Weighted(poison=0), on_non_finite="skip", mode="pynative"
+    )
+    assert not report.applied
+    assert _distance(after, before) == 0
+
+
+def a_collective_in_mid_window_is_refused(group):
+    group.silence.keep("in mid-window of a test")
+    try:
+        group.barrier()
+    except SilenceError:
+        pass
+    else:
+        raise AssertionError("silence was not kept")
+    finally:
+        group.silence.end()
+
+
+class Unequal(Weighted):
+    def model(self):
+        net = super().model()
+        rank = int(os.environ["TEST_RANK"])
+        net[0].bias.set_data(Tensor(np.full(7, rank, np.float32)))
+        return net
+
+
+def unequal_models_are_refused(group):
+    try:
+        build_engine(Unequal(), EngineSettings(metric_names=("error",)), group, 0)
+    except JobError as error:
+        if "differ from rank 0" not in str(error):
+            raise
+    else:
+        raise AssertionError("unequal models were accepted")
+
+
+def a_barrier_is_quick(group):
+    began = time.perf_counter()
+    for _ in range(20):
+        group.barrier()
+    assert time.perf_counter() - began < 10.0
+
+
+OWN = (
+    float64_keeps_its_digits,
+    gathered_loss_has_the_gradient_of_one_process,
+    update_is_numpys_big_batch,
+    update_is_numpys_big_batch_in_float64,
+    ranks_without_samples_take_part,
+    every_step_gives_the_same_update,
+    collectives_are_as_planned,
+    weights_are_equal_on_all_ranks,
+    a_stop_of_one_is_known_to_all,
+    nan_stops_all_ranks_and_names_the_place,
+    nan_is_skipped_by_all_ranks,
+    a_collective_in_mid_window_is_refused,
+    unequal_models_are_refused,
+    a_barrier_is_quick,
+)
+
+
+FOR_FOUR = (update_is_numpys_big_batch, ranks_without_samples_take_part, float64_keeps_its_digits)
+"""Of those that cost much, the ones that four ranks repeat."""
+
+
+def checks(size):
+    found = {c.__name__: (lambda group, c=c: c(group, Arrays())) for c in CHECKS}
+    found["adjoints_in_pynative"] = adjoints(compiled=False)
+    found["adjoints_under_jit"] = adjoints(compiled=True)
+    found.update({c.__name__: c for c in (OWN if size == 2 else FOR_FOUR)})
+    return found
+
+
+def spec(folder, rank, size, **more):
+    given = {"address": f"127.0.1.{1 + rank}", "timeout_s": 120.0, **more}
+    return GroupSpec(
+        rank=rank, size=size, local_rank=rank, node=f"node{rank}", folder=Path(folder), **given
+    )
+
+
+def main():
+    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    os.environ["TEST_RANK"] = str(rank)
+    group = form_group(spec(folder, rank, size))
+    scheduler = group._scheduler.process.pid if group._scheduler else None
+    report = {}
+    for name, check in checks(size).items():
+        began = time.perf_counter()
+        try:
+            check(group)
+            report[name] = ""
+        except Exception:  # noqa: BLE001
+            report[name] = traceback.format_exc()
+        print(name, round(time.perf_counter() - began, 2), report[name][-200:], flush=True)
+    began = time.perf_counter()
+    group.close()
+    report["close_s"] = time.perf_counter() - began
+    report["scheduler"] = scheduler
+    (folder / f"report-{rank}.json").write_text(json.dumps(report))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
