@@ -2,7 +2,7 @@
 
 The plain loop is what one writes without any tool: one process, the same model, optimizer, data and
 micro-batch, no accumulation. The bound is its peak plus one gradient buffer. Ours runs on one rank
-and on two, with K micro-steps of that micro-batch; `peak_memory_bytes` of result.json is the process's.
+and on two, with K micro-steps of that micro-batch; `peak_memory_bytes` is the process's own.
 """
 
 from __future__ import annotations

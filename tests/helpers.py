@@ -11,6 +11,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "job._target_=tests.tiny_job.Tiny"
+SMALL = "cluster.ranks_per_node=1"  # two ranks instead of four, where their number does not matter
 
 
 def environment(**extra):

@@ -46,7 +46,9 @@ from orchestrator.target import check_target
 from orchestrator.worker.progress import read_progress
 
 POLL_S = 0.1
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+DISK_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT, errno.ENOTDIR,
+)  # fmt: skip
 EXIT_CODES = {
     State.FINISHED: EXIT_FINISHED,
     State.FAILED: EXIT_FAILED,
@@ -173,7 +175,7 @@ def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> E
                     return _attempt(config, run, plan.to_json(), manner, interrupts)
         except UsageError:  # before anything was trained; the message says all
             if fresh and not run.metrics.exists() and not run.handle.exists():
-                shutil.rmtree(run.path)
+                shutil.rmtree(run.path, ignore_errors=True)  # it may be gone already
             raise
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jobs.idx import NAMES, bundled_digits
 from tests import helpers
-from tests.helpers import TINY
+from tests.helpers import SMALL, TINY
 
 
 def refused(tmp_path, *arguments, code=2, **more):
@@ -35,7 +35,7 @@ def refused(tmp_path, *arguments, code=2, **more):
         (("job._target_=tests.helpers.call",), "is a function"),
         (("job._target_=tests.tiny_job.Tinny",), "did you mean 'Tiny'"),
         (("transport=nccl",), "transport=gloo"),
-        (("job.data_dir=/absent",), "/absent"),
+        (("job.data_dir=/absent", SMALL), "/absent"),
     ],
 )
 def test_wrong_requests_are_refused_without_a_trace(tmp_path, arguments, words):
@@ -55,7 +55,7 @@ def digits(tmp_path):
 def test_a_truncated_data_file_is_named_once(tmp_path, digits):
     path = digits / NAMES["train", "images"]
     path.write_bytes(path.read_bytes()[:-100])
-    said = refused(tmp_path, f"job.data_dir={digits}")
+    said = refused(tmp_path, SMALL, f"job.data_dir={digits}")
     assert f"{path.name} is damaged" in said.replace("\n", "")
     assert said.count("is damaged") == 1
 
@@ -63,24 +63,26 @@ def test_a_truncated_data_file_is_named_once(tmp_path, digits):
 def test_a_wrong_magic_number_is_named(tmp_path, digits):
     path = digits / NAMES["train", "labels"]
     path.write_bytes(struct.pack(">i", 77) + path.read_bytes()[4:])
-    assert "must be 2049, but is 77" in refused(tmp_path, f"job.data_dir={digits}")
+    assert "must be 2049, but is 77" in refused(tmp_path, SMALL, f"job.data_dir={digits}")
 
 
 def test_a_missing_data_file_is_named(tmp_path, digits):
     (digits / NAMES["train", "labels"]).unlink()
-    assert "there is no train-labels" in refused(tmp_path, f"job.data_dir={digits}")
+    assert "there is no train-labels" in refused(tmp_path, SMALL, f"job.data_dir={digits}")
 
 
 def test_ones_own_mnist_folder_is_read(tmp_path, digits):
-    done = helpers.call(f"job.data_dir={digits}", "train.updates=2", "run.dir=run", cwd=tmp_path)
+    done = helpers.call(
+        f"job.data_dir={digits}", SMALL, "train.updates=2", "run.dir=run", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_another_runs_folder_is_not_touched(tmp_path):
     run = tmp_path / "run"
-    assert helpers.call(TINY, "train.updates=2", f"run.dir={run}").returncode == 0
+    assert helpers.call(TINY, SMALL, "train.updates=2", f"run.dir={run}").returncode == 0
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
-    again = helpers.call(TINY, "train.updates=2", f"run.dir={run}")
+    again = helpers.call(TINY, SMALL, "train.updates=2", f"run.dir={run}")
     assert again.returncode == 2
     assert "holds another run" in again.stderr
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
@@ -106,7 +108,7 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_at_the_start_is_said_and_leaves_nothing(small_disk):
     (small_disk / "filler").write_bytes(b"x" * 325_000)
-    done = helpers.call(TINY, f"run.dir={small_disk / 'run'}")
+    done = helpers.call(TINY, SMALL, f"run.dir={small_disk / 'run'}")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "No space left" in done.stderr
     assert not (small_disk / "run").exists()
@@ -115,7 +117,8 @@ def test_a_full_disk_at_the_start_is_said_and_leaves_nothing(small_disk):
 def test_a_disk_that_fills_up_in_mid_run_keeps_the_last_good_checkpoint(small_disk):
     run = small_disk / "run"
     done = helpers.call(
-        TINY, "job.width=1000", "train.updates=12", "train.checkpoint_every=2", f"run.dir={run}",
+        TINY, SMALL, "job.width=1000", "train.updates=12", "train.checkpoint_every=2",
+        f"run.dir={run}",
         "train.keep_checkpoints=5", "tracker=none",
     )  # fmt: skip
     said = (run / "logs" / "rank-00000.log").read_text()

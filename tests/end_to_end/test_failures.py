@@ -1,13 +1,14 @@
 """The first rank that fails ends the run at once, is named, and nothing is left running."""
 
 import os
+import shutil
 import signal
 import time
 
 import pytest
 
 from tests import helpers
-from tests.helpers import TINY
+from tests.helpers import SMALL, TINY
 
 SLOW = (TINY, "job.pause_s=0.05", "train.updates=400", "accumulation.global_batch=40")
 
@@ -40,7 +41,7 @@ def test_a_killed_rank_ends_the_run_within_five_seconds_and_is_named(run):
 
 
 def test_a_rank_that_raises_is_named_with_its_exception_and_log(run):
-    done = helpers.call(TINY, f"run.dir={run}", "job.fault=raise", "train.updates=20")
+    done = helpers.call(TINY, SMALL, f"run.dir={run}", "job.fault=raise", "train.updates=20")
     assert done.returncode == 1
     culprit = helpers.result(run)["culprit"]
     assert culprit["rank"] == 1
@@ -51,7 +52,7 @@ def test_a_rank_that_raises_is_named_with_its_exception_and_log(run):
 
 
 def test_a_rank_that_just_exits_is_named_with_its_code(run):
-    done = helpers.call(TINY, f"run.dir={run}", "job.fault=exit", "train.updates=20")
+    done = helpers.call(TINY, SMALL, f"run.dir={run}", "job.fault=exit", "train.updates=20")
     assert done.returncode == 1
     assert helpers.result(run)["culprit"]["cause"] == "exited with code 7"
 
@@ -76,7 +77,7 @@ def test_killing_the_launcher_leaves_no_process(run):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(run, tmp_path, number):
-    few = ("train.updates=30", "job.pause_s=0.02", "job.dropout=0.5")
+    few = (SMALL, "train.updates=30", "job.pause_s=0.02", "job.dropout=0.5")
     undisturbed = tmp_path / "undisturbed"
     assert helpers.call(*SLOW, *few, f"run.dir={undisturbed}").returncode == 0
     process = started(run, *few)
@@ -92,7 +93,7 @@ def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(run, 
 
 
 def test_a_second_interrupt_ends_every_process_at_once(run):
-    process = started(run, "job.pause_s=3")
+    process = started(run, SMALL, "job.pause_s=0.8")
     process.send_signal(signal.SIGINT)
     helpers.until(lambda: "stopping" in (process.stdout.readline() or "x"), 10, "the word")
     process.send_signal(signal.SIGINT)
@@ -103,7 +104,7 @@ def test_a_second_interrupt_ends_every_process_at_once(run):
 
 @pytest.mark.parametrize("delay_s", [0.3, 0.8, 1.4, 2.2])
 def test_an_interrupt_at_any_moment_of_the_start_ends_cleanly(run, delay_s):
-    process = helpers.begin(*SLOW, f"run.dir={run}")
+    process = helpers.begin(*SLOW, SMALL, f"run.dir={run}")
     time.sleep(delay_s)  # the moment is what is tested
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
@@ -113,7 +114,7 @@ def test_an_interrupt_at_any_moment_of_the_start_ends_cleanly(run, delay_s):
 
 
 def test_a_run_that_was_killed_resumes_to_the_same_bits(run, tmp_path):
-    few = ("train.updates=40", "train.checkpoint_every=5", "job.pause_s=0.01")
+    few = (SMALL, "train.updates=40", "train.checkpoint_every=5", "job.pause_s=0.01")
     undisturbed = tmp_path / "undisturbed"
     assert helpers.call(*SLOW, *few, f"run.dir={undisturbed}").returncode == 0
     process = helpers.begin(*SLOW, *few, f"run.dir={run}")
@@ -128,7 +129,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(run, tmp_path):
 
 
 def test_a_finished_run_is_not_resumed(run):
-    assert helpers.call(TINY, f"run.dir={run}", "train.updates=2").returncode == 0
+    assert helpers.call(TINY, SMALL, f"run.dir={run}", "train.updates=2").returncode == 0
     again = helpers.verb("resume", run)
     assert (again.returncode, "nothing to resume" in again.stdout) == (0, True)
 
@@ -141,3 +142,13 @@ def test_a_run_in_progress_is_not_resumed_beside_itself(run):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     assert process.returncode == 3
+
+
+def test_a_folder_deleted_in_mid_run_ends_it_with_a_message(run):
+    process = started(run, SMALL, "train.updates=60", "train.checkpoint_every=5")
+    shutil.rmtree(run)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "cannot be written: No such file or directory" in output
+    assert "Traceback" not in output
+    assert not helpers.processes_of(run)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests import helpers
-from tests.helpers import ROOT, TINY
+from tests.helpers import ROOT, SMALL, TINY
 
 PLACEMENTS = [(1, 1, 1), (2, 2, 4), (3, 1, 5), (1, 2, 7)]
 
@@ -68,7 +68,7 @@ def test_a_run_does_as_planned_and_says_so(tmp_path):
 
 def test_everything_in_a_run_folder_is_its_owners_alone(tmp_path):
     run = tmp_path / "run"
-    assert helpers.call(TINY, "train.updates=2", f"run.dir={run}").returncode == 0
+    assert helpers.call(TINY, SMALL, "train.updates=2", f"run.dir={run}").returncode == 0
     assert stat.S_IMODE(run.stat().st_mode) == 0o700
 
 
@@ -84,7 +84,8 @@ def test_more_ranks_than_samples_leaves_ranks_idle_and_says_which(tmp_path):
 def test_each_way_with_a_ragged_window_trains(tmp_path, ragged):
     run = tmp_path / "run"
     done = helpers.call(
-        TINY, "train.epochs=1", "accumulation.global_batch=100", f"accumulation.ragged={ragged}",
+        TINY, SMALL, "train.epochs=1", "accumulation.global_batch=100",
+        f"accumulation.ragged={ragged}",
         f"run.dir={run}",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
@@ -111,7 +112,7 @@ def test_the_documented_job_runs_as_it_stands_in_the_docs(tmp_path):
 
 def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failing_point(tmp_path):
     done = helpers.call(
-        "-m", TINY, "train.updates=3", "accumulation.global_batch=64,-1,32",
+        "-m", TINY, SMALL, "train.updates=3", "accumulation.global_batch=64,-1,32",
         f"run.dir={tmp_path / 's'}",
     )  # fmt: skip
     assert done.returncode != 0
@@ -122,7 +123,7 @@ def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failing_point(tmp_path)
 
 def test_a_sweep_over_steps_shows_weights_that_agree(tmp_path):
     done = helpers.call(
-        "-m", TINY, "train.updates=3", "optimizer=sgd", "accumulation.global_batch=64",
+        "-m", TINY, SMALL, "train.updates=3", "optimizer=sgd", "accumulation.global_batch=64",
         "accumulation.steps=1,2,4", f"run.dir={tmp_path / 's'}", COLUMNS="200",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -133,9 +134,9 @@ def test_a_sweep_over_steps_shows_weights_that_agree(tmp_path):
 
 
 def test_quiet_says_nothing_and_no_terminal_gets_no_control_characters(tmp_path):
-    quiet = helpers.call(TINY, "train.updates=2", f"run.dir={tmp_path / 'a'}", "-q")
+    quiet = helpers.call(TINY, SMALL, "train.updates=2", f"run.dir={tmp_path / 'a'}", "-q")
     assert (quiet.returncode, quiet.stdout) == (0, "")
-    plain = helpers.call(TINY, "train.updates=2", f"run.dir={tmp_path / 'b'}")
+    plain = helpers.call(TINY, SMALL, "train.updates=2", f"run.dir={tmp_path / 'b'}")
     assert "\x1b" not in plain.stdout
 
 
