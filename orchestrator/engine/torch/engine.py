@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from orchestrator.engine.torch.agreement import (
     machine_warning,
 )
 from orchestrator.engine.torch.base_group import BaseGroup
+from orchestrator.engine.torch.coupled import CoupledWindows
 from orchestrator.engine.torch.optimizers import build_optimizer, usable
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.engine.torch.state import (
@@ -35,7 +37,7 @@ from orchestrator.engine.torch.state import (
     weights_sha256,
 )
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.job import Job
+from orchestrator.job import Job, is_coupled
 
 
 def build_engine(
@@ -90,6 +92,7 @@ class TorchEngine:
             overlap=not self._talks,
             silent=not self._talks,
         )
+        self._coupled = self._coupled_windows() if is_coupled(job) else None
         self._window: Window | None = None
         self._done = 0
         self._warnings = advice(self._model) + self._agree()
@@ -124,6 +127,8 @@ class TorchEngine:
     def begin_window(self, window: Window) -> None:
         """Start an update: gradients are zero, the learning rate is set. Not collective."""
         self._window, self._done = window, 0
+        if self._coupled is not None:
+            self._coupled.begin()
         leaf_size = self._leaf_size
         self._accumulator.begin_window(
             update=window.update,
@@ -137,12 +142,15 @@ class TorchEngine:
         window = self._window
         if window is None or micro_batch.update != window.update:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
+        if self._coupled is not None:
+            self._coupled.embed(batch, micro_batch)
+            return
         began = time.perf_counter()
         self._done += 1
         seed_everything(
             derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
         )
-        batch = _moved(batch, self._group.device, self._settings.precision == "float64")
+        batch = self._prepared(batch)
         with self._accumulator.precision.forward():
             loss = self._job.loss(self._model, batch)
         self._accumulator.compute_s += time.perf_counter() - began
@@ -154,8 +162,17 @@ class TorchEngine:
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         """Reduce once, clip once, step once. Collective."""
-        self._window = None
-        return self._accumulator.boundary(stop=stop)
+        window, self._window = self._window, None
+        if self._coupled is not None and window is not None:
+            gather_s = self._coupled.finish(window)
+            report = self._accumulator.boundary(stop=stop)
+            report = replace(report, wait_s=report.wait_s + gather_s)
+        else:
+            report = self._accumulator.boundary(stop=stop)
+        if report.applied:
+            with torch.no_grad():
+                getattr(self._job, "after_update", _nothing)(self._model, report.update)
+        return report
 
     # ------------------------------------------------------------------ around updates
 
@@ -215,6 +232,23 @@ class TorchEngine:
     def _leaf_size(self) -> int | None:
         return self._settings.leaf_size if self._settings.reduction == "reproducible" else None
 
+    def _prepared(self, batch: Any) -> Any:
+        return _moved(batch, self._group.device, self._settings.precision == "float64")
+
+    def _coupled_windows(self) -> CoupledWindows:
+        job: Any = self._job
+        return CoupledWindows(
+            job,
+            self._model,
+            self._accumulator,
+            self._group,
+            metric_names=self._settings.metric_names,
+            seed=self._settings.seed,
+            prepare=self._prepared,
+            leaf_of=self._leaf,
+            any_batch=lambda: loader.collate_of(job)([job.dataset()[0]]),
+        )
+
     def _leaf(self, micro_batch: MicroBatch) -> int | None:
         if self._leaf_size is None:
             return None
@@ -238,6 +272,10 @@ class TorchEngine:
         rows = self.gather(weights + as_numbers(machine_digest(self._group.device)))
         check_replicas([row[: len(weights)] for row in rows])
         return machine_warning([row[len(weights) :] for row in rows], self._settings.reduction)
+
+
+def _nothing(model: Module, update: int) -> None:
+    del model, update
 
 
 def _be_deterministic() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -107,7 +108,9 @@ def batches(
         pin_memory=pin_memory,
     )
     try:
-        source = iter(loader)
+        with warnings.catch_warnings():  # the error says better what DataLoader guesses
+            warnings.filterwarnings("ignore", "Got pickle error", UserWarning)
+            source = iter(loader)
     except (AttributeError, TypeError, OSError) as error:
         if workers == 0:
             raise

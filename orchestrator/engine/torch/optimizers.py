@@ -85,7 +85,10 @@ def _imported(dotted: str) -> Callable[..., Any]:
 
 
 def _check_keys(make: Callable[..., Any], given: Mapping[str, Any], spelled: str) -> None:
-    parameters = inspect.signature(make).parameters.values()
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except ValueError:  # of a builtin; what it does not take, it says when it is called
+        return
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL][1:]

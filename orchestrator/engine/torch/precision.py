@@ -18,7 +18,7 @@ from orchestrator.errors import ConfigError, did_you_mean
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = ("float32", "bfloat16", "float16", "float64")
-FIRST_SCALE = 2.0**16
+FIRST_SCALE = 2.0**12  # below torch's 2**16, because sums are scaled here and not means
 LARGEST_SCALE = 2.0**24
 GROW_AFTER = 2000  # windows without overflow; as in torch.amp.GradScaler
 

@@ -35,7 +35,10 @@ def save_model(model: Module, folder: Path) -> dict[str, Any]:
 def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
     """The inverse of `save_model`. Raises `RunFolderError` when it is another model's state."""
     tensors = _read(folder / WEIGHTS)
-    state = tensors | {name: unpack(value, tensors) for name, value in rest.items()}
+    # Tensors within extra state were written under names that begin with its own.
+    within = {name for name in tensors for key in rest if name.startswith(f"{key}.")}
+    state: dict[str, Any] = {n: tensor for n, tensor in tensors.items() if n not in within}
+    state |= {name: unpack(value, tensors) for name, value in rest.items()}
     try:
         model.load_state_dict(state)
     except RuntimeError as error:

@@ -1,0 +1,447 @@
+"""The accumulator outside any loop: what it refuses, what it survives, what it counts."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from orchestrator.engine.torch import Accumulator, Loss, TorchGroup, run_in_threads
+from orchestrator.errors import ConfigError, JobError, NonFiniteError, PeerLost, SilenceError
+from orchestrator.plan.wire import bytes_on_wire_per_update, collectives_per_update
+
+WIDTH = 6
+
+
+def _model(*extra):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1), *extra)
+
+
+def _accumulator(group, model=None, **more):
+    model = model or _model()
+    return Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), group, **more), model
+
+
+def _loss(model, samples=2, scale=1.0, weight=None):
+    total = (model(torch.ones(samples, WIDTH)) * scale).sum()
+    return Loss(total, weight=samples if weight is None else weight)
+
+
+def _bits(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+# ------------------------------------------------------------------ counting
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [64, 100, 256, 10**6])
+@pytest.mark.parametrize("sync", ["boundary", "every_step"])
+def test_an_update_sends_what_the_plan_says(ranks, bucket_bytes, sync):
+    steps = 3
+
+    def train(group):
+        ours, model = _accumulator(
+            group, metric_names=("right",), bucket_bytes=bucket_bytes, sync=sync
+        )
+        reports = []
+        for _ in range(2):
+            ours.begin_window(steps=steps)
+            for step in range(steps):
+                loss = _loss(model)
+                ours.backward(Loss(loss.total, 2, {"right": 1}), last=step == steps - 1)
+            reports.append(ours.boundary())
+        ours.close()
+        return reports, ours.parameter_count()
+
+    for reports, parameters in run_in_threads(ranks, train):
+        given = {"itemsize": 4, "metric_count": 1, "ranks": ranks}
+        sync_steps = steps if sync == "every_step" else 1
+        collectives = collectives_per_update(
+            parameters, bucket_bytes=bucket_bytes, sync_steps=sync_steps, **given
+        )
+        sent = bytes_on_wire_per_update(parameters, **given)
+        for report in reports:
+            assert report.collectives == collectives
+            assert abs(report.bytes_on_wire - sync_steps * sent) < sync_steps
+            assert report.metrics == {"right": 0.5}
+
+
+@pytest.mark.parametrize("steps", [1, 4, 16])
+def test_collectives_do_not_grow_with_micro_steps(steps):
+    def train(group):
+        ours, model = _accumulator(group)
+        for step in range(steps):
+            ours.backward(_loss(model), last=step == steps - 1)
+            if step < steps - 1:
+                assert group.transport_collectives() == 0
+        assert ours.boundary().collectives == 1
+        ours.close()
+        return group.transport_collectives()
+
+    assert run_in_threads(3, train) == [1, 1, 1]
+
+
+# ------------------------------------------------------------------ not finite
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("reduction", ["fast", "reproducible"])
+def test_a_loss_that_is_not_finite_stops_all_ranks_naming_one(bad, reduction):
+    def train(group):
+        ours, model = _accumulator(group, reduction=reduction)
+        before = _bits(model)
+        ours.begin_window(update=7, leaves=6)
+        for step in range(2):
+            scale = bad if (group.rank, step) == (1, 1) else 1.0
+            ours.backward(_loss(model, scale=scale), last=step == 1, leaf=2 * group.rank + step)
+        with pytest.raises(NonFiniteError) as caught:
+            ours.boundary()
+        assert torch.equal(_bits(model), before)
+        ours.close()
+        return str(caught.value)
+
+    messages = run_in_threads(3, train)
+    assert len(set(messages)) == 1
+    assert "in update 7, first on rank 1, micro-step 1;" in messages[0]
+
+
+def test_a_window_after_a_failed_one_is_as_if_nothing_had_been():
+    def train(group, fail):
+        ours, model = _accumulator(group, on_non_finite="skip")
+        if fail:
+            ours.backward(_loss(model, scale=math.nan if group.rank else 1.0), last=True)
+            report = ours.boundary()
+            assert not report.applied
+            assert math.isnan(report.loss)
+        ours.backward(_loss(model), last=True)
+        report = ours.boundary()
+        assert report.applied
+        ours.close()
+        return _bits(model)
+
+    clean = run_in_threads(2, lambda group: train(group, fail=False))
+    for found in run_in_threads(2, lambda group: train(group, fail=True)):
+        assert torch.equal(found, clean[0])
+
+
+def _infinite_gradient(model):
+    """A finite loss whose gradient is not: the root's slope at 0."""
+    return Loss((model(torch.ones(1, WIDTH)) * 0.0).sqrt().sum(), 1.0)
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_naming_parameters():
+    def train(group):
+        ours, model = _accumulator(group)
+        loss = _infinite_gradient(model) if group.rank == 1 else _loss(model)
+        ours.backward(loss, last=True)
+        with pytest.raises(NonFiniteError, match=r"the gradient became NaN .*0\.weight"):
+            ours.boundary()
+        ours.close()
+
+    run_in_threads(2, train)
+
+
+def test_a_huge_gradient_is_finite_and_clipped():
+    group = TorchGroup.alone()
+    ours, model = _accumulator(group, clip_norm=1.0)
+    ours.backward(_loss(model, scale=1e30, weight=1.0), last=True)
+    report = ours.boundary()
+    assert report.applied
+    assert report.gradient_norm > 1e29
+    norm = torch.linalg.vector_norm(ours.buffers.gradients[0])
+    assert float(norm) == pytest.approx(1.0, rel=1e-5)
+
+
+# ------------------------------------------------------------------ weights
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+def test_a_weight_that_is_not_usable_is_refused_by_all_ranks(bad):
+    def train(group):
+        ours, model = _accumulator(group)
+        weight = torch.tensor(bad) if group.rank == 2 else 1.0
+        ours.backward(_loss(model, weight=weight), last=True)
+        with pytest.raises(JobError, match=r"negative or not finite .* rank 2, micro-step 0;"):
+            ours.boundary()
+        ours.close()
+
+    run_in_threads(3, train)
+
+
+def test_weights_that_add_up_to_zero_are_refused_by_all_ranks():
+    def train(group):
+        ours, model = _accumulator(group)
+        if group.rank == 0:
+            ours.backward(_loss(model, weight=0), last=True)
+        with pytest.raises(JobError, match="add up to 0 over all ranks"):
+            ours.boundary()
+        ours.close()
+
+    run_in_threads(2, train)
+
+
+# ------------------------------------------------------------------ the job's contract
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda m: m(torch.ones(2, WIDTH)).sum(), "must return Loss"),
+        (lambda m: Loss(m(torch.ones(2, WIDTH)), 2), r"real scalar tensor, but is shape \(2, 1\)"),
+        (lambda m: Loss(1.0, 2), "real scalar tensor, but is float"),
+        (lambda m: Loss(m(torch.ones(2, WIDTH)).sum().detach(), 2), "has no graph"),
+        (
+            lambda m: Loss(m(torch.ones(2, WIDTH)).sum(), 2, {"acuracy": 1}),
+            "has 'acuracy', .* did you mean 'accuracy'",
+        ),
+        (lambda m: Loss(m(torch.ones(2, WIDTH)).sum(), 2), "lacks 'accuracy'"),
+    ],
+)
+def test_a_loss_that_breaks_the_contract_is_refused(loss, message):
+    ours, model = _accumulator(TorchGroup.alone(), metric_names=("accuracy",))
+    with pytest.raises(JobError, match=message):
+        ours.backward(loss(model))
+    ours.close()
+
+
+def test_weights_changed_in_mid_window_are_noticed():
+    ours, model = _accumulator(TorchGroup.alone())
+    ours.backward(_loss(model))
+    with torch.no_grad():
+        model[0].weight.mul_(0.9)
+    with pytest.raises(JobError, match=r"0\.weight was changed in mid-window of update 0"):
+        ours.boundary()
+
+
+def test_a_parameter_thawed_later_is_noticed():
+    model = _model()
+    model[0].weight.requires_grad_(False)
+    ours, _ = _accumulator(TorchGroup.alone(), model)
+    model[0].weight.requires_grad_()
+    with pytest.raises(JobError, match=r"0\.weight began to require gradients"):
+        ours.begin_window()
+
+
+def test_a_model_without_anything_to_train_is_refused():
+    model = _model().requires_grad_(requires_grad=False)
+    with pytest.raises(JobError, match="no parameter to train"):
+        _accumulator(TorchGroup.alone(), model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_norm": 0.0}, "clip_norm must be a number above 0"),
+        ({"bucket_bytes": 2}, "a bucket of 2 bytes holds no number"),
+        ({"on_non_finite": "ignore"}, "must be stop or skip"),
+        ({"precision": "bfloat61"}, "did you mean 'bfloat16'"),
+        ({"reduction": "reproducible", "sync": "every_step"}, "there is no accumulation"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        _accumulator(TorchGroup.alone(), **settings)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
+def test_optimizers_that_cannot_step_on_sums_are_refused(kind):
+    model = _model()
+    with pytest.raises(ConfigError, match=r"needs a closure|sparse gradients only"):
+        Accumulator(model, kind(list(model.parameters())), TorchGroup.alone())
+
+
+# ------------------------------------------------------------------ what users do
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zeroing_gradients_between_windows_does_not_matter(to_none):
+    def train(zero):
+        ours, model = _accumulator(TorchGroup.alone())
+        for _ in range(2):
+            ours.backward(_loss(model), last=True)
+            ours.boundary()
+            if zero:
+                ours.optimizer.zero_grad(set_to_none=to_none)
+        ours.close()
+        return _bits(model)
+
+    assert torch.equal(train(zero=True), train(zero=False))
+
+
+def test_gradients_set_to_none_in_mid_window_lose_nothing():
+    ours, model = _accumulator(TorchGroup.alone())
+    ours.backward(_loss(model))
+    once = model[0].weight.grad.clone()
+    ours.optimizer.zero_grad(set_to_none=True)
+    ours.backward(_loss(model), last=True)
+    assert torch.equal(model[0].weight.grad, 2 * once)
+    assert model[0].weight.grad is ours.buffers.views[0]
+
+
+def test_a_backward_that_somebody_else_runs_is_recorded():
+    """As a pipeline's schedule does it."""
+
+    def train(group, record):
+        ours, model = _accumulator(group)
+        ours.begin_window()
+        for _ in range(2):
+            loss = _loss(model)
+            if record:
+                loss.total.backward()
+                ours.record(loss)
+            else:
+                ours.backward(loss)
+        assert ours.boundary().weight == 8.0
+        ours.close()
+        return _bits(model)
+
+    recorded = run_in_threads(2, lambda group: train(group, record=True))
+    usual = run_in_threads(2, lambda group: train(group, record=False))
+    assert torch.equal(recorded[0], usual[0])
+
+
+def test_a_gradient_with_a_graph_is_refused():
+    ours, model = _accumulator(TorchGroup.alone())
+    ours.begin_window()
+    with pytest.warns(UserWarning, match="create_graph"):
+        _loss(model).total.backward(create_graph=True)
+    with pytest.raises(JobError, match="carries a graph"):
+        ours.backward(_loss(model))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpoints_give_the_same_gradient(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    def train(group, checkpointed):
+        ours, model = _accumulator(group, bucket_bytes=64)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        y = checkpoint(model, x, use_reentrant=reentrant) if checkpointed else model(x)
+        ours.backward(Loss(y.sum(), 2), last=True)
+        ours.boundary()
+        ours.close()
+        return _bits(model)
+
+    plain = run_in_threads(2, lambda group: train(group, checkpointed=False))
+    checkpointed = run_in_threads(2, lambda group: train(group, checkpointed=True))
+    assert torch.equal(plain[0], checkpointed[0])
+
+
+def test_a_gradient_that_grows_after_it_was_sent_is_noticed():
+    from torch.utils.checkpoint import checkpoint
+
+    def train(group):
+        torch.manual_seed(0)
+        shared = nn.Linear(WIDTH, WIDTH)
+        ours, _ = _accumulator(group, shared, bucket_bytes=8)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(shared, x, use_reentrant=True)
+        ours.backward(Loss(x.sum(), 2), last=True)
+
+    with pytest.raises(JobError, match=r"grew after it was sent: .* overlap=False"):
+        run_in_threads(2, train)
+
+
+@pytest.mark.parametrize("fused", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_fused_and_foreach_optimizers_step_on_views(fused):
+    model = _model()
+    plain = _model()
+    ours = Accumulator(model, torch.optim.AdamW(model.parameters(), **fused), TorchGroup.alone())
+    theirs = torch.optim.AdamW(plain.parameters(), **fused)
+    for _ in range(3):
+        ours.backward(_loss(model), last=True)
+        ours.boundary()
+        theirs.zero_grad()
+        (_loss(plain).total / 2).backward()
+        theirs.step()
+    torch.testing.assert_close(_bits(model), _bits(plain), rtol=1e-6, atol=1e-7)
+
+
+def test_channels_last_parameters_get_gradients_with_their_strides():
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    ours, _ = _accumulator(TorchGroup.alone(), model)
+    x = torch.randn(2, 3, 5, 5)
+    ours.backward(Loss(model(x).square().sum(), 2), last=True)
+    wanted = torch.autograd.grad(model(x).square().sum(), model.weight)[0]
+    assert model.weight.grad.stride() == model.weight.stride()
+    torch.testing.assert_close(model.weight.grad, wanted)
+
+
+# ------------------------------------------------------------------ other ranks, other windows
+
+
+def test_a_stop_request_of_one_rank_reaches_all():
+    def train(group):
+        ours, model = _accumulator(group)
+        ours.backward(_loss(model), last=True)
+        report = ours.boundary(stop=group.rank == 1)
+        ours.close()
+        return report.stop_requested
+
+    assert run_in_threads(3, train) == [True] * 3
+
+
+def test_an_exception_in_one_ranks_micro_step_ends_the_others():
+    def train(group):
+        ours, model = _accumulator(group)
+        if group.rank == 1:
+            raise ZeroDivisionError
+        ours.backward(_loss(model), last=True)
+        with pytest.raises(PeerLost, match="rank 1 ended with ZeroDivisionError"):
+            ours.boundary()
+
+    with pytest.raises(ZeroDivisionError):
+        run_in_threads(3, train)
+
+
+def test_a_collective_in_mid_window_is_refused():
+    def train(group, silent):
+        ours, model = _accumulator(group, silent=silent)
+        ours.backward(_loss(model))
+        number = torch.ones(1)
+        group.all_reduce_sum(number)
+        ours.boundary()
+        ours.close()
+        return number.item()
+
+    with pytest.raises(
+        SilenceError, match=r"'all_reduce_sum' was called in mid-window of update 0"
+    ):
+        run_in_threads(2, lambda group: train(group, silent=True))
+    assert run_in_threads(2, lambda group: train(group, silent=False)) == [2.0, 2.0]
+
+
+def test_a_parameter_used_by_one_rank_only_is_updated_and_one_used_by_none_is_not():
+    def train(group):
+        model = nn.ModuleList([nn.Linear(WIDTH, 1) for _ in range(3)])
+        for layer in model:
+            nn.init.ones_(layer.weight)
+            nn.init.ones_(layer.bias)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        ours = Accumulator(model, optimizer, group)
+        counts = []
+        for update in range(4):
+            mine = 0 if group.rank == 0 or update == 3 else 1
+            ours.backward(_loss(model[mine]), last=True)
+            counts.append(ours.boundary().collectives)
+        ours.close()
+        assert torch.equal(model[2].weight, torch.ones(1, WIDTH))
+        assert not torch.equal(model[1].weight, torch.ones(1, WIDTH))
+        assert model[2].weight not in optimizer.state
+        return counts
+
+    # One more collective where the set of used parameters changed, and only there.
+    assert run_in_threads(2, train) == [[2, 1, 1, 2]] * 2
+
+
+def test_ranks_disagree_about_steps_and_one_comes_too_many():
+    ours, model = _accumulator(TorchGroup.alone(), sync="every_step")
+    with pytest.raises(ValueError, match=r"needs begin_window\(steps"):
+        ours.begin_window()
+    ours.begin_window(steps=1)
+    ours.backward(_loss(model))
+    with pytest.raises(ValueError, match="said to have 1 micro-steps; one more came"):
+        ours.backward(_loss(model))

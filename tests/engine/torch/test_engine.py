@@ -1,0 +1,327 @@
+"""The engine behind the loop: windows of a job become updates, on any split the same."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from orchestrator import Job, Loss
+from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.torch import TorchGroup, build_engine, run_in_threads, versions
+from orchestrator.engine.torch.agreement import as_numbers, machine_warning, unlike_most
+from orchestrator.engine.torch.seeds import derived_seed
+from orchestrator.errors import ConfigError, JobError, SilenceError
+from orchestrator.plan.split import assign, assign_leaves
+
+SAMPLES = 29
+
+
+class Curve(Job):
+    """A net with dropout, the batch's mean of which is known."""
+
+    metric_names = ("error", "size")
+
+    def __init__(self, dropout=0.3):
+        self.dropout = dropout
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(8, 1))
+
+    def dataset(self):
+        made = torch.Generator().manual_seed(3)
+        x = torch.randn(SAMPLES, 4, generator=made)
+        return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+    def loss(self, model, batch):
+        x, y = batch
+        error = model(x) - y
+        metrics = {"error": error.detach().abs().sum(), "size": float(len(x))}
+        return Loss((error**2).sum(), len(x), metrics)
+
+    def evaluate(self, model):
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        x, y = self.dataset().tensors
+        return {"loss": ((model(x.to(model[0].weight)) - y) ** 2).mean()}
+
+
+def _windows(split, rank, updates=3):
+    for update in range(updates):
+        yield Window(
+            update=update,
+            samples=split.samples,
+            micro_batches=tuple(
+                MicroBatch(update=update, start=start, indices=tuple(range(start, start + count)))
+                for start, count in split.pieces(rank)
+            ),
+            steps=split.micro_steps,
+            learning_rate=0.1 / (1 + update),
+        )
+
+
+def _run(engine, windows):
+    """What the loop does with an engine, without its records."""
+    windows = list(windows)
+    batches = engine.batches(m for window in windows for m in window.micro_batches)
+    reports = []
+    for window in windows:
+        engine.begin_window(window)
+        for micro_batch in window.micro_batches:
+            engine.micro_step(next(batches), micro_batch)
+        reports.append(engine.boundary())
+    return reports
+
+
+def _train(split, job=None, **settings):
+    def be(group):
+        engine = build_engine(
+            job or Curve(), EngineSettings(metric_names=Curve.metric_names, **settings), group, 0
+        )
+        reports = _run(engine, _windows(split, group.rank))
+        engine.accumulator.close()
+        return engine, reports
+
+    return run_in_threads(split.ranks, be)
+
+
+def _weights(engine):
+    return torch.cat([p.detach().reshape(-1) for p in engine.model.parameters()])
+
+
+def _figures(report):
+    return (report.loss, report.weight, report.metrics, report.gradient_norm)
+
+
+@pytest.mark.parametrize("sizes", [[15, 14], [29, 0, 0], [1, 20, 3, 5]])
+@pytest.mark.parametrize("sync", ["boundary", "every_step"])
+def test_updates_do_not_depend_on_the_split(sizes, sync):
+    settings = {"optimizer": {"name": "sgd"}, "precision": "float64", "clip_norm": 0.5}
+    job = Curve(dropout=0.0)
+    [(alone, wanted)] = _train(assign([SAMPLES], steps=1), job, **settings)
+    for engine, reports in _train(assign(sizes, cap=4), job, sync=sync, **settings):
+        torch.testing.assert_close(_weights(engine), _weights(alone), rtol=1e-12, atol=1e-13)
+        for ours, theirs in zip(reports, wanted, strict=True):
+            assert _figures(ours)[0] == pytest.approx(_figures(theirs)[0], rel=1e-12)
+            assert ours.metrics["size"] == 1.0
+            assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-12)
+
+
+def test_reproducible_mode_gives_one_digest_with_dropout():
+    results = set()
+    for leaves in ([8], [4, 4], [0, 3, 5], [1, 1, 1, 1, 1, 3], [2, 6, 0]):
+        split = assign_leaves(leaves, samples=SAMPLES, leaf_size=4)
+        for engine, reports in _train(
+            split, reduction="reproducible", leaf_size=4, optimizer={"name": "adamw"}
+        ):
+            results.add((engine.weights_sha256(), str([_figures(r) for r in reports])))
+    assert len(results) == 1
+
+
+@pytest.fixture(autouse=True)
+def _algorithms_as_before():
+    before = torch.are_deterministic_algorithms_enabled()
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before)
+    torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+@pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16", "float16"])
+def test_a_run_goes_on_with_the_same_bits_from_its_saved_state(tmp_path, precision):
+    split = assign([15, 14], cap=4)
+    settings = EngineSettings(
+        metric_names=Curve.metric_names, optimizer={"name": "adam"}, precision=precision
+    )
+
+    def undisturbed(group):
+        engine = build_engine(Curve(), settings, group, 0)
+        _run(engine, _windows(split, group.rank, updates=4))
+        return engine.weights_sha256()
+
+    def interrupted(group):
+        folder = tmp_path / str(group.rank)
+        folder.mkdir()
+        windows = list(_windows(split, group.rank, updates=4))
+        engine = build_engine(Curve(), settings, group, 0)
+        _run(engine, windows[:2])
+        extra = json.loads(json.dumps(engine.save_state(folder)))
+        saved = engine.weights_sha256()
+        engine = build_engine(Curve(), settings, group, 0)
+        assert engine.weights_sha256() != saved
+        engine.load_state(folder, extra)
+        assert engine.weights_sha256() == saved
+        _run(engine, windows[2:])
+        return engine.weights_sha256()
+
+    assert run_in_threads(2, interrupted) == run_in_threads(2, undisturbed)
+
+
+def test_evaluation_leaves_the_model_as_it_was():
+    [(engine, _)] = _train(assign([SAMPLES], steps=2))
+    engine.model[2].eval()
+    figures = engine.evaluate()
+    assert isinstance(figures["loss"], float)
+    assert engine.model.training
+    assert not engine.model[2].training
+
+
+def test_small_questions_have_plain_answers():
+    [(engine, _)] = _train(assign([SAMPLES], steps=1))
+    assert engine.parameter_count() == 4 * 8 + 8 + 8 + 1
+    assert engine.peak_memory_bytes() > 2**20
+    assert engine.warnings() == []
+    assert engine.gather([1.5, math.pi]) == [[1.5, math.pi]]
+    assert versions()["torch"] == torch.__version__
+
+
+def test_numbers_are_gathered_exactly():
+    def be(group):
+        engine = build_engine(Curve(), EngineSettings(metric_names=Curve.metric_names), group, 0)
+        return engine.gather([group.rank + 1e-12, 2.0**52 + group.rank])
+
+    wanted = [[rank + 1e-12, 2.0**52 + rank] for rank in range(3)]
+    assert run_in_threads(3, be) == [wanted] * 3
+
+
+class Odd(Curve):
+    """Builds another model on one rank."""
+
+    def model(self):
+        model = super().model()
+        if self.rank == 2:
+            with torch.no_grad():
+                model[0].bias[0] += 1e-7
+        return model
+
+
+def test_replicas_that_differ_at_the_start_are_named_by_all():
+    def be(group):
+        job = Odd()
+        job.rank = group.rank
+        with pytest.raises(JobError, match="rank 2 differ from the others"):
+            build_engine(job, EngineSettings(metric_names=Curve.metric_names), group, 0)
+
+    run_in_threads(4, be)
+
+
+def test_other_machines_are_told_apart():
+    rows = [as_numbers("ab" * 32), as_numbers("ab" * 32), as_numbers("ac" * 32)]
+    assert unlike_most(rows) == [2]
+    assert unlike_most(rows[1:]) == [1]
+    [sentence] = machine_warning(rows, "reproducible")
+    assert sentence.startswith("rank 2 compute with another version of torch")
+    assert machine_warning(rows[:2], "fast") == []
+
+
+class Normed(Curve):
+    """Has layers whose forward looks at the whole batch."""
+
+    def model(self):
+        return nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Embedding(3, 3, sparse=True), nn.Linear(8, 1)
+        )
+
+
+def test_batch_norm_and_sparse_gradients_are_warned_about_with_remedies():
+    engine = build_engine(
+        Normed(), EngineSettings(metric_names=Curve.metric_names), TorchGroup.alone(), 0
+    )
+    norm, sparse = engine.warnings()
+    assert norm.startswith("batch norm in 1 sees one micro-batch at a time")
+    for remedy in ("GroupNorm", "freeze the statistics", "the whole batch"):
+        assert remedy in norm
+    assert "sparse gradients of 2" in sparse
+
+
+class Chatty(Curve):
+    """Talks in mid-window."""
+
+    def loss(self, model, batch):
+        self.group.barrier()
+        return super().loss(model, batch)
+
+
+class Declared(Chatty):
+    talks_in_window = True
+
+
+def test_a_job_that_talks_in_mid_window_has_to_declare_it():
+    def be(group, kind):
+        job = kind()
+        job.group = group
+        engine = build_engine(job, EngineSettings(metric_names=Curve.metric_names), group, 0)
+        return _run(engine, _windows(assign([15, 14], steps=2), group.rank))[0].collectives
+
+    with pytest.raises(SilenceError, match="talks_in_window = True"):
+        run_in_threads(2, lambda group: be(group, Chatty))
+    assert run_in_threads(2, lambda group: be(group, Declared)) == [3, 3]
+
+
+class OwnOptimizer(Curve):
+    """Brings an optimizer with groups of its own."""
+
+    def optimizer(self, model):
+        first, last = model[0], model[3]
+        return torch.optim.SGD(
+            [{"params": first.parameters(), "lr": 0.1}, {"params": last.parameters()}], lr=1.0
+        )
+
+
+def test_a_jobs_own_optimizer_keeps_its_groups():
+    [(engine, _)] = _train(assign([SAMPLES], steps=1), OwnOptimizer())
+    rates = [group["lr"] for group in engine.accumulator.optimizer.param_groups]
+    assert rates == pytest.approx([0.1 * 0.1 / 3, 0.1 / 3])
+
+
+class NoModel(Curve):
+    def model(self):
+        return "a model"
+
+
+class NoTorchOptimizer(Curve):
+    def optimizer(self, model):
+        return "an optimizer"
+
+
+@pytest.mark.parametrize(
+    ("job", "settings", "kind", "message"),
+    [
+        (NoModel(), {}, JobError, r"must give a torch\.nn\.Module, but gives str"),
+        (NoTorchOptimizer(), {}, ConfigError, r"NoTorchOptimizer\.optimizer gives a str"),
+        (Curve(), {"reduction": "reproducible"}, ConfigError, "needs accumulation.micro_batch"),
+        (Curve(), {"precision": "int8"}, ConfigError, "there is no train.precision=int8"),
+    ],
+)
+def test_jobs_and_settings_that_cannot_be_used_are_refused(job, settings, kind, message):
+    with pytest.raises(kind, match=message):
+        build_engine(job, EngineSettings(**settings), TorchGroup.alone(), 0)
+
+
+class Duck:
+    """A job by its methods alone."""
+
+    def model(self):
+        return nn.Linear(2, 1)
+
+    def dataset(self):
+        return [({"x": torch.ones(2)}, 1.0)] * 4
+
+    def loss(self, model, batch):
+        inputs, targets = batch
+        return Loss((model(inputs["x"])[:, 0] - targets).square().sum(), len(targets))
+
+
+def test_a_job_need_not_derive_from_job():
+    engine = build_engine(Duck(), EngineSettings(precision="float64"), TorchGroup.alone(), 0)
+    [report] = _run(engine, list(_windows(assign([4], steps=2), 0, updates=1)))
+    assert report.weight == 4.0
+    assert engine.evaluate() == {}
+
+
+def test_seeds_are_written_down():
+    """They are part of what makes a run repeat in a year: they must never change."""
+    found = [derived_seed("step", 1, 2, 3), derived_seed("data", 1, 2, 3), derived_seed("model", 1)]
+    assert found == [3512366156060974893, 12678527393264773468, 10538647175422201918]

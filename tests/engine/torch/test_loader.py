@@ -1,0 +1,185 @@
+"""Batches come in the plan's order, and their random numbers from their place alone."""
+
+import os
+import random
+import signal
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+
+from orchestrator import Job
+from orchestrator.engine.api import MicroBatch
+from orchestrator.engine.torch import loader
+from orchestrator.errors import JobError
+from tests.helpers import until
+
+WORK = [
+    MicroBatch(update=0, start=0, indices=(4, 1)),
+    MicroBatch(update=0, start=2, indices=(3,)),
+    MicroBatch(update=1, start=0, indices=(0, 2, 5)),
+]
+
+
+class Plain(Job):
+    """Torch's own way to make batches."""
+
+
+class Augmenting(Job):
+    """Samples that draw random numbers."""
+
+    augments = True
+
+
+class Listing(Job):
+    """Batches that are lists."""
+
+    def collate(self, samples):
+        return sorted(samples)
+
+
+class Noisy:
+    """Draws from every generator that a data set might use."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return index, random.random(), np.random.random(), torch.rand(()).item()
+
+
+class Many:
+    """A data set that fetches several samples at once, and never one."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        raise AssertionError("one by one")
+
+    def __getitems__(self, indices):
+        return [10 * index for index in indices]
+
+
+class Telling:
+    """Says which process fetched."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+def _batches(dataset, job=None, workers=0, work=WORK, seed=0):
+    made = loader.batches(work, dataset=dataset, job=job or Plain(), seed=seed, workers=workers)
+    return list(made)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_the_plans_micro_batches_in_order(workers):
+    data = TensorDataset(torch.arange(6), 10 * torch.arange(6))
+    found = _batches(data, workers=workers)
+    wanted = [list(m.indices) for m in WORK]
+    assert [batch[0].tolist() for batch in found] == wanted
+    assert [batch[1].tolist() for batch in found] == [[10 * i for i in w] for w in wanted]
+
+
+def test_the_jobs_own_collate_and_the_data_sets_getitems_are_used():
+    assert _batches(list(range(6)), Listing()) == [[1, 4], [3], [0, 2, 5]]
+    assert [b.tolist() for b in _batches(Many())] == [[40, 10], [30], [0, 20, 50]]
+
+
+@pytest.mark.parametrize("job", [Plain, Augmenting])
+def test_random_numbers_do_not_depend_on_the_process_that_fetches(job):
+    def numbers(workers):
+        return [torch.stack(batch).tolist() for batch in _batches(Noisy(), job(), workers)]
+
+    assert numbers(workers=0) == numbers(workers=2)
+
+
+def test_an_augmented_sample_depends_on_its_place_and_not_on_how_the_update_is_cut():
+    whole = [MicroBatch(update=3, start=0, indices=(5, 4, 3))]
+    cut = [
+        MicroBatch(update=3, start=0, indices=(5,)),
+        MicroBatch(update=3, start=1, indices=(4, 3)),
+    ]
+
+    def numbers(work, **more):
+        batches = _batches(Noisy(), Augmenting(), work=work, **more)
+        return torch.cat([torch.stack(batch) for batch in batches], dim=1).tolist()
+
+    assert numbers(whole) == numbers(cut)
+    assert numbers(whole) != numbers(whole, seed=1)
+    other = [MicroBatch(update=4, start=0, indices=(5, 4, 3))]
+    assert numbers(whole)[1:] != numbers(other)[1:]
+
+
+def test_without_workers_nothing_leaves_the_process():
+    assert {int(pid) for batch in _batches(Telling()) for pid in batch} == {os.getpid()}
+    pids = {int(pid) for batch in _batches(Telling(), workers=1) for pid in batch}
+    assert os.getpid() not in pids
+
+
+def _endless():
+    update = 0
+    while True:
+        yield MicroBatch(update=update, start=0, indices=(0,))
+        update += 1
+
+
+def _fetch_until_killed(connection):
+    made = loader.batches(_endless(), dataset=Telling(), job=Plain(), seed=0, workers=2)
+    connection.send({int(next(made)[0]) for _ in range(4)})
+    signal.pause()
+
+
+def test_workers_end_with_their_rank_and_leave_its_signals_to_it():
+    import multiprocessing
+
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    rank = context.Process(target=_fetch_until_killed, args=(theirs,))
+    rank.start()
+    assert ours.poll(90)
+    workers = [psutil.Process(pid) for pid in ours.recv()]
+    assert len(workers) == 2
+    for worker in workers:
+        worker.send_signal(signal.SIGTERM)  # as a scheduler sends it to all processes of a job
+        worker.send_signal(signal.SIGINT)
+    assert all(worker.is_running() for worker in workers)
+    rank.kill()
+    rank.join()
+    until(lambda: not any(_alive(w) for w in workers), timeout_s=10, what="the workers' end")
+
+
+def _alive(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Streaming(IterableDataset):
+    """Cannot be indexed."""
+
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("dataset", [Streaming(), iter([1, 2]), None])
+def test_a_data_set_without_length_or_index_is_refused(dataset):
+    with pytest.raises(JobError, match=r"must give something with len\(\) and \[index\]"):
+        _batches(dataset)
+
+
+class Unsendable(Noisy):
+    def __init__(self):
+        self.function = lambda: 1
+
+
+def test_a_data_set_that_cannot_be_sent_to_workers_is_refused():
+    with pytest.raises(JobError, match=r"cannot be sent to loader workers: .*loader_workers=0"):
+        _batches(Unsendable(), workers=1)

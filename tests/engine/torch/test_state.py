@@ -1,0 +1,177 @@
+"""What is saved comes back to the bit, and nothing that is loaded can run code."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from orchestrator.engine.torch.state import (
+    OPTIMIZER,
+    WEIGHTS,
+    load_model,
+    load_optimizer,
+    pack,
+    save_model,
+    save_optimizer,
+    unpack,
+    weights_sha256,
+)
+from orchestrator.errors import JobError, RunFolderError
+
+
+class Everything(nn.Module):
+    """Tied, complex, half, empty, scalar, strided and integer tensors, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.output = nn.Linear(4, 5)
+        self.output.weight = self.embedding.weight
+        self.turn = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.short = nn.Parameter(torch.randn(4).bfloat16())
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.strided = nn.Parameter(torch.randn(4, 3).t())
+        self.register_buffer("count", torch.tensor(3))
+        both = torch.randn(6)
+        self.register_buffer("low", both[:3])
+        self.register_buffer("high", both[3:])
+
+
+def _trained(kind, **settings):
+    torch.manual_seed(0)
+    model = Everything()
+    optimizer = kind(model.parameters(), lr=0.1, **settings)
+    _step(model, optimizer)
+    return model, optimizer
+
+
+def _step(model, optimizer):
+    for number, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, 0.1 * (number + 1))
+    optimizer.step()
+
+
+KINDS = [
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {"weight_decay": 0.1}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.NAdam, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), KINDS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_training_goes_on_with_the_same_bits_after_a_round_trip(tmp_path, kind, settings):
+    model, optimizer = _trained(kind, **settings)
+    rest = save_model(model, tmp_path)
+    packed = json.loads(json.dumps(save_optimizer(optimizer, tmp_path)))
+    torch.manual_seed(1)
+    other = Everything()
+    theirs = kind(other.parameters(), lr=0.5, **settings)
+    load_model(other, tmp_path, rest)
+    load_optimizer(theirs, tmp_path, packed)
+    assert other.output.weight is other.embedding.weight
+    assert theirs.param_groups[0]["lr"] == 0.1
+    for _ in range(3):
+        assert weights_sha256(other) == weights_sha256(model)
+        _step(model, optimizer)
+        _step(other, theirs)
+
+
+def test_state_wider_than_its_parameter_is_not_rounded(tmp_path):
+    parameter = nn.Parameter(torch.zeros(3).bfloat16())
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    exact = torch.tensor([1.0 + 2**-20, 3.0, 1 / 3])
+    optimizer.state[parameter] = {"momentum_buffer": exact.clone()}
+    packed = save_optimizer(optimizer, tmp_path)
+    optimizer.state[parameter] = {}
+    load_optimizer(optimizer, tmp_path, packed)
+    assert torch.equal(optimizer.state[parameter]["momentum_buffer"], exact)
+
+
+def test_the_digest_can_be_had_from_the_file_alone(tmp_path):
+    import hashlib
+
+    model, _ = _trained(torch.optim.SGD)
+    save_model(model, tmp_path)
+    whole = hashlib.sha256()
+    tensors = load_file(tmp_path / WEIGHTS)
+    for name in sorted(tensors):
+        whole.update(tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+    assert whole.hexdigest() == weights_sha256(model)
+
+
+def test_the_digest_sees_every_bit():
+    model, _ = _trained(torch.optim.SGD)
+    before = weights_sha256(model)
+    with torch.no_grad():
+        model.scalar.view(torch.int32).bitwise_xor_(1)
+    assert weights_sha256(model) != before
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": (1, 2.5, None, True), "b": [{"c": "x"}], 3: {}},
+        {"rates": [0.1, float("inf"), float("-inf")], "big": 2**80},
+    ],
+)
+def test_values_survive_packing(value):
+    assert unpack(json.loads(json.dumps(pack(value, {}, ""))), {}) == value
+
+
+def test_what_would_need_pickling_is_refused():
+    with pytest.raises(JobError, match=r"the state at 'a\.b' holds a set"):
+        pack({"a": {"b": {1}}}, {}, "")
+
+
+def test_another_models_or_optimizers_state_is_refused(tmp_path):
+    model, optimizer = _trained(torch.optim.Adam)
+    rest, packed = save_model(model, tmp_path), save_optimizer(optimizer, tmp_path)
+    other = nn.Linear(2, 2)
+    with pytest.raises(RunFolderError, match="is of another model"):
+        load_model(other, tmp_path, rest)
+    with pytest.raises(RunFolderError, match="is of another optimizer"):
+        load_optimizer(torch.optim.Adam(other.parameters()), tmp_path, packed)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER])
+def test_damaged_and_missing_files_are_refused(tmp_path, name):
+    model, optimizer = _trained(torch.optim.Adam)
+    rest, packed = save_model(model, tmp_path), save_optimizer(optimizer, tmp_path)
+
+    def load():
+        load_model(model, tmp_path, rest)
+        load_optimizer(optimizer, tmp_path, packed)
+
+    load()
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:50])
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        load()
+    (tmp_path / name).unlink()
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        load()
+
+
+class Talkative(nn.Linear):
+    """A module with extra state, as some layers have."""
+
+    def get_extra_state(self):
+        return {"calls": 3, "scale": torch.tensor([1.5])}
+
+    def set_extra_state(self, state):
+        self.restored = state
+
+
+def test_extra_state_of_modules_comes_back(tmp_path):
+    model = Talkative(2, 2)
+    rest = json.loads(json.dumps(save_model(model, tmp_path)))
+    other = Talkative(2, 2)
+    load_model(other, tmp_path, rest)
+    assert other.restored["calls"] == 3
+    assert torch.equal(other.restored["scale"], torch.tensor([1.5]))
