@@ -44,6 +44,15 @@ def transformer_parameters(width: int, layers: int, context: int, tokens: int = 
     return width * (tokens + context + 2) + layers * (12 * width**2 + 13 * width)
 
 
+def twice_plus_one(number: int) -> int:
+    """For two equal parts and one number beside them (OmegaConf cannot multiply).
+
+    >>> twice_plus_one(6)
+    13
+    """
+    return 2 * number + 1
+
+
 def when_null(value: Any, then: Any, otherwise: Any) -> Any:
     """`then` where a key is null, else `otherwise` (OmegaConf has no conditional of its own)."""
     return then if value is None else otherwise
@@ -52,7 +61,7 @@ def when_null(value: Any, then: Any, otherwise: Any) -> Any:
 def register() -> None:
     """Make the schema and the resolvers known to Hydra. May be called twice."""
     ConfigStore.instance().store(name="schema", node=Config)
-    for resolver in (dense_parameters, transformer_parameters, when_null):
+    for resolver in (dense_parameters, transformer_parameters, twice_plus_one, when_null):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 REQUIRED_METHODS = ("model", "dataset", "loss")
+COUPLED_METHODS = ("embed", "loss_of_embeddings")  # both of them instead of `loss`
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,14 @@ class Job:
         """The loss of one micro-batch, as sums. No collective may be called here."""
         raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch)")
 
+    def after_update(self, model: Any, update: int) -> None:
+        """Called on every rank once an update was applied, after the optimizer's step.
+
+        For what follows the weights, such as moving averages: keep them in the model's state, so
+        that checkpoints hold them. No gradients are recorded, and no collective may be called.
+        """
+        del model, update
+
     def optimizer(self, model: Any) -> Any | None:
         """Build an own optimizer, or give None for the one that the configuration names."""
         del model
@@ -73,3 +82,31 @@ class Job:
         """Make a batch of samples; None (the default) stands for the framework's own way."""
         del samples
         return None
+
+
+class Coupled(Protocol):
+    """What a job defines *instead of* `loss` when samples need each other's embeddings.
+
+    The update's loss is then a function of the embeddings of all its samples, wherever they were
+    computed: contrastive losses with global negatives, for one. The torch engine alone does this.
+    """
+
+    def embed(self, model: Any, batch: Any) -> Any:
+        """A tensor, or a tuple of them, with one row for each sample of the micro-batch.
+
+        Called twice for each micro-batch, with the same random numbers. No collective.
+        """
+        ...
+
+    def loss_of_embeddings(self, model: Any, embeddings: Any) -> Loss:
+        """The loss as a sum over all samples of the update, in the update's order.
+
+        Called once an update on every rank, with the same values and random numbers. `model` gives
+        the loss's own parameters, such as a temperature.
+        """
+        ...
+
+
+def is_coupled(job: Any) -> bool:
+    """Whether a job, or its class, defines `embed` and `loss_of_embeddings`."""
+    return all(callable(getattr(job, name, None)) for name in COUPLED_METHODS)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import JobError, did_you_mean
-from orchestrator.job import REQUIRED_METHODS
+from orchestrator.job import COUPLED_METHODS, REQUIRED_METHODS
 
 BASE_JOB = ("orchestrator.job", "Job")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -28,6 +28,7 @@ class TargetFacts:
 
     framework: str | None = None
     metric_count: int | None = None
+    coupled: bool = False
     source: Path | None = None
 
 
@@ -252,7 +253,10 @@ def _check_class(dotted: str, found: _Class, job: Mapping[str, Any]) -> TargetFa
     lineage = _Lineage(found)
     members = lineage.members()
     missing = [method for method in REQUIRED_METHODS if method not in members]
-    if missing and lineage.complete and not {"embed", "loss_of_embeddings"} <= set(members):
+    coupled = set(COUPLED_METHODS) <= set(members)
+    if coupled:
+        missing = [method for method in missing if method != "loss"]
+    if missing and lineage.complete:
         raise JobError(
             f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)} "
             f"(see docs/your-own-job.md)"
@@ -273,5 +277,6 @@ def _check_class(dotted: str, found: _Class, job: Mapping[str, Any]) -> TargetFa
     return TargetFacts(
         framework=_constant(members, "framework"),
         metric_count=len(names.elts) if isinstance(names, ast.Tuple | ast.List) else None,
+        coupled=coupled,
         source=found.module.source,
     )

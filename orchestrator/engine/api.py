@@ -119,6 +119,7 @@ class Window:
         micro_batches: this rank's, in order, none of them empty; () when the rank has no samples.
         steps: micro-steps of the rank that has most of them.
         learning_rate: for this update.
+        samples_per_rank: of this update; blocks are contiguous, in the order of ranks.
     """
 
     update: int
@@ -126,6 +127,7 @@ class Window:
     micro_batches: tuple[MicroBatch, ...]
     steps: int
     learning_rate: float
+    samples_per_rank: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

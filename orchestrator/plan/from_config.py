@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from orchestrator.config import Config, node_range
 from orchestrator.plan.plan import Plan, make_plan
 
@@ -15,16 +17,18 @@ def plan_of(
     dataset_samples: int | None = None,
     parameters: int | None = None,
     metric_count: int = 0,
+    coupled: bool = False,
 ) -> Plan:
     """Plan with what is known: the workers know all of it, the submitting side what `facts` says.
 
     Args:
         nodes: how many there really are; None for the most that the configuration asks for.
+        coupled: the job's loss is one of all embeddings, which are gathered once an update.
 
     Raises:
         PlanError: a batch, a schedule or a data set that cannot be planned.
     """
-    return make_plan(
+    planned = make_plan(
         nodes=nodes or node_range(config.cluster.nodes)[1],
         ranks_per_node=config.cluster.ranks_per_node,
         global_batch=config.accumulation.global_batch,
@@ -48,4 +52,13 @@ def plan_of(
         itemsize=ITEMSIZE.get(config.train.precision, 4),
         metric_count=metric_count,
         bucket_bytes=int(config.engine.bucket_mib * 2**20),
+    )
+    if not coupled or planned.collectives_per_update is None:
+        return planned
+    # The embeddings' sizes are the job's secret, so the bytes are not known.
+    gathers = int(planned.ranks > 1)
+    return replace(
+        planned,
+        collectives_per_update=planned.collectives_per_update + gathers,
+        bytes_on_wire_per_update=None if gathers else planned.bytes_on_wire_per_update,
     )

@@ -32,6 +32,7 @@ class RankWindow:
         learning_rate: for this update.
         steps: micro-steps of the busiest rank, the same on all ranks. What synchronises after every
             micro-step does so this many times, also on ranks that have fewer.
+        samples_per_rank: of this update.
     """
 
     update: int
@@ -40,6 +41,7 @@ class RankWindow:
     micro_batches: tuple[tuple[int, tuple[int, ...]], ...]
     learning_rate: float
     steps: int
+    samples_per_rank: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +85,7 @@ class WindowPlanner:
             ),
             learning_rate=self.schedule.learning_rate(update),
             steps=split.micro_steps,
+            samples_per_rank=split.samples_per_rank,
         )
 
     def _check_leaves(self, pieces: tuple[tuple[int, int], ...], samples: int) -> None:

@@ -87,7 +87,7 @@ def cluster_for(config: Config) -> Cluster:
 def prepare(config: Config) -> Plan:
     """Everything that can be said before anything is written. Raises `UsageError`."""
     facts = check_target(config.job)
-    plan = plan_of(config, metric_count=facts.metric_count or 0)
+    plan = plan_of(config, metric_count=facts.metric_count or 0, coupled=facts.coupled)
     if config.cluster.kind == "local" and config.transport == "nccl":
         gpus = len(visible_gpus(os.environ))
         if gpus < plan.ranks:

@@ -26,7 +26,7 @@ from orchestrator.errors import (
     RunFolderError,
     StopRequested,
 )
-from orchestrator.job import REQUIRED_METHODS, Job
+from orchestrator.job import REQUIRED_METHODS, Job, is_coupled
 from orchestrator.plan.from_config import plan_of
 from orchestrator.rundir import RunDir, write_json
 from orchestrator.worker import checkpoint
@@ -53,6 +53,8 @@ def build_job(settings: Mapping[str, Any]) -> Job:
     except AttributeError as error:
         raise JobError(f"job._target_={dotted}: {module} has no '{name}'") from error
     missing = [method for method in REQUIRED_METHODS if not callable(getattr(target, method, None))]
+    if missing == ["loss"] and is_coupled(target):
+        missing = []
     if missing:
         raise JobError(f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)}")
     return target(**{key: value for key, value in settings.items() if key != "_target_"})
@@ -137,6 +139,7 @@ def _run_rank(
         dataset_samples=len(job.dataset()),
         parameters=engine.parameter_count(),
         metric_count=len(getattr(job, "metric_names", ())),
+        coupled=is_coupled(job),
     )
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     windows = RankWindows(planned, topology.rank)

@@ -30,6 +30,7 @@ class RankWindows:
             ),
             steps=mine.steps,
             learning_rate=mine.learning_rate,
+            samples_per_rank=mine.samples_per_rank,
         )
 
     def epoch_of(self, update: int) -> int:

@@ -19,7 +19,7 @@ def windows(rank, ranks, *, samples, updates, cap, leaves=False):
         )
         yield Window(
             update=update, samples=samples, micro_batches=pieces, steps=cut.micro_steps,
-            learning_rate=0.05,
+            learning_rate=0.05, samples_per_rank=cut.samples_per_rank,
         )  # fmt: skip
 
 

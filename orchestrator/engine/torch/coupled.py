@@ -206,9 +206,9 @@ class CoupledWindows:
         scale = self._accumulator.precision.scale
         # The graph is needed once more where the loss's own parameters get their gradient.
         keep = any(kept.micro_batch.start == 0 for kept in self._kept)
-        (found,) = torch.autograd.grad(
+        found: Any = torch.autograd.grad(
             loss.total * scale, rows, retain_graph=keep, allow_unused=True
-        )
+        )[0]
         if found is None:
             raise JobError("Loss.total of loss_of_embeddings() does not depend on the embeddings")
         return loss, found / scale
