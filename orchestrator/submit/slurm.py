@@ -121,7 +121,7 @@ class SlurmCluster:
     def request(self, config: Config, run: Path, attempt: int) -> Request:
         """The submission as a value; `details["sbatch"]` is the exact script."""
         folder = RunDir(run)
-        check_values(config, run)
+        check_values(config, run, Path.cwd())
         script = batch_script(config, folder, attempt, here(config, folder, attempt))
         return Request(
             run=run,

@@ -95,7 +95,9 @@ def _exports(config: Config, here: Here, attempt: int) -> Iterator[str]:
 
 def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str], list[str]]:
     """(srun's options, the command before the starter) for a container, or for none."""
-    shared = sorted({str(run.path), str(here.folder), *(str(folder) for folder in here.path)})
+    folders = {run.path, here.folder, *here.path}
+    inner = {f for f in folders if any(f != other and f.is_relative_to(other) for other in folders)}
+    shared = sorted(str(folder) for folder in folders - inner)
     if cluster.container_runtime == "pyxis":
         mounts = ",".join(f"{folder}:{folder}" for folder in shared)
         return [
@@ -105,21 +107,16 @@ def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str
         ], ["python3"]
     if cluster.container_runtime == "apptainer":
         gpus = ["--nv"] if cluster.gpus_per_node else []
-        binds = [word for folder in shared for word in ("--bind", folder)]
-        return [], ["apptainer", "exec", *gpus, *binds, str(cluster.container), "python3"]
+        binds = "--bind=" + ",".join(shared)
+        return [], ["apptainer", "exec", *gpus, binds, str(cluster.container), "python3"]
     return [], [here.python]
 
 
-def _broken(words: list[str], end: str) -> Iterator[str]:
-    """A long command, an option a line."""
-    line = quoted(words[0])
-    for word in words[1:]:
-        if word.startswith("--") or "/" in word:
-            yield f"{line} \\"
-            line = "    " + quoted(word)
-        else:
-            line += " " + quoted(word)
-    yield f"{line} \\"
+def _lines(parts: list[list[str]], end: str) -> Iterator[str]:
+    """A long command, a part of it a line."""
+    for number, words in enumerate(parts):
+        indent = "    " if number else ""
+        yield f"{indent}{' '.join(map(quoted, words))} \\"
     yield f"    {end}"
 
 
@@ -133,17 +130,15 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
     srun_options, python = _launcher(cluster, here, run)
     starter = here.package / STARTER
     srun = [
-        "srun",
-        "--unbuffered",
-        "--kill-on-bad-exit=1",
-        f"--cpus-per-task={cluster.cpus_per_rank}",
-        f"--output={run.logs}/node%n.log",
-        *srun_options,
-        *python,
-        "-u",
-        str(starter),
-        "rank",
-        str(run.submitit),
+        ["srun"],
+        ["--unbuffered"],
+        ["--kill-on-bad-exit=1"],
+        [f"--cpus-per-task={cluster.cpus_per_rank}"],
+        [f"--output={run.logs}/node%n.log"],
+        *([option] for option in srun_options),
+        [*python, "-u"],
+        [str(starter), "rank"],
+        [str(run.submitit)],
     ]
     lines = [
         "#!/bin/bash",
@@ -163,7 +158,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         lines += ["", "# cluster.preamble", *cluster.preamble]
     lines += [
         "",
-        *_broken(srun, '2>>"$run/attempts/$attempt/srun.log"'),
+        *_lines(srun, '2>>"$run/attempts/$attempt/srun.log"'),
         "code=$?",
         f'{quoted(here.python)} {quoted(starter)} after "$run" "$attempt" "$code"',
         "exit $code",

@@ -104,11 +104,11 @@ def _plain(key: str, text: str) -> Iterator[str]:
 
 def _path(key: str, path: str) -> Iterator[str]:
     """What keeps a path from being used in SLURM's file name patterns and in PYTHONPATH."""
-    bad = _unprintable(path) or next((c for c in path if c in QUOTING or c in "%:"), None)
+    bad = _unprintable(path) or next((c for c in path if c in QUOTING or c in "%:,"), None)
     if bad is not None:
         yield (
             f"{key}={path!r} cannot be used with SLURM: it has {bad}; "
-            f"choose a path without quotes, $, `, \\, % and :"
+            f"choose a path without quotes, $, `, \\, %, : and commas"
         )
 
 
@@ -133,9 +133,15 @@ def _environment(environment: Mapping[str, str]) -> Iterator[str]:
             yield from _line(f"cluster.environment.{name}", str(value))
 
 
-def check_values(config: Config, run: Path) -> None:
-    """Refuse every value that could mean more than itself. Raises one `ConfigError` for all."""
+def check_values(config: Config, run: Path, folder: Path | None = None) -> None:
+    """Refuse every value that could mean more than itself. Raises one `ConfigError` for all.
+
+    Args:
+        folder: where the person stands, which is where the job will run.
+    """
     wrong: list[str] = []
+    if folder is not None:
+        wrong += _path("the current folder", str(folder))
     cluster = config.cluster
     for name, (pattern, meaning) in PATTERNS.items():
         value = getattr(cluster, name)

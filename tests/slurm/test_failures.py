@@ -15,6 +15,17 @@ FAULTS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def limited(slurm, tmp_path_factory):
+    """A run that takes longer than its time limit; the other tests run meanwhile."""
+    run = tmp_path_factory.mktemp("limited") / "run"
+    runs.submit(
+        slurm, run, "train.updates=60", "job.pause_s=0.25", "train.checkpoint_every=1000",
+        "cluster.partition=short", "cluster.time_min=1", "cluster.signal_ahead_s=1",
+    )  # fmt: skip
+    return run
+
+
 @pytest.fixture(scope="module")
 def failing(slurm, tmp_path_factory):
     """All three at once: they do not touch each other."""
@@ -48,7 +59,7 @@ def test_a_failing_rank_fails_the_job_within_ten_seconds(slurm, failing, fault):
     found = runs.status(run)
     assert found["state"] == "failed"
     assert found["reason"] == culprit["cause"]
-    assert runs.processes_of_job(slurm, job) == []
+    until(lambda: not runs.processes_of_job(slurm, job), 5, "the end of every process")
 
 
 def test_a_failed_run_can_be_resumed(slurm, tmp_path):
@@ -82,3 +93,13 @@ def test_an_error_before_the_ranks_meet_names_its_rank(slurm, tmp_path):
     ended = runs.wait_over(slurm, run)
     assert ended["state"] == "failed"
     assert ended["culprit"]["rank"] is not None
+
+
+@pytest.mark.timeout(240)
+def test_a_run_goes_on_beyond_its_time_limit(slurm, limited, digest_of_60):
+    ended = runs.wait_over(slurm, limited, 180)
+    assert ended["weights_sha256"] == digest_of_60
+    notes = [record["restart"] for n, record in runs.first_records(limited).items() if n]
+    assert notes
+    assert all(note["why"] == "near its time limit" for note in notes)
+    assert all(note["lost_updates"] == 0 for note in notes)

@@ -34,8 +34,6 @@ def test_submission_returns_with_job_folder_and_next_commands(slurm, tmp_path):
         assert f"python -m orchestrator {verb} {run}" in done.stdout
     assert not runs.over(slurm, job)
     assert run.stat().st_mode & 0o777 == 0o700
-    script = (run / "submitit" / "000.sh").stat().st_mode
-    assert script & 0o077 == 0
     runs.verb("cancel", run, "--now")
 
 

@@ -1,0 +1,69 @@
+"""Nodes that die, whole or in part, seen by SLURM or not."""
+
+import time
+
+import pytest
+
+from slurm import breaking
+from tests.helpers import until
+from tests.slurm import runs
+
+
+def test_a_node_that_slurm_believes_alive_is_found_out_by_our_heartbeats(
+    mended, tmp_path, digest_of_60
+):
+    run = tmp_path / "run"
+    job = runs.submit(
+        mended, run, "train.updates=60", "job.pause_s=0.05", "train.checkpoint_every=5",
+        "cluster.heartbeat_timeout_s=5",
+    )  # fmt: skip
+    runs.wait_for_update(run, 10)
+    lost = runs.nodes_of(mended, job)[1]
+    breaking.kill_jobs(mended, lost)
+    broken = time.monotonic()
+    runs.wait_for_update(run, 10, attempt=1)
+    assert time.monotonic() - broken < 30
+    ended = runs.wait_over(mended, run)
+    assert ended["weights_sha256"] == digest_of_60
+    note = runs.first_records(run)[1]["restart"]
+    assert note["why"] == f"node {lost} stopped answering"
+    assert note["lost_updates"] <= 6
+    assert runs.status(run)["lost_updates"] == note["lost_updates"]
+
+
+@pytest.mark.timeout(300)
+def test_lost_nodes_are_replaced_and_forgotten_ranks_are_fenced_off(mended, tmp_path, digest_of_60):
+    """Two runs at once: one node loses power; of another only slurmd dies, and its ranks live on,
+    rank 0 among them.
+    """
+    crashed, orphaned = tmp_path / "crashed", tmp_path / "orphaned"
+    options = ("train.updates=60", "train.checkpoint_every=5")
+    job = runs.submit(
+        mended, crashed, *options, "job.pause_s=0.1", "cluster.exclusive=true",
+        "cluster.heartbeat_timeout_s=60",  # so that it is SLURM who notices
+    )  # fmt: skip
+    alone = ("cluster.nodes=1", "cluster.ranks_per_node=2")
+    other = runs.submit(mended, orphaned, *options, *alone, "job.pause_s=0.4")
+    runs.wait_for_update(crashed, 6)
+    runs.wait_for_update(orphaned, 6)
+    dead = runs.nodes_of(mended, job)[1]
+    forgotten = runs.nodes_of(mended, other)[0]
+    assert forgotten not in runs.nodes_of(mended, job)
+    breaking.crash_node(mended, dead)
+    breaking.kill_slurmd(mended, forgotten)
+    ranks = [task.pid for task in mended.node_pids(forgotten).tasks]
+    assert ranks
+
+    runs.wait_for_update(orphaned, 6, attempt=1, timeout_s=120)
+    assert forgotten not in runs.nodes_of(mended, other)
+    until(lambda: not mended.node_pids(forgotten).tasks, 20, "the end of the forgotten ranks")
+    first = next(r for r in runs.records(orphaned) if r["attempt"] == 1)["time"]
+    late = [r for r in runs.records(orphaned) if r["attempt"] == 0 and r["time"] > first]
+    assert late == []
+    ended = runs.wait_over(mended, orphaned)
+    assert ended["weights_sha256"] == digest_of_60
+    ended = runs.wait_over(mended, crashed)
+    assert ended["weights_sha256"] == digest_of_60
+    note = runs.first_records(crashed)[1]["restart"]
+    assert note["why"] == f"node {dead} failed"
+    assert dead not in runs.nodes_of(mended, job)
