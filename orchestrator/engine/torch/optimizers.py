@@ -105,23 +105,24 @@ class LearningRate:
 
     The base is the rate in the optimizer's defaults, so `AdamW([{"params": a, "lr": 1e-4},
     {"params": b}], lr=1e-3)` trains `a` at a tenth of the schedule's rate.
-
-    Raises:
-        JobError: the base rate is 0, or there is none.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         base = float(optimizer.defaults.get("lr") or 0.0)
-        if base == 0.0:
-            raise JobError(
-                f"{type(optimizer).__name__} was built without a learning rate to compare its "
-                "parameter groups with; give it lr=1.0"
-            )
-        self._ratios = [float(group["lr"]) / base for group in optimizer.param_groups]
+        self._ratios = [float(group["lr"]) / base for group in optimizer.param_groups if base]
 
     def set(self, rate: float) -> None:
-        """Use `rate` from the next step on."""
+        """Use `rate` from the next step on.
+
+        Raises:
+            JobError: the optimizer was built with a base rate of 0, or without one.
+        """
+        if not self._ratios:
+            raise JobError(
+                f"{type(self._optimizer).__name__} was built without a learning rate to compare "
+                "its parameter groups with; give it lr=1.0"
+            )
         for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
             if isinstance(group["lr"], Tensor):  # compiled and captured steps read it from there
                 group["lr"].fill_(rate * ratio)

@@ -152,10 +152,9 @@ def test_only_errors_about_peers_become_peer_lost(text, lost):
 
 
 SCRIPT = """
-import sys
 import torch
 import torch.distributed as dist
-from orchestrator.engine.torch import TorchGroup, all_reduce_mean
+from orchestrator.engine.torch import Accumulator, Loss, TorchGroup, all_reduce_mean
 
 dist.init_process_group("gloo")
 group = TorchGroup.wrap(dist.group.WORLD)
@@ -164,11 +163,25 @@ y = all_reduce_mean(x, group)
 y.sum().backward()
 assert (y.item(), x.grad.item()) == (0.5, 1.0), (y, x.grad)
 assert group.counters.collectives == 2
+
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+data = torch.randn(7, 3)
+accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), group)
+mine = [data[:2], data[2:3], data[3:6]] if group.rank == 0 else [data[6:]]
+for number, batch in enumerate(mine):
+    total = model(batch).square().sum()
+    accumulator.backward(Loss(total, weight=len(batch)), last=number == len(mine) - 1)
+report = accumulator.boundary()
+big_batch = torch.autograd.grad(model(data).square().mean(), list(model.parameters()))
+for parameter, wanted in zip(model.parameters(), big_batch):
+    torch.testing.assert_close(parameter.grad, wanted, rtol=1e-6, atol=1e-7)
+assert report.collectives == 1
 dist.destroy_process_group()
 """
 
 
-def test_a_torchrun_script_of_somebody_else_wraps_its_own_world(tmp_path):
+def test_a_torchrun_script_of_somebody_else_gets_the_big_batchs_gradient(tmp_path):
     script = tmp_path / "theirs.py"
     script.write_text(SCRIPT)
     done = subprocess.run(

@@ -82,4 +82,4 @@ def test_rates_that_are_tensors_are_changed_in_place():
 
 def test_an_optimizer_without_a_base_rate_is_refused():
     with pytest.raises(JobError, match="was built without a learning rate"):
-        LearningRate(torch.optim.SGD([MODEL.weight], lr=0.0))
+        LearningRate(torch.optim.SGD([MODEL.weight], lr=0.0)).set(0.1)

@@ -1,0 +1,109 @@
+"""Ranks are silent between boundaries: by the transport's own count, and by the kernel's bytes."""
+
+import os
+import re
+import subprocess
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from orchestrator.engine.torch import Accumulator, Loss, TorchGroup, run_in_threads
+from orchestrator.engine.torch.silence import Silence
+from orchestrator.errors import SilenceError
+from tests.engine.torch.processes import run_ranks
+
+
+def _bytes_sent():
+    """Bytes that this process's sockets have sent, as the kernel counts them."""
+    found = subprocess.run(["ss", "-tinpH"], capture_output=True, text=True, check=True).stdout
+    lines = found.splitlines()
+    total = 0
+    for head, detail in pairwise(lines):
+        if f"pid={os.getpid()}," in head and (sent := re.search(r"bytes_sent:(\d+)", detail)):
+            total += int(sent.group(1))
+    return total
+
+
+def _windows_of(group, every_k):
+    """(collectives in mid-window, in all, bytes in mid-window, in all, reported) for each K."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 400))
+    ours = Accumulator(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), group, bucket_bytes=2**18
+    )
+    found = []
+    for steps in every_k:
+        group.barrier()
+        calls, sent = group.transport_collectives(), _bytes_sent()
+        for step in range(steps):
+            if step == steps - 1:
+                middle = (group.transport_collectives() - calls, _bytes_sent() - sent)
+            total = model(torch.ones(2, 400)).square().sum()
+            ours.backward(Loss(total, 2), last=step == steps - 1)
+        report = ours.boundary()
+        whole = (group.transport_collectives() - calls, _bytes_sent() - sent)
+        assert whole[0] == report.collectives
+        found.append((*middle, *whole, report.bytes_on_wire))
+    payload = ours.buffers.payloads[0]
+    return found, payload.numel() * payload.element_size()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_reductions_worth_is_sent_whatever_the_number_of_micro_steps(tmp_path, ranks):
+    for found, payload in run_ranks(ranks, tmp_path, _windows_of, (1, 2, 5, 16)):
+        floor = 2 * (ranks - 1) / ranks * payload
+        for calls_within, bytes_within, calls, sent, reported in found:
+            assert calls_within == 0
+            assert bytes_within < 1000  # the barrier's last words
+            assert calls == -(-payload // 2**18)
+            assert reported == pytest.approx(floor, rel=1e-6)
+            assert sent == pytest.approx(floor, rel=0.05)
+
+
+def test_only_the_engines_own_collectives_are_exempt():
+    silence = Silence()
+    silence.check("barrier")
+    silence.keep("in mid-window of update 3")
+    with pytest.raises(SilenceError, match=r"'barrier' was called in mid-window of update 3; "):
+        silence.check("barrier")
+    with silence.lifted():
+        silence.check("all_reduce_sum")
+    assert silence.kept
+    silence.end()
+    silence.check("barrier")
+
+
+def _behind_our_back(group):
+    model = nn.Linear(2, 1)
+    theirs = TorchGroup.wrap(group._group)  # as a job does that uses the process group itself
+    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), theirs)
+    ours.backward(Loss(model(torch.ones(1, 2)).sum(), 1))
+    group._group.allreduce([torch.ones(1)]).wait()
+    ours.boundary()
+
+
+def test_collectives_on_the_process_group_itself_are_noticed(tmp_path):
+    with pytest.raises(
+        AssertionError, match="1 collectives ran on this process group in mid-window"
+    ):
+        run_ranks(2, tmp_path, _behind_our_back)
+
+
+def test_every_collective_of_a_group_keeps_silence():
+    def be(group):
+        group.silence.keep("now")
+        calls = [
+            lambda: group.all_reduce_sum(torch.ones(1)),
+            lambda: group.all_gather(torch.ones(1)),
+            lambda: group.broadcast(torch.ones(1)),
+            lambda: group.all_to_all(torch.ones(2), torch.ones(2), counts=[1, 1]),
+            lambda: group.gather_into([torch.ones(1)] * 2, torch.ones(1)),
+            group.barrier,
+        ]
+        for call in calls:
+            with pytest.raises(SilenceError):
+                call()
+
+    run_in_threads(2, be)
