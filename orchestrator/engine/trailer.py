@@ -1,10 +1,14 @@
-"""Numbers that ride along in the gradient's own reduction, exactly.
+"""Numbers that ride along in the gradient's own reduction, exactly. No framework is imported.
 
-A trailer holds the sums of weight, loss and metrics and six flags. A sum is kept as a fixed-point
-integer in units of 2**-40, cut into 12 signed limbs of base 2**8 (so it reaches 2**56). Each limb
-is at most 255 in size, so up to 65536 ranks add up to at most 2**24: exact in float32, in any
-order. Token counts above 2**24 come out exact, and the bits of the loss do not depend on who
-computed what.
+A trailer holds the sums of weight, loss and metrics, and six flags. A sum is a fixed-point integer
+that is cut into 12 signed limbs, small enough for limbs of all ranks to add up without rounding, in
+any order. So token counts above 2**24 come out exact from float32 numbers as well, and the bits of
+the loss do not depend on who computed what.
+
+| numbers are | ranks | bits of a limb | unit | reaches |
+|---|---|---|---|---|
+| float64, or float32 | 65536, or 256 | 16 | 2**-96 | 2**96 |
+| float32 | 65536 | 8 | 2**-40 | 2**56 |
 """
 
 from __future__ import annotations
@@ -15,24 +19,35 @@ from dataclasses import dataclass, field
 
 from orchestrator.plan.wire import FLAGS, LIMBS, trailer_numbers
 
-UNIT_BITS = 40
-LIMB_BITS = 8
+UNIT_BITS = 96
+"""An `ExactSum` counts in units of 2**-96."""
+
+WIDE, NARROW = 16, 8
+"""Bits of a limb."""
+
 MOST_RANKS = 65536
-LARGEST = 2.0 ** (LIMB_BITS * LIMBS - UNIT_BITS)
-"""What is this large or larger travels as infinite."""
+_UNIT_BITS_OF = {WIDE: UNIT_BITS, NARROW: 40}
 
 STOP, NON_FINITE, BAD_WEIGHT, USES_ALL, USES_CHANGED = range(5)
 """Flags, each a number of ranks: asked to stop; a loss that is not finite; a weight that is
 negative or not finite; every parameter had a gradient; the set of those that had differs from the
-last one told.
-"""
+last one told. The sixth is spare."""
+
+
+def limb_bits(mantissa_bits: int, ranks: int) -> int:
+    """Bits of a limb, for which limbs of `ranks` ranks add up exactly in floats of this mantissa.
+
+    >>> limb_bits(24, 256), limb_bits(24, 257), limb_bits(53, 65536)
+    (16, 8, 16)
+    """
+    return WIDE if WIDE + (ranks - 1).bit_length() <= mantissa_bits else NARROW
 
 
 @dataclass(slots=True)
 class ExactSum:
-    """A sum of floats, each rounded to a multiple of 2**-40 once; adding up never rounds.
+    """A sum of floats, each rounded to a multiple of 2**-96 once; adding up never rounds.
 
-    `odd` takes what is not finite (or too large): it wins over the units, and travels too.
+    `odd` takes what is not finite: it wins over the units, and travels too.
 
     >>> total = ExactSum()
     >>> for value in (2.0**24, 1.0, 0.5, -0.25):
@@ -45,15 +60,11 @@ class ExactSum:
     odd: float = 0.0
 
     def add(self, value: float) -> None:
-        """Add `value`. NaN, infinite and too large ones make the sum so."""
-        if not math.isfinite(value):
-            self.odd += value
-        elif abs(value) >= LARGEST:
-            self.odd += math.copysign(math.inf, value)
+        """Add `value`. One that is NaN, infinite or as large as 2**900 makes the sum so."""
+        if not abs(value) < 2.0**900:  # its units would not be a float any more
+            self.odd += math.nan if math.isnan(value) else math.copysign(math.inf, value)
         else:
             self.units += round(math.ldexp(value, UNIT_BITS))
-            if abs(self.units) >= 1 << (LIMB_BITS * LIMBS):
-                self.odd += math.copysign(math.inf, self.units)
 
     def merge(self, other: ExactSum) -> None:
         """Add another sum."""
@@ -65,21 +76,29 @@ class ExactSum:
         """The sum, correctly rounded; NaN or infinite when a part was."""
         return self.units / (1 << UNIT_BITS) if self.odd == 0 else self.odd
 
-    def limbs(self) -> list[float]:
-        """The sum as `LIMBS` numbers of size 255 at most, the least significant first."""
-        if self.odd != 0:
-            return [self.odd] + [0.0] * (LIMBS - 1)
-        sign, rest = (-1.0 if self.units < 0 else 1.0), abs(self.units)
-        mask = (1 << LIMB_BITS) - 1
-        return [sign * (rest >> (LIMB_BITS * place) & mask) for place in range(LIMBS)]
+    def limbs(self, bits: int = NARROW) -> list[float]:
+        """The sum as `LIMBS` whole numbers below 2**bits in size, the least significant first.
+
+        It is rounded to the unit that goes with `bits`, and infinite where it reaches too far.
+        """
+        drop = UNIT_BITS - _UNIT_BITS_OF[bits]
+        rounded = (self.units + (1 << drop >> 1)) >> drop
+        odd = self.odd
+        if odd == 0 and abs(rounded) >> (bits * LIMBS):
+            odd = math.copysign(math.inf, rounded)
+        if odd != 0:
+            return [odd] + [0.0] * (LIMBS - 1)
+        sign, rest, mask = (-1.0 if rounded < 0 else 1.0), abs(rounded), (1 << bits) - 1
+        return [sign * (rest >> (bits * place) & mask) for place in range(LIMBS)]
 
     @classmethod
-    def of(cls, limbs: Sequence[float]) -> ExactSum:
+    def of(cls, limbs: Sequence[float], bits: int = NARROW) -> ExactSum:
         """The inverse of `limbs`, also of limbs that were added up over ranks."""
         odd = [limb for limb in limbs if not math.isfinite(limb)]
         if odd:
-            return cls(0, math.fsum(odd) if len(odd) == 1 else math.nan)
-        return cls(sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs)))
+            return cls(0, odd[0])
+        units = sum(int(limb) << (bits * place) for place, limb in enumerate(limbs))
+        return cls(units << (UNIT_BITS - _UNIT_BITS_OF[bits]))
 
 
 @dataclass(slots=True)
@@ -104,13 +123,13 @@ class Trailer:
             ours.merge(theirs)
         self.flags = [a + b for a, b in zip(self.flags, other.flags, strict=True)]
 
-    def numbers(self) -> list[float]:
+    def numbers(self, bits: int = NARROW) -> list[float]:
         """`trailer_numbers(metric_count)` numbers; those of several ranks may be added up."""
         sums = (self.weight, self.loss, *self.metrics)
-        return [limb for total in sums for limb in total.limbs()] + [float(f) for f in self.flags]
+        return [limb for s in sums for limb in s.limbs(bits)] + [float(f) for f in self.flags]
 
     @classmethod
-    def of(cls, numbers: Sequence[float], metric_count: int) -> Trailer:
+    def of(cls, numbers: Sequence[float], metric_count: int, bits: int = NARROW) -> Trailer:
         """The inverse of `numbers`. Raises `ValueError` when there are not as many as expected."""
         if len(numbers) != trailer_numbers(metric_count):
             raise ValueError(
@@ -118,7 +137,7 @@ class Trailer:
                 f"numbers, but {len(numbers)} are given"
             )
         sums = [
-            ExactSum.of(numbers[place : place + LIMBS])
+            ExactSum.of(numbers[place : place + LIMBS], bits)
             for place in range(0, len(numbers) - FLAGS, LIMBS)
         ]
         flags = [int(flag) for flag in numbers[-FLAGS:]]

@@ -32,9 +32,9 @@ from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.reductions import reduction_for
 from orchestrator.engine.torch.refusal import Refusals
 from orchestrator.engine.torch.tally import Tally
-from orchestrator.engine.torch.trailer import BAD_WEIGHT, MOST_RANKS, NON_FINITE, STOP, Trailer
 from orchestrator.engine.torch.used import UsedParameters
 from orchestrator.engine.torch.watch import WindowWatch
+from orchestrator.engine.trailer import BAD_WEIGHT, MOST_RANKS, NON_FINITE, STOP, Trailer
 from orchestrator.errors import ConfigError
 from orchestrator.job import Loss
 

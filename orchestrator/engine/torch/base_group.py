@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.engine.api import Counters
-from orchestrator.engine.torch.silence import Silence
+from orchestrator.engine.silence import Silence
 
 
 class Work(Protocol):

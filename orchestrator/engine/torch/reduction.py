@@ -13,7 +13,7 @@ import torch
 from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.buffer import GradientBuffers
 from orchestrator.engine.torch.sender import BucketSender
-from orchestrator.engine.torch.trailer import Trailer, limb_bits
+from orchestrator.engine.trailer import Trailer, limb_bits
 
 
 class Reduction(Protocol):

@@ -10,7 +10,7 @@ import torch
 
 from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.buffer import GradientBuffers
-from orchestrator.engine.torch.trailer import BAD_WEIGHT, Trailer
+from orchestrator.engine.trailer import BAD_WEIGHT, Trailer
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 
 POLICIES = ("stop", "skip")

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.buffer import GradientBuffers
-from orchestrator.engine.torch.trailer import Trailer
 from orchestrator.engine.torch.tree import Range, are_siblings, gap_in, middle, nodes_of
+from orchestrator.engine.trailer import WIDE, Trailer
 from orchestrator.errors import PlanError
 
 _NO_LEAVES = (0, 0)
@@ -137,7 +137,7 @@ class Reproducible:
         metric_count = len(trailer.metrics)
         totals = Trailer.empty(metric_count)
         for row in rows:
-            totals.add(Trailer.of(row[2:], metric_count))
+            totals.add(Trailer.of(row[2:], metric_count, WIDE))
         return totals
 
     def _use(self, buffers: GradientBuffers) -> None:
@@ -145,7 +145,7 @@ class Reproducible:
         buffers.attach(fresh=True)
 
     def _exchange_rows(self, trailer: Trailer) -> list[list[float]]:
-        mine = [float(self._owned[0]), float(self._owned[1]), *trailer.numbers()]
+        mine = [float(self._owned[0]), float(self._owned[1]), *trailer.numbers(WIDE)]
         row = torch.tensor([mine], dtype=torch.float64, device=self._group.device)
         return self._group.all_gather(row).tolist()
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.engine.torch.trailer import BAD_WEIGHT, NON_FINITE, Trailer
+from orchestrator.engine.trailer import BAD_WEIGHT, NON_FINITE, Trailer
 from orchestrator.errors import JobError, did_you_mean
 from orchestrator.job import Loss
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from orchestrator.engine.torch.base_group import BaseGroup
-from orchestrator.engine.torch.trailer import USES_ALL, USES_CHANGED, Trailer
+from orchestrator.engine.trailer import USES_ALL, USES_CHANGED, Trailer
 
 
 class UsedParameters:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from orchestrator.engine.silence import Silence
 from orchestrator.engine.torch import Accumulator, Loss, TorchGroup, run_in_threads
-from orchestrator.engine.torch.silence import Silence
 from orchestrator.errors import SilenceError
 from tests.engine.torch.processes import run_ranks
 

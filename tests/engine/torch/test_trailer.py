@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.engine.torch.trailer import (
+from orchestrator.engine.trailer import (
     MOST_RANKS,
     NARROW,
     NON_FINITE,
@@ -40,12 +40,12 @@ def test_a_sum_is_that_of_the_parts_each_rounded_once(values):
 
 @given(st.lists(st.lists(reals, max_size=5), min_size=1, max_size=9), st.randoms())
 def test_limbs_added_up_in_float32_in_any_order_give_the_same_sum(ranks, random):
-    limbs = [_sum_of(values).limbs() for values in ranks]
+    limbs = [_sum_of(values).limbs(WIDE) for values in ranks]
     random.shuffle(limbs)
     added = torch.zeros(LIMBS, dtype=torch.float32)
     for row in limbs:
         added += torch.tensor(row, dtype=torch.float32)
-    assert ExactSum.of(added.tolist()) == _sum_of([v for values in ranks for v in values])
+    assert ExactSum.of(added.tolist(), WIDE) == _sum_of([v for values in ranks for v in values])
 
 
 @given(st.lists(reals, min_size=1, max_size=9))
@@ -75,21 +75,21 @@ def test_as_many_ranks_as_allowed_fill_the_limbs_and_stay_exact(bits, ranks, dty
 
 def test_token_counts_above_two_to_the_24_are_exact():
     counts = [2.0**24 + 1, 2.0**40 + 3, 7.0]
-    added = sum(torch.tensor(_sum_of([count]).limbs()) for count in counts)
-    assert ExactSum.of(added.tolist()).value == sum(counts)
+    added = sum(torch.tensor(_sum_of([count]).limbs(WIDE)) for count in counts)
+    assert ExactSum.of(added.tolist(), WIDE).value == sum(counts)
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e300])
 def test_what_is_not_finite_or_too_large_arrives_as_that(odd):
-    added = sum(torch.tensor(_sum_of([v]).limbs()) for v in (1.0, odd, 2.0))
-    found = ExactSum.of(added.tolist()).value
+    added = sum(torch.tensor(_sum_of([v]).limbs(WIDE)) for v in (1.0, odd, 2.0))
+    found = ExactSum.of(added.tolist(), WIDE).value
     assert math.isnan(found) if math.isnan(odd) else found == math.copysign(math.inf, odd)
 
 
 def test_infinities_of_both_signs_give_nan():
     assert math.isnan(_sum_of([math.inf, -math.inf]).value)
-    limbs = [_sum_of([v]).limbs() for v in (math.inf, -math.inf)]
-    assert math.isnan(ExactSum.of([a + b for a, b in zip(*limbs, strict=True)]).value)
+    limbs = [_sum_of([v]).limbs(WIDE) for v in (math.inf, -math.inf)]
+    assert math.isnan(ExactSum.of([a + b for a, b in zip(*limbs, strict=True)], WIDE).value)
 
 
 @given(
@@ -102,9 +102,9 @@ def test_trailers_of_ranks_add_up(ranks, dtype):
     for weight, loss, metric, stop, bad in ranks:
         mine = Trailer(_sum_of([weight]), _sum_of([loss]), (_sum_of([metric]),))
         mine.flags[STOP], mine.flags[NON_FINITE] = int(stop), int(bad)
-        travelled += torch.tensor(mine.numbers(), dtype=dtype)
+        travelled += torch.tensor(mine.numbers(WIDE), dtype=dtype)
         merged.add(mine)
-    arrived = Trailer.of(travelled.tolist(), 1)
+    arrived = Trailer.of(travelled.tolist(), 1, WIDE)
     assert arrived == merged
     assert arrived.flags[STOP] == sum(stop for *_, stop, _ in ranks)
 
