@@ -19,7 +19,6 @@ from rich.text import Text
 
 from orchestrator.errors import UsageError
 from orchestrator.report.closing import STATE_STYLES, describe_culprit
-from orchestrator.report.compare import compare
 from orchestrator.report.metrics import Record
 from orchestrator.report.summary import Summary, summarize
 from orchestrator.report.terminal import legible, literal, say
@@ -110,6 +109,8 @@ def _difference(weights: Path, reference: Path) -> str:
     if not weights.is_file() or not reference.is_file():
         return "-"
     try:
+        from orchestrator.report.compare import compare  # NumPy, which submitting must not wait for
+
         comparison = compare(weights, reference)
     except UsageError:
         return "other shapes"

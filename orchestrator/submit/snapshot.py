@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sysconfig
 from collections.abc import Iterator
@@ -84,13 +85,24 @@ def _walked(root: Path, tops: set[str]) -> Iterator[str]:
             )
 
 
-def _files(root: Path, tops: set[str], run: Path) -> list[Path]:
+def _files(root: Path, tops: set[str], run: Path) -> dict[str, int]:
+    """Names below `root` of the files to copy, with their sizes."""
     listed = _git_files(root)
     wanted = {*tops, *(f"{top}.py" for top in tops)}
     if listed is None or not any(name.split("/")[0] in wanted for name in listed):
         listed = list(_walked(root, tops))  # no repository, or one that ignores this folder
-    found = (root / name for name in listed if not name.startswith("runs/"))
-    return [path for path in found if path.is_file() and not path.is_relative_to(run)]
+    own = f"{os.path.relpath(run, root)}/"
+    found: dict[str, int] = {}
+    for name in listed:
+        if name.startswith(("runs/", own)):
+            continue
+        try:
+            facts = os.stat(f"{root}/{name}")  # noqa: PTH116  # hundreds of times a submission
+        except FileNotFoundError:  # deleted, but git still has it
+            continue
+        if stat.S_ISREG(facts.st_mode):
+            found[name] = facts.st_size
+    return found
 
 
 def copies(job_target: str, into: Path) -> dict[Path, Path]:
@@ -107,18 +119,17 @@ def take(job_target: str, run: Path, into: Path) -> None:
     files = size = 0
     places = copies(job_target, into)
     for root, tops in source_roots(job_target).items():
-        sources = _files(root, tops, run)
-        sizes = {path: path.stat().st_size for path in sources}
+        sizes = _files(root, tops, run)
         files, size = files + len(sizes), size + sum(sizes.values())
         if size > LIMIT_BYTES or files > LIMIT_FILES:
-            largest = max(sizes, key=lambda path: sizes[path])
+            largest = max(sizes, key=lambda name: sizes[name])
             raise RunFolderError(
                 f"the code in {root} is {format_bytes(size)} in {files} files (the largest is "
-                f"{largest.relative_to(root)}), too much to keep a copy with the run (at most "
+                f"{largest}), too much to keep a copy with the run (at most "
                 f"{format_bytes(LIMIT_BYTES)}, {LIMIT_FILES} files); leave data out by .gitignore, "
                 f"or set run.snapshot=false"
             )
-        for folder in sorted({places[root] / p.parent.relative_to(root) for p in sources}):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in sources:
-            shutil.copyfile(path, places[root] / path.relative_to(root))
+        for folder in sorted({os.path.dirname(name) for name in sizes}):  # noqa: PTH120
+            (places[root] / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in sizes:
+            shutil.copyfile(f"{root}/{name}", f"{places[root]}/{name}")
