@@ -44,13 +44,13 @@ def transformer_parameters(width: int, layers: int, context: int, tokens: int = 
     return width * (tokens + context + 2) + layers * (12 * width**2 + 13 * width)
 
 
-def twice_plus_one(number: int) -> int:
-    """For two equal parts and one number beside them (OmegaConf cannot multiply).
+def sum_of(*numbers: int) -> int:
+    """The sum (OmegaConf has no arithmetic of its own).
 
-    >>> twice_plus_one(6)
-    13
+    >>> sum_of(1, 2, 4)
+    7
     """
-    return 2 * number + 1
+    return sum(numbers)
 
 
 def when_null(value: Any, then: Any, otherwise: Any) -> Any:
@@ -61,7 +61,7 @@ def when_null(value: Any, then: Any, otherwise: Any) -> Any:
 def register() -> None:
     """Make the schema and the resolvers known to Hydra. May be called twice."""
     ConfigStore.instance().store(name="schema", node=Config)
-    for resolver in (dense_parameters, transformer_parameters, twice_plus_one, when_null):
+    for resolver in (dense_parameters, transformer_parameters, sum_of, when_null):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 

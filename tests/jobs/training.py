@@ -1,5 +1,7 @@
 """Train a job in threads, in one process: any number of ranks, any split."""
 
+import copy
+
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import build_engine, run_in_threads
 from orchestrator.plan.split import split_leaves, split_window
@@ -28,7 +30,8 @@ def train(job, ranks, *, samples, updates, cap, leaves=False, **settings):
     given = {"precision": "float64", "metric_names": job.metric_names, "leaf_size": cap, **settings}
 
     def be(group):
-        engine = build_engine(job, EngineSettings(**given), group, 0)
+        # A job belongs to one rank: elsewhere each has a process of its own.
+        engine = build_engine(copy.copy(job), EngineSettings(**given), group, 0)
         mine = list(
             windows(group.rank, ranks, samples=samples, updates=updates, cap=cap, leaves=leaves)
         )

@@ -1,0 +1,90 @@
+"""The target encoder follows once an update; the split changes nothing; a resumed run goes on."""
+
+import pytest
+import torch
+
+from jobs.jepa import PATCHES, Jepa, patches_of
+from orchestrator.compose import compose
+from orchestrator.engine.api import EngineSettings
+from orchestrator.engine.torch import TorchGroup, build_engine
+from tests.jobs.training import difference, train, windows
+
+SMALL = {"width": 16, "layers": 1, "horizon": 6}
+# Adam divides by a root that can be tiny, which magnifies the last bits.
+TOLERANCE = 1e-8
+
+
+def test_three_ranks_train_like_one_in_any_split():
+    (alone, reports, _), *_ = train(Jepa(**SMALL), 1, samples=14, updates=3, cap=14)
+    for found, found_reports, _ in train(Jepa(**SMALL), 3, samples=14, updates=3, cap=2):
+        assert difference(found, alone) <= TOLERANCE
+        assert [r.loss for r in found_reports] == pytest.approx([r.loss for r in reports])
+        assert [r.collectives for r in found_reports] == [1, 1, 1]
+
+
+def test_the_target_is_the_moving_average_of_the_context_once_an_update():
+    job = Jepa(**SMALL)
+    (start, *_), *_ = train(job, 1, samples=8, updates=0, cap=2)
+    wanted = {n: t for n, t in start.items() if n.startswith("target.")}
+    for updates in (1, 2, 3):
+        (found, *_), *_ = train(Jepa(**SMALL), 1, samples=8, updates=updates, cap=2)
+        momentum = job.scheduled(job.momentum, updates - 1)
+        for name, before in wanted.items():
+            context = found["context." + name.removeprefix("target.")]
+            wanted[name] = momentum * before + (1 - momentum) * context
+    assert difference({name: found[name] for name in wanted}, wanted) <= TOLERANCE
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_went_through(tmp_path):
+    def begun():
+        settings = EngineSettings(metric_names=(), leaf_size=4)
+        return build_engine(Jepa(**SMALL), settings, TorchGroup.alone(), 0)
+
+    def go_on(engine, first, last):
+        mine = list(windows(0, 1, samples=8, updates=last, cap=4))[first:]
+        batches = engine.batches([piece for window in mine for piece in window.micro_batches])
+        for window in mine:
+            engine.begin_window(window)
+            for piece in window.micro_batches:
+                engine.micro_step(next(batches), piece)
+            engine.boundary()
+
+    through, stopped, resumed = begun(), begun(), begun()
+    go_on(through, 0, 4)
+    go_on(stopped, 0, 2)
+    extra = stopped.save_state(tmp_path)
+    resumed.load_state(tmp_path, extra)
+    go_on(resumed, 2, 4)
+    assert resumed.weights_sha256() == through.weights_sha256()
+
+
+def test_schedules_go_along_half_a_cosine_and_stay_at_their_end():
+    job = Jepa(momentum=(0.9, 1.0), horizon=10)
+    values = [job.scheduled(job.momentum, update) for update in range(13)]
+    assert values[0] == pytest.approx(0.9)
+    assert values[5] == pytest.approx(0.95)
+    assert values[10:] == [1.0, 1.0, 1.0]
+    assert values == sorted(values)
+
+
+def test_weight_decay_rises_with_the_updates_for_matrices_only():
+    job = Jepa(**SMALL)
+    (*_, engine), *_ = train(job, 1, samples=8, updates=3, cap=4)
+    matrices, vectors = engine.accumulator.optimizer.param_groups
+    assert matrices["weight_decay"] == pytest.approx(job.scheduled(job.weight_decay, 3))
+    assert vectors["weight_decay"] == 0.0
+
+
+def test_patches_are_squares_of_the_picture():
+    image = torch.arange(784.0).view(1, 28, 28)
+    patches = patches_of(image.view(1, 784))
+    assert patches.shape == (1, PATCHES, 49)
+    assert torch.equal(patches[0, 5].view(7, 7), image[0, 7:14, 7:14])
+
+
+def test_the_configuration_knows_the_number_of_trained_parameters():
+    config = compose(["job=jepa", "job.width=24", "job.layers=3"])
+    settings = {key: value for key, value in config.job.items() if key != "_target_"}
+    model = Jepa(**settings).model()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert config.facts.parameters == trained
