@@ -1,0 +1,193 @@
+"""Reading what SLURM's commands say, and putting it into words."""
+
+import pytest
+
+from orchestrator.config import Config
+from orchestrator.errors import ClusterError
+from orchestrator.rundir import RunDir, write_json
+from orchestrator.submit.slurm import patiently
+from orchestrator.submit.slurm_blame import blame_slurm, task_ends
+from orchestrator.submit.slurm_checks import grace_s, misfit, read_partitions
+from orchestrator.submit.slurm_client import Answer, SchedulerDown, explained
+from orchestrator.submit.slurm_jobs import Job, read_queue
+from orchestrator.submit.slurm_watch import ending
+
+PARTITIONS = (
+    "PartitionName=main AllowGroups=ALL Default=YES GraceTime=0 MaxNodes=UNLIMITED "
+    "MaxTime=UNLIMITED PreemptMode=OFF State=UP TotalNodes=4\n"
+    "PartitionName=low Default=NO GraceTime=20 MaxNodes=2 MaxTime=1-00:00:00 "
+    "PreemptMode=REQUEUE State=UP TotalNodes=4\n"
+    "PartitionName=old Default=NO GraceTime=0 MaxNodes=UNLIMITED MaxTime=30:00 PreemptMode=OFF "
+    "State=DOWN TotalNodes=4\n"
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.attempt(0).mkdir()
+    return run
+
+
+def config(**cluster):
+    made = Config()
+    made.cluster.kind = "slurm"
+    for name, value in cluster.items():
+        setattr(made.cluster, name, value)
+    return made
+
+
+def test_partitions_are_read_with_their_limits():
+    found = read_partitions(PARTITIONS)
+    assert found["main"].is_default
+    assert found["main"].limit_min is None
+    assert (found["low"].max_nodes, found["low"].limit_min, found["low"].grace_s) == (2, 1440, 20)
+    assert not found["old"].up
+
+
+def test_what_a_partition_never_gives_is_found_although_slurm_would_take_it():
+    found = read_partitions(PARTITIONS)
+    assert misfit(config(nodes=2), found["low"]) is None
+    assert "gives 2 at most" in misfit(config(nodes=3), found["low"])
+    assert "try cluster.time_min=1440" in misfit(config(time_min=1441), found["low"])
+    assert "takes no jobs" in misfit(config(), found["old"])
+
+
+def test_the_grace_is_the_shorter_of_notice_and_preemption():
+    found = read_partitions(PARTITIONS)
+    assert grace_s(config(), [found["main"]]) == 60
+    assert grace_s(config(), [found["low"]]) == 20
+    assert grace_s(config(signal_ahead_s=5), [found["low"]]) == 5
+
+
+def test_squeue_is_read_and_an_unknown_job_is_simply_not_there():
+    text = (
+        "7|RUNNING|n[0-1]|59:30|0:30|1700000000|None|/r/000.sh\n"
+        "8|PENDING||1:00|0:00|N/A|Priority|(null)\n"
+    )
+    jobs = read_queue(Answer(0, text, ""))
+    assert jobs["7"].time_left_s == 3570
+    assert jobs["7"].alive
+    assert not jobs["7"].waiting
+    assert (jobs["8"].waiting, jobs["8"].reason, jobs["8"].start) == (True, "Priority", None)
+    assert read_queue(Answer(1, "", "slurm_load_jobs error: Invalid job id specified")) == {}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+    ],
+)
+def test_a_silent_scheduler_is_told_from_a_refusal(words):
+    assert Answer(1, "", words).down
+    assert not Answer(1, "", "sbatch: error: invalid partition specified: x").down
+
+
+def test_a_refusal_keeps_the_schedulers_words_and_adds_what_they_mean():
+    said = explained("sbatch: error: Invalid generic resource (gres) specification")
+    assert "Invalid generic resource (gres)" in said
+    assert "cluster.gpus_per_node" in said
+
+
+def test_submission_waits_for_a_scheduler_but_not_for_ever():
+    told, calls = [], []
+
+    def answer_at_last():
+        calls.append(1)
+        if len(calls) < 2:
+            raise SchedulerDown("the scheduler does not answer")
+        return "7"
+
+    assert patiently(answer_at_last, patience_s=60, tell=told.append) == "7"
+    assert "trying again" in told[0]
+
+    def never():
+        raise SchedulerDown("the scheduler does not answer")
+
+    with pytest.raises(ClusterError, match="nothing was submitted"):
+        patiently(never, patience_s=0.5, tell=told.append)
+
+
+def failure(run, rank, cause, *, secondary, time):
+    write_json(
+        run.failure(0, rank),
+        {"rank": rank, "node": f"n{rank // 2}", "time": time, "cause": cause, "usage": False,
+         "secondary": secondary, "exit_code": 1, "traceback": ""},
+    )  # fmt: skip
+
+
+SRUN = (
+    "srun: error: vm: task 2: Killed\n"
+    "srun: launch/slurm: _step_signal: Terminating StepId=20.0\n"
+    "srun: error: vm: tasks 0-1,3: Exited with exit code 1\n"
+)
+
+
+def test_sruns_words_are_read_in_their_order():
+    assert [(e.rank, e.words) for e in task_ends(SRUN)] == [
+        (2, "killed by signal 9 (SIGKILL)"),
+        (0, "exited with code 1"),
+        (1, "exited with code 1"),
+        (3, "exited with code 1"),
+    ]
+
+
+def test_the_rank_that_could_not_report_is_blamed_before_those_that_missed_it(run):
+    run.srun_log(0).write_text(SRUN)
+    for rank in (0, 1, 3):
+        failure(run, rank, "lost a peer", secondary=True, time=rank)
+    culprit = blame_slurm(run, 0, {2: "n1"}, 137)
+    assert (culprit.rank, culprit.node) == (2, "n1")
+    assert culprit.cause == "killed by signal 9 (SIGKILL)"
+
+
+def test_the_first_that_failed_by_itself_is_blamed(run):
+    run.srun_log(0).write_text(SRUN)
+    failure(run, 3, "ValueError: x", secondary=False, time=2.0)
+    failure(run, 1, "ValueError: y", secondary=False, time=1.0)
+    assert blame_slurm(run, 0, {}, 1).cause == "ValueError: y"
+
+
+@pytest.mark.parametrize(
+    ("log", "rank", "words"),
+    [
+        ("srun: error: n1: task 1: Out Of Memory\n", 1, "killed by the kernel"),
+        (
+            "slurmstepd: error: Detected 1 oom-kill event(s)\nsrun: error: n1: task 1: Killed\n",
+            1,
+            "killed by the kernel",
+        ),
+        ("srun: error: Unable to create step: x\n", None, "Unable to create step"),
+    ],
+)
+def test_want_of_memory_and_a_step_that_never_began_are_named(run, log, rank, words):
+    run.srun_log(0).write_text(log)
+    culprit = blame_slurm(run, 0, {}, 137)
+    assert culprit.rank == rank
+    assert words in culprit.cause
+
+
+def test_the_gpus_memory_counts_too(run):
+    failure(run, 1, "OutOfMemoryError: CUDA out of memory", secondary=False, time=1)
+    cause = blame_slurm(run, 0, {}, 1).cause
+    assert cause.startswith("out of memory: ")
+    assert "accumulation.steps" in cause
+
+
+@pytest.mark.parametrize(
+    ("state", "ends", "words"),
+    [
+        ("CANCELLED", "stopped", "scancel"),
+        ("TIMEOUT", "failed", "time limit"),
+        ("NODE_FAIL", "failed", "a node failed"),
+        ("OUT_OF_MEMORY", "failed", "out of memory"),
+        ("FAILED", "failed", "without a result"),
+    ],
+)
+def test_a_job_that_ended_without_a_result_is_explained(run, state, ends, words):
+    found, culprit = ending(run, Job(id="1", state=state, nodes="n0"))
+    assert found.value == ends
+    assert words in culprit.cause
