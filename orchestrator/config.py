@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.mode": ("pynative", "jit", "graph"),
     "engine.jit_level": ("auto", "O0", "O1", "O2"),
     "engine.style": ("own", "framework"),
+    "engine.norm": ("warn", "frozen", "group"),
     "tracker.kind": ("tensorboard", "none"),
     "transport": TRANSPORTS,
 }
@@ -120,11 +121,13 @@ class TrainConfig:
 class EngineConfig:
     """Which framework computes ("auto": what the job's class says), and the size of its buckets.
 
-    mode, jit_level and style are MindSpore's (docs/mindspore.md); log_every counts micro-steps.
+    norm is what torch models' batch norms become (docs/reproducible.md). mode, jit_level and style
+    are MindSpore's (docs/mindspore.md); log_every counts micro-steps.
     """
 
     framework: str = "auto"
     bucket_mib: float = 25.0
+    norm: str = "warn"
     mode: str = "jit"
     jit_level: str = "auto"
     style: str = "own"
@@ -157,6 +160,7 @@ class FactsConfig:
 
     parameters: int | None = None
     dataset_samples: int | None = None
+    update_s: float | None = None  # how long an update takes, as an earlier run measured it
 
 
 @dataclass
@@ -246,7 +250,7 @@ def check(config: Config) -> None:
     positive = (
         "schedule.base_lr", "train.epochs", "train.clip_norm", "cluster.memory_gib",
         "cluster.rendezvous_timeout_s", "cluster.collective_timeout_s",
-        "cluster.heartbeat_timeout_s", "engine.bucket_mib",
+        "cluster.heartbeat_timeout_s", "engine.bucket_mib", "facts.update_s",
     )  # fmt: skip
     for dotted in positive:
         value = _value(config, dotted)

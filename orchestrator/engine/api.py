@@ -149,6 +149,7 @@ class EngineSettings:
         mode: "pynative", "jit" or "graph": how MindSpore runs a job; torch has no such choice.
         jit_level: MindSpore's optimisation level of compiled functions; None for its default.
         style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
+        norm: "warn", "frozen" or "group": what torch does about batch norm.
         log_every: the loss goes to each rank's log every so many micro-steps; 0 never.
     """
 
@@ -166,6 +167,7 @@ class EngineSettings:
     mode: str = "jit"
     jit_level: str | None = None
     style: str = "own"
+    norm: str = "warn"
     log_every: int = 0
 
 

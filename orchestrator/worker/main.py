@@ -90,6 +90,7 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
         mode=config.engine.mode,
         jit_level=None if config.engine.jit_level == "auto" else config.engine.jit_level,
         style=config.engine.style,
+        norm=config.engine.norm,
         log_every=config.engine.log_every,
     )
 

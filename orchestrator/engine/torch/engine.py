@@ -27,6 +27,7 @@ from orchestrator.engine.torch.agreement import (
 )
 from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.coupled import CoupledWindows
+from orchestrator.engine.torch.norms import with_norms
 from orchestrator.engine.torch.optimizers import build_optimizer, usable
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.engine.torch.state import (
@@ -70,7 +71,7 @@ class TorchEngine:
                 raise ConfigError(
                     "accumulation.reduction=reproducible needs accumulation.micro_batch"
                 )
-        self._model = self._built_model()
+        self._model, norms = with_norms(self._built_model(), settings.norm)
         own = getattr(job, "optimizer", lambda _: None)(self._model)
         optimizer = (
             build_optimizer(self._model, settings.optimizer)
@@ -95,7 +96,7 @@ class TorchEngine:
         self._coupled = self._coupled_windows() if is_coupled(job) else None
         self._window: Window | None = None
         self._done = 0
-        self._warnings = advice(self._model) + self._agree()
+        self._warnings = norms + advice(self._model) + self._agree()
 
     @property
     def model(self) -> Module:
