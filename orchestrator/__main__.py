@@ -85,6 +85,8 @@ def plan(
         sys.stdout.write(f"\n{placed['sbatch']}\n")
         refused = placed["refused"]
         say(Console(), f"the scheduler would say: {placed['scheduler']}", "red" if refused else "")
+        if placed["warning"]:
+            say(Console(), f"warning: {placed['warning']}", "yellow", prose=True)
 
 
 @verb()

@@ -19,7 +19,7 @@ from orchestrator.submit.api import State
 from orchestrator.submit.interrupts import Interrupts
 from orchestrator.submit.run import EXIT_CODES, POLL_S, Ended, Manner, new_folder
 from orchestrator.submit.slurm import SlurmCluster
-from orchestrator.submit.slurm_checks import Verdict
+from orchestrator.submit.slurm_checks import Verdict, too_slow
 from orchestrator.submit.slurm_client import SlurmClient
 from orchestrator.submit.slurm_jobs import queued
 from orchestrator.submit.slurm_watch import SlurmHandle, read_handle
@@ -34,18 +34,24 @@ def cluster_of(config: Config, manner: Manner) -> SlurmCluster:
 def check(config: Config, run: RunDir, manner: Manner) -> Verdict:
     """Ask the scheduler before anything is written. Raises `ConfigError`, `ClusterError`."""
     cluster = cluster_of(config, manner)
-    return cluster.check(cluster.request(config, run.path, 0))
+    verdict = cluster.check(cluster.request(config, run.path, 0))
+    warning = too_slow(config, verdict.grace_s)
+    if warning:
+        say(manner.console, f"warning: {warning}", "yellow", prose=True)
+    return verdict
 
 
 def describe(config: Config) -> dict[str, Any]:
     """What would be submitted, word by word, and what the scheduler says of it."""
     cluster = SlurmCluster(config)
     request = cluster.request(config, new_folder(config), 0)
+    warning: str | None = None
     try:
-        answer, refused = cluster.check(request).words, False
+        verdict = cluster.check(request)
+        answer, refused, warning = verdict.words, False, too_slow(config, verdict.grace_s)
     except ClusterError as error:
         answer, refused = str(error), True
-    return {**request.details, "scheduler": answer, "refused": refused}
+    return {**request.details, "scheduler": answer, "refused": refused, "warning": warning}
 
 
 def place(config: Config, run: RunDir, manner: Manner, verdict: Verdict, attempt: int = 0) -> Ended:

@@ -7,6 +7,7 @@ SLURM takes as they come unless the site enforces them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -81,6 +82,19 @@ def grace_s(config: Config, partitions: list[Partition]) -> float:
     """How long after a stop signal the job lives at the least, in seconds."""
     ahead = config.cluster.signal_ahead_s or SIGNAL_AHEAD_S
     return float(min([ahead, *(p.grace_s for p in partitions if p.preemptible)]))
+
+
+def too_slow(config: Config, grace: float) -> str | None:
+    """A sentence when an update is known to take longer than a stop may."""
+    update_s = config.facts.update_s
+    if update_s is None or update_s <= grace:
+        return None
+    return (
+        f"an update takes {update_s:g} s (facts.update_s), longer than the {grace:g} s between the "
+        f"scheduler's signal and the end: a stop will lose the window under way; "
+        f"cluster.signal_ahead_s={math.ceil(update_s)} gives it time before a time limit, fewer "
+        f"accumulation.steps also when preempted"
+    )
 
 
 def _unknown(client: SlurmClient, key: str, value: str | None) -> str | None:

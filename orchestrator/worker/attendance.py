@@ -11,7 +11,7 @@ import threading
 import time
 
 from orchestrator.config import Config
-from orchestrator.errors import EXIT_FAILED, PeerLost
+from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost
 from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.worker.departure import (
     await_verdict,
@@ -145,7 +145,11 @@ class Attendance:
             self._heartbeat.end()
 
     def _node_is_silent(self, node_index: int) -> None:
-        leave_silent_node(self._run, self._attempt, self._topology, node_index)
+        try:
+            leave_silent_node(self._run, self._attempt, self._topology, node_index)
+        except ClusterError as error:  # no scontrol in a container, say: the batch script may do it
+            print(f"error: {error}", flush=True)  # noqa: T201  # goes to the rank's log
+            os._exit(EXIT_FAILED)
         threading.Event().wait(KILL_WAIT_S)  # the scheduler ends us long before
         os._exit(EXIT_FAILED)
 

@@ -7,7 +7,7 @@ from orchestrator.errors import ClusterError
 from orchestrator.rundir import RunDir, write_json
 from orchestrator.submit.slurm import patiently
 from orchestrator.submit.slurm_blame import blame_slurm, task_ends
-from orchestrator.submit.slurm_checks import grace_s, misfit, read_partitions
+from orchestrator.submit.slurm_checks import grace_s, misfit, read_partitions, too_slow
 from orchestrator.submit.slurm_client import Answer, SchedulerDown, explained
 from orchestrator.submit.slurm_jobs import Job, read_queue
 from orchestrator.submit.slurm_watch import ending
@@ -59,6 +59,15 @@ def test_the_grace_is_the_shorter_of_notice_and_preemption():
     assert grace_s(config(), [found["main"]]) == 60
     assert grace_s(config(), [found["low"]]) == 20
     assert grace_s(config(signal_ahead_s=5), [found["low"]]) == 5
+
+
+def test_updates_longer_than_the_grace_are_told_before_queueing():
+    made = config()
+    assert too_slow(made, 20) is None
+    made.facts.update_s = 19
+    assert too_slow(made, 20) is None
+    made.facts.update_s = 45.5
+    assert "cluster.signal_ahead_s=46" in too_slow(made, 20)
 
 
 def test_squeue_is_read_and_an_unknown_job_is_simply_not_there():
