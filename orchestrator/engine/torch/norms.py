@@ -1,7 +1,8 @@
 """`engine.norm`: batch norm sees one micro-batch at a time, so it is named, frozen, or replaced.
 
 A batch norm's output depends on which samples share its micro-batch, so no split but the
-trivial one gives the update of one big batch. With `frozen` or `group` a sample's output is its own again.
+trivial one gives the update of one big batch. With `frozen` or `group` a sample's output is its
+own again.
 """
 
 from __future__ import annotations
