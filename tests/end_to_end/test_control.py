@@ -1,0 +1,62 @@
+"""status, logs and cancel of local runs, from another shell."""
+
+import json
+
+from tests.helpers import TINY, begin, result, until, verb
+
+
+def found(run):
+    return json.loads(verb("status", run, "--json").stdout)[0]
+
+
+def start(run, *more):
+    process = begin(
+        TINY, f"run.dir={run}", "tracker=none", "train.updates=2000", "job.pause_s=0.02", *more
+    )
+    until((run / "metrics.jsonl").exists, 60, "the first update")
+    return process
+
+
+def ended(process):
+    process.communicate(timeout=30)
+    return process.returncode
+
+
+def test_a_local_run_is_seen_and_cancelled_from_another_shell(tmp_path):
+    run = tmp_path / "run"
+    process = start(run)
+    seen = found(run)
+    assert (seen["state"], seen["cluster"], seen["total"]) == ("running", "local", 2000)
+    done = verb("cancel", run)
+    assert done.returncode == 0, done.stderr
+    assert "next update boundary" in done.stdout
+    assert ended(process) == 3
+    assert found(run)["state"] == "stopped"
+    assert found(run)["updates"] == result(run)["updates"] > 0
+    again = verb("cancel", run)
+    assert again.returncode == 2
+    assert "nothing to cancel" in again.stderr
+    assert "rank 0" not in verb("logs", run).stderr
+
+
+def test_cancel_now_ends_every_process_of_a_local_run(tmp_path):
+    run = tmp_path / "run"
+    process = start(run)
+    assert verb("cancel", run, "--now").returncode == 0
+    assert ended(process) == 130
+    assert found(run)["state"] == "failed"
+
+
+def test_a_local_run_whose_launcher_was_killed_is_lost(tmp_path):
+    run = tmp_path / "run"
+    process = start(run)
+    process.kill()
+    ended(process)
+    until(lambda: found(run)["state"] == "lost", 20, "noticing that the launcher is gone")
+
+
+def test_status_without_a_run_says_so(tmp_path):
+    assert "no runs" in verb("status", cwd=tmp_path).stdout
+    missing = verb("status", tmp_path / "nothing")
+    assert missing.returncode == 2
+    assert "there is no run folder" in missing.stderr
