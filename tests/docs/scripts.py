@@ -1,0 +1,39 @@
+"""The scripts in the documentation, run as a reader would."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def script(page, name):
+    """The text of the Python block of `docs/<page>` that begins with `# <name>`."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    found = [
+        b
+        for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        if b.startswith(f"# {name}\n")
+    ]
+    assert len(found) == 1, f"docs/{page} has {len(found)} scripts {name}"
+    return found[0]
+
+
+def torchrun(page, name, processes, folder):
+    """The lines that the script prints when `processes` ranks run it on this machine."""
+    (folder / name).write_text(script(page, name), encoding="utf-8")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc-per-node={processes}", name,
+        ],
+        cwd=folder, capture_output=True, text=True, check=False, timeout=150,
+        env={
+            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [[float(number) for number in line.split()] for line in done.stdout.splitlines()]
