@@ -93,8 +93,6 @@ def train(
 
         outcome.updates, outcome.loss = update + 1, report.loss
         outcome.samples += window.samples
-        outcome.collectives += report.collectives
-        outcome.bytes_on_wire += report.bytes_on_wire
         epoch = windows.epoch_of(update)
         recorder.boundary(window, report, epoch=epoch, update_s=time.perf_counter() - began)
 

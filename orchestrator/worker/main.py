@@ -28,6 +28,7 @@ from orchestrator.errors import (
 )
 from orchestrator.job import REQUIRED_METHODS, Job, is_coupled
 from orchestrator.plan.from_config import plan_of
+from orchestrator.report.metrics import read_metrics
 from orchestrator.rundir import RunDir, write_json
 from orchestrator.worker import checkpoint
 from orchestrator.worker.attendance import Attendance
@@ -165,6 +166,9 @@ def _run_rank(
         attendance.allow_result()
         if outcome.state == "finished" or not attendance.leave(outcome.updates):
             memory = [int(row[0]) for row in peaks]
+            history = read_metrics(run.metrics).updates  # of all attempts
+            outcome.collectives = sum(record["collectives"] for record in history)
+            outcome.bytes_on_wire = sum(record["bytes_on_wire"] for record in history)
             write_json(run.result, _result(outcome, engine, seconds, memory, planned))
     # Groups that watch their peers are told that what follows is an end, not a loss.
     getattr(group, "close", lambda: None)()

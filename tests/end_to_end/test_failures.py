@@ -126,6 +126,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(run, tmp_path):
     assert helpers.compare(run, undisturbed)["equal_bits"]
     attempts = [r["attempt"] for r in helpers.records(run)]
     assert set(attempts) == {0, 1}
+    assert helpers.result(run)["collectives"] == helpers.result(undisturbed)["collectives"] == 40
 
 
 def test_a_finished_run_is_not_resumed(run):
