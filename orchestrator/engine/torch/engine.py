@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 import time
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
 
 from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
@@ -29,6 +27,7 @@ from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.coupled import CoupledWindows
 from orchestrator.engine.torch.norms import with_norms
 from orchestrator.engine.torch.optimizers import build_optimizer, usable
+from orchestrator.engine.torch.placement import be_deterministic, doubled, moved
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.engine.torch.state import (
     load_model,
@@ -38,7 +37,7 @@ from orchestrator.engine.torch.state import (
     weights_sha256,
 )
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.job import Job, is_coupled
+from orchestrator.job import Job, Loss, is_coupled
 
 
 def build_engine(
@@ -66,7 +65,7 @@ class TorchEngine:
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
         self._job, self._settings, self._group = job, settings, group
         if settings.reduction == "reproducible":
-            _be_deterministic()
+            be_deterministic()
             if not settings.leaf_size:
                 raise ConfigError(
                     "accumulation.reduction=reproducible needs accumulation.micro_batch"
@@ -95,7 +94,7 @@ class TorchEngine:
         )
         self._coupled = self._coupled_windows() if is_coupled(job) else None
         self._window: Window | None = None
-        self._done = 0
+        self._done = self._told = 0
         self._warnings = norms + advice(self._model) + self._agree()
 
     @property
@@ -160,6 +159,7 @@ class TorchEngine:
             last=self._done == len(window.micro_batches),
             leaf=self._leaf(micro_batch),
         )
+        self._tell(loss, micro_batch)
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         """Reduce once, clip once, step once. Collective."""
@@ -234,7 +234,16 @@ class TorchEngine:
         return self._settings.leaf_size if self._settings.reduction == "reproducible" else None
 
     def _prepared(self, batch: Any) -> Any:
-        return _moved(batch, self._group.device, self._settings.precision == "float64")
+        return moved(batch, self._group.device, double=self._settings.precision == "float64")
+
+    def _tell(self, loss: Loss, micro_batch: MicroBatch) -> None:
+        """Put the loss in the rank's log, as often as the settings say."""
+        self._told += 1
+        every = self._settings.log_every
+        if every and self._told % every == 0:
+            mean = float(loss.total.detach()) / float(loss.weight) if loss.weight else float("nan")
+            sentence = f"update {micro_batch.update} micro-step {self._told}: loss {mean:.6f}"
+            print(sentence, flush=True)  # noqa: T201  # goes to the rank's log
 
     def _coupled_windows(self) -> CoupledWindows:
         job: Any = self._job
@@ -264,7 +273,7 @@ class TorchEngine:
         if not isinstance(model, Module):
             raise JobError(f"model() must give a torch.nn.Module, but gives {type(model).__name__}")
         if self._settings.precision == "float64":
-            model = model.double()
+            model = doubled(model)
         return model.to(self._group.device)
 
     def _agree(self) -> list[str]:
@@ -277,29 +286,3 @@ class TorchEngine:
 
 def _nothing(model: Module, update: int) -> None:
     del model, update
-
-
-def _be_deterministic() -> None:
-    """Have torch use kernels that give the same bits each time, and refuse those that cannot."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    torch.use_deterministic_algorithms(mode=True)
-    # It fills new tensors with NaN to find other bugs; that costs time and changes no result.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module that acts as an object
-    torch.backends.cudnn.benchmark = False
-
-
-def _moved(batch: Any, device: torch.device, double: bool) -> Any:
-    """`batch` on `device`, floating tensors as float64 when asked; containers keep their type."""
-    if isinstance(batch, Tensor):
-        dtype = batch.dtype
-        if double and (batch.is_floating_point() or batch.is_complex()):
-            dtype = torch.complex128 if batch.is_complex() else torch.float64
-        return batch.to(device, dtype, non_blocking=True)
-    if isinstance(batch, Mapping):
-        entries: Mapping[Any, Any] = batch
-        return {key: _moved(value, device, double) for key, value in entries.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_moved(value, device, double) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_moved(value, device, double) for value in batch)
-    return batch.to(device) if hasattr(batch, "to") and not double else batch

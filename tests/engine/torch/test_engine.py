@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import TorchGroup, build_engine, run_in_threads, versions
 from orchestrator.engine.torch.agreement import as_numbers, machine_warning, unlike_most
+from orchestrator.engine.torch.placement import moved
 from orchestrator.engine.torch.seeds import derived_seed
 from orchestrator.errors import ConfigError, JobError, SilenceError
 from orchestrator.plan.split import assign, assign_leaves
@@ -319,6 +321,55 @@ def test_a_job_need_not_derive_from_job():
     [report] = _run(engine, list(_windows(assign([4], steps=2), 0, updates=1)))
     assert report.weight == 4.0
     assert engine.evaluate() == {}
+
+
+def test_the_loss_is_told_as_often_as_asked(capsys):
+    _train(assign([SAMPLES], steps=4), log_every=5)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "update 1 micro-step 5",
+        "update 2 micro-step 10",
+    ]
+
+
+class Twisted(Job):
+    """A complex parameter, which torch's own double() would leave in single precision."""
+
+    def model(self):
+        model = nn.Linear(4, 2, dtype=torch.complex64)
+        model.register_buffer("count", torch.tensor(1))
+        return model
+
+    def dataset(self):
+        return [(torch.full((4,), 0.5 + 1j), float(i)) for i in range(4)]
+
+    def loss(self, model, batch):
+        x, y = batch
+        return Loss((model(x).abs().sum(1) - y).square().sum(), len(y))
+
+
+def test_float64_reaches_complex_parameters_too():
+    settings = EngineSettings(precision="float64", optimizer={"name": "adam"})
+    engine = build_engine(Twisted(), settings, TorchGroup.alone(), 0)
+    [report] = _run(engine, list(_windows(assign([4], steps=2), 0, updates=1)))
+    assert engine.model.weight.dtype == torch.complex128
+    assert engine.model.count.dtype == torch.int64
+    assert engine.parameter_count() == 2 * (4 * 2 + 2)
+    assert report.applied
+
+
+class Pair(NamedTuple):
+    x: object
+    y: object
+
+
+def test_batches_of_any_shape_are_moved():
+    batch = Pair([torch.ones(1)], {"a": (torch.ones(1, dtype=torch.int32), "text")})
+    found = moved(batch, torch.device("cpu"), double=True)
+    assert isinstance(found, Pair)
+    assert found.x[0].dtype == torch.float64
+    assert found.y["a"][0].dtype == torch.int32
+    assert found.y["a"][1] == "text"
 
 
 def test_seeds_are_written_down():
