@@ -7,7 +7,7 @@ import pkgutil
 import sys
 from pathlib import Path
 
-NO_MEASUREMENT = ("__main__", "measure")
+NO_MEASUREMENT = ("__main__", "measure", "link", "contenders", "rank")
 
 
 def main() -> None:
