@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from orchestrator.config import Config, read_config, to_yaml
+from orchestrator.engine_rules import refuse_unsupported
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -87,6 +88,7 @@ def cluster_for(config: Config) -> Cluster:
 def prepare(config: Config) -> Plan:
     """Everything that can be said before anything is written. Raises `UsageError`."""
     facts = check_target(config.job)
+    refuse_unsupported(config, facts.framework, coupled=bool(facts.coupled))
     plan = plan_of(config, metric_count=facts.metric_count or 0, coupled=facts.coupled)
     if config.cluster.kind == "local" and config.transport == "nccl":
         gpus = len(visible_gpus(os.environ))

@@ -57,4 +57,12 @@ def build_engine(
             f"pip install 'mindspore>=2.10,<2.11' 'numpy<2'"
         )
     check_settings(settings)
+    if settings.style == "framework":
+        from orchestrator.engine.mindspore.framework_style import FrameworkEngine
+
+        if group.size > 1:
+            raise ConfigError(
+                "engine.style=framework computes on one rank only; try engine.style=own"
+            )
+        return FrameworkEngine(job, settings, group)
     return MindSporeEngine(job, settings, group)

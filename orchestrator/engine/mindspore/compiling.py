@@ -6,34 +6,36 @@ with the framework in graph mode globally.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import mindspore
 import mindspore as ms
 from mindspore import Tensor
 
 from orchestrator.errors import JobError
 
 CUT = 1200
-OWN_WORDS = ("The Function Call Stack", "C++ Call Stack")
+CALL_STACKS = ("- The Function Call Stack", "- C++ Call Stack")
+TRACE = "The Traceback of Net Construct Code:"
+NOT_THE_USERS = (str(Path(mindspore.__file__).parent), str(Path(__file__).parent))
 
 
 def explained(error: Exception, what: str) -> str:
-    """The compiler's message, cut to what a user can act on: its first part and the user's
-    lines.
-    """
+    """The compiler's message, cut to its first part and the lines of the user's own code."""
     text = str(error)
-    for word in OWN_WORDS:
-        head, _, rest = text.partition(word)
-        trace = rest.partition("The Traceback of Net Construct Code")[2]
-        text = head + trace
-    lines = [
-        line
-        for line in text.splitlines()
-        if line.strip() and not set(line.strip()) <= {"-", "#", ":"} and line.strip() != "- The"
-    ]
-    return f"{what} does not compile: " + "\n".join(lines)[:CUT]
+    head, _, trace = text.partition(TRACE)
+    for stack in CALL_STACKS:
+        head = head.partition(stack)[0]
+    said = [line for line in head.splitlines() if line.strip(" -")]
+    frames = re.split(r"^# \d+ In file ", trace.partition("(See file")[0], flags=re.MULTILINE)[1:]
+    own = [frame.rstrip() for frame in frames if not frame.startswith(NOT_THE_USERS)]
+    lines = [f"{what} does not compile: " + "\n".join(said)[:CUT]]
+    lines += [f"in {frame}" for frame in own[-2:]]
+    return "\n".join(lines)
 
 
 class Compiled:

@@ -57,7 +57,7 @@ class MindSporeEngine:
         trainable = self._model.trainable_params()
         if not trainable:
             raise JobError("model() has no trainable parameters")
-        self._optimizer = own or build_optimizer(settings.optimizer, trainable)
+        self._optimizer = self._built_optimizer(own, trainable)
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
         self._accumulator = Accumulator(
@@ -250,6 +250,9 @@ class MindSporeEngine:
                 parameter.set_dtype(ms.float64)
         model.set_train()
         return model
+
+    def _built_optimizer(self, own: Any, trainable: Sequence[Any]) -> Any:
+        return build_optimizer(self._settings.optimizer, trainable) if own is None else own
 
     def _agree(self) -> None:
         """Check that all ranks start with the same bits. Collective."""

@@ -59,8 +59,8 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
     """
     transport = choose_transport(spec.transport)
     device = DEVICE_OF[transport]
-    # Where the compiler leaves what it says about code that it cannot compile.
-    ms.set_context(save_graphs_path=str(spec.folder))
+    # Where the compiler leaves its files about code that it cannot compile; else beside the user's.
+    os.environ.setdefault("MS_OM_PATH", str(spec.folder))
     if device != "CPU":
         ms.set_device(device, spec.local_rank)
     if spec.size == 1:

@@ -67,6 +67,16 @@ class Unparsable(Weighted):
         return Loss((errors * w).sum(), weight=w.sum(), metrics={"error": errors.sum()})
 
 
+class Counted(Weighted):
+    """Weights that count samples, which the framework's own style needs."""
+
+    metric_names = ()
+
+    def loss(self, model, batch):
+        x, y, _ = batch
+        return Loss(ops.square(model(x) - y).sum(), weight=len(y))
+
+
 def numpy_update(weights, rate):
     """One SGD update with the gradient of all samples at once, by hand, in float64."""
     w1, b1, w2, b2 = (np.asarray(w, np.float64) for w in weights)

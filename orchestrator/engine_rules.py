@@ -1,0 +1,129 @@
+"""What an engine cannot do, refused before anything is queued: rules on values, nothing imported.
+
+The workers check again what only they can know (devices, the model); what is here needs no
+framework.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+
+from orchestrator.config import Config, node_range
+from orchestrator.errors import ConfigError, JobError
+
+TRANSPORTS = {
+    "torch": ("auto", "gloo", "nccl", "hccl"),
+    "mindspore": ("auto", "mccl", "nccl", "hccl"),
+}
+
+
+def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool = False) -> None:
+    """Raise for what the job's engine does not have. One message for all of it.
+
+    Args:
+        framework: what the job's class says; None when its source does not tell.
+        coupled: the job's loss is one of all embeddings (`embed`, `loss_of_embeddings`).
+
+    Raises:
+        ConfigError: a key that the engine cannot honour, with the nearest value that it can.
+        JobError: the framework is not installed here, or with a NumPy that it fails with.
+    """
+    if framework is None:
+        return
+    wrong = _transport(config, framework)
+    if framework == "mindspore":
+        wrong += _mindspore(config)
+        if coupled:
+            wrong.append(
+                "embed() and loss_of_embeddings() are not available with MindSpore; write the job "
+                "for torch"
+            )
+        if config.engine.style == "framework":
+            wrong += _framework_style(config)
+    else:
+        wrong += _torch(config)
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    if framework == "mindspore" and config.cluster.kind == "local":
+        _installed()
+
+
+def _transport(config: Config, framework: str) -> list[str]:
+    known = TRANSPORTS.get(framework, (config.transport,))
+    if config.transport in known:
+        return []
+    return [
+        (
+            f"transport={config.transport} is not one of {framework}'s, which are "
+            f"{', '.join(known)}; try transport=auto"
+        )
+    ]
+
+
+def _torch(config: Config) -> list[str]:
+    defaults = {"mode": "jit", "jit_level": "auto", "style": "own"}
+    return [
+        f"engine.{key} is MindSpore's, and this job is written for torch; leave it out"
+        for key, value in defaults.items()
+        if getattr(config.engine, key) != value
+    ]
+
+
+def _mindspore(config: Config) -> list[str]:
+    wrong: list[str] = []
+    if config.train.precision not in ("float32", "float64"):
+        wrong.append(
+            f"train.precision={config.train.precision} is not available with MindSpore yet; try "
+            f"train.precision=float32"
+        )
+    if config.accumulation.reduction != "fast":
+        wrong.append(
+            f"accumulation.reduction={config.accumulation.reduction} is not available with "
+            f"MindSpore; try accumulation.reduction=fast"
+        )
+    if config.engine.jit_level != "auto" and config.engine.mode == "pynative":
+        wrong.append(
+            f"engine.jit_level={config.engine.jit_level} means nothing with "
+            f"engine.mode=pynative; try engine.mode=jit"
+        )
+    return wrong
+
+
+def _framework_style(config: Config) -> list[str]:
+    ranks = node_range(config.cluster.nodes)[1] * config.cluster.ranks_per_node
+    style, own = "engine.style=framework", "or engine.style=own"
+    wrong: list[str] = []
+    if ranks > 1:
+        wrong.append(
+            f"{style} cannot use {ranks} ranks: MindSpore's AutoParallel needs Ascend or GPU for "
+            f"more than one process; try cluster.nodes=1 cluster.ranks_per_node=1, {own}"
+        )
+    if config.engine.mode == "pynative":
+        wrong.append(f"{style} needs a graph; try engine.mode=graph, {own}")
+    if config.train.clip_norm is not None:
+        wrong.append(
+            f"{style} cannot clip the accumulated gradient; leave train.clip_norm out, {own}"
+        )
+    if config.accumulation.ragged != "drop":
+        wrong.append(f"{style} needs windows of equal size; try accumulation.ragged=drop, {own}")
+    if config.accumulation.sync != "boundary":
+        wrong.append(f"{style} synchronises once an update; try accumulation.sync=boundary, {own}")
+    if config.train.precision != "float32":
+        wrong.append(f"{style} computes in float32; try train.precision=float32, {own}")
+    if config.train.on_non_finite != "stop":
+        wrong.append(f"{style} cannot skip an update; try train.on_non_finite=stop, {own}")
+    return wrong
+
+
+def _installed() -> None:
+    if importlib.util.find_spec("mindspore") is None:
+        raise JobError(
+            "this job is written for MindSpore, which is not installed; "
+            "pip install 'cluster-orchestrator[mindspore]'"
+        )
+    numpy = importlib.metadata.version("numpy")
+    if int(numpy.split(".", maxsplit=1)[0]) >= 2:
+        raise JobError(
+            f"MindSpore fails with NumPy {numpy} at its first operator; pip install 'numpy<2'"
+        )

@@ -1,0 +1,135 @@
+"""One rank's engine in this process: modes, splits, state, the framework's own style, bad jobs."""
+
+import itertools
+
+import mindspore as ms
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.mindspore import build_engine, versions
+from orchestrator.engine.mindspore.advice import advice
+from orchestrator.engine.mindspore.group import MindSporeGroup
+from orchestrator.errors import ConfigError, JobError, RunFolderError
+from tests.engine.mindspore import jobs
+from tests.engine.mindspore.program import RATE, _distance
+
+
+@pytest.fixture(autouse=True)
+def compilers_files_go_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("MS_OM_PATH", str(tmp_path))
+    yield
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+def alone():
+    return MindSporeGroup(rank=0, size=1, transport="mccl")
+
+
+def built(job=None, **settings):
+    job = job or jobs.Weighted()
+    return build_engine(job, EngineSettings(metric_names=job.metric_names, **settings), alone(), 0)
+
+
+def weights(engine):
+    return [p.asnumpy().copy() for p in engine._model.trainable_params()]
+
+
+def update(engine, split, number=0, rate=RATE):
+    edges = np.cumsum([0, *split])
+    micro = tuple(
+        MicroBatch(update=number, start=int(a), indices=tuple(range(a, b)))
+        for a, b in itertools.pairwise(edges)
+    )
+    engine.begin_window(
+        Window(
+            update=number, samples=int(edges[-1]), micro_batches=micro, steps=len(split),
+            learning_rate=rate,
+        )
+    )  # fmt: skip
+    for batch, one in zip(engine.batches(micro), micro, strict=True):
+        engine.micro_step(batch, one)
+    return engine.boundary()
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
+def test_every_mode_and_split_gives_numpys_update(mode):
+    engine = built(mode=mode)
+    before = weights(engine)
+    report = update(engine, [30, 20, 11])
+    assert _distance(weights(engine), jobs.numpy_update(before, RATE)) < 1e-6
+    assert (report.collectives, report.micro_steps) == (0, 3)
+    assert (report.compile_s > 0) == (mode != "pynative")
+
+
+def test_the_gradient_is_clipped_once_after_averaging():
+    engine = built(mode="pynative", clip_norm=0.01, precision="float64")
+    before = weights(engine)
+    report = update(engine, [31, 30], rate=1.0)
+    moved = np.concatenate([(a - b).ravel() for a, b in zip(before, weights(engine), strict=True)])
+    assert report.gradient_norm > 0.01
+    assert abs(np.linalg.norm(moved) - 0.01) < 1e-6
+
+
+@pytest.mark.parametrize("optimizer", [{"name": "sgd", "momentum": 0.9}, {"name": "adam"}])
+def test_saved_and_loaded_state_continues_with_the_same_bits(tmp_path, optimizer):
+    engine = built(mode="pynative", optimizer=optimizer)
+    update(engine, [31, 30])
+    extra = engine.save_state(tmp_path)
+    assert load_file(tmp_path / "weights.safetensors")["0.weight"].shape == (7, 5)
+    other = built(mode="pynative", optimizer=optimizer, seed=5)
+    other.load_state(tmp_path, extra)
+    for one in (engine, other):
+        update(one, [31, 30], 1)
+    assert engine.weights_sha256() == other.weights_sha256()
+
+
+def test_another_models_checkpoint_is_refused(tmp_path):
+    from mindspore import nn
+
+    class Wider(jobs.Weighted):
+        def model(self):
+            return nn.SequentialCell([nn.Dense(5, 8), nn.Tanh(), nn.Dense(8, 2)])
+
+    extra = built(mode="pynative").save_state(tmp_path)
+    with pytest.raises(RunFolderError, match="shape"):
+        built(Wider(), mode="pynative").load_state(tmp_path, extra)
+
+
+def test_a_gradient_that_the_compiler_cuts_is_refused():
+    with pytest.raises(JobError, match=r"engine\.mode=pynative"):
+        update(built(jobs.Detached(), mode="jit"), [31, 30])
+
+
+def test_code_that_does_not_compile_is_told_with_its_line():
+    with pytest.raises(JobError, match=r"(?s)does not compile.*engine\.mode=pynative") as caught:
+        update(built(jobs.Unparsable(), mode="jit"), [31, 30])
+    assert "orchestrator/engine" not in str(caught.value)
+
+
+def test_the_frameworks_own_style_gives_the_same_losses_and_weights():
+    engines = [built(jobs.Counted(), style=style) for style in ("own", "framework")]
+    for number in range(3):
+        ours, theirs = (update(engine, [15] * 4, number) for engine in engines)
+        assert abs(ours.loss - theirs.loss) < 1e-5
+    assert _distance(weights(engines[1]), weights(engines[0])) < 1e-6
+
+
+def test_the_frameworks_own_style_refuses_unequal_micro_batches_and_other_weights():
+    with pytest.raises(ConfigError, match="ragged=drop"):
+        update(built(jobs.Counted(), style="framework"), [15, 14])
+    with pytest.raises(JobError, match=r"Loss\.weight"):
+        update(built(style="framework"), [15, 15])
+
+
+def test_layers_that_splitting_changes_are_told():
+    from mindspore import nn
+
+    told = advice(nn.SequentialCell([nn.Dense(2, 2), nn.BatchNorm1d(2), nn.Dropout(p=0.5)]))
+    assert "batch norm in 1" in told[0]
+    assert "dropout in 2" in told[1]
+
+
+def test_versions_name_what_decides_the_bits():
+    assert versions()["mindspore"].startswith("2.10")

@@ -1,0 +1,49 @@
+"""What MindSpore's engine cannot do is refused before anything is queued, with what works
+instead."""
+
+import pytest
+
+from orchestrator.compose import compose
+from orchestrator.engine_rules import refuse_unsupported
+from orchestrator.errors import ConfigError
+from orchestrator.submit.run import prepare
+
+FRAMEWORK = (
+    "job=line", "engine.style=framework", "cluster.nodes=1", "cluster.ranks_per_node=1",
+    "accumulation.ragged=drop",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("cluster.ranks_per_node=2", "cluster.nodes=1 cluster.ranks_per_node=1"),
+        ("engine.mode=pynative", "engine.mode=graph"),
+        ("train.clip_norm=1.0", "engine.style=own"),
+        ("accumulation.ragged=update", "accumulation.ragged=drop"),
+        ("accumulation.sync=every_step", "accumulation.sync=boundary"),
+        ("train.on_non_finite=skip", "train.on_non_finite=stop"),
+        ("transport=gloo", "transport=auto"),
+        ("train.precision=bfloat16", "train.precision=float32"),
+    ],
+)
+def test_the_frameworks_own_style_is_refused_where_it_cannot_be(override, words):
+    prepare(compose(FRAMEWORK))
+    with pytest.raises(ConfigError, match=words):
+        prepare(compose([*FRAMEWORK, override]))
+
+
+def test_a_reproducible_reduction_is_refused():
+    wanted = ["job=line", "accumulation.reduction=reproducible", "accumulation.micro_batch=8"]
+    with pytest.raises(ConfigError, match="reduction=fast"):
+        prepare(compose([*wanted, "accumulation.steps=null"]))
+
+
+def test_mindspores_keys_are_refused_for_a_torch_job():
+    with pytest.raises(ConfigError, match=r"engine\.mode is MindSpore's"):
+        refuse_unsupported(compose(["engine.mode=pynative"]), "torch")
+
+
+def test_a_level_without_compilation_is_refused():
+    with pytest.raises(ConfigError, match=r"engine\.mode=jit"):
+        prepare(compose(["job=line", "engine.mode=pynative", "engine.jit_level=O1"]))
