@@ -17,6 +17,7 @@ from torch import Tensor
 
 from orchestrator.engine.api import Counters
 from orchestrator.engine.silence import Silence
+from orchestrator.engine.torch.flat import bytes_of, checked_sizes, flat_of, reals_of, shaped
 
 
 class Work(Protocol):
@@ -138,12 +139,12 @@ class BaseGroup(ABC):
         self.silence.check("all_reduce_sum")
         if self._size == 1:
             return Done()
-        flat = _flat(tensor)
-        self._count(tensor, 2 * (self._size - 1) * _bytes(tensor))
+        flat = flat_of(tensor)
+        self._count(tensor, 2 * (self._size - 1) * bytes_of(tensor))
         work = self._start_sum(flat)
         if flat.data_ptr() == tensor.data_ptr():
             return work
-        return Done(work, lambda: tensor.copy_(_shaped(flat, tensor)))
+        return Done(work, lambda: tensor.copy_(shaped(flat, tensor)))
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Concatenate the ranks' tensors along axis 0.
@@ -164,17 +165,17 @@ class BaseGroup(ABC):
             return tensor.clone(memory_format=torch.contiguous_format)
         row = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
-        self._count(tensor, (self._size - 1) * _bytes(out))
+        self._count(tensor, (self._size - 1) * bytes_of(out))
         # Transports gather equal parts, so shorter ones travel padded to the longest.
         longest = max(sizes) * row
-        mine = _flat(tensor)
+        mine = flat_of(tensor)
         if sizes[self._rank] < max(sizes):
-            mine = torch.cat([mine, mine.new_zeros((longest * _reals(tensor)) - mine.numel())])
+            mine = torch.cat([mine, mine.new_zeros((longest * reals_of(tensor)) - mine.numel())])
         parts = [torch.empty_like(mine) for _ in sizes]
         self._start_gather(parts, mine).wait()
-        target, place = _flat(out), 0
+        target, place = flat_of(out), 0
         for part, size in zip(parts, sizes, strict=True):
-            count = size * row * _reals(tensor)
+            count = size * row * reals_of(tensor)
             target[place : place + count].copy_(part[:count])
             place += count
         return out
@@ -185,7 +186,7 @@ class BaseGroup(ABC):
         if self._size == 1:
             parts[0].copy_(tensor)
             return
-        self._count(tensor, (self._size - 1) * self._size * _bytes(tensor))
+        self._count(tensor, (self._size - 1) * self._size * bytes_of(tensor))
         self._start_gather(list(parts), tensor).wait()
 
     def all_to_all(self, received: Tensor, tensor: Tensor, *, counts: Sequence[int]) -> None:
@@ -200,7 +201,7 @@ class BaseGroup(ABC):
         if self._size == 1:
             received.copy_(tensor)
             return
-        self._count(tensor, (self._size - 1) * _bytes(tensor))
+        self._count(tensor, (self._size - 1) * bytes_of(tensor))
         sent = [tensor.numel() // self._size] * self._size
         self._start_exchange(received, tensor, list(counts), sent).wait()
 
@@ -211,11 +212,11 @@ class BaseGroup(ABC):
             raise ValueError(f"`source` must be a rank below {self._size}, but is {source}")
         if self._size == 1:
             return
-        flat = _flat(tensor)
-        self._count(tensor, (self._size - 1) * _bytes(tensor))
+        flat = flat_of(tensor)
+        self._count(tensor, (self._size - 1) * bytes_of(tensor))
         self._start_broadcast(flat, source).wait()
         if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(_shaped(flat, tensor))
+            tensor.copy_(shaped(flat, tensor))
 
     def barrier(self) -> None:
         """Return once every rank has called."""
@@ -242,43 +243,5 @@ class BaseGroup(ABC):
     def _count(self, tensor: Tensor, share: int) -> None:
         self._share += share
         self._counters.collectives += 1
-        self._counters.bytes_handed += _bytes(tensor)
+        self._counters.bytes_handed += bytes_of(tensor)
         self._counters.bytes_on_wire = -(-self._share // self._size)
-
-
-def checked_sizes(
-    tensor: Tensor, sizes: Sequence[int] | None, rank: int, ranks: int
-) -> tuple[int, ...]:
-    """The leading sizes of all ranks' tensors. Raises `ValueError` when they cannot be right."""
-    if tensor.dim() == 0:
-        raise ValueError("a tensor to gather needs an axis 0, but has none; use tensor.reshape(1)")
-    if sizes is None:
-        return (tensor.shape[0],) * ranks
-    if len(sizes) != ranks or sizes[rank] != tensor.shape[0] or min(sizes) < 0:
-        raise ValueError(
-            f"`sizes` must be the {ranks} ranks' leading sizes, with {tensor.shape[0]} for rank "
-            f"{rank}, but is {list(sizes)}"
-        )
-    return tuple(sizes)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _reals(tensor: Tensor) -> int:
-    return 2 if tensor.is_complex() else 1
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The numbers as a contiguous real vector: a view where the strides allow, else a copy."""
-    tensor = tensor.detach()
-    # gloo takes no complex numbers; as pairs of reals they sum and travel the same.
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.contiguous().view(-1)
-
-
-def _shaped(flat: Tensor, like: Tensor) -> Tensor:
-    if like.is_complex():
-        return torch.view_as_complex(flat.view(-1, 2)).view(like.shape)
-    return flat.view(like.shape)

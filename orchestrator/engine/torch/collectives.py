@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from orchestrator.engine.torch.base_group import BaseGroup, checked_sizes
+from orchestrator.engine.torch.base_group import BaseGroup
+from orchestrator.engine.torch.flat import checked_sizes
 
 
 class AllReduceSum(Function):

@@ -13,7 +13,7 @@ import torch
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch import form_group
-from orchestrator.engine.torch.rendezvous import rendezvous_file
+from orchestrator.engine.torch.meeting import rendezvous_file
 from orchestrator.engine.torch.transport import Presence, choose
 from orchestrator.errors import RendezvousError, StopRequested, TransportError
 from tests.engine.torch.processes import collect, run_ranks, spec, start_ranks

@@ -1,0 +1,49 @@
+"""Tensors of any shape, strides and dtype as what transports take: contiguous real vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def checked_sizes(
+    tensor: Tensor, sizes: Sequence[int] | None, rank: int, ranks: int
+) -> tuple[int, ...]:
+    """The leading sizes of all ranks' tensors. Raises `ValueError` when they cannot be right."""
+    if tensor.dim() == 0:
+        raise ValueError("a tensor to gather needs an axis 0, but has none; use tensor.reshape(1)")
+    if sizes is None:
+        return (tensor.shape[0],) * ranks
+    if len(sizes) != ranks or sizes[rank] != tensor.shape[0] or min(sizes) < 0:
+        raise ValueError(
+            f"`sizes` must be the {ranks} ranks' leading sizes, with {tensor.shape[0]} for rank "
+            f"{rank}, but is {list(sizes)}"
+        )
+    return tuple(sizes)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Size of its numbers."""
+    return tensor.numel() * tensor.element_size()
+
+
+def reals_of(tensor: Tensor) -> int:
+    """Real numbers for each of its entries."""
+    return 2 if tensor.is_complex() else 1
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """The numbers as a contiguous real vector: a view where the strides allow, else a copy."""
+    tensor = tensor.detach()
+    # gloo takes no complex numbers; as pairs of reals they sum and travel the same.
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.contiguous().view(-1)
+
+
+def shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """A view of the numbers in the shape and dtype of `like`: the inverse of `flat_of`."""
+    if like.is_complex():
+        return torch.view_as_complex(flat.view(-1, 2)).view(like.shape)
+    return flat.view(like.shape)

@@ -1,0 +1,214 @@
+"""The store that ranks meet at: rank 0 hosts it and gives the verdict, the others join and wait.
+
+See `rendezvous.py` for the whole. The store holds `rank-<n>` (who arrived), the counters `arrived`,
+`stop` and `read`, and at last `verdict`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
+
+from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.torch.transport import Presence, choose
+from orchestrator.engine.torch.verdict import obey
+from orchestrator.errors import RendezvousError, StopRequested, TransportError
+
+POLL_S = 0.02
+LINGER_S = 5.0  # how long rank 0 keeps the store for those who have not read a bad verdict yet
+_STORE_TIMEOUT_S = 10.0
+
+
+def rendezvous_file(folder: Path, generation: int) -> Path:
+    """Where the address of a generation's store is published."""
+    return folder / f"rendezvous-{generation}.json"
+
+
+def _stop_file(spec: GroupSpec) -> Path:
+    """Left by a rank that was asked to stop before rank 0 could be told."""
+    return spec.folder / f"rendezvous-{spec.generation}.stop"
+
+
+def _arrive(store: TCPStore, me: Presence) -> None:
+    store.set(f"rank-{me.rank}", json.dumps(asdict(me)))
+    store.add("arrived", 1)
+
+
+# ------------------------------------------------------------------ rank 0
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket that listens at `address`, on a port that the kernel chose."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _publish(spec: GroupSpec, content: dict[str, Any]) -> None:
+    path = rendezvous_file(spec.folder, spec.generation)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.replace(path)
+
+
+def host(spec: GroupSpec) -> TCPStore:
+    try:
+        listener = _listen(spec.address)
+    except OSError as error:
+        raise RendezvousError(
+            f"rank 0 on {spec.node} cannot listen at {spec.address}: {error.strerror}; "
+            "it must be an address of this node"
+        ) from error
+    port = int(listener.getsockname()[1])
+    # A TCPStore of its own would listen on every interface; this one takes over our socket.
+    store = TCPStore(
+        spec.address,
+        port,
+        None,
+        is_master=True,
+        timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    token = secrets.token_hex(8)
+    store.set("token", token)
+    _publish(
+        spec,
+        {
+            "address": spec.address,
+            "port": port,
+            "generation": spec.generation,
+            "size": spec.size,
+            "node": spec.node,
+            "token": token,
+        },
+    )
+    return store
+
+
+def decide(spec: GroupSpec, store: TCPStore, me: Presence, until: float) -> dict[str, Any]:
+    """Wait for everybody, or for a reason not to; tell all, and see that they have read it."""
+    _arrive(store, me)
+    while True:
+        told = store.add("stop", 0) > 0 or _stop_file(spec).exists()
+        if told or spec.stop_requested():
+            verdict: dict[str, Any] = {"verdict": "stop"}
+            break
+        if store.add("arrived", 0) == spec.size:
+            verdict = _choose_transport(spec, store)
+            break
+        if time.monotonic() > until:
+            there = store.check
+            missing = [r for r in range(spec.size) if not there([f"rank-{r}"])]
+            verdict = {"verdict": "missing", "ranks": missing}
+            break
+        time.sleep(POLL_S)
+    if verdict["verdict"] != "go":  # ranks that come later still, read it here
+        _publish(spec, {"generation": spec.generation, **verdict})
+    store.set("verdict", json.dumps(verdict))
+    if verdict["verdict"] != "go":
+        arrived = store.add("arrived", 0)
+        give_up = time.monotonic() + LINGER_S
+        while store.add("read", 0) < arrived - 1 and time.monotonic() < give_up:
+            time.sleep(POLL_S)
+    return verdict
+
+
+def _choose_transport(spec: GroupSpec, store: TCPStore) -> dict[str, Any]:
+    notes = store.multi_get([f"rank-{r}" for r in range(spec.size)])
+    try:
+        return {"verdict": "go", "transport": choose([Presence(**json.loads(n)) for n in notes])}
+    except TransportError as error:
+        return {"verdict": "transport", "message": str(error)}
+
+
+# ------------------------------------------------------------------ the others
+
+
+def join(spec: GroupSpec, until: float) -> TCPStore:
+    """Connect to the store as soon as its address is there and somebody answers at it."""
+    path = rendezvous_file(spec.folder, spec.generation)
+    published = False
+    while True:
+        content = _read(path)
+        if content is not None:
+            if "verdict" in content:
+                obey(spec, content)
+            published = True
+            store = _connect(content)
+            if store is not None:
+                return store
+        if spec.stop_requested():
+            _stop_file(spec).touch()
+            raise StopRequested(f"rank {spec.rank} was asked to stop while it waited for rank 0")
+        if time.monotonic() > until:
+            raise RendezvousError(
+                f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for rank 0, which "
+                + (
+                    f"published an address in {path} but does not answer at it"
+                    if published
+                    else f"never published its address in {path}: rank 0 did not start, or does "
+                    "not see the same folder"
+                )
+            )
+        time.sleep(POLL_S)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def _connect(content: dict[str, Any]) -> TCPStore | None:
+    """A client of the published store; None when nobody, or somebody else, answers there."""
+    address, port = str(content["address"]), int(content["port"])
+    try:
+        # TCPStore would wait on a refused connection, and warn; a plain socket knows at once.
+        socket.create_connection((address, port), timeout=1.0).close()
+    except OSError:
+        return None  # an earlier attempt's address, or rank 0 is gone: the caller asks again
+    store = TCPStore(
+        address, port, None, timeout=timedelta(seconds=_STORE_TIMEOUT_S), wait_for_workers=False
+    )
+    return store if store.get("token").decode() == content["token"] else None
+
+
+def await_verdict(spec: GroupSpec, store: TCPStore, me: Presence, until: float) -> dict[str, Any]:
+    try:
+        _arrive(store, me)
+        told = False
+        while not store.check(["verdict"]):
+            if not told and spec.stop_requested():
+                store.add("stop", 1)
+                told = True
+            if time.monotonic() > until + LINGER_S:  # rank 0 gives one at `until` if it can at all
+                raise RendezvousError(
+                    f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for a verdict of "
+                    "rank 0, which is there but does not answer"
+                )
+            time.sleep(POLL_S)
+        verdict = json.loads(store.get("verdict"))
+        store.add("read", 1)
+    except DistError as error:
+        raise RendezvousError(
+            f"rank 0 went away while rank {spec.rank} on {spec.node} waited for the others"
+        ) from error
+    return verdict
