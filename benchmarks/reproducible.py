@@ -1,4 +1,4 @@
-"""The price of equal bits: an update of ten leaves of `digits` on 1 to 4 ranks, beside the fast one."""
+"""The price of equal bits: an update of ten leaves of `digits` on 1 to 4 ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ def main() -> None:
     for ranks in (1, 2, 3, 4):
         found = on_ranks(
             loopback(ranks),
-            ["--model", "digits", "--contenders", f"{FAST};{SAME_BITS}"]
-            + ["--leaves", str(LEAVES), "--repetitions", "31"],
+            f"--model=digits|--contenders={FAST};{SAME_BITS}|--leaves={LEAVES}|--repetitions=31".split(
+                "|"
+            ),
         )
         data[str(ranks)] = found
         row = {row["name"]: row for row in found["rows"]}
