@@ -30,6 +30,11 @@ def job_of(run: Path) -> str:
     return json.loads((run / "handle.json").read_text())["job_id"]
 
 
+def release(cluster: DevCluster, run: Path) -> None:
+    """Let a job begin that was submitted for later."""
+    cluster.command("scontrol", "update", f"jobid={job_of(run)}", "StartTime=now")
+
+
 def verb(*arguments, **more):
     return call(*arguments, module="orchestrator", **QUIET, **more)
 

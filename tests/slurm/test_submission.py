@@ -8,6 +8,8 @@ import pytest
 from tests.helpers import call, result, until
 from tests.slurm import runs
 
+HELD = "+cluster.slurm_flags.begin=now+3600"
+
 
 def test_two_nodes_of_two_ranks_end_with_the_local_runs_weights(slurm, tmp_path):
     shape = ("cluster.ranks_per_node=2", "train.updates=10")
@@ -52,7 +54,7 @@ def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
             """
         )
     )
-    options = ("job._target_=mine.Mine", "train.updates=2", "+cluster.slurm_flags.begin=now+4")
+    options = ("job._target_=mine.Mine", "train.updates=2", HELD)
     for name, snapshot in (("kept", "true"), ("live", "false")):
         done = call(
             *runs.overrides(slurm, tmp_path / name, *options, f"run.snapshot={snapshot}"),
@@ -61,6 +63,8 @@ def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     assert runs.status(tmp_path / "kept")["state"] == "pending"
     source.write_text(source.read_text().replace("1.0", "2.0"))
+    for name in ("kept", "live"):
+        runs.release(slurm, tmp_path / name)
     assert runs.wait_over(slurm, tmp_path / "kept")["metrics"] == {"version": 1.0}
     assert runs.wait_over(slurm, tmp_path / "live")["metrics"] == {"version": 2.0}
 
@@ -135,8 +139,9 @@ def test_plan_prints_the_script_that_is_submitted_and_what_the_scheduler_says(sl
 
 def test_a_run_folder_that_the_nodes_cannot_see_is_named_as_the_cause(slurm, tmp_path):
     run = tmp_path / "run"
-    runs.submit(slurm, run, "train.updates=1", "+cluster.slurm_flags.begin=now+3")
+    runs.submit(slurm, run, "train.updates=1", HELD)
     run.rename(tmp_path / "elsewhere")
+    runs.release(slurm, tmp_path / "elsewhere")
     until(lambda: runs.over(slurm, runs.job_of(tmp_path / "elsewhere")), 60, "the job's end")
     found = runs.status(tmp_path / "elsewhere")
     assert found["state"] == "failed"
