@@ -22,7 +22,7 @@ from benchmarks.measure import interleaved, publish, table
 from slurm.testing import dev_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
-REPETITIONS = 15
+REPETITIONS = 9
 SUBMITIT = """
     import sys, submitit
     executor = submitit.SlurmExecutor(folder=sys.argv[1])
