@@ -87,7 +87,9 @@ def fsdp2(model: nn.Module) -> Update:
     def update(batches: Sequence[Batch], first: int) -> None:
         del first
         for number, batch in enumerate(batches):
-            wrapped.set_requires_gradient_sync(number == len(batches) - 1)
+            last = number == len(batches) - 1
+            wrapped.set_requires_gradient_sync(last)
+            wrapped.set_reshard_after_backward(last)  # or weights are gathered every micro-step
             (_total(wrapped, batch) / len(batch[1]) / len(batches)).backward()
         optimizer.step()
         optimizer.zero_grad()

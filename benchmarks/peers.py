@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import Any
 
@@ -59,7 +60,9 @@ def main() -> None:
     note = (
         "Two ranks of one thread each. Milliseconds of an update: rank 0's, between barriers; "
         "contenders run in turn in the same processes. Ratio: to DDP + no_sync. Bytes: what left "
-        "rank 0's interface, headers included, to the floor of 2(R-1)/R of the gradient's bytes."
+        "rank 0's interface, headers included, to the floor of 2(R-1)/R of the gradient's bytes. "
+        f"Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; where it is "
+        "above the number of ranks, seconds are of little worth, bytes and collectives are exact."
     )
     publish("peers", "An update beside DDP and FSDP2", "\n".join([note, "", *text]), data)
 
