@@ -96,7 +96,7 @@ def resume(
     quiet: Quiet = False,
 ) -> None:
     """Go on with a stopped or failed run from its newest sound checkpoint, to the same bits."""
-    from orchestrator.submit.run import Manner
+    from orchestrator.submit.manner import Manner
     from orchestrator.submit.run import resume as go_on
 
     ended = go_on(run.absolute(), Manner(console=Console(), verbose=verbose, quiet=quiet))

@@ -1,33 +1,22 @@
-"""The Hydra application behind `orchestrator.launch`: compose, check, plan, place, follow.
-
-`--help`, `--cfg job`, `--config-dir` and `-m` are Hydra's own. What Hydra would print as a
-traceback is put into words here, with our exit codes.
-"""
+"""What `orchestrator.launch` does: read the flags, compose, start; errors become messages."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from omegaconf import DictConfig
 from rich.console import Console
 
 from orchestrator.compose import (
     COMPOSITION_ERRORS,
-    HYDRA_VERSION_BASE,
     accept_spellings,
-    config_folder,
+    composed,
     explained,
-    register,
     to_config,
 )
 from orchestrator.errors import OrchestratorError, UsageError
 from orchestrator.report.terminal import say
-from orchestrator.submit.run import Manner, start
-from orchestrator.submit.sweep import Sweep, SweepInterrupted, SweepRefused
+from orchestrator.submit.manner import Manner
 
 LEADING_FLAGS = ("-m", "--multirun")
 
@@ -42,49 +31,35 @@ def manner_of(arguments: Sequence[str]) -> tuple[Manner, list[str]]:
     return Manner(console=Console(), verbose=verbose, quiet=quiet), rest
 
 
+def config_folder_of(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Take `--config-dir FOLDER` out of the arguments, in any of Hydra's spellings."""
+    rest = list(arguments)
+    for place, argument in enumerate(rest):
+        if argument in {"--config-dir", "-cd"} and place + 1 < len(rest):
+            return rest[place + 1], rest[:place] + rest[place + 2 :]
+        if argument.startswith("--config-dir="):
+            return argument.split("=", 1)[1], rest[:place] + rest[place + 1 :]
+    return None, rest
+
+
 def run_app(arguments: Sequence[str]) -> int:
-    """Run the application; give the exit code. Raises our errors."""
+    """Do what the arguments say; give the exit code. Raises our errors.
+
+    A plain launch composes once and starts. Hydra's own application, which takes longer, is for
+    its flags and for sweeps, an experiment's own sweep included.
+    """
     manner, rest = manner_of(arguments)
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
+    folder, overrides = config_folder_of(rest)
+    if not any(override.startswith("-") for override in overrides):
+        found = composed(overrides, folder)
+        if not found.sweeps:
+            from orchestrator.submit.run import start
 
-    register()
-    codes: list[int] = []
-    refused: list[OrchestratorError] = []
-    sweep = Sweep(manner)
+            config = to_config(found.values, found.overrides)
+            return start(config, manner, overrides=found.overrides).exit_code
+    from orchestrator.hydra_app import run_hydra
 
-    def task(composed: DictConfig) -> None:
-        values = HydraConfig.get()
-        overrides = list(values.overrides.task)
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
-            folder = Path(values.sweep.dir).absolute()
-            sweep.point(lambda: to_config(composed, overrides), overrides, folder, values.job.num)
-            return
-        try:
-            codes.append(
-                start(to_config(composed, overrides), manner, overrides=overrides).exit_code
-            )
-        except OrchestratorError as error:  # Hydra would print its own lines about it
-            refused.append(error)
-
-    sys.argv = [sys.argv[0], *accept_spellings(rest)]
-    # Without this Hydra prints its own report and exits; with it, exceptions reach `main`.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    app: Any = hydra.main(
-        config_path=str(config_folder()), config_name="config", version_base=HYDRA_VERSION_BASE
-    )(task)
-    try:
-        app()
-    except SweepRefused as wrong:
-        raise wrong.error from wrong
-    except SweepInterrupted:
-        codes.append(sweep.finish(interrupted=True))
-    if refused:
-        raise refused[0]
-    if sweep.points and not codes:
-        codes.append(sweep.finish())
-    return codes[-1] if codes else 0
+    return run_hydra(accept_spellings(rest), manner)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

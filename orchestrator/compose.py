@@ -10,12 +10,13 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.config import FREE_SECTIONS, Config, read_config, unknown_keys
@@ -137,18 +138,31 @@ def to_config(composed: DictConfig, overrides: Iterable[str]) -> Config:
         raise explained(error) from error
 
 
-def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
-    """Compose without Hydra's application: for verbs that only look.
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A composed configuration, not yet checked; whether it asks for a sweep by itself."""
+
+    values: DictConfig
+    overrides: list[str]
+    sweeps: bool
+
+
+def composed(overrides: Sequence[str], config_dir: str | None = None) -> Composed:
+    """Compose without Hydra's application, which composes twice.
 
     Args:
         overrides: as on the command line of `orchestrator.launch`.
         config_dir: a folder of the user's own configs, searched beside the shipped ones.
+
+    Raises:
+        ConfigError: what cannot be composed, in words.
     """
     import hydra
+    from hydra.types import RunMode
 
     register()
     overrides = accept_spellings(overrides)
-    searched = []
+    searched: list[str] = []
     if config_dir is not None:
         folder = Path(config_dir).expanduser().resolve()
         if not folder.is_dir():
@@ -156,10 +170,21 @@ def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
         searched = [f"hydra.searchpath=[file://{folder}]"]
     try:
         with hydra.initialize_config_dir(str(config_folder()), version_base=HYDRA_VERSION_BASE):
-            composed = hydra.compose("config", overrides=[*overrides, *searched])
+            values = hydra.compose(
+                "config", overrides=[*overrides, *searched], return_hydra_config=True
+            )
     except COMPOSITION_ERRORS as error:
         raise explained(error) from error
-    return to_config(composed, overrides)
+    sweeps = OmegaConf.select(values, "hydra.mode") == RunMode.MULTIRUN
+    with open_dict(values):
+        del values["hydra"]
+    return Composed(values, overrides, sweeps)
+
+
+def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
+    """Compose and check: for verbs that only look. Raises `ConfigError`."""
+    found = composed(overrides, config_dir)
+    return to_config(found.values, found.overrides)
 
 
 def _known_keys(dotted: str) -> list[str]:

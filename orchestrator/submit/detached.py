@@ -17,7 +17,8 @@ from orchestrator.report.terminal import command, say
 from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.submit.api import State
 from orchestrator.submit.interrupts import Interrupts
-from orchestrator.submit.run import EXIT_CODES, POLL_S, Ended, Manner, new_folder
+from orchestrator.submit.manner import Manner
+from orchestrator.submit.run import EXIT_CODES, POLL_S, Ended, new_folder
 from orchestrator.submit.slurm import SlurmCluster
 from orchestrator.submit.slurm_checks import Verdict, too_slow
 from orchestrator.submit.slurm_client import SlurmClient

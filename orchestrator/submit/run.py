@@ -19,8 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rich.console import Console
-
 from orchestrator.config import Config, read_config, to_yaml
 from orchestrator.engine_rules import refuse_unsupported
 from orchestrator.errors import (
@@ -43,6 +41,7 @@ from orchestrator.rundir import RunDir, write_atomically, write_json
 from orchestrator.submit.api import Cluster, Culprit, Handle, State
 from orchestrator.submit.interrupts import Interrupts
 from orchestrator.submit.local import LocalCluster, visible_gpus
+from orchestrator.submit.manner import Manner
 from orchestrator.target import check_target
 from orchestrator.worker.progress import read_progress
 
@@ -55,15 +54,6 @@ EXIT_CODES = {
     State.FAILED: EXIT_FAILED,
     State.STOPPED: EXIT_STOPPED,
 }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Manner:
-    """How to talk: -v, -q, and where."""
-
-    console: Console
-    verbose: bool = False
-    quiet: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,8 @@ from orchestrator.report.time_and_memory import Pair, print_time_and_memory
 from orchestrator.report.units import plural
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit, State
-from orchestrator.submit.run import Manner, start
+from orchestrator.submit.manner import Manner
+from orchestrator.submit.run import start
 from orchestrator.worker.checkpoint import WEIGHTS, complete
 
 MAGNIFIES = (
