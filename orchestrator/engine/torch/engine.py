@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import sys
 import time
@@ -36,6 +37,7 @@ from orchestrator.engine.torch.state import (
     save_optimizer,
     weights_sha256,
 )
+from orchestrator.engine.torch.trial import loss_warning
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job, Loss, is_coupled
 
@@ -95,7 +97,7 @@ class TorchEngine:
         self._coupled = self._coupled_windows() if is_coupled(job) else None
         self._window: Window | None = None
         self._done = self._told = 0
-        self._warnings = norms + advice(self._model) + self._agree()
+        self._warnings = norms + advice(self._model) + self._agree() + self._try_loss()
 
     @property
     def model(self) -> Module:
@@ -275,6 +277,25 @@ class TorchEngine:
         if self._settings.precision == "float64":
             model = doubled(model)
         return model.to(self._group.device)
+
+    def _try_loss(self) -> list[str]:
+        """Warn of a loss that is not a sum; on rank 0, whose warnings are shown. Not collective."""
+        if self._group.rank != 0 or self._coupled is not None or self._talks:
+            return []
+        # A shallow copy, so that what a job counts in its own attributes is not counted here.
+        job, dataset = copy.copy(self._job), self._job.dataset()
+        loader.check_dataset(dataset)
+        self._group.silence.keep("while rank 0 tried the loss")
+        try:
+            return loss_warning(
+                job,
+                self._model,
+                dataset,
+                prepare=self._prepared,
+                forward=self._accumulator.precision.forward,
+            )
+        finally:
+            self._group.silence.end()
 
     def _agree(self) -> list[str]:
         """Check that all ranks start alike, with one exchange. Collective."""

@@ -370,6 +370,36 @@ def test_channels_last_parameters_get_gradients_with_their_strides():
     torch.testing.assert_close(model.weight.grad, wanted)
 
 
+def test_a_compiled_model_gives_the_same_gradient():
+    def train(group, compiled):
+        ours, model = _accumulator(group, bucket_bytes=64)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        for step in range(2):
+            ours.backward(_loss(run), last=step == 1)
+        ours.boundary()
+        ours.close()
+        return _bits(model)
+
+    plain = train(TorchGroup.alone(), compiled=False)
+    assert torch.equal(train(TorchGroup.alone(), compiled=True), plain)
+
+
+def test_buckets_leave_during_the_last_backward_and_not_before():
+    def train(group):
+        ours, model = _accumulator(group, bucket_bytes=64)
+        sent = []
+        for step in range(3):
+            ours.backward(_loss(model), last=step == 2)
+            sent.append(group.counters.collectives)
+        whole = ours.boundary().collectives
+        ours.close()
+        return sent, whole
+
+    for sent, whole in run_in_threads(2, train):
+        assert sent[:2] == [0, 0]
+        assert 0 < sent[2] < whole
+
+
 # ------------------------------------------------------------------ other ranks, other windows
 
 

@@ -222,9 +222,9 @@ class Normed(Curve):
     """Has layers whose forward looks at the whole batch."""
 
     def model(self):
-        return nn.Sequential(
-            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Embedding(3, 3, sparse=True), nn.Linear(8, 1)
-        )
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        model[0].rows = nn.Embedding(3, 3, sparse=True)
+        return model
 
 
 def test_batch_norm_and_sparse_gradients_are_warned_about_with_remedies():
@@ -235,7 +235,41 @@ def test_batch_norm_and_sparse_gradients_are_warned_about_with_remedies():
     assert norm.startswith("batch norm in 1 sees one micro-batch at a time")
     for remedy in ("GroupNorm", "freeze the statistics", "the whole batch"):
         assert remedy in norm
-    assert "sparse gradients of 2" in sparse
+    assert "sparse gradients of 0.rows" in sparse
+
+
+class Mean(Curve):
+    """Gives a mean, as people do who come from other trainers."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        sums = super().loss(model, batch)
+        return Loss(sums.total / sums.weight, sums.weight, sums.metrics)
+
+
+class Constant(Mean):
+    """Gives a sum, but a weight that says nothing."""
+
+    def loss(self, model, batch):
+        mean = super().loss(model, batch)
+        return Loss(mean.total * mean.weight, 1.0, mean.metrics)
+
+
+@pytest.mark.parametrize(("kind", "what"), [(Mean, "total"), (Constant, "weight")])
+def test_a_loss_that_is_not_a_sum_is_warned_about_before_training(kind, what):
+    job = kind()
+    engine = build_engine(
+        job, EngineSettings(metric_names=Curve.metric_names), TorchGroup.alone(), 0
+    )
+    [sentence] = engine.warnings()
+    assert sentence.startswith(f"Loss.{what} does not grow with the number of samples")
+    assert "reduction='sum'" in sentence
+    assert job.calls == 0, "the trial leaves the job's own counts alone"
+    assert engine.model.training
 
 
 class Chatty(Curve):

@@ -1,0 +1,71 @@
+"""Tries a job's loss before training, to tell a mean from a sum: the commonest mistake with it.
+
+The same two samples are taken once and twice. A sum is then twice as large, a mean is not. It
+cannot be seen later: with micro-batches of equal size a mean only scales the learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from orchestrator.engine.torch.loader import collate_of
+
+_SAMPLES = 2
+_NEARLY = 0.25  # halfway, on a scale where a mean grows by 0 and a sum by 1
+
+
+def loss_warning(
+    job: Any,
+    model: Module,
+    dataset: Any,
+    *,
+    prepare: Callable[[Any], Any],
+    forward: Callable[[], AbstractContextManager[Any]],
+) -> list[str]:
+    """A sentence when `Loss.total` or `Loss.weight` does not grow with the number of samples.
+
+    The model is in evaluation mode meanwhile, and its buffers are as before afterwards. Not
+    collective.
+
+    Args:
+        job: its `loss` is called twice, with 2 and with 4 samples.
+        model: of the job.
+        dataset: of the job; nothing is tried when it has less than 2 samples.
+        prepare: moves a batch to where the model computes.
+        forward: the context in which forward computations run.
+    """
+    if len(dataset) < _SAMPLES:
+        return []
+    samples = [dataset[number] for number in range(_SAMPLES)]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    modes = {layer: layer.training for layer in model.modules()}
+    model.eval()
+    found: list[tuple[float, float]] = []
+    try:
+        for times in (1, 2):
+            batch = prepare(collate_of(job)(samples * times))
+            with torch.no_grad(), forward():
+                loss = job.loss(model, batch)
+            found.append((float(loss.total), float(loss.weight)))
+    finally:
+        for layer, training in modes.items():
+            layer.training = training
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+    (total, weight), (total_twice, weight_twice) = found
+    for what, once, twice in (("total", total, total_twice), ("weight", weight, weight_twice)):
+        if once and abs(twice - once) < _NEARLY * abs(once):
+            sentence = (
+                f"Loss.{what} does not grow with the number of samples ({once:.4g} for two of "
+                f"them, {twice:.4g} for the same two twice), so it is not a sum: the update will "
+                "depend on how it is split. Use reduction='sum', and the number of samples as the "
+                "weight"
+            )
+            return [sentence]
+    return []
