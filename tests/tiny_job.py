@@ -22,7 +22,14 @@ class Tiny(Job):
     metric_names = ("error",)
 
     def __init__(
-        self, samples=240, width=16, dropout=0.0, pause_s=0.0, fault=None, fault_rank=1, fault_after=5
+        self,
+        samples=240,
+        width=16,
+        dropout=0.0,
+        pause_s=0.0,
+        fault=None,
+        fault_rank=1,
+        fault_after=5,
     ):
         self.samples, self.width, self.dropout, self.pause_s = samples, width, dropout, pause_s
         self.fault, self.fault_rank, self.fault_after = fault, fault_rank, fault_after
