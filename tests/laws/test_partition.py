@@ -1,5 +1,7 @@
 """Any split over ranks and micro-steps gives the update of one big batch."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -9,6 +11,7 @@ from orchestrator.engine.torch import Accumulator, Loss, run_in_threads
 from tests.laws.problem import Problem, big_batch, difference, split
 from tests.laws.strategies import cuts
 
+DOUBLE = torch.float64
 BUCKETS = (8, 64, 1000, 25 * 2**20)
 
 
@@ -76,11 +79,15 @@ def test_any_split_equals_the_big_batch_in_float32(
         dtype=torch.float32,
         weighting=weighting,
         optimizer="sgd",
+        rate=0.02,  # a gradient's last bits must not make up all of a weight's
         clip_norm=clip_norm,
         mixed=mixed,
         seed=seed,
     )
-    _check(problem, data.draw(cuts(samples)), 1e-6, bucket_bytes=64)
+    # Some of these problems are badly conditioned: there, one process's own float32 is that far
+    # from float64 as well, and more cannot be asked of the sum of several.
+    own_error = difference(big_batch(problem)[0], big_batch(replace(problem, dtype=DOUBLE))[0])
+    _check(problem, data.draw(cuts(samples)), 1e-6 + 4 * own_error, bucket_bytes=64)
 
 
 @given(seed=st.integers(0, 1000), samples=st.integers(1, 12), data=st.data())
@@ -113,9 +120,10 @@ def test_the_mean_of_means_would_not_pass():
     assert difference(_mean_of_means(problem, table), right) > 0.01
 
 
-def test_3072_samples_on_240_ranks_equal_the_big_batch():
+@pytest.mark.parametrize(("dtype", "tolerance"), [(DOUBLE, 1e-12), (torch.float32, 1e-6)])
+def test_3072_samples_on_240_ranks_equal_the_big_batch(dtype, tolerance):
     """192 ranks take 13 samples and 48 take 12, each in two micro-steps."""
-    x = torch.randn(3072, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3072, 8, dtype=dtype, generator=torch.Generator().manual_seed(0))
     y = x.sum(1, keepdim=True).sin()
     sizes = [13] * 192 + [12] * 48
 
@@ -123,7 +131,7 @@ def test_3072_samples_on_240_ranks_equal_the_big_batch():
         torch.manual_seed(0)
         model = torch.nn.Sequential(
             torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
-        ).double()
+        ).to(dtype)
         return model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
 
     def train(group):
@@ -144,4 +152,4 @@ def test_3072_samples_on_240_ranks_equal_the_big_batch():
     optimizer.step()
     for found, weight in run_in_threads(240, train):
         assert weight == 3072.0
-        assert difference(found, dict(model.named_parameters())) <= 1e-12
+        assert difference(found, dict(model.named_parameters())) <= tolerance
