@@ -13,6 +13,7 @@ Gradients are *sums* over samples; dividing by the sum of weights is the boundar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from orchestrator.errors import JobError
 
 framework: Any = mindspore  # its annotations are not those of its behaviour
 CHECK_TOLERANCE = 1e-3
+BLOCK = 4096
 
 
 class Accumulator:
@@ -70,6 +72,8 @@ class Accumulator:
             Parameter(ops.zeros_like(p), name=f"sum.{p.name}", requires_grad=False)
             for p in self.parameters
         )
+        self.shapes = tuple(p.shape for p in self.parameters)
+        self.alone = group.size == 1
         sizes = [int(p.size) for p in self.parameters] + [trailer_numbers] * bool(trailer_numbers)
         itemsize = int(self.parameters[0].itemsize)
         self.layout: Layout = lay_out(sizes, itemsize=itemsize, bucket_bytes=bucket_bytes)
@@ -89,11 +93,11 @@ class Accumulator:
 
     # ------------------------------------------------------------------ micro-steps
 
-    def add(self, batch: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    def add(self, batch: Any) -> Tensor:
         """Forward and backward of one micro-batch; its gradient is added up. Nothing is sent.
 
         Returns:
-            total, weight, and the metrics in order, not waited for.
+            A tensor [total, weight, *metrics], not waited for.
         """
         form, leaves = _flatten(batch)
         if form in self._steps:
@@ -128,11 +132,19 @@ class Accumulator:
     def _micro_step(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
         sums = self.sums
 
-        def micro_step(*leaves: Tensor) -> Any:
+        def micro_step(*leaves: Tensor) -> Tensor:
             (total, weight, metrics), parts = gradients(*leaves)
             for held, part in zip(sums, parts):  # noqa: B905  # no strict in graphs
                 ops.assign_add(held, part)
-            return total, weight, metrics
+            figures: Any = (total.reshape(()),)
+            zero: Any = ops.zeros_like(figures[0])
+            for figure in (weight, *metrics):
+                if isinstance(figure, Tensor):
+                    figures = (*figures, figure.astype(total.dtype).reshape(()))
+                else:
+                    figures = (*figures, zero + figure)
+            # One output: each further one costs a graph's call about as much as the call itself.
+            return ops.stack(figures)
 
         return micro_step
 
@@ -177,15 +189,39 @@ class Accumulator:
         return pack
 
     def reduce(self, trailer: Sequence[float] = ()) -> list[Tensor]:
-        """The buckets of gradients and trailer, summed over ranks. Collective: one a bucket."""
+        """The buckets of gradients and trailer, summed over ranks. Collective: one a bucket.
+
+        A lone rank has nothing to pack: its buckets are the sums themselves, and the trailer.
+        """
         extra = [Tensor(np.asarray(trailer), self.dtype)] if len(trailer) else []
+        if self._group.size == 1:
+            return [*self.sums, *extra]
         return self._group.sums(list(self._pack(*extra)))
 
-    def unpack(self, buckets: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """The gradients in their shapes, and the trailer, from (summed) buckets. Works in a
-        graph.
+    def trailer_of(self, buckets: Sequence[Tensor]) -> list[float]:
+        """The (summed) trailer's numbers."""
+        if self._group.size == 1:
+            return buckets[-1].asnumpy().tolist()
+        parts = [buckets[b][start:stop].asnumpy() for b, start, stop in self.layout.found[-1]]
+        return np.concatenate(parts).tolist()
+
+    def norm_of(self, buckets: Sequence[Tensor]) -> float:
+        """The 2-norm of all gradients in the buckets; on a CPU by NumPy, which is ten times as fast
+        there as MindSpore's own sums.
         """
-        return unpack(self.layout, tuple(p.shape for p in self.parameters), buckets)
+        spans = [(place, 0, int(bucket.size)) for place, bucket in enumerate(buckets)]
+        if self._group.size == 1:
+            spans = spans[: len(self.sums)]
+        elif len(self.layout.sizes) > len(self.sums):
+            cut = {b: start for b, start, _ in self.layout.found[-1]}
+            spans = [(b, 0, cut.get(b, stop)) for b, _, stop in spans]
+        squares = 0.0
+        for place, start, stop in spans:
+            if self._group.transport == "mccl":
+                squares += _squares(buckets[place].asnumpy().reshape(-1)[start:stop])
+            else:
+                squares += float(ops.square(buckets[place].reshape(-1)[start:stop]).sum().asnumpy())
+        return math.sqrt(squares)
 
     def _clearing(self) -> Callable[..., Any]:
         sums = self.sums
@@ -204,18 +240,22 @@ class Accumulator:
 
 def unpack(
     layout: Layout, shapes: Sequence[tuple[int, ...]], buckets: Sequence[Tensor]
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """See `Accumulator.unpack`."""
-    flats: Any = ()
-    for spans in layout.found:
+) -> tuple[Tensor, ...]:
+    """Tensors of these shapes from the buckets that they lie in. Works in a graph."""
+    tensors: Any = ()
+    for spans, shape in zip(layout.found, shapes):  # noqa: B905  # no strict in graphs
         parts: Any = ()
         for bucket, start, stop in spans:
             parts = (*parts, buckets[bucket][start:stop])
-        flats = (*flats, ops.concat(parts) if len(parts) > 1 else parts[0])
-    tensors: Any = ()
-    for flat, shape in zip(flats, shapes):  # noqa: B905  # no strict in graphs
+        flat = ops.concat(parts) if len(parts) > 1 else parts[0]
         tensors = (*tensors, flat.reshape(shape))
-    return tensors, flats[-1] if len(flats) > len(shapes) else None
+    return tensors
+
+
+def _squares(flat: Any) -> float:
+    """The sum of squares: blocks in their own type, which are added up in float64."""
+    blocks = (flat[place : place + BLOCK] for place in range(0, flat.size, BLOCK))
+    return math.fsum(float(np.dot(block, block)) for block in blocks)
 
 
 def _flatten(batch: Any) -> tuple[Any, tuple[Tensor, ...]]:

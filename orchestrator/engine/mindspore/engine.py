@@ -113,18 +113,17 @@ class MindSporeEngine:
         began = time.perf_counter()
         seed = derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
         seed_everything(seed)
-        total, weight, metrics = self._accumulator.add(batch)
-        self._tally.add(total, weight, metrics)
+        figures = self._accumulator.add(batch)
+        self._tally.add(figures)
         self._done += 1
         self._micro_steps += 1
         every = self._settings.log_every
         if every and self._micro_steps % every == 0:
-            self._say(
-                f"update {window.update} micro-step {self._micro_steps}: loss "
-                f"{as_float(total) / max(as_float(weight), 1e-300):.6f}"
-            )
+            total, weight, *_ = figures.asnumpy().tolist()
+            loss = total / weight if weight else float("nan")
+            self._say(f"update {window.update} micro-step {self._micro_steps}: loss {loss:.6f}")
         self._compute_s += time.perf_counter() - began
-        if self._settings.sync == "every_step" and self._reductions < window.steps - 1:
+        if self._synchronises_each_step and self._reductions < window.steps - 1:
             self._reduce(self._tally.trailer())
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
@@ -135,7 +134,7 @@ class MindSporeEngine:
         trailer = self._tally.trailer()  # waits for the losses, so the rest is not computing
         trailer.flags[STOP] = int(stop)
         self._compute_s += time.perf_counter() - began
-        if self._settings.sync == "every_step":
+        if self._synchronises_each_step:
             while self._reductions < window.steps - 1:
                 self._reduce(Trailer.empty(len(self._names)))
         buckets = self._reduce(trailer)
@@ -153,13 +152,17 @@ class MindSporeEngine:
             buckets = self._accumulator.reduce(trailer.numbers())
         if self._held is not None:
             buckets = [held + new for held, new in zip(self._held, buckets, strict=True)]
-        if self._settings.sync == "every_step":
+        if self._synchronises_each_step:
             buckets = [bucket.copy() for bucket in buckets]
             self._accumulator.clear()
             self._held = buckets
         self._reductions += 1
         self._wait_s += time.perf_counter() - began
         return buckets
+
+    @property
+    def _synchronises_each_step(self) -> bool:
+        return self._settings.sync == "every_step" and self._group.size > 1
 
     def _report(self, window: Window, applied: Applied, optimizer_s: float) -> BoundaryReport:
         totals = applied.totals

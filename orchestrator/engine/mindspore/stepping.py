@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspore import Tensor, ops
+from mindspore import Tensor
 
 from orchestrator.engine.mindspore.accumulator import Accumulator, unpack
 from orchestrator.engine.mindspore.optimizers import set_rate
-from orchestrator.engine.mindspore.tally import Tally, as_float
+from orchestrator.engine.mindspore.tally import Tally
 from orchestrator.engine.trailer import BAD_WEIGHT, NON_FINITE, Trailer
 from orchestrator.errors import JobError, NonFiniteError
 
@@ -55,13 +55,12 @@ class Stepper:
     ) -> None:
         self._accumulator, self._optimizer = accumulator, optimizer
         self._clip_norm, self._policy, self._where = clip_norm, on_non_finite, where
-        self._measure = accumulator.compile(self._measuring(), "the gradient's norm")
         self._step = accumulator.compile(self._stepping(), "the optimizer's step")
 
     @property
     def compile_s(self) -> float:
         """Seconds spent in first calls of compiled functions so far."""
-        return self._measure.compile_s + self._step.compile_s
+        return self._step.compile_s
 
     def set_rate(self, rate: float) -> None:
         """The learning rate of the next step."""
@@ -76,8 +75,7 @@ class Stepper:
             JobError: weights that cannot be divided by.
             NonFiniteError: the loss or the gradient is not finite, and the policy is "stop".
         """
-        norm_of, trailer, *gradients = self._measure(*buckets)
-        totals = Trailer.of(trailer.asnumpy().tolist(), metric_count)
+        totals = Trailer.of(self._accumulator.trailer_of(buckets), metric_count)
         if totals.flags[BAD_WEIGHT]:
             raise JobError(
                 f"Loss.weight was negative or not finite in update {update}, first on "
@@ -96,7 +94,7 @@ class Stepper:
                     f"{self._where(tally.first_non_finite)}; {REMEDIES}"
                 )
             return Applied(totals, stepped=False, norm=None)
-        norm = as_float(norm_of) / weight
+        norm = self._accumulator.norm_of(buckets) / weight
         if not math.isfinite(norm):
             if self._policy == "stop":
                 raise NonFiniteError(
@@ -106,28 +104,17 @@ class Stepper:
             return Applied(totals, stepped=False, norm=None)
         clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + EPSILON))
         factor = Tensor(clip / weight, self._accumulator.dtype)
-        self._step(factor, *gradients)
+        self._step(factor, *buckets)
         return Applied(totals, stepped=True, norm=norm)
-
-    def _measuring(self) -> Callable[..., Any]:
-        layout = self._accumulator.layout
-        shapes = tuple(p.shape for p in self._accumulator.parameters)
-
-        def measure(*buckets: Tensor) -> Any:
-            gradients, trailer = unpack(layout, shapes, buckets)
-            squares: Any = 0.0
-            for gradient in gradients:
-                squares = squares + ops.square(gradient).sum()
-            return ops.sqrt(squares), trailer, *gradients
-
-        return measure
 
     def _stepping(self) -> Callable[..., Any]:
         optimizer = self._optimizer
+        alone, layout = self._accumulator.alone, self._accumulator.layout
+        sums, shapes = self._accumulator.sums, self._accumulator.shapes
 
-        def step(factor: Tensor, *gradients: Tensor) -> Any:
+        def step(factor: Tensor, *buckets: Tensor) -> Any:
             averaged: Any = ()
-            for gradient in gradients:
+            for gradient in sums if alone else unpack(layout, shapes, buckets):
                 averaged = (*averaged, gradient * factor)
             return optimizer(averaged)
 

@@ -6,7 +6,6 @@ Values are kept as tensors until the boundary, so that a micro-step never waits 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from mindspore import Tensor
@@ -24,7 +23,7 @@ class Tally:
 
     def __init__(self, metric_count: int) -> None:
         self._metric_count = metric_count
-        self._rows: list[tuple[Any, Any, Sequence[Any]]] = []
+        self._rows: list[Tensor] = []
         self.first_non_finite: int | None = None
         self.first_bad_weight: int | None = None
         self._before = 0
@@ -35,16 +34,16 @@ class Tally:
         self._before = 0
         self.first_non_finite = self.first_bad_weight = None
 
-    def add(self, total: Any, weight: Any, metrics: Sequence[Any]) -> None:
-        """Take in a micro-step's sums; nothing is waited for yet."""
-        self._rows.append((total, weight, metrics))
+    def add(self, figures: Tensor) -> None:
+        """Take in a micro-step's [total, weight, *metrics]; nothing is waited for yet."""
+        self._rows.append(figures)
 
     def trailer(self) -> Trailer:
         """The sums since the last trailer, each exact, with the flags of what is not usable."""
         trailer = Trailer.empty(self._metric_count)
         bad_weight = non_finite = False
-        for step, (total_of, weight_of, metrics_of) in enumerate(self._rows, self._before):
-            total, weight = as_float(total_of), as_float(weight_of)
+        for step, figures in enumerate(self._rows, self._before):
+            total, weight, *metrics = figures.asnumpy().tolist()
             if not (math.isfinite(weight) and weight >= 0):
                 bad_weight = True
                 if self.first_bad_weight is None:
@@ -56,8 +55,8 @@ class Tally:
                     self.first_non_finite = step
             trailer.weight.add(weight)
             trailer.loss.add(total)
-            for metric, value in zip(trailer.metrics, metrics_of, strict=True):
-                metric.add(as_float(value))
+            for metric, value in zip(trailer.metrics, metrics, strict=True):
+                metric.add(value)
         trailer.flags[NON_FINITE] = int(non_finite)
         trailer.flags[BAD_WEIGHT] = int(bad_weight)
         self._before += len(self._rows)

@@ -1,0 +1,118 @@
+"""MindSpore over MCCL: the flat reduction in buckets against one all-reduce for each tensor.
+
+Two ranks; 16 tensors of 8.4 million numbers in all, and 200 small ones. Ours are the accumulator's
+buckets, packed and waited for as at a boundary; the other is an AllReduce a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.measure import Measured, interleaved, publish, table
+
+RANKS, REPETITIONS, TIMEOUT_S = 2, 9, 300
+SETS = {
+    "16 tensors, 8.4 M numbers": [(1024, 1024)] * 8 + [(1000,)] * 8,
+    "200 tensors of 64": [(64,)] * 200,
+}
+BUCKETS_MIB = (25.0, 4.0)
+
+
+def rank_main(folder: Path, rank: int) -> None:
+    """One rank: measures all sets; rank 0 leaves the figures."""
+    os.environ.setdefault("GLOG_v", "3")
+    from mindspore import Tensor, nn, ops
+
+    from orchestrator.engine.api import GroupSpec
+    from orchestrator.engine.mindspore import form_group
+    from orchestrator.engine.mindspore.accumulator import Accumulator
+
+    group = form_group(
+        GroupSpec(
+            rank=rank, size=RANKS, local_rank=rank, node="here", address="127.0.0.1", folder=folder
+        )
+    )
+
+    class Holder(nn.Cell):
+        def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+            super().__init__()
+            from mindspore import Parameter, ParameterTuple
+
+            self.held = ParameterTuple(
+                Parameter(ops.ones(shape), name=f"p{place}") for place, shape in enumerate(shapes)
+            )
+
+        def construct(self, x: Tensor) -> Tensor:
+            return x
+
+    def loss(model: nn.Cell, batch: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
+        raise NotImplementedError("nothing is trained here")
+
+    figures: dict[str, list[list[float]]] = {}
+    for name, shapes in SETS.items():
+        holder = Holder(shapes)
+        contenders = {}
+        for mib in BUCKETS_MIB:
+            flat = Accumulator(holder, loss, group, bucket_bytes=int(mib * 2**20))
+
+            def once(flat: Accumulator = flat) -> float:
+                group.barrier()
+                began = time.perf_counter()
+                for tensor in flat.reduce():
+                    tensor.asnumpy()
+                return 1e3 * (time.perf_counter() - began)
+
+            contenders[f"flat, buckets of {mib:g} MiB"] = once
+        tensors = list(flat.sums)
+
+        def each(tensors: list[Tensor] = tensors) -> float:
+            group.barrier()
+            began = time.perf_counter()
+            group.sums(tensors)
+            return 1e3 * (time.perf_counter() - began)
+
+        contenders["one all-reduce a tensor"] = each
+        measured = interleaved(contenders, REPETITIONS)
+        figures[name] = [[m.name, m.median, m.low, m.high] for m in measured]
+    if rank == 0:
+        (folder / "figures.json").write_text(json.dumps(figures))
+    group.close()
+    os._exit(0)
+
+
+def main() -> None:
+    """Start the ranks and publish what rank 0 measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.mindspore_reduction", folder, str(rank)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(RANKS)
+        ]
+        for process in ranks:
+            process.wait(TIMEOUT_S)
+        figures = json.loads((Path(folder) / "figures.json").read_text())
+    parts = []
+    for name, rows in figures.items():
+        measured = [Measured(name=n, median=m, low=low, high=high) for n, m, low, high in rows]
+        parts.append(f"{name}:\n\n{table(measured, 'ms', 'one all-reduce a tensor')}")
+    publish(
+        "mindspore_reduction",
+        f"MindSpore over MCCL, {RANKS} ranks: one reduction",
+        "\n\n".join(parts),
+        figures,
+    )
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        rank_main(Path(sys.argv[1]), int(sys.argv[2]))
+    else:
+        main()
