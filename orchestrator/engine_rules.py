@@ -82,6 +82,11 @@ def _mindspore(config: Config) -> list[str]:
             f"accumulation.reduction={config.accumulation.reduction} is not available with "
             f"MindSpore; try accumulation.reduction=fast"
         )
+    if config.engine.norm != "warn":
+        wrong.append(
+            f"engine.norm={config.engine.norm} is not available with MindSpore; write nn.GroupNorm "
+            f"into the model, and leave engine.norm out"
+        )
     if config.engine.jit_level != "auto" and config.engine.mode == "pynative":
         wrong.append(
             f"engine.jit_level={config.engine.jit_level} means nothing with "

@@ -44,6 +44,11 @@ def test_mindspores_keys_are_refused_for_a_torch_job():
         refuse_unsupported(compose(["engine.mode=pynative"]), "torch")
 
 
+def test_batch_norms_are_not_replaced_in_silence():
+    with pytest.raises(ConfigError, match="GroupNorm"):
+        prepare(compose(["job=line", "engine.norm=group"]))
+
+
 def test_a_level_without_compilation_is_refused():
     with pytest.raises(ConfigError, match=r"engine\.mode=jit"):
         prepare(compose(["job=line", "engine.mode=pynative", "engine.jit_level=O1"]))
