@@ -39,6 +39,7 @@ from orchestrator.report.progress import Progress
 from orchestrator.report.terminal import say
 from orchestrator.rundir import RunDir, write_atomically, write_json
 from orchestrator.submit.api import Cluster, Culprit, Handle, State
+from orchestrator.submit.ending import write_end
 from orchestrator.submit.interrupts import Interrupts
 from orchestrator.submit.local import LocalCluster, visible_gpus
 from orchestrator.submit.manner import Manner
@@ -273,24 +274,7 @@ def _follow(
 
 def _write_end(run: RunDir, state: State, culprit: Culprit | None, *, interrupted: bool) -> None:
     """Write result.json for a run whose rank 0 could not: it failed, or stopped before it began."""
-    history = read_metrics(run.metrics)
-    last = history.updates[-1] if history.updates else {}
     cause = "interrupted twice: every process was ended at once"
     if interrupted:
         culprit = Culprit(rank=None, node="launcher", cause=cause)
-    write_json(
-        run.result,
-        {
-            "state": state.value,
-            "updates": last.get("update", -1) + 1,
-            "samples": sum(record["samples"] for record in history.updates),
-            "loss": last.get("loss"),
-            "metrics": {},
-            "weights_sha256": None,
-            "peak_memory_bytes": [],
-            "collectives": sum(record["collectives"] for record in history.updates),
-            "bytes_on_wire": sum(record["bytes_on_wire"] for record in history.updates),
-            "seconds": sum(record["update_s"] for record in history.updates),
-            "culprit": culprit.to_json() if culprit else None,
-        },
-    )
+    write_end(run, state, culprit)
