@@ -15,6 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== setting up $(VENV): Python packages with the versions of constraints.txt"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,mindspore,report,dev]'
+	@$(BIN)/python -m compileall -q orchestrator jobs slurm
 	@touch $(STAMP)
 
 setup: $(STAMP)  ## make .venv and install everything into it

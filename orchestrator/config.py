@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -298,4 +298,4 @@ def read_config(values: Any) -> Config:
 
 def to_yaml(config: Config) -> str:
     """The text of config.yaml; `read_config` of it is the same configuration."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))

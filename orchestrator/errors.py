@@ -6,7 +6,6 @@ value that works. Anything that is *not* one of these is a defect and keeps its 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 EXIT_FINISHED = 0
@@ -90,6 +89,8 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     >>> nearest("zzz", ["steps"]) is None
     True
     """
+    import difflib  # only a mistake pays for it
+
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
     return matches[0] if matches else None
 

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from orchestrator.config import Config
 
+POLL_S = 0.1  # how long those who follow a run wait for news of it
+
 
 class State(enum.Enum):
     """Where a submission stands, in the words of result.json where it has ended."""

@@ -1,10 +1,32 @@
-"""result.json for a run whose rank 0 could not write it: it failed, or stopped before it began."""
+"""How a run ends: its exit code, and result.json where rank 0 could not write it.
+
+It could not when it failed, or was stopped before it began.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from orchestrator.report.metrics import read_metrics
 from orchestrator.rundir import RunDir, write_json
 from orchestrator.submit.api import Culprit, State
+
+EXIT_CODES = {
+    State.FINISHED: EXIT_FINISHED,
+    State.FAILED: EXIT_FAILED,
+    State.STOPPED: EXIT_STOPPED,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a followed run ended; PENDING for one that was only queued."""
+
+    run: RunDir
+    state: State
+    exit_code: int
+    culprit: Culprit | None = None
 
 
 def write_end(run: RunDir, state: State, culprit: Culprit | None = None) -> None:

@@ -13,7 +13,6 @@ import shutil
 import sys
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import ModuleType
@@ -22,10 +21,7 @@ from typing import Any
 from orchestrator.config import Config, read_config, to_yaml
 from orchestrator.engine_rules import refuse_unsupported
 from orchestrator.errors import (
-    EXIT_FAILED,
     EXIT_FINISHED,
-    EXIT_INTERRUPTED,
-    EXIT_STOPPED,
     RunFailed,
     RunFolderError,
     TransportError,
@@ -33,47 +29,17 @@ from orchestrator.errors import (
 )
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
-from orchestrator.report.closing import print_closing
-from orchestrator.report.metrics import Tail, read_metrics
-from orchestrator.report.progress import Progress
 from orchestrator.report.terminal import say
 from orchestrator.rundir import RunDir, write_atomically, write_json
-from orchestrator.submit.api import Cluster, Culprit, Handle, State
-from orchestrator.submit.ending import write_end
+from orchestrator.submit.api import State
+from orchestrator.submit.ending import Ended
 from orchestrator.submit.interrupts import Interrupts
-from orchestrator.submit.local import LocalCluster, visible_gpus
 from orchestrator.submit.manner import Manner
 from orchestrator.target import check_target
-from orchestrator.worker.progress import read_progress
 
-POLL_S = 0.1
 DISK_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT, errno.ENOTDIR,
 )  # fmt: skip
-EXIT_CODES = {
-    State.FINISHED: EXIT_FINISHED,
-    State.FAILED: EXIT_FAILED,
-    State.STOPPED: EXIT_STOPPED,
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """How a followed run ended."""
-
-    run: RunDir
-    state: State
-    exit_code: int
-    culprit: Culprit | None = None
-
-
-def cluster_for(config: Config) -> Cluster:
-    """The implementation of `cluster.kind`."""
-    if config.cluster.kind == "slurm":
-        from orchestrator.submit.slurm import SlurmCluster
-
-        return SlurmCluster(config)
-    return LocalCluster()
 
 
 def prepare(config: Config) -> Plan:
@@ -82,6 +48,8 @@ def prepare(config: Config) -> Plan:
     refuse_unsupported(config, facts.framework, coupled=bool(facts.coupled))
     plan = plan_of(config, metric_count=facts.metric_count or 0, coupled=facts.coupled)
     if config.cluster.kind == "local" and config.transport == "nccl":
+        from orchestrator.submit.local import visible_gpus
+
         gpus = len(visible_gpus(os.environ))
         if gpus < plan.ranks:
             raise TransportError(
@@ -150,8 +118,8 @@ def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> E
     """Start a new run, and follow it to its end unless it goes on without us."""
     plan = prepare(config)
     run = RunDir(new_folder(config))
-    detached = _detached(config)
-    verdict = detached.check(config, run, manner) if detached else None
+    way = _way(config)
+    verdict = way.check(config, run, manner)
     with Interrupts() as interrupts:
         fresh = not run.path.exists()
         run.create()
@@ -163,9 +131,7 @@ def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> E
                 write_json(run.plan, plan.to_json())
                 write_json(run.submission, _submission(config, overrides))
                 with held(run):
-                    if detached:
-                        return detached.place(config, run, manner, verdict)
-                    return _attempt(config, run, plan.to_json(), manner, interrupts)
+                    return way.place(config, run, manner, interrupts, verdict)
         except UsageError:  # before anything was trained; the message says all
             if fresh and not run.metrics.exists() and not run.handle.exists():
                 shutil.rmtree(run.path, ignore_errors=True)  # it may be gone already
@@ -180,17 +146,19 @@ def resume(path: Path, manner: Manner) -> Ended:
     if result and result["state"] == "finished":
         say(manner.console, f"{path} has finished already; there is nothing to resume")
         return Ended(run=run, state=State.FINISHED, exit_code=EXIT_FINISHED)
-    detached = _detached(config)
     with Interrupts() as interrupts, writing(run), held(run):
-        if detached:
-            return detached.resume(config, run, manner)
-        return _attempt(config, run, run.read_plan(), manner, interrupts)
+        return _way(config).resume(config, run, manner, interrupts)
 
 
-def _detached(config: Config) -> ModuleType | None:
-    """The way of runs that are submitted and left alone; None for those that are held."""
+def _way(config: Config) -> ModuleType:
+    """How runs are kept: held by this process, or submitted and left alone.
+
+    Both modules have `check`, `place` and `resume`; only the one that is needed is imported.
+    """
     if config.cluster.kind == "local":
-        return None
+        from orchestrator.submit import attended
+
+        return attended
     from orchestrator.submit import detached
 
     return detached
@@ -204,77 +172,3 @@ def _submission(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         "folder": str(Path.cwd()),
         "cluster": config.cluster.kind,
     }
-
-
-def _attempt(
-    config: Config, run: RunDir, plan: dict[str, Any], manner: Manner, interrupts: Interrupts
-) -> Ended:
-    attempt = run.begin_attempt()
-    tail = Tail(run.metrics)
-    tail.read()  # what earlier attempts wrote is not news
-    run.result.unlink(missing_ok=True)
-    cluster = cluster_for(config)
-    handle = cluster.submit(cluster.request(config, run.path, attempt))
-    try:
-        with Progress(plan, manner.console, manner.quiet, manner.verbose) as progress:
-            state, interrupted = _follow(
-                handle, run, attempt, tail, plan, progress, interrupts, manner
-            )
-    except BaseException:
-        handle.kill()
-        raise
-    if state is State.FAILED or interrupted or not run.result.exists():
-        _write_end(run, state, handle.culprit, interrupted=interrupted)
-    code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
-    culprit = handle.culprit
-    if culprit is not None and culprit.usage and not run.metrics.exists():
-        raise UsageError(culprit.cause)
-    if not manner.quiet or state is State.FAILED:
-        result = run.read_result() or {}
-        print_closing(
-            result, read_metrics(run.metrics), run.path, manner.console, plan=run.read_plan()
-        )
-    return Ended(run=run, state=state, exit_code=code, culprit=culprit)
-
-
-def _follow(
-    handle: Handle,
-    run: RunDir,
-    attempt: int,
-    tail: Tail,
-    plan: dict[str, Any],
-    progress: Progress,
-    interrupts: Interrupts,
-    manner: Manner,
-) -> tuple[State, bool]:
-    """Show the run to its end: one interrupt stops it at a boundary, a second ends it at once."""
-    asked = False
-    while True:
-        state = handle.poll(POLL_S)
-        place = read_progress(run.progress(attempt))
-        records = tail.rest() if state.ended else tail.read()
-        if records and plan.get("dataset_samples") is None:
-            plan.update(run.read_plan())  # by now the workers know the data set, and so the length
-        progress.update(records, (place.done, place.steps) if place else None)
-        if state.ended:
-            return state, False
-        if interrupts.count and not asked:
-            asked = True
-            handle.stop()
-            say(
-                manner.console,
-                "stopping at the next update boundary, with a checkpoint; "
-                "once more ends every process at once",
-                "yellow",
-            )
-        if interrupts.count > 1:
-            handle.kill()
-            return State.FAILED, True
-
-
-def _write_end(run: RunDir, state: State, culprit: Culprit | None, *, interrupted: bool) -> None:
-    """Write result.json for a run whose rank 0 could not: it failed, or stopped before it began."""
-    cause = "interrupted twice: every process was ended at once"
-    if interrupted:
-        culprit = Culprit(rank=None, node="launcher", cause=cause)
-    write_end(run, state, culprit)

@@ -85,6 +85,7 @@ def here(config: Config, run: RunDir, attempt: int) -> Here:
         folder=Path.cwd(),
         package=own / package.name if own else package,
         path=tuple(dict.fromkeys(path)),
+        unpacked=run.snapshot(attempt) if config.run.snapshot else None,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from orchestrator.config import Config, node_range
@@ -137,9 +138,11 @@ class Verdict:
 
 def check_request(client: SlurmClient, config: Config, script: str) -> Verdict:
     """Refuse what can never run. Raises `ClusterError`; `SchedulerDown` when nobody answers."""
-    known = read_partitions(client.must("scontrol", "--oneliner", "show", "partition"))
-    against = objections(client, config, known)
-    answer = client.ask("sbatch", "--test-only", text=script)
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        tested = beside.submit(client.ask, "sbatch", "--test-only", text=script)
+        known = read_partitions(client.must("scontrol", "--oneliner", "show", "partition"))
+        against = objections(client, config, known)
+        answer = tested.result()
     if answer.code:
         raise ClusterError("\n".join([explained(answer.words), *against]))
     if against:

@@ -30,12 +30,14 @@ class Here:
         folder: where the person stands; the job runs there too.
         package: folder of this package as the ranks import it: in the snapshot, or installed.
         path: folders that the ranks' PYTHONPATH begins with.
+        unpacked: the folder that the code's archive, which lies beside it, unpacks as, if any.
     """
 
     python: str
     folder: Path
     package: Path
     path: tuple[Path, ...] = ()
+    unpacked: Path | None = None
 
 
 def job_name(config: Config) -> str:
@@ -120,6 +122,21 @@ def _lines(parts: list[list[str]], end: str) -> Iterator[str]:
     yield f"    {end}"
 
 
+def _unpacking(here: Here) -> Iterator[str]:
+    """Once for all the job's starts; whole or not at all."""
+    if here.unpacked is None:
+        return
+    yield f"snapshot={quoted(here.unpacked)}"
+    yield 'if ! [ -d "$snapshot" ]; then'
+    yield '    rm -rf "$snapshot.part" && mkdir "$snapshot.part" &&'
+    yield '        tar --no-same-owner -xf "$snapshot.tar" -C "$snapshot.part" &&'
+    yield '        mv "$snapshot.part" "$snapshot"'
+    yield "fi || {"
+    yield '    echo "error: the code in $snapshot.tar cannot be unpacked on $SLURMD_NODENAME" >&2'
+    yield "    exit 1"
+    yield "}"
+
+
 def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
     """The text that sbatch gets. The values must have passed `check_values`.
 
@@ -152,6 +169,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         "fi",
         f"attempt=$(printf %03d $(({attempt} + ${{SLURM_RESTART_COUNT:-0}})))",
         'mkdir -p "$run/attempts/$attempt"',
+        *_unpacking(here),
         *_exports(config, here, attempt),
     ]
     if cluster.preamble:

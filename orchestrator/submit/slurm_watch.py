@@ -20,6 +20,7 @@ QUERY_S = 2.0
 ENDING_QUERY_S = 0.3
 RESULT_GRACE_S = 5.0
 UNSEEN_S = 15.0
+SAID = "error: "  # how the batch script says why it gives up
 CAUSES = {
     "CANCELLED": "cancelled through the scheduler (scancel)",
     "TIMEOUT": "the time limit was reached; resume goes on from the newest checkpoint",
@@ -42,7 +43,10 @@ def read_handle(run: RunDir) -> dict[str, Any]:
 def ending(run: RunDir, job: Job) -> tuple[State, Culprit]:
     """What a job that ended without a result means."""
     node = job.nodes or "scheduler"
-    cause = CAUSES.get(job.state)
+    lines = tail(run.batch_log)
+    cause = CAUSES.get(job.state) or next(
+        (line.removeprefix(SAID) for line in lines[-1:] if line.startswith(SAID)), None
+    )
     if cause is None:
         # exit signal 53 is slurmd's own: it could not open the output file
         unseen = job.exit_signal == 53 or not run.attempts_made()
@@ -53,7 +57,7 @@ def ending(run: RunDir, job: Job) -> tuple[State, Culprit]:
                 f"{run.path} is probably not visible on {node}; keep runs on a shared file system"
             )
     state = State.STOPPED if job.state == "CANCELLED" else State.FAILED
-    return state, Culprit(rank=None, node=node, cause=cause, log_tail=tail(run.batch_log))
+    return state, Culprit(rank=None, node=node, cause=cause, log_tail=lines)
 
 
 class SlurmHandle:

@@ -1,6 +1,7 @@
 """A rank that fails ends the job as FAILED at once, by name, and leaves nothing behind."""
 
 import json
+import os
 import time
 
 import pytest
@@ -60,6 +61,18 @@ def test_a_failing_rank_fails_the_job_within_ten_seconds(slurm, failing, fault):
     assert found["state"] == "failed"
     assert found["reason"] == culprit["cause"]
     until(lambda: not runs.processes_of_job(slurm, job), 5, "the end of every process")
+
+
+def test_code_that_cannot_be_unpacked_fails_the_job_by_its_name(slurm, tmp_path):
+    run = tmp_path / "run"
+    runs.submit(slurm, run, "+cluster.slurm_flags.begin=now+3600")
+    archive = run / "code" / "000.tar"
+    os.truncate(archive, 3000)
+    runs.release(slurm, run)
+    until(lambda: runs.over(slurm, runs.job_of(run)), 60, "the end of the job")
+    found = runs.status(run)
+    assert found["state"] == "failed"
+    assert found["reason"].startswith(f"the code in {archive} cannot be unpacked on n")
 
 
 def test_a_failed_run_can_be_resumed(slurm, tmp_path):

@@ -25,6 +25,7 @@ HERE = Here(
     folder=Path("/shared/project"),
     package=RUN / "code/000/0/orchestrator",
     path=(RUN / "code/000/0", Path("/shared/project")),
+    unpacked=RUN / "code/000",
 )
 GOLDEN_REQUESTS = {
     "dev": ["+cluster=slurm_dev"],

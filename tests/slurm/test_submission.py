@@ -1,11 +1,13 @@
 """A run on SLURM: submitted, left alone, found again, and the same as a local one."""
 
 import json
+import subprocess
+import sys
 import textwrap
 
 import pytest
 
-from tests.helpers import call, result, until
+from tests.helpers import call, environment, result, until
 from tests.slurm import runs
 
 HELD = "+cluster.slurm_flags.begin=now+3600"
@@ -23,6 +25,21 @@ def test_two_nodes_of_two_ranks_end_with_the_local_runs_weights(slurm, tmp_path)
     assert (plan["nodes"], plan["ranks"]) == (2, 4)
     found = runs.status(tmp_path / "run")
     assert (found["state"], found["updates"], found["restarts"]) == ("finished", 10, 0)
+
+
+def test_submission_imports_no_framework_and_leaves_one_archive_of_the_code(slurm, tmp_path):
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "orchestrator.launch",
+         *runs.overrides(slurm, run, HELD)],
+        env=environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert {"submitit", "orchestrator.submit.slurm"} <= imported
+    unwanted = {"torch", "mindspore", "numpy", "sklearn", "rich.progress", "rich.table"}
+    assert not unwanted & imported
+    assert [path.name for path in (run / "code").iterdir()] == ["000.tar"]
+    runs.verb("cancel", run, "--now")
 
 
 def test_submission_returns_with_job_folder_and_next_commands(slurm, tmp_path):

@@ -1,0 +1,108 @@
+"""Runs that this process holds: every rank is its child, and they end together.
+
+What is drawn while one waits is imported here and not by `run`: a submission does without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.config import Config
+from orchestrator.errors import EXIT_INTERRUPTED, UsageError
+from orchestrator.report.closing import print_closing
+from orchestrator.report.metrics import Tail, read_metrics
+from orchestrator.report.progress import Progress
+from orchestrator.report.terminal import say
+from orchestrator.rundir import RunDir
+from orchestrator.submit.api import POLL_S, Culprit, Handle, State
+from orchestrator.submit.ending import EXIT_CODES, Ended, write_end
+from orchestrator.submit.interrupts import Interrupts
+from orchestrator.submit.local import LocalCluster
+from orchestrator.submit.manner import Manner
+from orchestrator.worker.progress import read_progress
+
+
+def check(config: Config, run: RunDir, manner: Manner) -> None:
+    """Nothing: what can be said of a run on this machine was said of its configuration."""
+
+
+def place(
+    config: Config, run: RunDir, manner: Manner, interrupts: Interrupts, verdict: None
+) -> Ended:
+    """Train it, shown to its end. Nothing is left running, whatever is raised."""
+    del verdict
+    return resume(config, run, manner, interrupts)
+
+
+def resume(config: Config, run: RunDir, manner: Manner, interrupts: Interrupts) -> Ended:
+    """Go on from the newest checkpoint, if there is one."""
+    plan = run.read_plan()
+    number = run.begin_attempt()
+    tail = Tail(run.metrics)
+    tail.read()  # what earlier attempts wrote is not news
+    run.result.unlink(missing_ok=True)
+    cluster = LocalCluster()
+    handle = cluster.submit(cluster.request(config, run.path, number))
+    try:
+        with Progress(plan, manner.console, manner.quiet, manner.verbose) as progress:
+            state, interrupted = _follow(
+                handle, run, number, tail, plan, progress, interrupts, manner
+            )
+    except BaseException:
+        handle.kill()
+        raise
+    if state is State.FAILED or interrupted or not run.result.exists():
+        _write_end(run, state, handle.culprit, interrupted=interrupted)
+    code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
+    culprit = handle.culprit
+    if culprit is not None and culprit.usage and not run.metrics.exists():
+        raise UsageError(culprit.cause)
+    if not manner.quiet or state is State.FAILED:
+        result = run.read_result() or {}
+        print_closing(
+            result, read_metrics(run.metrics), run.path, manner.console, plan=run.read_plan()
+        )
+    return Ended(run=run, state=state, exit_code=code, culprit=culprit)
+
+
+def _follow(
+    handle: Handle,
+    run: RunDir,
+    number: int,
+    tail: Tail,
+    plan: dict[str, Any],
+    progress: Progress,
+    interrupts: Interrupts,
+    manner: Manner,
+) -> tuple[State, bool]:
+    """Show the run to its end: one interrupt stops it at a boundary, a second ends it at once."""
+    asked = False
+    while True:
+        state = handle.poll(POLL_S)
+        place = read_progress(run.progress(number))
+        records = tail.rest() if state.ended else tail.read()
+        if records and plan.get("dataset_samples") is None:
+            plan.update(run.read_plan())  # by now the workers know the data set, and so the length
+        progress.update(records, (place.done, place.steps) if place else None)
+        if state.ended:
+            return state, False
+        if interrupts.count and not asked:
+            asked = True
+            handle.stop()
+            say(
+                manner.console,
+                "stopping at the next update boundary, with a checkpoint; "
+                "once more ends every process at once",
+                "yellow",
+            )
+        if interrupts.count > 1:
+            handle.kill()
+            return State.FAILED, True
+
+
+def _write_end(run: RunDir, state: State, culprit: Culprit | None, *, interrupted: bool) -> None:
+    """Write result.json for a run whose rank 0 could not: it failed, or stopped before it began."""
+    cause = "interrupted twice: every process was ended at once"
+    if interrupted:
+        culprit = Culprit(rank=None, node="launcher", cause=cause)
+    write_end(run, state, culprit)
