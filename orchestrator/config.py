@@ -136,12 +136,16 @@ class EngineConfig:
 
 @dataclass
 class RunConfig:
-    """Where the run is kept and how it is followed. `watch` null: local yes, SLURM no."""
+    """Where the run is kept and how it is followed. `watch` null: local yes, SLURM no.
+
+    max_restarts: how often a run that failed begins again by itself, from its newest checkpoint.
+    """
 
     dir: str | None = None
     name: str | None = None
     watch: bool | None = None
     snapshot: bool = True
+    max_restarts: int = 0
 
 
 @dataclass
@@ -242,6 +246,7 @@ def check(config: Config) -> None:
         ("schedule.base_batch", 1), ("cluster.time_min", 1), ("cluster.gpus_per_node", 0),
         ("cluster.signal_ahead_s", 1),
         ("engine.log_every", 0), ("facts.parameters", 1), ("facts.dataset_samples", 1),
+        ("run.max_restarts", 0),
     )  # fmt: skip
     for dotted, least in at_least:
         value = _value(config, dotted)
@@ -267,6 +272,11 @@ def check(config: Config) -> None:
             for name in SLURM_ONLY
             if _value(config, f"cluster.{name}") not in (None, {}, [])
         ]
+    if config.run.max_restarts and config.cluster.requeue is False:
+        wrong.append(
+            "run.max_restarts needs cluster.requeue=true: on SLURM a run begins again by being "
+            "handed back to the queue"
+        )
     if not isinstance(config.job.get("_target_"), str):
         wrong.append(
             "job._target_ must be the dotted name of a job class, as in jobs.digits.Digits"

@@ -92,6 +92,10 @@ class RunDir:
         """Why this attempt was needed, and what the one before it lost."""
         return self.attempt(attempt) / "restart.json"
 
+    def restarts(self) -> list[dict[str, Any]]:
+        """The notes of all attempts that went on from an earlier one."""
+        return [note for n in range(self.attempts_made()) if (note := read_json(self.restart(n)))]
+
     def heartbeat(self, attempt: int, node_index: int) -> Path:
         return self.attempt(attempt) / f"heartbeat-{node_index:05d}"
 

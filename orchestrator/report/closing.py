@@ -31,6 +31,7 @@ from orchestrator.report.units import (
 STATE_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
 LOG_LINES = 20
 DIGEST_DIGITS = 16
+RESTARTS_SHOWN = 5
 
 
 def print_closing(
@@ -78,6 +79,7 @@ def _rows(
     ]
     for name, value in summary.metrics.items():
         rows.append((f"held-out {name}", format_number(value), "bold"))
+    rows += _restarts(result.get("restarts") or [])
     rows += [
         ("time", format_seconds(summary.seconds), ""),
         ("speed", format_rate(summary.samples_per_second), ""),
@@ -97,6 +99,20 @@ def _rows(
         rows.append((f"  of which {name}", format_bytes(size), ""))
     if result.get("weights_sha256"):
         rows.append(("weights", f"sha256 {result['weights_sha256'][:DIGEST_DIGITS]}", ""))
+    return rows
+
+
+def _restarts(notes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """How often the run began again, what was done twice for it, and why, the latest last."""
+    if not notes:
+        return []
+    lost = sum(note["lost_updates"] for note in notes)
+    again = f"; {plural(lost, 'update')} done again" if lost else ""
+    rows = [("restarts", f"{format_count(len(notes))}{again}", "yellow")]
+    for note in notes[-RESTARTS_SHOWN:]:
+        after = f"after update {format_count(note['resumed_from'])}"
+        where = after if note["resumed_from"] else "from the beginning"
+        rows.append((f"  attempt {note['attempt']}", f"{where}: {note['why']}", ""))
     return rows
 
 
@@ -143,6 +159,8 @@ def _print_culprit(culprit: Mapping[str, Any] | None, folder: Path, console: Con
                     padding=0,
                 )
             )
+        if culprit.get("remark"):
+            say(console, str(culprit["remark"]), "red")
     say(console, f"to try again: {command('resume', folder)}", "bold")
 
 

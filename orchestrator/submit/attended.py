@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.errors import EXIT_INTERRUPTED, UsageError
-from orchestrator.report.closing import print_closing
+from orchestrator.report.closing import describe_culprit, print_closing
 from orchestrator.report.metrics import Tail, read_metrics
 from orchestrator.report.progress import Progress
 from orchestrator.report.terminal import say
@@ -19,6 +19,7 @@ from orchestrator.submit.ending import EXIT_CODES, Ended, write_end
 from orchestrator.submit.interrupts import Interrupts
 from orchestrator.submit.local import LocalCluster
 from orchestrator.submit.manner import Manner
+from orchestrator.submit.restarts import Ruling, rule
 from orchestrator.worker.progress import read_progress
 
 
@@ -35,12 +36,48 @@ def place(
 
 
 def resume(config: Config, run: RunDir, manner: Manner, interrupts: Interrupts) -> Ended:
-    """Go on from the newest checkpoint, if there is one."""
+    """Go on from the newest checkpoint, if there is one; after failures as `restarts` rules."""
     plan = run.read_plan()
-    number = run.begin_attempt()
+    run.result.unlink(missing_ok=True)
+    first = run.attempts_made()
+    while True:
+        number = run.begin_attempt()
+        state, interrupted, culprit = _attempt(config, run, number, plan, manner, interrupts)
+        ruling = Ruling(again=False)
+        if culprit is not None and state is State.FAILED and not interrupts.count:
+            ruling = rule(run, number, culprit, first=first, most=config.run.max_restarts)
+        if culprit is None or not ruling.again:
+            break
+        if not manner.quiet:
+            say(manner.console, describe_culprit(culprit.to_json()), "bold red")
+            say(manner.console, ruling.words, "yellow")
+    if interrupted:
+        cause = "interrupted twice: every process was ended at once"
+        culprit = Culprit(rank=None, node="launcher", cause=cause)
+    if state is State.FAILED or not run.result.exists():  # rank 0 could not write it
+        write_end(run, state, culprit, remark=ruling.words)
+    code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
+    if culprit is not None and culprit.usage and not run.metrics.exists():
+        raise UsageError(culprit.cause)
+    if not manner.quiet or state is State.FAILED:
+        result = run.read_result() or {}
+        print_closing(
+            result, read_metrics(run.metrics), run.path, manner.console, plan=run.read_plan()
+        )
+    return Ended(run=run, state=state, exit_code=code, culprit=culprit)
+
+
+def _attempt(
+    config: Config,
+    run: RunDir,
+    number: int,
+    plan: dict[str, Any],
+    manner: Manner,
+    interrupts: Interrupts,
+) -> tuple[State, bool, Culprit | None]:
+    """One attempt to its end: how it ended, whether at once by request, and by whose fault."""
     tail = Tail(run.metrics)
     tail.read()  # what earlier attempts wrote is not news
-    run.result.unlink(missing_ok=True)
     cluster = LocalCluster()
     handle = cluster.submit(cluster.request(config, run.path, number))
     try:
@@ -51,18 +88,7 @@ def resume(config: Config, run: RunDir, manner: Manner, interrupts: Interrupts) 
     except BaseException:
         handle.kill()
         raise
-    if state is State.FAILED or interrupted or not run.result.exists():
-        _write_end(run, state, handle.culprit, interrupted=interrupted)
-    code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
-    culprit = handle.culprit
-    if culprit is not None and culprit.usage and not run.metrics.exists():
-        raise UsageError(culprit.cause)
-    if not manner.quiet or state is State.FAILED:
-        result = run.read_result() or {}
-        print_closing(
-            result, read_metrics(run.metrics), run.path, manner.console, plan=run.read_plan()
-        )
-    return Ended(run=run, state=state, exit_code=code, culprit=culprit)
+    return state, interrupted, handle.culprit
 
 
 def _follow(
@@ -98,11 +124,3 @@ def _follow(
         if interrupts.count > 1:
             handle.kill()
             return State.FAILED, True
-
-
-def _write_end(run: RunDir, state: State, culprit: Culprit | None, *, interrupted: bool) -> None:
-    """Write result.json for a run whose rank 0 could not: it failed, or stopped before it began."""
-    cause = "interrupted twice: every process was ended at once"
-    if interrupted:
-        culprit = Culprit(rank=None, node="launcher", cause=cause)
-    write_end(run, state, culprit)

@@ -29,8 +29,14 @@ class Ended:
     culprit: Culprit | None = None
 
 
-def write_end(run: RunDir, state: State, culprit: Culprit | None = None) -> None:
-    """Write it from what is known: the state, the culprit, and the updates in metrics.jsonl."""
+def write_end(
+    run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
+) -> None:
+    """Write it from what is known: the state, the culprit, and the updates in metrics.jsonl.
+
+    Args:
+        remark: why a failed run was not started again, where that needs saying.
+    """
     history = read_metrics(run.metrics)
     last = history.updates[-1] if history.updates else {}
     write_json(
@@ -46,6 +52,7 @@ def write_end(run: RunDir, state: State, culprit: Culprit | None = None) -> None
             "collectives": sum(record["collectives"] for record in history.updates),
             "bytes_on_wire": sum(record["bytes_on_wire"] for record in history.updates),
             "seconds": sum(record["update_s"] for record in history.updates),
-            "culprit": culprit.to_json() if culprit else None,
+            "restarts": run.restarts(),
+            "culprit": {**culprit.to_json(), "remark": remark} if culprit else None,
         },
     )

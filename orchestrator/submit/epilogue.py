@@ -17,6 +17,7 @@ from orchestrator.errors import EXIT_FINISHED
 from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.submit.api import Culprit, State
 from orchestrator.submit.ending import write_end
+from orchestrator.submit.restarts import rule
 from orchestrator.submit.slurm_blame import blame_slurm
 from orchestrator.submit.slurm_client import SchedulerDown, SlurmClient
 from orchestrator.submit.slurm_jobs import shown
@@ -77,7 +78,19 @@ def settle(path: Path, attempt: int, code: int) -> None:
     elif departure is not None or (stopped_early and job.get("Requeue") == "1"):
         _requeue(run, attempt, departure or {"updates": None, "time": time.time()}, job, job_id)
     else:
-        write_end(run, State.FAILED, _culprit(run, attempt, code))
+        _failed(run, attempt, _culprit(run, attempt, code), job, job_id)
+
+
+def _failed(run: RunDir, attempt: int, culprit: Culprit, job: dict[str, str], job_id: str) -> None:
+    """Hand the job back where `run.max_restarts` allows; else write the end."""
+    allowed = int(run.read_config()["run"].get("max_restarts", 0))
+    first = int((read_json(run.handle) or {}).get("attempt", 0))
+    most = allowed if job.get("Requeue") == "1" else 0
+    ruling = rule(run, attempt, culprit, first=first, most=most)
+    if ruling.again:
+        ask_for_requeue(job_id)
+    else:
+        write_end(run, State.FAILED, culprit, remark=ruling.words)
 
 
 def _requeue(

@@ -137,7 +137,7 @@ def from_folder(run: RunDir) -> RunStatus:
     pace = seconds_per_update(updates)
     samples = [r["samples"] for r in updates if r.get("samples")]
     attempts = run.attempts_made()
-    notes = [note for n in range(attempts) if (note := read_json(run.restart(n)))]
+    notes = run.restarts()
     culprit: dict[str, Any] = (result or {}).get("culprit") or {}
     ended = result is not None
     kind = str(handle.get("kind") or (read_json(run.submission) or {}).get("cluster") or "local")

@@ -107,9 +107,10 @@ class Attendance:
     def _restart(self, updates: int) -> dict[str, object]:
         """Why this attempt was needed, and what was lost of the one before it."""
         before = self._attempt - 1
+        requeued = self._topology.scheduled and self._topology.restarts > 0
         why = "resumed"
-        if self._topology.restarts and self._topology.scheduled:
-            why = why_restarted(self._run, self._attempt) or NO_WORD
+        if requeued or not self._topology.scheduled:
+            why = why_restarted(self._run, self._attempt) or (NO_WORD if requeued else why)
         place = read_progress(self._run.progress(before))
         behind = place is not None and place.update >= updates
         return {

@@ -169,7 +169,8 @@ def _run_rank(
             history = read_metrics(run.metrics).updates  # of all attempts
             outcome.collectives = sum(record["collectives"] for record in history)
             outcome.bytes_on_wire = sum(record["bytes_on_wire"] for record in history)
-            write_json(run.result, _result(outcome, engine, seconds, memory, planned))
+            result = _result(outcome, engine, seconds, memory, planned)
+            write_json(run.result, {**result, "restarts": run.restarts()})
     # Groups that watch their peers are told that what follows is an end, not a loss.
     getattr(group, "close", lambda: None)()
     return outcome

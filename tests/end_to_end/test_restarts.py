@@ -1,0 +1,83 @@
+"""`run.max_restarts`: a run that fails goes on by itself, to the bits of one left alone."""
+
+import os
+import signal
+
+import pytest
+
+from tests import helpers
+from tests.helpers import SMALL, TINY
+
+FEW = (TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "train.checkpoint_every=5")
+
+
+def notes(run):
+    return [r["restart"] for r in helpers.records(run) if "restart" in r]
+
+
+def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    more = (*FEW, "train.updates=40", "job.dropout=0.5")
+    process = helpers.begin(*more, f"run.dir={run}", "job.pause_s=0.03", "run.max_restarts=2")
+    for attempt, rank in enumerate((1, 0)):
+        helpers.until(
+            lambda n=attempt: len([r for r in helpers.records(run) if r["attempt"] == n]) > 6,
+            what="training",
+        )
+        os.kill(helpers.rank_pid(run, rank), signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert not helpers.processes_of(run)
+    assert "attempt 1 begins from the newest checkpoint (restart 1 of 2" in output
+    found = helpers.result(run)
+    assert [note["attempt"] for note in found["restarts"]] == [1, 2]
+    assert found["restarts"] == notes(run)
+    assert all("SIGKILL" in note["why"] for note in notes(run))
+    assert "rank 1 on node1" in notes(run)[0]["why"]
+    assert "rank 0 on node0" in notes(run)[1]["why"]
+    assert "restarts" in output
+    listed = helpers.verb("status", run)
+    assert "finished" in listed.stdout
+    assert "last restart: rank 0 on node0 failed first: killed by signal 9" in " ".join(
+        listed.stdout.split()
+    )
+    done = helpers.call(*more, f"run.dir={undisturbed}")
+    assert done.returncode == 0, done.stderr
+    assert found["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
+
+
+def test_an_exception_that_comes_back_at_the_same_update_ends_the_run(tmp_path):
+    run = tmp_path / "run"
+    more = ("job.fault=raise", "job.fault_after=9", "train.checkpoint_every=0")
+    done = helpers.call(*FEW, *more, f"run.dir={run}", "train.updates=20", "run.max_restarts=5")
+    assert done.returncode == 1
+    assert "attempt 0 raised the same in update 2" in " ".join(done.stdout.split())
+    assert len(helpers.result(run)["restarts"]) == 1
+    assert "told to fail" in helpers.result(run)["culprit"]["cause"]
+
+
+def test_an_interrupted_run_does_not_start_again(tmp_path):
+    run = tmp_path / "run"
+    process = helpers.begin(
+        *FEW, f"run.dir={run}", "job.pause_s=0.3", "train.updates=40", "run.max_restarts=5"
+    )
+    helpers.until(lambda: helpers.records(run), what="training")
+    process.send_signal(signal.SIGINT)
+    os.kill(helpers.rank_pid(run, 1), signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert len(list((run / "attempts").glob("0*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.max_restarts=-1", "run.max_restarts=0"),
+        ("run.max_restarts=often", "run.max_restarts"),
+        ("+cluster=slurm cluster.requeue=false run.max_restarts=1", "cluster.requeue=true"),
+    ],
+)
+def test_a_number_of_restarts_that_cannot_be_is_refused(tmp_path, override, words):
+    done = helpers.verb("plan", *FEW[:1], *override.split())
+    assert done.returncode == 2
+    assert words in done.stderr
