@@ -116,3 +116,21 @@ def test_a_run_goes_on_beyond_its_time_limit(slurm, limited, digest_of_60):
     assert notes
     assert all(note["why"] == "near its time limit" for note in notes)
     assert all(note["lost_updates"] == 0 for note in notes)
+
+
+def test_a_killed_rank_costs_a_restart_where_that_is_allowed_and_no_bit(slurm, tmp_path):
+    run = tmp_path / "run"
+    more = ("train.updates=4", "train.checkpoint_every=1")  # so each attempt does two of them
+    job = runs.submit(
+        slurm, run, *more, "job.fault=kill", "job.fault_after=9", "run.max_restarts=1"
+    )
+    expected = runs.reference(tmp_path / "local", *more)
+    ended = runs.wait_over(slurm, run)
+    assert ended["weights_sha256"] == expected
+    (note,) = ended["restarts"]
+    assert note == runs.first_records(run)[1]["restart"]
+    assert note["why"].startswith("rank 1 on ")
+    assert note["why"].endswith("failed first: killed by signal 9 (SIGKILL)")
+    assert note["resumed_from"] == 2
+    assert runs.status(run)["restarts"] == 1
+    assert runs.job_of(run) == job

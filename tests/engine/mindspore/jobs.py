@@ -1,8 +1,11 @@
 """Small MindSpore jobs for tests, and the same mathematics in NumPy."""
 
+import time
+
 import numpy as np
 from mindspore import nn, ops
 
+from jobs.line import Line
 from orchestrator import Job, Loss
 
 SAMPLES = 61
@@ -41,6 +44,17 @@ class Weighted(Job):
 
     def evaluate(self, model):
         return {"weight": float(model[0].weight.asnumpy().sum())}
+
+
+class SlowLine(Line):
+    """`job=line`, with a pause before each micro-step, so that a test can step in."""
+
+    def __init__(self, pause_s=0.0):
+        super().__init__()
+        self.pause_s = pause_s
+
+    def collate(self, samples):
+        time.sleep(self.pause_s)
 
 
 class Detached(Weighted):
