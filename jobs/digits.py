@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from jobs.idx import bundled_digits, read_digits
+from jobs.initial_weights import read_weights
 from orchestrator import Job, Loss
 
 
@@ -20,21 +21,31 @@ class Digits(Job):
     Args:
         data_dir: folder with MNIST's four IDX files; None for the digits that scikit-learn ships.
         layers: sizes of the MLP's layers, from pixels to classes.
+        initial_weights: safetensors file to start from, of either engine; None draws them.
     """
 
     metric_names = ("accuracy",)
 
     def __init__(
-        self, data_dir: str | None = None, layers: Sequence[int] = (784, 512, 256, 128, 10)
+        self,
+        data_dir: str | None = None,
+        layers: Sequence[int] = (784, 512, 256, 128, 10),
+        initial_weights: str | None = None,
     ) -> None:
         self.folder = Path(data_dir).expanduser() if data_dir else bundled_digits()
         self.layers = list(layers)
+        self.initial_weights = initial_weights
 
     def model(self) -> nn.Module:
         parts: list[nn.Module] = []
         for inputs, outputs in zip(self.layers, self.layers[1:], strict=False):
             parts += [nn.Linear(inputs, outputs), nn.ReLU()]
-        return nn.Sequential(*parts[:-1])
+        net = nn.Sequential(*parts[:-1])
+        if self.initial_weights:
+            shapes = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
+            arrays = read_weights(self.initial_weights, shapes)
+            net.load_state_dict({name: torch.from_numpy(a) for name, a in arrays.items()})
+        return net
 
     def dataset(self, part: str = "train") -> TensorDataset:
         images, labels = read_digits(self.folder, part)

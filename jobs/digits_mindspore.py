@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import MnistDataset
-from safetensors.numpy import load_file
 
 from jobs.idx import bundled_digits, read_digits
+from jobs.initial_weights import read_weights
 from orchestrator import Job, Loss
-from orchestrator.errors import DataError
 
 
 class DigitsMindSpore(Job):
@@ -43,11 +42,10 @@ class DigitsMindSpore(Job):
             parts += [nn.Dense(inputs, outputs), nn.ReLU()]
         net = nn.SequentialCell(parts[:-1])
         if self.initial_weights:
-            found = load_file(self.initial_weights)
-            for name, parameter in net.parameters_dict().items():
-                if name not in found or found[name].shape != parameter.shape:
-                    raise DataError(f"{self.initial_weights} has no {name} of {parameter.shape}")
-                parameter.set_data(Tensor(found[name]))
+            parameters = net.parameters_dict()
+            shapes = {name: parameter.shape for name, parameter in parameters.items()}
+            for name, array in read_weights(self.initial_weights, shapes).items():
+                parameters[name].set_data(Tensor(array))
         return net
 
     def dataset(self, part: str = "train"):

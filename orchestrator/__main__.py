@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 from rich.console import Console
 
-from orchestrator.errors import EXIT_INTERRUPTED, OrchestratorError, RunFolderError
+from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, OrchestratorError, RunFolderError
 from orchestrator.report.terminal import say
 
 app = typer.Typer(
@@ -182,6 +182,9 @@ def compare(
     a: Annotated[Path, typer.Argument(help="A run folder, or a safetensors file.")],
     b: Annotated[Path, typer.Argument(help="The reference: differences are relative to it.")],
     tensors: Annotated[bool, typer.Option("--tensors", help="Tensor by tensor.")] = False,
+    at_most: Annotated[
+        float | None, typer.Option(min=0.0, help="Exit with 1 when the difference is larger.")
+    ] = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -195,6 +198,14 @@ def compare(
         _print_json(found.as_dict())
     else:
         print_comparison(found, Console(), tensors=tensors)
+    if at_most is not None and not found.max_relative_difference <= at_most:
+        say(
+            Console(stderr=True),
+            f"error: the largest relative difference is {found.max_relative_difference:.3e}, more "
+            f"than --at-most {at_most:g}",
+            "bold red",
+        )
+        raise typer.Exit(EXIT_FAILED)
 
 
 def main() -> None:

@@ -27,10 +27,16 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
 
     Raises:
         ConfigError: a key that the engine cannot honour, with the nearest value that it can.
-        JobError: the framework is not installed here, or with a NumPy that it fails with.
+        JobError: the job is written for another framework than the one asked for; the framework is
+            not installed here, or with a NumPy that it fails with.
     """
     if framework is None:
         return
+    if config.engine.framework not in ("auto", framework):
+        raise JobError(
+            f"engine.framework={config.engine.framework}, but the job is written for {framework}: "
+            f"{config.job['_target_']}; leave engine.framework out, or choose another job"
+        )
     wrong = _transport(config, framework)
     if framework == "mindspore":
         wrong += _mindspore(config)

@@ -211,6 +211,21 @@ def _constant(members: Mapping[str, ast.stmt], name: str) -> Any:
     return value.value if isinstance(value, ast.Constant) else None
 
 
+def _framework(lineage: _Lineage) -> str | None:
+    """What the class says; torch, as `Job` has it, when all of its sources are known and none says
+    anything; None when that cannot be told.
+    """
+    members = lineage.members()
+    if "framework" in members:
+        return _constant(members, "framework")
+    by_instance = any(
+        isinstance(node, ast.Attribute) and node.attr == "framework"
+        for item in lineage.classes
+        for node in ast.walk(item.node)
+    )
+    return "torch" if lineage.complete and not by_instance else None
+
+
 def check_target(job: Mapping[str, Any]) -> TargetFacts:
     """Check `job._target_` and the keys beside it. Nothing is imported, nothing is run.
 
@@ -275,7 +290,7 @@ def _check_class(dotted: str, found: _Class, job: Mapping[str, Any]) -> TargetFa
                 raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
     names = getattr(members.get("metric_names"), "value", None)
     return TargetFacts(
-        framework=_constant(members, "framework"),
+        framework=_framework(lineage),
         metric_count=len(names.elts) if isinstance(names, ast.Tuple | ast.List) else None,
         coupled=coupled,
         source=found.module.source,

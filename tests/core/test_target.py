@@ -39,6 +39,12 @@ SOURCE = """
     class Poor(Job):
         def model(self): ...
 
+    class Instance(Poor):
+        def __init__(self):
+            self.framework = "mindspore"
+        def dataset(self): ...
+        def loss(self, model, batch): ...
+
     class Unknowable(some.factory()):
         pass
 
@@ -102,6 +108,19 @@ def test_what_is_no_job_is_refused_in_words(package, job, words):
 def test_the_source_tells_framework_and_metrics(package):
     facts = check_target({"_target_": "theirs.jobs.Child", "width": 1})
     assert (facts.framework, facts.metric_count) == ("mindspore", 2)
+
+
+@pytest.mark.parametrize(
+    ("job", "framework"),
+    [
+        ({"_target_": "theirs.jobs.Data", "width": 1}, "torch"),
+        ({"_target_": "theirs.jobs.Instance"}, None),
+        ({"_target_": "theirs.jobs.Unknowable"}, None),
+        ({"_target_": "jobs.digits.Digits"}, "torch"),
+    ],
+)
+def test_a_job_that_states_no_framework_is_torchs_when_its_source_is_known(package, job, framework):
+    assert check_target(job).framework == framework
 
 
 def test_a_file_that_is_no_python_is_said(package, tmp_path):

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +20,15 @@ def script(page, name):
     ]
     assert len(found) == 1, f"docs/{page} has {len(found)} scripts {name}"
     return found[0]
+
+
+def shell_block(page, words):
+    """The indented block of `docs/<page>` that has these words."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    blocks = re.findall(r"(?:^ {4}.*\n)+", text, re.MULTILINE)
+    found = [b for b in blocks if words in b]
+    assert len(found) == 1, f"docs/{page} has {len(found)} blocks with {words}"
+    return textwrap.dedent(found[0])
 
 
 def torchrun(page, name, processes, folder):

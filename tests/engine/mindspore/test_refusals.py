@@ -5,7 +5,7 @@ import pytest
 
 from orchestrator.compose import compose
 from orchestrator.engine_rules import refuse_unsupported
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, JobError
 from orchestrator.submit.run import prepare
 
 FRAMEWORK = (
@@ -42,6 +42,20 @@ def test_a_reproducible_reduction_is_refused():
 def test_mindspores_keys_are_refused_for_a_torch_job():
     with pytest.raises(ConfigError, match=r"engine\.mode is MindSpore's"):
         refuse_unsupported(compose(["engine.mode=pynative"]), "torch")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["engine.style=framework"], r"engine\.style is MindSpore's"),
+        (["engine.framework=mindspore"], "is written for torch"),
+        (["job=line", "engine.framework=torch"], "is written for mindspore"),
+        (["transport=mccl"], "gloo"),
+    ],
+)
+def test_a_job_written_for_the_other_engine_is_refused(overrides, words):
+    with pytest.raises((ConfigError, JobError), match=words):
+        prepare(compose(overrides))
 
 
 def test_batch_norms_are_not_replaced_in_silence():

@@ -3,14 +3,15 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
-import numpy as np
 import psutil
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from tests import helpers
+from tests.docs.scripts import shell_block
 
 LINE = (
     "job=line", "cluster.nodes=2", "cluster.ranks_per_node=1", "tracker=none", "train.epochs=null",
@@ -55,39 +56,27 @@ def test_eight_workers_on_two_nodes_learn_digits_with_a_log_each(tmp_path):
 
 
 def test_both_engines_agree_from_the_same_start(tmp_path):
-    layers, draw = [784, 48, 10], np.random.default_rng(0)
-    start = tmp_path / "start.safetensors"
-    save_file(
-        {
-            "0.weight": (draw.standard_normal((48, 784)) / 28).astype(np.float32),
-            "0.bias": np.zeros(48, np.float32),
-            "2.weight": (draw.standard_normal((10, 48)) / 7).astype(np.float32),
-            "2.bias": np.zeros(10, np.float32),
-        },
-        start,
-    )
-    common = (
-        f"job.initial_weights={start}", f"job.layers={layers}", "cluster.nodes=1",
-        "cluster.ranks_per_node=2", "tracker=none", "train.epochs=null", "train.updates=10",
-        "train.evaluate_every=0", "accumulation.steps=4", "accumulation.global_batch=150",
-        "accumulation.micro_batch=null", "schedule.base_lr=0.05", "schedule.scaling=none",
-        "optimizer.momentum=0.0",
+    """The block of docs/mindspore.md, with a narrower net."""
+    block = shell_block("mindspore.md", "orchestrator compare")
+    assert "layers=[784,512,512,10]" in block
+    commands = block.replace("784,512,512,10", "784,48,10").replace("python -m", "$PYTHON -m")
+    done = subprocess.run(
+        ["bash", "-eu", "-c", commands],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=170,
+        env=helpers.environment(PYTHON=sys.executable),
     )  # fmt: skip
-    jobs = {
-        "torch": ("job._target_=tests.engine.mindspore.twins.TorchTwin", "optimizer=sgd"),
-        "mindspore": ("job=digits_mindspore",),
-    }
-    for name, job in jobs.items():
-        done = helpers.call(*job, *common, f"run.dir={tmp_path / name}")
-        assert done.returncode == 0, done.stdout + done.stderr
-    ours, theirs = (
-        load_file(next((tmp_path / name / "checkpoints").glob("*/weights.safetensors")))
-        for name in ("mindspore", "torch")
-    )
-    for name, array in theirs.items():
-        assert np.abs(ours[name] - array).max() <= 1e-5 * np.abs(array).max()
-    table = helpers.verb("compare", tmp_path / "torch", tmp_path / "mindspore")
-    assert table.returncode == 0, table.stdout + table.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    torchs, ours = tmp_path / "runs" / "torch", tmp_path / "runs" / "mindspore"
+    assert "torch" in json.loads((torchs / "environment.json").read_text())["framework"]
+    assert "mindspore" in json.loads((ours / "environment.json").read_text())["framework"]
+    assert [r["update"] for r in helpers.records(ours)] == list(range(10))
+    assert all(r["micro_steps"] == 4 for r in helpers.records(ours))
+    found = helpers.compare(ours, torchs)
+    assert 0 < found["max_relative_difference"] <= 1e-5
+    start = tmp_path / "runs" / "start"
+    told = helpers.verb("compare", ours, start, "--at-most", "1e-5")
+    assert told.returncode == 1
+    assert "more than --at-most 1e-05" in told.stderr
 
 
 def victim_of(run, which):
