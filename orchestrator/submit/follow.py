@@ -23,6 +23,8 @@ def follow(handle: SlurmHandle, run: RunDir, manner: Manner, interrupts: Interru
     tail = Tail(run.metrics)
     news = _News(run, manner)
     plan = run.read_plan()
+    if isinstance(run.read_config()["cluster"]["nodes"], dict):
+        plan.pop("ranks")  # of the most nodes; the scheduler may give fewer
     with Progress(plan, manner.console, manner.quiet, manner.verbose) as progress:
         while True:
             state = handle.poll(POLL_S)
