@@ -137,7 +137,7 @@ def _clip(model, limit):
     return norm
 
 
-def split(problem, cuts, **accumulator):
+def split(problem, cuts, expected_weight=None, **accumulator):
     """The same through accumulators; `cuts[rank]` are the (first, last) of its micro-batches.
 
     Gives one (weights, losses, norms) for each rank.
@@ -151,7 +151,7 @@ def split(problem, cuts, **accumulator):
         losses, norms = [], []
         for update in range(problem.updates):
             data = problem.data(update)
-            ours.begin_window(steps=steps)
+            ours.begin_window(steps=steps, expected_weight=expected_weight)
             for number, (first, last) in enumerate(cuts[group.rank]):
                 piece = [part[first:last] for part in data]
                 is_last = number == len(cuts[group.rank]) - 1

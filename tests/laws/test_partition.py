@@ -36,10 +36,21 @@ def _check(problem, table, tolerance, **accumulator):
     seed=st.integers(0, 1000),
     bucket_bytes=st.sampled_from(BUCKETS),
     how=st.sampled_from(["overlap", "at once", "every step"]),
+    expected_weight=st.one_of(st.none(), st.floats(0.01, 100)),
 )
 @settings(max_examples=120, deadline=None)
 def test_any_split_equals_the_big_batch_in_float64(
-    data, samples, weighting, optimizer, clip_norm, weight_decay, sparse, seed, bucket_bytes, how
+    data,
+    samples,
+    weighting,
+    optimizer,
+    clip_norm,
+    weight_decay,
+    sparse,
+    seed,
+    bucket_bytes,
+    how,
+    expected_weight,
 ):
     problem = Problem(
         samples=samples,
@@ -59,6 +70,7 @@ def test_any_split_equals_the_big_batch_in_float64(
         bucket_bytes=bucket_bytes,
         overlap=how == "overlap",
         sync="every_step" if how == "every step" else "boundary",
+        expected_weight=expected_weight,
     )
 
 

@@ -15,18 +15,20 @@ Ranks may have different numbers of micro-steps, and none at all.
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import BoundaryReport
+from orchestrator.engine.torch.arrivals import listen
 from orchestrator.engine.torch.base_group import BaseGroup
-from orchestrator.engine.torch.buffer import GradientBuffers, named_parameters, trained
-from orchestrator.engine.torch.clipping import factor_for, norm_of
+from orchestrator.engine.torch.buffer import GradientBuffers
+from orchestrator.engine.torch.clipping import GradientNorm, factor_for
+from orchestrator.engine.torch.layout import named_parameters, trained
 from orchestrator.engine.torch.optimizers import LearningRate, usable
 from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.reductions import reduction_for
@@ -37,8 +39,6 @@ from orchestrator.engine.torch.watch import WindowWatch
 from orchestrator.engine.trailer import BAD_WEIGHT, MOST_RANKS, NON_FINITE, STOP, Trailer
 from orchestrator.errors import ConfigError
 from orchestrator.job import Loss
-
-_COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
 
 
 class Accumulator:
@@ -106,10 +106,10 @@ class Accumulator:
             bucket_bytes=bucket_bytes,
             overlap=overlap,
         )
-        self._update, self._open = -1, False
+        self._update, self._open, self._expected = -1, False, 1.0
         self._mark = group.mark()
         self.compute_s = 0.0
-        self._hooks = _hook(self, [parameter for _, parameter in self._parameters])
+        self._hooks = listen(self, [parameter for _, parameter in self._parameters])
 
     @property
     def buffers(self) -> GradientBuffers:
@@ -119,6 +119,12 @@ class Accumulator:
     def parameter_count(self) -> int:
         """Trained real numbers, shared ones counted once."""
         return self.buffers.numbers()
+
+    def gradient_ready(self, parameter: int) -> None:
+        """For the hooks of this accumulator's parameters."""
+        self.buffers.take(parameter)
+        self._used.mark(parameter)
+        self._reduction.ready(parameter)
 
     def close(self) -> None:
         """Take the hooks off the parameters: another accumulator is to have them."""
@@ -134,22 +140,34 @@ class Accumulator:
         learning_rate: float | None = None,
         steps: int | None = None,
         leaves: int | None = None,
+        expected_weight: float | None = None,
     ) -> None:
-        """Start an update: gradients are zero. Not collective. `backward` does it if need be.
+        """Start an update without gradients. Not collective. `backward` does it if need be.
 
         Args:
             update: its number, for messages and the report; one more than the last by default.
             learning_rate: to set; None leaves the optimizer's.
             steps: micro-steps of the rank that has most; needed with sync="every_step".
             leaves: leaves of this update over all ranks; needed with reduction="reproducible".
+            expected_weight: what the window's weights will probably add up to over all ranks, the
+                same number on all. Losses are divided by it before their backward, which costs
+                nothing; where it proves right, the boundary need not divide the gradient. The
+                update is the same either way, but for the last bits.
+
+        Raises:
+            ValueError: `steps`, `leaves` or `expected_weight` cannot be used.
         """
+        if expected_weight is not None and not 0 < expected_weight < float("inf"):
+            raise ValueError(f"`expected_weight` must be above 0, but is {expected_weight}")
+        # A float16 backward wants sums: means of large batches would underflow in it.
+        early = expected_weight is not None and self.precision.scale == 1.0
+        self._expected = float(expected_weight or 1.0) if early else 1.0
         self._update = self._update + 1 if update is None else update
         if learning_rate is not None:
             self._rate.set(learning_rate)
         self._reduction.begin(steps=steps, leaves=leaves)
         self._tally.begin()
         self._used.begin()
-        self.buffers.attach(fresh=True)
         self._mark, self.compute_s = self.group.mark(), 0.0
         self._watch.begin(self._update)
         self._open = True
@@ -172,10 +190,9 @@ class Accumulator:
         began = time.perf_counter()
         self._tally.add(loss)
         self._reduction.before_backward(last=last, leaf=leaf)
-        self.buffers.attach()
-        total = loss.total
-        (total * self.precision.scale if self.precision.scale != 1.0 else total).backward()
-        self.buffers.attach()
+        factor = self.precision.scale / self._expected
+        loss.total.backward(None if factor == 1.0 else torch.full_like(loss.total, factor))
+        self.buffers.settle()
         self._reduction.after_backward()
         self.compute_s += time.perf_counter() - began
 
@@ -183,9 +200,14 @@ class Accumulator:
         """Count a micro-step whose backward somebody else runs (a pipeline's schedule, say).
 
         Its gradients must be those of `loss.total`, unscaled. For reduction="fast" only.
+
+        Raises:
+            ValueError: the window has an expected weight, which its backward did not divide by.
         """
         if not self._open:
             self.begin_window()
+        if self._expected != 1.0:
+            raise ValueError("record() is for windows without `expected_weight`")
         self._tally.add(loss)
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
@@ -211,9 +233,10 @@ class Accumulator:
         reached = time.perf_counter()
         trailer.flags[STOP] = int(stop)
         self._used.flag(trailer)
-        totals = self._reduction.finish(trailer)
+        norm_of_sum = GradientNorm()
+        totals = self._reduction.finish(trailer, norm_of_sum.add)
         waited = time.perf_counter()
-        norm, applied = self._apply(totals)
+        norm, applied = self._apply(totals, norm_of_sum)
         if applied:
             self.precision.succeeded()
         return self._report(
@@ -227,24 +250,25 @@ class Accumulator:
 
     # ------------------------------------------------------------------ parts of the boundary
 
-    def _apply(self, totals: Trailer) -> tuple[float | None, bool]:
+    def _apply(self, totals: Trailer, norm_of_sum: GradientNorm) -> tuple[float | None, bool]:
         """Average, clip and step, or refuse to. Gives the averaged gradient's norm, and whether."""
         if totals.flags[BAD_WEIGHT] or totals.weight.value <= 0:
             raise self._refusals.weight(self._update, totals, self._tally.first_bad_weight)
         if totals.flags[NON_FINITE]:
             self._refusals.loss(self._update, self._tally.first_non_finite)
             return None, False
-        summed = norm_of(self.buffers.gradients)
+        summed = norm_of_sum.value()
         if not summed < float("inf"):
             if self.precision.may_overflow:
                 self.precision.overflowed()
             else:
                 self._refusals.gradient(self._update, self.buffers)
             return None, False
-        divisor = totals.weight.value * self.precision.scale
+        divisor = totals.weight.value / self._expected * self.precision.scale
         norm, factor = factor_for(summed, divisor, self._clip_norm)
-        for gradient in self.buffers.gradients:
-            gradient.mul_(factor)
+        if factor != 1.0:
+            for gradient in self.buffers.gradients:
+                gradient.mul_(factor)
         self.buffers.detach(self._used.unused(totals))
         self.optimizer.step()
         self.buffers.attach()
@@ -268,25 +292,3 @@ class Accumulator:
             compute_s=self.compute_s,
             **figures,
         )
-
-    def _gradient_ready(self, parameter: int) -> None:
-        self._used.mark(parameter)
-        self._reduction.ready(parameter)
-
-
-def _hook(accumulator: Accumulator, parameters: Sequence[Tensor]) -> list[Any]:
-    """Have every parameter say when its gradient was added, as long as the accumulator lives."""
-    itself = weakref.ref(accumulator)
-
-    def hook_of(number: int) -> Callable[[Tensor], None]:
-        def ready(_: Tensor) -> None:
-            living = itself()
-            if living is not None:
-                living._gradient_ready(number)  # noqa: SLF001  # its own hook  # pyright: ignore[reportPrivateUsage]
-
-        return ready
-
-    return [
-        parameter.register_post_accumulate_grad_hook(hook_of(number))
-        for number, parameter in enumerate(parameters)
-    ]

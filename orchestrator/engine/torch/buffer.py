@@ -1,76 +1,20 @@
-"""Permanent flat gradient buffers: every parameter's `.grad` is a view into one of them.
+"""Permanent flat gradient buffers: every parameter's `.grad` becomes a view into one of them.
 
-One buffer for each device and real dtype; complex parameters live in their real dtype's buffer.
-Within one, parameters lie in the order in which their gradients become ready (the reverse of the
-model's), so that buckets, which are plain slices, fill up one after the other during a backward.
-The trailer's numbers end the last buffer. Nothing is ever copied together to be reduced.
+A window begins with every `.grad` None, and the gradients of its first backward are copied into
+their places as they come; autograd adds all later ones there itself. So no time goes into zeros,
+and nothing is ever copied together to be reduced. The trailer's numbers end the last buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
-from orchestrator.errors import ConfigError, JobError
+from orchestrator.engine.torch.layout import Place, buffer_plans, real_numbers
+from orchestrator.errors import JobError
 from orchestrator.plan.wire import trailer_numbers
-
-_EXACT = (torch.float32, torch.float64)  # dtypes that add up a trailer's limbs without rounding
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter's gradient lies: `count` real numbers of buffer `buffer` from `start`."""
-
-    name: str
-    parameter: Tensor
-    buffer: int
-    start: int
-    count: int
-
-
-@dataclass(slots=True)
-class _Plan:
-    """One buffer in the making."""
-
-    device: torch.device
-    dtype: torch.dtype
-    members: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
-
-
-def named_parameters(
-    model: Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor],
-) -> list[tuple[str, Tensor]]:
-    """The parameters of a module, or those that are given, with names."""
-    if isinstance(model, Module):
-        return list(model.named_parameters())
-    named: list[tuple[str, Tensor]] = []
-    for number, item in enumerate(model):
-        named.append((f"parameter {number}", item) if isinstance(item, Tensor) else item)
-    return named
-
-
-def trained(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """The parameters that get gradients, each once, with the first of its names.
-
-    Raises:
-        JobError: there is none, or one is not of a floating or complex dtype.
-    """
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, parameter in named:
-        if parameter.requires_grad:
-            found.setdefault(id(parameter), (name, parameter))
-    if not found:
-        raise JobError("the model has no parameter to train: none has requires_grad=True")
-    return list(found.values())
-
-
-def real_numbers(tensor: Tensor) -> int:
-    """How many real numbers `tensor` holds: two for each complex one."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 class GradientBuffers:
@@ -100,7 +44,7 @@ class GradientBuffers:
         self.metric_count, self.pad_to = metric_count, pad_to
         self.parameters = list(parameters)
         trailer = 0 if metric_count is None else trailer_numbers(metric_count)
-        plans = _plans(self.parameters, trailer=trailer > 0)
+        plans = buffer_plans(self.parameters, trailer=trailer > 0)
         self.flats: list[Tensor] = []
         self.payloads: list[Tensor] = []
         self.gradients: list[Tensor] = []
@@ -121,39 +65,77 @@ class GradientBuffers:
         self.trailer = self.payloads[-1][self.gradients[-1].numel() :]
         self.places = [place_of[id(parameter)] for _, parameter in self.parameters]
         self.views = [_view(self.flats[place.buffer], place) for place in self.places]
+        self._here = bytearray(len(self.places))  # 1 where a gradient is in its place
 
     def another(self) -> GradientBuffers:
         """Further buffers of the same layout, zero."""
         return GradientBuffers(self.parameters, metric_count=self.metric_count, pad_to=self.pad_to)
 
-    def zero(self) -> None:
-        """Set gradients and trailer to zero."""
-        for flat in self.flats:
-            flat.zero_()
+    def begin(self) -> None:
+        """A window, or a leaf, begins: every `.grad` is None; trailer and padding are zero."""
+        self._here[:] = bytes(len(self._here))
+        for flat, gradient in zip(self.flats, self.gradients, strict=True):
+            flat[gradient.numel() :].zero_()
+        for _, parameter in self.parameters:
+            parameter.grad = None
 
-    def attach(self, *, fresh: bool = False) -> None:
-        """Make every `parameter.grad` a view into the buffers, whatever was done to it meanwhile.
+    def take(self, number: int) -> None:
+        """Have parameter `number`'s gradient in its place, whatever was done to `.grad` meanwhile.
+
+        The window's first is copied there; one that somebody put in `.grad`'s place later is added;
+        what autograd added in place is there already.
+        """
+        parameter, view = self.parameters[number][1], self.views[number]
+        found = parameter.grad
+        if found is view or found is None or found.requires_grad:
+            return  # `settle` refuses the last of these, where it can be told
+        if self._here[number]:
+            view.add_(found)
+        elif found.is_sparse:
+            view.zero_().add_(found)
+        else:
+            view.copy_(found)
+        self._here[number] = 1
+        parameter.grad = view
+
+    def settle(self) -> None:
+        """After a backward: take what came without a hook, or took a gradient's place.
 
         A `.grad` of None (after `zero_grad(set_to_none=True)`) takes nothing away from what was
-        accumulated; one that somebody put in its place is added to it.
-
-        Args:
-            fresh: drop what was put in place instead: a window begins.
+        accumulated.
 
         Raises:
             JobError: a backward with `create_graph=True` replaced one, old sum included.
         """
-        for (name, parameter), view in zip(self.parameters, self.views, strict=True):
+        for number, ((name, parameter), view) in enumerate(
+            zip(self.parameters, self.views, strict=True)
+        ):
             found = parameter.grad
             if found is view:
                 continue
-            if found is not None and not fresh:
-                if found.requires_grad:
-                    raise JobError(
-                        f"the gradient of {name} carries a graph: accumulate by plain backward(); "
-                        "for gradient penalties use torch.autograd.grad(..., create_graph=True)"
-                    )
-                view.add_(found)
+            if found is None:
+                if self._here[number]:
+                    parameter.grad = view
+                continue
+            if found.requires_grad:
+                raise JobError(
+                    f"the gradient of {name} carries a graph: accumulate by plain backward(); for "
+                    "gradient penalties use torch.autograd.grad(..., create_graph=True)"
+                )
+            self.take(number)
+
+    def complete(self) -> None:
+        """`settle`, and zeros for parameters without a gradient: the buffers can be summed up."""
+        self.settle()
+        for number, view in enumerate(self.views):
+            if not self._here[number]:
+                view.zero_()
+        self.attach()
+
+    def attach(self) -> None:
+        """Show the buffers' numbers: every `.grad` is its view, whatever it was."""
+        self._here[:] = bytes([1]) * len(self._here)
+        for (_, parameter), view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
 
     def detach(self, unused: Iterable[int]) -> None:
@@ -166,25 +148,6 @@ class GradientBuffers:
         return sum(gradient.numel() for gradient in self.gradients)
 
 
-def _plans(parameters: Sequence[tuple[str, Tensor]], *, trailer: bool) -> list[_Plan]:
-    plans: dict[tuple[torch.device, torch.dtype], _Plan] = {}
-    for name, parameter in reversed(parameters):
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            raise JobError(
-                f"parameter {name} is {parameter.dtype}; gradients need a floating dtype"
-            )
-        dtype = parameter.real.dtype if parameter.is_complex() else parameter.dtype
-        key = (parameter.device, dtype)
-        plans.setdefault(key, _Plan(*key)).members.append((name, parameter))
-    for plan in plans.values():  # pairs of reals have to begin at even places
-        plan.members.sort(key=lambda member: not member[1].is_complex())
-    # The trailer's buffer comes last, because the trailer is what is known last.
-    ordered = sorted(plans.values(), key=lambda plan: plan.dtype in _EXACT)
-    if trailer and ordered[-1].dtype not in _EXACT:
-        ordered.append(_Plan(ordered[-1].device, torch.float32))
-    return ordered
-
-
 def _view(flat: Tensor, place: Place) -> Tensor:
     parameter = place.parameter
     part = flat[place.start : place.start + place.count]
@@ -195,27 +158,3 @@ def _view(flat: Tensor, place: Place) -> Tensor:
     if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
         return part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
     return part.view(parameter.shape)
-
-
-def bucket_slices(payloads: Sequence[Tensor], bucket_bytes: int) -> list[tuple[int, int, int]]:
-    """Cut each payload into `ceil(bytes / bucket_bytes)` slices: (buffer, start, end) in numbers.
-
-    Raises:
-        ConfigError: a bucket is too small to hold one number.
-    """
-    slices: list[tuple[int, int, int]] = []
-    for number, payload in enumerate(payloads):
-        size = payload.element_size()
-        if bucket_bytes < size:
-            raise ConfigError(
-                f"a bucket of {bucket_bytes} bytes holds no number of {payload.dtype}; "
-                f"engine.bucket_mib must be at least {size / 2**20:.3g}"
-            )
-        count = -(-payload.numel() * size // bucket_bytes)
-        ends = [bucket * bucket_bytes // size for bucket in range(1, count)] + [payload.numel()]
-        slices += [
-            (number, start, end)
-            for start, end in zip([0, *ends], ends, strict=False)
-            if end > start
-        ]
-    return slices

@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 _CHUNK = 4096  # numbers summed in the gradient's own dtype before float64 takes over
+_HALVES = (torch.float16, torch.bfloat16)
 EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipping agrees with it
 
 
-def norm_of(gradients: Sequence[Tensor]) -> float:
-    """The 2-norm of all numbers of the flat `gradients`; NaN or infinite when one of them is.
+class GradientNorm:
+    """The 2-norm of numbers that come in flat pieces, each looked at as it comes.
 
     Norms of chunks are added up in float64: as exact as float64 throughout, at a float32's price.
+    The pieces are kept until `value`, since they may have to be looked at again.
     """
-    squares = 0.0
-    for gradient in gradients:
-        whole = gradient.numel() // _CHUNK * _CHUNK
-        parts = [gradient[whole:]]
+
+    def __init__(self) -> None:
+        self._pieces: list[Tensor] = []
+        self._norms: list[Tensor] = []
+
+    def add(self, piece: Tensor) -> None:
+        """Take in a flat piece, on its device; nothing is waited for."""
+        self._pieces.append(piece)
+        whole = piece.numel() // _CHUNK * _CHUNK
         if whole:
-            parts.append(torch.linalg.vector_norm(gradient[:whole].view(-1, _CHUNK), dim=1))
-        for part in parts:
-            norm = float(torch.linalg.vector_norm(part, dtype=torch.float64))
-            squares += norm * norm
-    norm = math.sqrt(squares)
-    if not math.isfinite(norm) and all(bool(g.isfinite().all()) for g in gradients):
-        # The squares overflowed, the numbers did not: scale by the largest.
-        largest = max(float(g.abs().max()) for g in gradients if g.numel())
-        scaled = [torch.linalg.vector_norm(g.double() / largest) for g in gradients]
-        norm = largest * math.sqrt(sum(float(s) ** 2 for s in scaled))
-    return norm
+            wide = torch.float32 if piece.dtype in _HALVES else None
+            chunks = torch.linalg.vector_norm(piece[:whole].view(-1, _CHUNK), dim=1, dtype=wide)
+            self._norms.append(torch.linalg.vector_norm(chunks, dtype=torch.float64))
+        self._norms.append(torch.linalg.vector_norm(piece[whole:], dtype=torch.float64))
+
+    def value(self) -> float:
+        """The norm; NaN or infinite when a number is."""
+        norm = math.sqrt(sum(part * part for part in _floats(self._norms)))
+        if not math.isfinite(norm) and all(bool(p.isfinite().all()) for p in self._pieces):
+            # The squares overflowed, the numbers did not: scale by the largest.
+            largest = max(float(p.abs().max()) for p in self._pieces if p.numel())
+            scaled = [torch.linalg.vector_norm(p.double() / largest) for p in self._pieces]
+            norm = largest * math.sqrt(sum(s * s for s in _floats(scaled)))
+        return norm
+
+
+def _floats(numbers: list[Tensor]) -> list[float]:
+    """With one transfer from each device."""
+    found: list[float] = []
+    for device in dict.fromkeys(number.device for number in numbers):
+        found += torch.stack([n for n in numbers if n.device == device]).tolist()
+    return found
 
 
 def factor_for(norm: float, divisor: float, clip_norm: float | None) -> tuple[float, float]:
@@ -40,7 +57,7 @@ def factor_for(norm: float, divisor: float, clip_norm: float | None) -> tuple[fl
 
     Args:
         norm: of the summed gradient.
-        divisor: the window's weight, times the loss scale.
+        divisor: what the sum is to be divided by: the window's weight, times the loss scale.
         clip_norm: largest norm of the averaged gradient, or None.
 
     >>> factor_for(8.0, 4.0, None)

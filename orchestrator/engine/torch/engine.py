@@ -137,6 +137,7 @@ class TorchEngine:
             learning_rate=window.learning_rate,
             steps=window.steps,
             leaves=None if leaf_size is None else -(-window.samples // leaf_size),
+            expected_weight=window.samples,  # right wherever the weight is the number of samples
         )
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:

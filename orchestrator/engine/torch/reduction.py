@@ -6,9 +6,11 @@ summed gradient is then in `buffers`. `reproducible.py` holds the third way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.buffer import GradientBuffers
@@ -40,8 +42,11 @@ class Reduction(Protocol):
         """One parameter's gradient is there, in mid-backward."""
         ...
 
-    def finish(self, trailer: Trailer) -> Trailer:
-        """Sum over ranks. Collective. Gives the ranks' trailers added up."""
+    def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
+        """Sum over ranks. Collective. Gives the ranks' trailers added up.
+
+        `arrived` is called with summed gradients as they come, in flat pieces, each number once.
+        """
         ...
 
 
@@ -82,10 +87,10 @@ class AtBoundary:
         return self._buffers
 
     def begin(self, *, steps: int | None, leaves: int | None) -> None:
-        """Start from zero."""
+        """Start from nothing."""
         del steps, leaves
         _refuse_half_sent(self._sender)
-        self._buffers.zero()
+        self._buffers.begin()
 
     def before_backward(self, *, last: bool, leaf: int | None) -> None:
         """Send during this backward if it is the last."""
@@ -100,12 +105,12 @@ class AtBoundary:
         """Send the buckets that this one completes."""
         self._sender.ready(parameter)
 
-    def finish(self, trailer: Trailer) -> Trailer:
+    def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
         """Send the rest, wait for all."""
-        self._buffers.attach()  # whatever somebody put in a `.grad`'s place since the last backward
+        self._buffers.complete()
         write_trailer(self._buffers, trailer, self._group.size)
         self._sender.send_rest()
-        self._sender.wait()
+        self._sender.wait(arrived)
         return read_trailer(self._buffers, self._group.size)
 
 
@@ -130,7 +135,7 @@ class EveryStep:
         return self._buffers
 
     def begin(self, *, steps: int | None, leaves: int | None) -> None:
-        """Start from zero. Raises `ValueError` without `steps`: ranks have to agree on it."""
+        """Start from nothing. Raises `ValueError` without `steps`: ranks have to agree on it."""
         del leaves
         if steps is None:
             raise ValueError(
@@ -138,7 +143,7 @@ class EveryStep:
                 "has most of them, the same number on all ranks"
             )
         _refuse_half_sent(self._sender)
-        self._buffers.zero()
+        self._buffers.begin()
         self._steps, self._begun, self._done = max(1, steps), 0, 0
 
     def before_backward(self, *, last: bool, leaf: int | None) -> None:
@@ -161,22 +166,23 @@ class EveryStep:
         """Send the buckets that this one completes."""
         self._sender.ready(parameter)
 
-    def finish(self, trailer: Trailer) -> Trailer:
+    def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
         """Join the reductions that other ranks still have, the last one with the trailer."""
         while self._done < self._steps - 1:
             self._reduce()
-        self._buffers.attach()  # whatever somebody put in a `.grad`'s place since the last backward
+        self._buffers.complete()
         write_trailer(self._buffers, trailer, self._group.size)
         self._sender.send_rest()
-        self._sender.wait()
+        self._sender.wait(arrived)
         return read_trailer(self._buffers, self._group.size)
 
     def _reduce(self) -> None:
+        self._buffers.complete()
         self._sender.send_rest()
         self._sender.wait()
         self._done += 1
         if self._group.rank != 0:
-            self._buffers.zero()
+            self._buffers.begin()
 
 
 def _refuse_half_sent(sender: BucketSender) -> None:

@@ -12,6 +12,7 @@ Memory: at most 2 + log2(leaves of a rank) gradient buffers. Requires equal kern
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -86,10 +87,10 @@ class Reproducible:
         self._pool.free = [one for one in self._pool.free if one is not self._current] + kept
         self._stack.clear()
         self._leaves, self._owned, self._spent = leaves, _NO_LEAVES, False
-        self._current.zero()
+        self._current.begin()
 
     def before_backward(self, *, last: bool, leaf: int | None) -> None:
-        """A leaf comes, and fills zeroed buffers. Raises `ValueError` for a leaf out of turn."""
+        """A leaf comes, into buffers of its own. Raises `ValueError` for one out of turn."""
         del last
         expected = self._owned[1] if self._owned != _NO_LEAVES else leaf
         if leaf is None or leaf != expected or not 0 <= leaf < self._leaves:
@@ -99,11 +100,12 @@ class Reproducible:
             )
         self._owned = (leaf if self._owned == _NO_LEAVES else self._owned[0], leaf + 1)
         if self._spent:
-            self._use(self._pool.take())
-            self._current.zero()
+            self._current, self._spent = self._pool.take(), False
+            self._current.begin()
 
     def after_backward(self) -> None:
         """Fold the leaf into the nodes that it completes."""
+        self._current.complete()
         node = _Node((self._owned[1] - 1, self._owned[1]), self._current)
         while self._stack and are_siblings(self._stack[-1].leaves, node.leaves, self._leaves):
             left = self._stack.pop()
@@ -118,7 +120,7 @@ class Reproducible:
         """Nothing: leaves are folded whole."""
         del parameter
 
-    def finish(self, trailer: Trailer) -> Trailer:
+    def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
         """Sum over ranks along the tree. Collective.
 
         Raises:
@@ -134,6 +136,8 @@ class Reproducible:
             self._use(self._sum_along_tree([nodes_of(one, self._leaves) for one in owned]))
         else:
             self._use(self._stack.pop().buffers)
+        for gradient in self._current.gradients:
+            arrived(gradient)
         metric_count = len(trailer.metrics)
         totals = Trailer.empty(metric_count)
         for row in rows:
@@ -142,7 +146,7 @@ class Reproducible:
 
     def _use(self, buffers: GradientBuffers) -> None:
         self._current, self._spent = buffers, False
-        buffers.attach(fresh=True)
+        buffers.attach()
 
     def _exchange_rows(self, trailer: Trailer) -> list[list[float]]:
         mine = [float(self._owned[0]), float(self._owned[1]), *trailer.numbers(WIDE)]

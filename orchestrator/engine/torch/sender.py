@@ -7,10 +7,13 @@ trailer (the last bucket, as a rule) waits for the boundary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from orchestrator.engine.torch.base_group import BaseGroup, Work
-from orchestrator.engine.torch.buffer import GradientBuffers, bucket_slices
+from orchestrator.engine.torch.buffer import GradientBuffers
+from orchestrator.engine.torch.layout import bucket_slices
 from orchestrator.errors import JobError
 
 
@@ -28,6 +31,10 @@ class BucketSender:
         slices = bucket_slices(buffers.payloads, bucket_bytes)
         self._buckets: list[Tensor] = [
             buffers.payloads[buffer][start:end] for buffer, start, end in slices
+        ]
+        self._gradients = [  # the same without the trailer
+            buffers.payloads[buffer][start : min(end, buffers.gradients[buffer].numel())]
+            for buffer, start, end in slices
         ]
         self._members = [0] * len(slices)
         self._buckets_of: list[list[int]] = []
@@ -95,10 +102,16 @@ class BucketSender:
             self._send_next()
         self._missing = None
 
-    def wait(self) -> None:
-        """Return when every sum is there. Raises `PeerLost` when a rank went away."""
-        for work in self._under_way:
+    def wait(self, arrived: Callable[[Tensor], None] | None = None) -> None:
+        """Return when every sum is there. Raises `PeerLost` when a rank went away.
+
+        Args:
+            arrived: called with the summed gradients of each bucket while later ones still travel.
+        """
+        for work, gradients in zip(self._under_way, self._gradients, strict=True):
             work.wait()
+            if arrived is not None:
+                arrived(gradients)
         self._under_way.clear()
 
     def _send_next(self) -> None:

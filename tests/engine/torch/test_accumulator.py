@@ -400,6 +400,59 @@ def test_buckets_leave_during_the_last_backward_and_not_before():
         assert 0 < sent[2] < whole
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("way", ["plain", "foreach", "fused"])
+def test_every_way_to_step_takes_the_step_of_a_plain_loop(kind, way):
+    more = {} if way == "plain" else {way: True}
+
+    def train(accumulates):
+        model = _model()
+        optimizer = kind(model.parameters(), lr=0.1, weight_decay=0.1, **more)
+        ours = Accumulator(model, optimizer, TorchGroup.alone()) if accumulates else None
+        for _ in range(3):
+            if ours is None:
+                optimizer.zero_grad()
+                (_loss(model).total / 2).backward()
+                optimizer.step()
+            else:
+                ours.backward(_loss(model), last=True)
+                ours.boundary()
+        return _bits(model)
+
+    torch.testing.assert_close(train(accumulates=True), train(accumulates=False))
+
+
+def test_a_weight_that_was_expected_spares_the_boundary_its_division():
+    def train(expected):
+        ours, model = _accumulator(TorchGroup.alone())
+        for _ in range(2):
+            ours.begin_window(expected_weight=expected)
+            for step in range(2):
+                ours.backward(_loss(model), last=step == 1)
+            before = ours.buffers.gradients[0].clone()
+            report = ours.boundary()
+            moved = not torch.equal(before, ours.buffers.gradients[0])
+        return _bits(model), report.gradient_norm, moved
+
+    plain, norm, moved = train(None)
+    assert moved
+    for expected in (4.0, 3.0, 1e6):
+        found, found_norm, moved = train(expected)
+        torch.testing.assert_close(found, plain)
+        assert found_norm == pytest.approx(norm)
+        assert moved is (expected != 4.0)
+
+
+def test_an_expected_weight_that_cannot_be_one_is_refused():
+    ours, model = _accumulator(TorchGroup.alone())
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="`expected_weight` must be above 0"):
+            ours.begin_window(expected_weight=wrong)
+    ours.begin_window(expected_weight=2.0)
+    with pytest.raises(ValueError, match=r"record\(\) is for windows without"):
+        ours.record(_loss(model))
+
+
 # ------------------------------------------------------------------ other ranks, other windows
 
 

@@ -55,6 +55,16 @@ def test_what_is_misspelled_or_cannot_be_used_is_refused(settings, message):
         build_optimizer(MODEL, settings)
 
 
+def test_by_name_the_step_is_one_kernel_unless_something_else_is_asked_for():
+    for name in ("sgd", "adam", "adamw"):
+        assert build_optimizer(MODEL, {"name": name}).defaults["fused"] is True
+    assert build_optimizer(MODEL, {"name": "adam", "foreach": True}).defaults["fused"] is None
+    assert build_optimizer(MODEL, {"name": "adam", "fused": False}).defaults["fused"] is False
+    assert build_optimizer(MODEL, {"_target_": "torch.optim.Adam"}).defaults["fused"] is None
+    turned = nn.Linear(2, 2, dtype=torch.complex64)  # torch has no fused kernel for these
+    assert build_optimizer(turned, {"name": "adam"}).defaults["fused"] is None
+
+
 def test_frozen_parameters_are_left_out():
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(requires_grad=False)

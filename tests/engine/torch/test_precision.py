@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from orchestrator.engine.torch import Accumulator, Loss, TorchGroup, run_in_threads
-from orchestrator.engine.torch.clipping import factor_for, norm_of
+from orchestrator.engine.torch.clipping import GradientNorm, factor_for
 from orchestrator.engine.torch.precision import FIRST_SCALE, GROW_AFTER, Precision
 from orchestrator.errors import NonFiniteError
 
@@ -110,6 +110,13 @@ def test_the_scale_grows_after_many_calm_windows_and_is_saved():
     other = Precision("float16", torch.device("cpu"))
     other.load(precision.state())
     assert other.state() == precision.state() == {"scale": 2 * FIRST_SCALE, "calm": 1}
+
+
+def norm_of(pieces):
+    norm = GradientNorm()
+    for piece in pieces:
+        norm.add(piece)
+    return norm.value()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

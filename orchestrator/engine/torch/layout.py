@@ -1,0 +1,122 @@
+"""Which numbers of which flat buffer are a parameter's gradient, and where buckets are cut. Pure.
+
+One buffer for each device and real dtype; complex parameters live in their real dtype's buffer.
+Within one, parameters lie in the order in which their gradients are expected to become ready, so
+that buckets, which are plain slices, fill up one after the other during a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from orchestrator.errors import ConfigError, JobError
+
+_EXACT = (torch.float32, torch.float64)  # dtypes that add up a trailer's limbs without rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter's gradient lies: `count` real numbers of buffer `buffer` from `start`."""
+
+    name: str
+    parameter: Tensor
+    buffer: int
+    start: int
+    count: int
+
+
+@dataclass(slots=True)
+class BufferPlan:
+    """One buffer in the making: its parameters in their order."""
+
+    device: torch.device
+    dtype: torch.dtype
+    members: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
+
+
+def named_parameters(
+    model: Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor],
+) -> list[tuple[str, Tensor]]:
+    """The parameters of a module, or those that are given, with names."""
+    if isinstance(model, Module):
+        return list(model.named_parameters())
+    named: list[tuple[str, Tensor]] = []
+    for number, item in enumerate(model):
+        named.append((f"parameter {number}", item) if isinstance(item, Tensor) else item)
+    return named
+
+
+def trained(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """The parameters that get gradients, each once, with the first of its names.
+
+    Raises:
+        JobError: there is none, or one is not of a floating or complex dtype.
+    """
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            found.setdefault(id(parameter), (name, parameter))
+    if not found:
+        raise JobError("the model has no parameter to train: none has requires_grad=True")
+    return list(found.values())
+
+
+def real_numbers(tensor: Tensor) -> int:
+    """How many real numbers `tensor` holds: two for each complex one."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def buffer_plans(parameters: Sequence[tuple[str, Tensor]], *, trailer: bool) -> list[BufferPlan]:
+    """The buffers for `parameters`, in the reverse of their order, which a backward comes near to.
+
+    Args:
+        trailer: the last buffer has to carry one, so it is of a dtype that does not round it.
+
+    Raises:
+        JobError: a parameter is not of a floating or complex dtype.
+    """
+    plans: dict[tuple[torch.device, torch.dtype], BufferPlan] = {}
+    for name, parameter in reversed(parameters):
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise JobError(
+                f"parameter {name} is {parameter.dtype}; gradients need a floating dtype"
+            )
+        dtype = parameter.real.dtype if parameter.is_complex() else parameter.dtype
+        key = (parameter.device, dtype)
+        plans.setdefault(key, BufferPlan(*key)).members.append((name, parameter))
+    for plan in plans.values():  # pairs of reals have to begin at even places
+        plan.members.sort(key=lambda member: not member[1].is_complex())
+    # The trailer's buffer comes last, because the trailer is what is known last.
+    ordered = sorted(plans.values(), key=lambda plan: plan.dtype in _EXACT)
+    if trailer and ordered[-1].dtype not in _EXACT:
+        ordered.append(BufferPlan(ordered[-1].device, torch.float32))
+    return ordered
+
+
+def bucket_slices(payloads: Sequence[Tensor], bucket_bytes: int) -> list[tuple[int, int, int]]:
+    """Cut each payload into `ceil(bytes / bucket_bytes)` slices: (buffer, start, end) in numbers.
+
+    Raises:
+        ConfigError: a bucket is too small to hold one number.
+    """
+    slices: list[tuple[int, int, int]] = []
+    for number, payload in enumerate(payloads):
+        size = payload.element_size()
+        if bucket_bytes < size:
+            raise ConfigError(
+                f"a bucket of {bucket_bytes} bytes holds no number of {payload.dtype}; "
+                f"engine.bucket_mib must be at least {size / 2**20:.3g}"
+            )
+        count = -(-payload.numel() * size // bucket_bytes)
+        ends = [bucket * bucket_bytes // size for bucket in range(1, count)] + [payload.numel()]
+        slices += [
+            (number, start, end)
+            for start, end in zip([0, *ends], ends, strict=False)
+            if end > start
+        ]
+    return slices
