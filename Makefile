@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.bench-installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run test lint unit bench slurm-up slurm-down clean
@@ -38,9 +39,14 @@ unit: setup  ## the tests (PYTEST_ARGS for more)
 	@echo "== pytest"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-bench: setup  ## side by side with peers: tables in benchmarks/results
+$(BENCH_STAMP): $(STAMP)
+	@echo "== installing what is compared with: Accelerate, Lightning Fabric"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	@touch $(BENCH_STAMP)
+
+bench: setup $(BENCH_STAMP)  ## side by side with peers, an hour (BENCH_ARGS=--quick: minutes)
 	@echo "== benchmarks"
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 slurm-up: setup  ## start a real SLURM with four nodes on this machine
 	@echo "== SLURM development cluster: up"

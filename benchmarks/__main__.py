@@ -1,22 +1,56 @@
-"""`python -m benchmarks [NAME …]`: run all measurements, or the named ones."""
+"""`python -m benchmarks [--quick] [NAME …]`: run all measurements, or the named ones."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
-import pkgutil
+import subprocess
 import sys
-from pathlib import Path
+import time
 
-NO_MEASUREMENT = ("__main__", "measure", "link", "contenders", "rank")
+from benchmarks import pages
+from benchmarks.measure import RESULTS, kept
+
+MEASUREMENTS = (
+    "submission",
+    "launch_overhead",
+    "peers",
+    "reproducible",
+    "memory",
+    "mindspore_steps",
+    "mindspore_reduction",
+    "gpu",
+)
 
 
 def main() -> None:
-    found = [m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)])]
-    names = sys.argv[1:] or [name for name in found if name not in NO_MEASUREMENT]
-    for name in names:
-        if name not in found:
-            sys.exit(f"there is no measurement '{name}'; there are: {', '.join(found)}")
-        importlib.import_module(f"benchmarks.{name}").main()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*MEASUREMENTS, "tables", []])
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, ranks and steps")
+    given = parser.parse_args()
+    if len(given.names) == 1:
+        _one(given.names[0], quick=given.quick)
+        return
+    failed: list[str] = []
+    for name in given.names or [*MEASUREMENTS, "tables"]:  # in processes of their own
+        print(f"== {name}", flush=True)
+        began = time.monotonic()
+        more = ["--quick"] if given.quick else []
+        done = subprocess.run([sys.executable, "-m", "benchmarks", name, *more], check=False)
+        print(f"-- {name}: {time.monotonic() - began:.0f} s", flush=True)
+        if done.returncode:
+            failed.append(name)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def _one(name: str, *, quick: bool) -> None:
+    importlib.import_module(f"benchmarks.{name}").main(quick=quick)
+    result = RESULTS / f"{name}.json"
+    if result.exists():
+        text = pages.page(name, kept(name))
+        result.with_suffix(".md").write_text(text, encoding="utf-8")
+        print(text)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.measure import interleaved, publish, table
+from benchmarks.measure import interleaved, keep, machine, rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 TIMEOUT_S = 60.0
+REFERENCE = "bare Hydra + submitit script"
 STAMP = "import os, pathlib, time\n" + textwrap.dedent("""
     folder = pathlib.Path(os.environ["STAMPS"])
     (folder / repr(time.time())).touch()
@@ -86,18 +86,20 @@ def contenders(folder: Path) -> dict[str, Callable[[], float]]:
         return _first_to_last(command, folder)
 
     return {
-        "bare Hydra + submitit script": lambda: _first_to_last([sys.executable, "bare.py"], folder),
+        REFERENCE: lambda: _first_to_last([sys.executable, "bare.py"], folder),
         "orchestrator.launch": ours,
     }
 
 
-def main(repetitions: int = 7) -> None:
+def main(*, quick: bool = False) -> None:
+    found = machine()
     with tempfile.TemporaryDirectory() as name:
-        measured = interleaved(contenders(Path(name)), repetitions)
-    text = table(measured, "s", "bare Hydra + submitit script")
-    title = f"Launch overhead until {RANKS} ranks run"
-    publish("launch_overhead", title, text, [asdict(m) for m in measured])
-
-
-if __name__ == "__main__":
-    main()
+        figures = interleaved(contenders(Path(name)), 3 if quick else 9)
+    part = {
+        "heading": "",
+        "reference": REFERENCE,
+        "figures": {"seconds": rows_of(figures, REFERENCE)},
+    }
+    note = f"From the command until {RANKS} ranks here have begun to import the job's module."
+    data = {"title": "Launch overhead", "machine": found, "note": note, "parts": [part]}
+    keep("launch_overhead", data, quick=quick)

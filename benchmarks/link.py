@@ -1,106 +1,130 @@
-"""Ranks as processes on links of a known speed, so that bytes can be counted and time compared.
+"""Networks of a known speed between ranks, whose bytes nobody else adds to.
 
-As root each rank gets a network namespace of its own, joined by a veth pair (two ranks only), with
-a token bucket on both ends where a rate is asked for. Otherwise ranks share the loopback, whose
-counters belong to everybody on the machine, so bytes are not counted.
+As root, ranks on the loopback get a network namespace to themselves, and ranks on a link one each,
+joined by a bridge, with a token bucket in both directions where a rate is asked for. Otherwise
+ranks share the machine's loopback, whose counters are everybody's, so bytes are not counted.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-INTERFACE = "orch0"
+_INTERFACE = "orch0"
+_BUCKET = ("burst", "256kb", "latency", "50ms")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Link:
-    """How to start a process on each node, and what the nodes' network is called."""
+    """How to start a process for each rank, and how the ranks' network is called.
 
+    Attributes:
+        name: for tables.
+        prefixes: words before each rank's command.
+        address: of rank 0.
+        interface: the ranks', called alike on all.
+        senders: how many ranks' bytes the interface of rank 0 counts; None when others use it too.
+    """
+
+    name: str
     prefixes: tuple[tuple[str, ...], ...]
     address: str
     interface: str
+    senders: int | None
 
 
-def loopback(ranks: int) -> Link:
-    """All ranks on this machine's own loopback."""
-    return Link(((),) * ranks, "127.0.0.1", "lo")
+def cannot_make_networks() -> str | None:
+    """Why namespaces and shaping are not at hand; None when they are."""
+    if os.geteuid() != 0:
+        return "needs root, for network namespaces"
+    absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"needs {' and '.join(absent)} (iproute2)" if absent else None
 
 
-def can_make_nodes() -> bool:
-    """Whether namespaces and shaping are at hand."""
-    return os.geteuid() == 0 and all(shutil.which(tool) for tool in ("ip", "tc"))
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _run(*words: str) -> None:
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"'{' '.join(words)}' failed: {done.stderr.strip()}")
 
 
 @contextmanager
-def two_nodes(rate: str | None) -> Generator[Link]:
-    """Two namespaces on a veth pair of `rate`, as tc spells it ("1gbit"), or as fast as it is."""
-    names = [f"orch-bench-{os.getpid()}-{number}" for number in (0, 1)]
+def _namespace(name: str) -> Generator[tuple[str, ...]]:
+    """A network namespace with its loopback up; gives the words that enter it."""
+    _run("ip", "netns", "add", name)
     try:
-        for name in names:
-            _ip("netns", "add", name)
-        _ip("link", "add", INTERFACE, "netns", names[0], "type", "veth",
-            "peer", "name", INTERFACE, "netns", names[1])  # fmt: skip
-        for number, name in enumerate(names):
-            _ip("-n", name, "addr", "add", f"10.231.7.{number + 1}/24", "dev", INTERFACE)
-            _ip("-n", name, "link", "set", INTERFACE, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-            if rate is not None:
-                shape = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
-                _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", INTERFACE, "root", *shape)
-        prefixes = tuple(("ip", "netns", "exec", name) for name in names)
-        yield Link(prefixes, "10.231.7.1", INTERFACE)
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        yield ("ip", "netns", "exec", name)
     finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        _run("ip", "netns", "del", name)
 
 
-def on_ranks(link: Link, arguments: Sequence[str], port: int = 29517) -> Any:
-    """Run `python -m benchmarks.rank ARGUMENTS` on every node; what rank 0 wrote as JSON."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "figures.json"
-        processes = [
-            subprocess.Popen(
-                [*prefix, sys.executable, "-m", "benchmarks.rank", *arguments, "--out", str(out)],
-                cwd=ROOT,
-                env={
-                    **os.environ, "RANK": str(rank), "WORLD_SIZE": str(len(link.prefixes)),
-                    "MASTER_ADDR": link.address, "MASTER_PORT": str(port),
-                    "GLOO_SOCKET_IFNAME": link.interface, "OMP_NUM_THREADS": "1",
-                },
-            )
-            for rank, prefix in enumerate(link.prefixes)
-        ]  # fmt: skip
-        try:
-            codes = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        if any(codes):
-            raise SystemExit(f"ranks ended with {codes}")
-        return json.loads(out.read_text(encoding="utf-8"))
+@contextmanager
+def loopback(ranks: int) -> Generator[Link]:
+    """All ranks on one loopback: one of their own where that can be made, else the machine's."""
+    if cannot_make_networks():
+        yield Link(
+            name="loopback", prefixes=((),) * ranks, address="127.0.0.1", interface="lo",
+            senders=None,
+        )  # fmt: skip
+        return
+    with _namespace(f"orch-bench-{os.getpid()}") as prefix:
+        yield Link(
+            name="loopback", prefixes=(prefix,) * ranks, address="127.0.0.1", interface="lo",
+            senders=ranks,
+        )  # fmt: skip
 
 
-def sent_bytes(interface: str) -> int | None:
-    """What left this node so far; None on the loopback, which others use too."""
-    if interface == "lo":
-        return None
+@contextmanager
+def switched(ranks: int, rate: str | None, name: str) -> Generator[Link]:
+    """Every rank on a node of its own, all on one switch.
+
+    Args:
+        ranks: 1 to 250.
+        rate: of each node's link, both ways, as tc spells it ("1gbit"); None for as fast as it is.
+        name: for tables.
+
+    Raises:
+        RuntimeError: `cannot_make_networks`, or a tool refuses.
+    """
+    if reason := cannot_make_networks():
+        raise RuntimeError(f"a link {reason}")
+    base = f"orch-bench-{os.getpid()}"
+    with ExitStack() as made:
+        made.enter_context(_namespace(f"{base}-switch"))
+        _run("ip", "-n", f"{base}-switch", "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", f"{base}-switch", "link", "set", "bridge", "up")
+        prefixes: list[tuple[str, ...]] = []
+        for rank in range(ranks):
+            node = f"{base}-{rank}"
+            prefixes.append(made.enter_context(_namespace(node)))
+            _plug_in(node, f"{base}-switch", f"port{rank}", f"10.231.7.{rank + 1}/24", rate)
+        yield Link(
+            name=name, prefixes=tuple(prefixes), address="10.231.7.1", interface=_INTERFACE,
+            senders=1,
+        )  # fmt: skip
+
+
+def _plug_in(node: str, switch: str, port: str, address: str, rate: str | None) -> None:
+    _run("ip", "link", "add", _INTERFACE, "netns", node, "type", "veth",
+         "peer", "name", port, "netns", switch)  # fmt: skip
+    _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+    _run("ip", "-n", node, "addr", "add", address, "dev", _INTERFACE)
+    _run("ip", "-n", node, "link", "set", _INTERFACE, "up")
+    if rate is not None:
+        for where, interface in ((node, _INTERFACE), (switch, port)):
+            _run("tc", "-n", where, "qdisc", "add", "dev", interface, "root", "tbf",
+                 "rate", rate, *_BUCKET)  # fmt: skip
+
+
+def sent_bytes(interface: str) -> int:
+    """What left this process's `interface` so far, headers included."""
     for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == interface:
             return int(counts.split()[8])
-    return None
+    raise ValueError(f"there is no interface '{interface}'")

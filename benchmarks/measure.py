@@ -1,62 +1,132 @@
-"""What benchmarks share: interleaved repetitions, medians, a Markdown table, a JSON file."""
+"""What measurements share: interleaved repetitions, medians with quartiles, and the result file.
+
+A result is a JSON file in `results/`; pages, plots and the figures in README and docs are made from
+it (`pages.py`, `plots.py`), never typed.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+_VERSIONS = ("torch", "mindspore", "accelerate", "lightning-fabric", "submitit", "hydra-core")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One contender's figure: median, smallest and largest over the repetitions."""
+class Spread:
+    """Median, quartiles and extremes of `count` repetitions."""
 
-    name: str
     median: float
+    q1: float
+    q3: float
     low: float
     high: float
+    count: int
+
+    @classmethod
+    def of(cls, figures: Sequence[float]) -> Spread:
+        """The spread of one figure or more.
+
+        >>> Spread.of([1.0, 2.0, 3.0, 4.0, 100.0]).median
+        3.0
+        """
+        many = list(figures) * 2 if len(figures) == 1 else figures
+        q1, median, q3 = statistics.quantiles(many, n=4, method="inclusive")
+        return cls(
+            median=median, q1=q1, q3=q3, low=min(figures), high=max(figures), count=len(figures)
+        )
+
+    def rounded(self, digits: int = 4) -> dict[str, float | int]:
+        """For JSON: as many significant digits as mean something."""
+        return {
+            key: value if key == "count" else float(f"{value:.{digits}g}")
+            for key, value in asdict(self).items()
+        }
+
+
+def turns(names: Sequence[str], repetitions: int, first: int = 0) -> list[list[str]]:
+    """Who runs when: everybody once a repetition, each time beginning with another.
+
+    >>> turns(["a", "b", "c"], 2)
+    [['a', 'b', 'c'], ['b', 'c', 'a']]
+    """
+    shifts = [(first + turn) % len(names) for turn in range(repetitions)]
+    return [[*names[shift:], *names[:shift]] for shift in shifts]
 
 
 def interleaved(
     contenders: Mapping[str, Callable[[], float]], repetitions: int, warm_up: int = 1
-) -> list[Measured]:
-    """Call the contenders in turn, A B A B …, so that a drifting machine hits all alike."""
+) -> dict[str, list[float]]:
+    """Call the contenders in turn, so that a drifting machine hits all alike. Without warm-up."""
     figures: dict[str, list[float]] = {name: [] for name in contenders}
-    for repetition in range(warm_up + repetitions):
-        for name, contender in contenders.items():
-            figure = contender()
-            if repetition >= warm_up:
+    for number, turn in enumerate(turns(list(contenders), warm_up + repetitions)):
+        for name in turn:
+            figure = contenders[name]()
+            if number >= warm_up:
                 figures[name].append(figure)
+    return figures
+
+
+def ratios(figures: Mapping[str, Sequence[float]], reference: str) -> dict[str, list[float]]:
+    """Each contender to the reference in the same repetition: what drifts cancels out."""
+    base = figures[reference]
+    return {
+        name: [one / other for one, other in zip(found, base, strict=True)]
+        for name, found in figures.items()
+    }
+
+
+def rows_of(figures: Mapping[str, Sequence[float]], reference: str) -> list[dict[str, Any]]:
+    """For JSON: name, spread, and spread of the ratios to the reference, of each contender."""
+    relative = ratios(figures, reference)
     return [
-        Measured(name=name, median=statistics.median(f), low=min(f), high=max(f))
-        for name, f in figures.items()
+        {
+            "name": name,
+            "spread": Spread.of(found).rounded(),
+            "ratio": Spread.of(relative[name]).rounded(),
+        }
+        for name, found in figures.items()
     ]
 
 
-def table(measured: Sequence[Measured], unit: str, reference: str) -> str:
-    """A Markdown table with ratios to the contender called `reference`."""
-    base = next(m.median for m in measured if m.name == reference)
-    lines = [
-        f"| contender | median ({unit}) | lowest to highest | ratio |",
-        "|---|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {m.name} | {m.median:.3f} | {m.low:.3f} to {m.high:.3f} | {m.median / base:.2f} |"
-        for m in measured
-    ]
-    return "\n".join(lines)
+def machine() -> dict[str, Any]:
+    """What it was measured on, and how busy that was."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        model = named[0] if named else model
+    versions = {"python": platform.python_version()}
+    for package in _VERSIONS:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {
+        "processor": model,
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "versions": versions,
+    }
 
 
-def publish(name: str, title: str, text: str, data: object) -> None:
-    """Print a result and keep it as `results/<name>.md` and `.json`."""
+def keep(name: str, data: Mapping[str, Any], *, quick: bool) -> None:
+    """Write `results/<name>.json`. The machine is as it was found at the first call's time."""
     RESULTS.mkdir(exist_ok=True)
-    whole = f"# {title}\n\nMeasured on {platform.processor() or platform.machine()}, "
-    whole += f"Python {platform.python_version()}.\n\n{text}\n"
-    (RESULTS / f"{name}.md").write_text(whole, encoding="utf-8")
-    (RESULTS / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(whole)
+    whole = {"quick": quick, **data}
+    text = json.dumps(whole, indent=1) + "\n"
+    (RESULTS / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+def kept(name: str, folder: Path = RESULTS) -> dict[str, Any]:
+    """Read a result back. Raises `FileNotFoundError` when nobody has measured it."""
+    return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))

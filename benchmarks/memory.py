@@ -15,8 +15,9 @@ import tempfile
 import textwrap
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from benchmarks.measure import publish
+from benchmarks.measure import keep, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [784, 3000, 3000, 10]
@@ -74,12 +75,10 @@ def our_peaks(ranks: int, steps: int) -> list[int]:
         return json.loads((run / "result.json").read_text())["peak_memory_bytes"]
 
 
-def main() -> None:
-    parameters = sum(a * b + b for a, b in pairwise(LAYERS))
-    buffer = 4 * parameters
-    plain = plain_peak()
-    rows = [("plain loop", 1, 1, plain)]
-    rows += [("orchestrator", r, k, max(our_peaks(r, k))) for r in (1, 2) for k in STEPS]
+def body(data: dict[str, Any]) -> str:
+    """The page."""
+    buffer = data["gradient_bytes"]
+    plain = data["rows"][0]["peak_bytes"]
     lines = [
         f"One gradient buffer: {buffer / 2**20:.0f} MiB; micro-batch: {MICRO_BATCH} samples.",
         "",
@@ -87,12 +86,19 @@ def main() -> None:
         "|---|---:|---:|---:|---:|",
     ]
     lines += [
-        f"| {name} | {r} | {k} | {peak / 2**20:.0f} | {(peak - plain) / buffer:+.2f} |"
-        for name, r, k, peak in rows
+        f"| {row['contender']} | {row['ranks']} | {row['steps']} | {row['peak_bytes'] / 2**20:.0f} "
+        f"| {(row['peak_bytes'] - plain) / buffer:+.2f} |"
+        for row in data["rows"]
     ]
-    data = [dict(zip(("contender", "ranks", "steps", "peak_bytes"), r, strict=True)) for r in rows]
-    publish("memory", "Peak memory of a rank", "\n".join(lines), data)
+    return "\n".join(lines)
 
 
-if __name__ == "__main__":
-    main()
+def main(*, quick: bool = False) -> None:
+    found = machine()
+    parameters = sum(a * b + b for a, b in pairwise(LAYERS))
+    rows = [{"contender": "plain loop", "ranks": 1, "steps": 1, "peak_bytes": plain_peak()}]
+    for ranks in (1, 2):
+        for steps in STEPS[:2] if quick else STEPS:
+            peak = max(our_peaks(ranks, steps))
+            rows.append({"contender": "ours", "ranks": ranks, "steps": steps, "peak_bytes": peak})
+    keep("memory", {"machine": found, "gradient_bytes": 4 * parameters, "rows": rows}, quick=quick)

@@ -13,10 +13,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from benchmarks.measure import Measured, interleaved, publish, table
+from benchmarks.measure import interleaved, keep, machine, rows_of
 
 RANKS, REPETITIONS, TIMEOUT_S = 2, 9, 300
+REFERENCE = "one all-reduce a tensor"
 SETS = {
     "16 tensors, 8.4 M numbers": [(1024, 1024)] * 8 + [(1000,)] * 8,
     "200 tensors of 64": [(64,)] * 200,
@@ -24,7 +26,7 @@ SETS = {
 BUCKETS_MIB = (25.0, 4.0)
 
 
-def rank_main(folder: Path, rank: int) -> None:
+def rank_main(folder: Path, rank: int, repetitions: int) -> None:
     """One rank: measures all sets; rank 0 leaves the figures."""
     os.environ.setdefault("GLOG_v", "3")
     from mindspore import Tensor, nn, ops
@@ -54,7 +56,7 @@ def rank_main(folder: Path, rank: int) -> None:
     def loss(model: nn.Cell, batch: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
         raise NotImplementedError("nothing is trained here")
 
-    figures: dict[str, list[list[float]]] = {}
+    figures: dict[str, Any] = {}
     for name, shapes in SETS.items():
         holder = Holder(shapes)
         contenders = {}
@@ -77,42 +79,42 @@ def rank_main(folder: Path, rank: int) -> None:
             group.sums(tensors)
             return 1e3 * (time.perf_counter() - began)
 
-        contenders["one all-reduce a tensor"] = each
-        measured = interleaved(contenders, REPETITIONS)
-        figures[name] = [[m.name, m.median, m.low, m.high] for m in measured]
+        contenders[REFERENCE] = each
+        figures[name] = rows_of(interleaved(contenders, repetitions), REFERENCE)
     if rank == 0:
         (folder / "figures.json").write_text(json.dumps(figures))
     group.close()
     os._exit(0)
 
 
-def main() -> None:
-    """Start the ranks and publish what rank 0 measured."""
+def main(*, quick: bool = False) -> None:
+    """Start the ranks and keep what rank 0 measured."""
+    found = machine()
+    repetitions = str(3 if quick else REPETITIONS)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.mindspore_reduction", folder, str(rank)],
+                [sys.executable, "-m", "benchmarks.mindspore_reduction", folder, str(rank),
+                 repetitions],
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
             for rank in range(RANKS)
-        ]
+        ]  # fmt: skip
         for process in ranks:
             process.wait(TIMEOUT_S)
         figures = json.loads((Path(folder) / "figures.json").read_text())
-    parts = []
-    for name, rows in figures.items():
-        measured = [Measured(name=n, median=m, low=low, high=high) for n, m, low, high in rows]
-        parts.append(f"{name}:\n\n{table(measured, 'ms', 'one all-reduce a tensor')}")
-    publish(
-        "mindspore_reduction",
-        f"MindSpore over MCCL, {RANKS} ranks: one reduction",
-        "\n\n".join(parts),
-        figures,
-    )
+    parts = [
+        {"heading": name, "reference": REFERENCE, "figures": {"ms": rows}}
+        for name, rows in figures.items()
+    ]
+    data = {
+        "title": f"MindSpore over MCCL, {RANKS} ranks: one reduction",
+        "machine": found,
+        "note": "The flat reduction in buckets beside one all-reduce for each tensor.",
+        "parts": parts,
+    }
+    keep("mindspore_reduction", data, quick=quick)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        rank_main(Path(sys.argv[1]), int(sys.argv[2]))
-    else:
-        main()
+    rank_main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from dataclasses import asdict
 
 os.environ.setdefault("GLOG_v", "3")  # before MindSpore's import
 
@@ -20,7 +19,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.experimental import optim
 
-from benchmarks.measure import interleaved, publish, table
+from benchmarks.measure import interleaved, keep, machine, rows_of
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.mindspore import build_engine
@@ -29,6 +28,7 @@ from orchestrator.engine.mindspore.group import MindSporeGroup
 LAYERS = (784, 512, 512, 10)
 STEPS, SIZE, UPDATES, REPETITIONS = 4, 8, 50, 7
 RATE = 0.01
+REFERENCE = "bare loop, jit"
 
 
 def net() -> nn.Cell:
@@ -144,21 +144,21 @@ class Bare:
         return 1e3 * (time.perf_counter() - began) / UPDATES
 
 
-def main() -> None:
-    """Measure and publish."""
+def main(*, quick: bool = False) -> None:
+    found = machine()
     contenders = {
-        "bare loop, jit": Bare().seconds,
+        REFERENCE: Bare().seconds,
         "ours, engine.mode=jit": Ours("jit").seconds,
         "ours, engine.mode=pynative": Ours("pynative").seconds,
     }
-    measured = interleaved(contenders, REPETITIONS)
-    publish(
-        "mindspore_steps",
-        "MindSpore: an update of four micro-steps",
-        table(measured, "ms an update", "bare loop, jit"),
-        [asdict(one) for one in measured],
-    )
-
-
-if __name__ == "__main__":
-    main()
+    figures = interleaved(contenders, 3 if quick else REPETITIONS)
+    part = {
+        "heading": "",
+        "reference": REFERENCE,
+        "figures": {"ms an update": rows_of(figures, REFERENCE)},
+    }
+    layers = "-".join(map(str, LAYERS))
+    note = f"{STEPS} micro-steps of {SIZE} samples, the MLP {layers}, SGD, one rank."
+    title = "MindSpore: an update of four micro-steps"
+    data = {"title": title, "machine": found, "note": note, "parts": [part]}
+    keep("mindspore_steps", data, quick=quick)

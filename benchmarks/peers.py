@@ -1,71 +1,153 @@
-"""Ours beside DDP and FSDP2 on two ranks: an update's seconds, collectives and bytes as K grows."""
+"""Ours beside what people use today: time, bytes, collectives, memory, time to a given loss.
+
+The same weights, data, optimizer, threads and processes for everybody, in turn in the same
+processes; `benchmarks.contenders` says how each is set up, `benchmarks.peers_page` how it is shown.
+"""
 
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.link import Link, can_make_nodes, loopback, on_ranks, two_nodes
-from benchmarks.measure import publish
+from benchmarks.contenders import ALL, missing
+from benchmarks.link import Link, cannot_make_networks, loopback, switched
+from benchmarks.measure import Spread, keep, machine
+from benchmarks.ranks import on_ranks
 
-RANKS = 2
-STEPS = (1, 2, 4, 8)
-CONTENDERS = ("ours", "DDP + no_sync", "DDP plain", "FSDP2", "ours, reproducible")
 REFERENCE = "DDP + no_sync"
-MODELS = {"mlp": "MLP of 8 x Linear(1024)", "transformer": "transformer, width 128, 4 layers"}
+CONTENDERS = tuple(name for name in ALL if name != "plain loop")
+NETS = ("mlp", "transformer")
+SHAPED = "1 Gbit/s"
+LOSS_STEPS = 4
 
 
-def _links() -> dict[str, Any]:
-    if can_make_nodes():
-        return {"not shaped": two_nodes(None), "1 Gbit/s": two_nodes("1gbit")}
-    print("not root: on the loopback, unshaped, and without counting bytes")
-    return {"loopback": nullcontext(loopback(RANKS))}
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How much is measured: the whole takes most of an hour on two cores, a quick run minutes."""
+
+    ranks: Sequence[int]
+    steps: Sequence[int]
+    repetitions: tuple[int, int]
+    budget_s: float
+    updates: int
+    loss_links: Sequence[str]
+    memory_steps: Sequence[int]
+    memory_repetitions: int
 
 
-def _measure(link: Link, model: str) -> dict[str, Any]:
-    leaves = ",".join(str(RANKS * steps) for steps in STEPS)
-    return on_ranks(
-        link, ["--model", model, "--contenders", ";".join(CONTENDERS), "--leaves", leaves]
-    )
+WHOLE = Extent(
+    ranks=(2, 4), steps=(1, 2, 4, 8, 16), repetitions=(7, 21), budget_s=15.0, updates=40,
+    loss_links=("loopback", SHAPED), memory_steps=(1, 16), memory_repetitions=7,
+)  # fmt: skip
+QUICK = Extent(
+    ranks=(2,), steps=(1, 8), repetitions=(7, 7), budget_s=0.0, updates=25, loss_links=(SHAPED,),
+    memory_steps=(1, 8), memory_repetitions=1,
+)  # fmt: skip
 
 
-def _table(found: dict[str, Any]) -> list[str]:
-    floor = 2 * (RANKS - 1) / RANKS * 4 * found["parameters"]
-    lines = [
-        "| K | contender | ms (median) | lowest to highest | ratio | collectives | bytes |",
-        "|---:|---|---:|---:|---:|---:|---:|",
-    ]
-    base = {row["leaves"]: row["median"] for row in found["rows"] if row["name"] == REFERENCE}
-    for row in found["rows"]:
-        sent = "not counted" if row["bytes"] is None else f"{row['bytes'] / floor:.3f}"
-        lines.append(
-            f"| {row['leaves'] // RANKS} | {row['name']} | {1000 * row['median']:.1f} "
-            f"| {1000 * row['low']:.1f} to {1000 * row['high']:.1f} "
-            f"| {row['median'] / base[row['leaves']]:.2f} | {row['collectives']} | {sent} |"
+class Peers:
+    """Measures, and keeps what it has after every part, so that a long run's work is not lost."""
+
+    def __init__(self, *, quick: bool) -> None:
+        self._quick, self._extent = quick, QUICK if quick else WHOLE
+        absent = {name: reason for name in CONTENDERS if (reason := missing(name))}
+        self._names = [name for name in CONTENDERS if name not in absent]
+        reason = cannot_make_networks()
+        self.data: dict[str, Any] = {
+            "machine": machine(),
+            "reference": REFERENCE,
+            "contenders": list(CONTENDERS),
+            "missing": absent,
+            "skipped": {} if reason is None else {SHAPED: reason},
+            "loss_steps": LOSS_STEPS,
+            "parameters": {},
+            "load": [],
+            "times": [],
+            "losses": [],
+            "peaks": [],
+        }
+
+    def run(self) -> None:
+        """All of it."""
+        for ranks in self._extent.ranks:
+            for name in self._links():
+                with _made(name, ranks) as link:
+                    for net in NETS:
+                        self._times(link, net)
+        for name in self._links():
+            if name in self._extent.loss_links:
+                with _made(name, 2) as link:
+                    for net in NETS:
+                        self._losses(link, net)
+        with loopback(2) as link:
+            self._peaks(link)
+
+    def _links(self) -> list[str]:
+        return [name for name in ("loopback", SHAPED) if name not in self.data["skipped"]]
+
+    def _times(self, link: Link, net: str) -> None:
+        ranks = len(link.prefixes)
+        extent = self._extent
+        found = self._on_ranks(
+            link, "times", net, self._names, leaves=[ranks * steps for steps in extent.steps],
+            repetitions=extent.repetitions, budget_s=extent.budget_s, reference=REFERENCE,
+        )  # fmt: skip
+        for row in found:
+            steps = row.pop("leaves") // ranks
+            self.data["times"].append(
+                {"net": net, "ranks": ranks, "link": link.name, "steps": steps, **row}
+            )
+        self._keep()
+
+    def _losses(self, link: Link, net: str) -> None:
+        leaves = [len(link.prefixes) * LOSS_STEPS]
+        found = self._on_ranks(
+            link, "losses", net, self._names, leaves=leaves, updates=self._extent.updates
         )
-    return lines
+        for row in found:
+            row["losses"] = [float(f"{loss:.7g}") for loss in row["losses"]]
+            row["seconds"] = [float(f"{second:.4g}") for second in row["seconds"]]
+            self.data["losses"].append({"net": net, "link": link.name, **row})
+        self._keep()
+
+    def _peaks(self, link: Link) -> None:
+        """Memory of the larger net, each contender in processes of its own, in turn."""
+        ranks, net = len(link.prefixes), "mlp"
+        leaves = [ranks * steps for steps in self._extent.memory_steps]
+        found: dict[tuple[str, int], list[float]] = {}
+        for _ in range(self._extent.memory_repetitions):
+            for name in self._names:
+                for row in self._on_ranks(link, "peaks", net, [name], leaves=leaves):
+                    found.setdefault((name, row["leaves"] // ranks), []).append(row["bytes"])
+        for (name, steps), figures in found.items():
+            self.data["peaks"].append(
+                {"net": net, "ranks": ranks, "steps": steps, "name": name,
+                 "bytes": Spread.of(figures).rounded()}
+            )  # fmt: skip
+        self._keep()
+
+    def _on_ranks(
+        self, link: Link, kind: str, net: str, names: Sequence[str], **more: Any
+    ) -> list[dict[str, Any]]:
+        print(f"{kind}: {net}, {len(link.prefixes)} ranks, {link.name}, {', '.join(names)}")
+        found = on_ranks(link, {"kind": kind, "net": net, "contenders": list(names), **more})
+        self.data["parameters"][net] = found["parameters"]
+        self.data["load"].append(round(os.getloadavg()[0], 1))
+        return found["rows"]
+
+    def _keep(self) -> None:
+        keep("peers", self.data, quick=self._quick)
 
 
-def main() -> None:
-    text: list[str] = []
-    data: dict[str, Any] = {}
-    for name, made in _links().items():
-        with made as link:
-            for model, words in MODELS.items():
-                found = _measure(link, model)
-                data[f"{model}, {name}"] = found
-                text += [f"## {words} ({found['parameters']:,} parameters), link {name}", ""]
-                text += [*_table(found), ""]
-    note = (
-        "Two ranks of one thread each. Milliseconds of an update: rank 0's, between barriers; "
-        "contenders run in turn in the same processes. Ratio: to DDP + no_sync. Bytes: what left "
-        "rank 0's interface, headers included, to the floor of 2(R-1)/R of the gradient's bytes. "
-        f"Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; where it is "
-        "above the number of ranks, seconds are of little worth, bytes and collectives are exact."
-    )
-    publish("peers", "An update beside DDP and FSDP2", "\n".join([note, "", *text]), data)
+def _made(name: str, ranks: int) -> AbstractContextManager[Link]:
+    return loopback(ranks) if name == "loopback" else switched(ranks, "1gbit", name)
 
 
-if __name__ == "__main__":
-    main()
+def main(*, quick: bool = False) -> None:
+    peers = Peers(quick=quick)
+    for name, reason in {**peers.data["missing"], **peers.data["skipped"]}.items():
+        print(f"{name}: {reason}")
+    peers.run()

@@ -1,81 +1,192 @@
-"""One rank of a side-by-side measurement; `benchmarks.link.on_ranks` starts it."""
+"""One rank of a side-by-side measurement, started by `benchmarks.ranks.on_ranks`.
+
+`python -m benchmarks.rank TASK FILE`, where TASK is JSON: `kind` (times, losses, peaks), `net`,
+`contenders`, `leaves` (micro-steps of all ranks together, a list), and what the kind needs besides.
+"""
 
 from __future__ import annotations
 
-import argparse
+import gc
 import json
 import os
+import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from benchmarks.contenders import Batch, contenders, model_and_batch
+from benchmarks.contenders import ALL, Contender, Setting
 from benchmarks.link import sent_bytes
-from benchmarks.measure import interleaved
+from benchmarks.measure import interleaved, rows_of, turns
+from benchmarks.workload import NETS, Batch, built
 from orchestrator.engine.torch import TorchGroup
 
 
-class Timed:
-    """A contender at one number of micro-steps: seconds an update, and what the transport did."""
+class Bench:
+    """The task, the group, and one timed update of anybody."""
 
-    def __init__(self, update: Any, batch: Batch, leaves: int, group: TorchGroup) -> None:
-        self._update, self._group, self._leaves = update, group, leaves
-        rank, ranks = group.rank, group.size
-        self._first = leaves * rank // ranks
-        self._batches = [batch] * (leaves * (rank + 1) // ranks - self._first)
-        self.collectives = 0
-        self.bytes: int | None = None
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.task, self.net = task, NETS[task["net"]]
+        cuda = task.get("device") == "cuda"
+        device = torch.device("cuda" if cuda else "cpu")
+        torch.set_num_threads(1)
+        dist.init_process_group("nccl" if cuda else "gloo")
+        self.group = TorchGroup.wrap(dist.group.WORLD, device=device)
+        self.setting = Setting(group=self.group, rate=self.net.rate)
+        self.counted = task["senders"] is not None and self.group.size > 1
 
-    def once(self, *, takes_leaves: bool) -> float:
-        """Run one update between barriers."""
-        more = {"leaves": self._leaves} if takes_leaves else {}
-        interface = os.environ["GLOO_SOCKET_IFNAME"]
-        self._group.barrier()
-        calls, before = self._group.transport_collectives() or 0, sent_bytes(interface)
+    def contender(self, name: str) -> Contender:
+        """A fresh one, with the weights that everybody begins with."""
+        return ALL[name](built(self.net).to(self.group.device), self.setting)
+
+    def share(self, leaves: int) -> range:
+        """The micro-batches of this rank among `leaves`."""
+        rank, ranks = self.group.rank, self.group.size
+        return range(leaves * rank // ranks, leaves * (rank + 1) // ranks)
+
+    def batches(self, update: int, leaves: int) -> list[Batch]:
+        """This rank's micro-batches of an update."""
+        found = [self.net.batch(update * leaves + number) for number in self.share(leaves)]
+        return [(x.to(self.group.device), y.to(self.group.device)) for x, y in found]
+
+    def together(self) -> None:
+        """Wait for every rank and its device."""
+        if self.group.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def timed(
+        self, contender: Contender, batches: Sequence[Batch], leaves: int
+    ) -> tuple[float, Tensor]:
+        """Seconds of an update from barrier to barrier, and this rank's loss."""
+        self.together()
         began = time.perf_counter()
-        self._update(self._batches, self._first, **more)
-        self.collectives = (self._group.transport_collectives() or 0) - calls
-        self._group.barrier()
-        seconds = time.perf_counter() - began
-        after = sent_bytes(interface)
-        self.bytes = None if after is None or before is None else after - before
-        return seconds
+        loss = contender.update(batches, first=self.share(leaves).start, leaves=leaves)
+        self.together()
+        return time.perf_counter() - began, loss
+
+    def seconds(self, contender: Contender, batches: Sequence[Batch], leaves: int) -> float:
+        """Seconds of an update."""
+        return self.timed(contender, batches, leaves)[0]
+
+    def traffic(self, contender: Contender, batches: Sequence[Batch], leaves: int) -> list[Any]:
+        """Collectives of an update by the group's own count, and bytes that one rank sent."""
+        dist.barrier()
+        calls = self.group.transport_collectives() or 0
+        before = sent_bytes(self.task["interface"]) if self.counted else 0
+        contender.update(batches, first=self.share(leaves).start, leaves=leaves)
+        called = (self.group.transport_collectives() or 0) - calls
+        dist.barrier()  # a few hundred bytes, to know that all is sent
+        if not self.counted:
+            return [called, None]
+        return [called, (sent_bytes(self.task["interface"]) - before) / self.task["senders"]]
+
+    def agreed(self, number: int) -> int:
+        """Rank 0's number on all ranks."""
+        told = torch.tensor([number], device=self.group.device)
+        dist.broadcast(told, 0)
+        return int(told)
+
+
+def times(bench: Bench) -> list[dict[str, Any]]:
+    """An update of each contender in turn, for each number of micro-steps.
+
+    As many repetitions as fit into `budget_s`, within `repetitions` = [least, most].
+    """
+    least, most = bench.task["repetitions"]
+    contenders = {name: bench.contender(name) for name in bench.task["contenders"]}
+    rows: list[dict[str, Any]] = []
+    for leaves in bench.task["leaves"]:
+        batches = bench.batches(0, leaves)
+        began = time.perf_counter()
+        for one in [*contenders.values()] * 2:  # DDP arranges its buckets anew in the second
+            bench.timed(one, batches, leaves)
+        traffic = {name: bench.traffic(one, batches, leaves) for name, one in contenders.items()}
+        fits = bench.task["budget_s"] / ((time.perf_counter() - began) / 3)
+        calls_of = {
+            name: partial(bench.seconds, one, batches, leaves) for name, one in contenders.items()
+        }
+        count = bench.agreed(int(min(max(fits, least), most)))
+        figures = interleaved(calls_of, count, warm_up=0)
+        for row in rows_of(figures, bench.task["reference"]):
+            calls, sent = traffic[row["name"]]
+            rows.append(row | {"leaves": leaves, "collectives": calls, "bytes": sent})
+    return rows
+
+
+def losses(bench: Bench) -> list[dict[str, Any]]:
+    """`updates` updates of each contender on the same data, the same update of all in turn."""
+    (leaves,) = bench.task["leaves"]
+    names = bench.task["contenders"]
+    contenders = {name: bench.contender(name) for name in names}
+    for one in contenders.values():  # lays out memory and buckets; the weights are then put back
+        one.update(bench.batches(0, leaves), first=bench.share(leaves).start, leaves=leaves)
+    contenders = {name: bench.contender(name) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[Tensor]] = {name: [] for name in names}
+    for update, turn in enumerate(turns(names, bench.task["updates"])):
+        batches = bench.batches(update, leaves)
+        for name in turn:
+            took, loss = bench.timed(contenders[name], batches, leaves)
+            seconds[name].append(took)
+            found[name].append(loss)
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        mean = torch.stack(found[name])
+        dist.all_reduce(mean)  # equal shares, so the mean of means is the mean
+        curve = (mean / bench.group.size).tolist()
+        rows.append({"name": name, "losses": curve, "seconds": seconds[name]})
+    return rows
+
+
+def peaks(bench: Bench) -> list[dict[str, Any]]:
+    """Largest memory of rank 0 with one contender, beyond what it had before the model was built.
+
+    What libraries occupy by being imported is not counted against them.
+    """
+    (name,) = bench.task["contenders"]
+    data = {leaves: bench.batches(0, leaves) for leaves in bench.task["leaves"]}
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    gc.collect()
+    _forget_peak(bench)
+    before = _peak_bytes(bench)
+    contender = bench.contender(name)
+    rows: list[dict[str, Any]] = []
+    for leaves, batches in data.items():
+        for _ in range(3):
+            bench.timed(contender, batches, leaves)
+        rows.append({"name": name, "leaves": leaves, "bytes": _peak_bytes(bench) - before})
+    return rows
+
+
+def _forget_peak(bench: Bench) -> None:
+    if bench.group.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _peak_bytes(bench: Bench) -> int:
+    if bench.group.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--contenders", required=True)
-    parser.add_argument("--leaves", required=True, help="micro-steps of all ranks together")
-    parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    group = TorchGroup.wrap(dist.group.WORLD)
-    model, batch = model_and_batch(given.model)
-    updates = contenders(given.contenders.split(";"), model, group)
-    rows = []
-    for leaves in map(int, given.leaves.split(",")):
-        timed = {name: Timed(update, batch, leaves, group) for name, update in updates.items()}
-        calls = {
-            name: lambda t=t, name=name: t.once(takes_leaves=name.endswith("reproducible"))
-            for name, t in timed.items()
-        }
-        for figure in interleaved(calls, given.repetitions):
-            one = timed[figure.name]
-            rows.append(
-                asdict(figure)
-                | {"leaves": leaves, "collectives": one.collectives, "bytes": one.bytes}
-            )
-    if group.rank == 0:
-        parameters = sum(p.numel() for p in model.parameters())
-        given.out.write_text(json.dumps({"parameters": parameters, "rows": rows}))
+    bench = Bench(json.loads(sys.argv[1]))
+    rows = {"times": times, "losses": losses, "peaks": peaks}[bench.task["kind"]](bench)
+    if bench.group.rank == 0:
+        parameters = sum(parameter.numel() for parameter in built(bench.net).parameters())
+        text = json.dumps({"parameters": parameters, "rows": rows})
+        Path(sys.argv[2]).write_text(text, encoding="utf-8")
     dist.barrier()
+    sys.stderr.flush()
     os._exit(0)  # nothing is left to say, and gloo's ends would wait for each other
 
 

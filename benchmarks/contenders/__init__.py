@@ -1,0 +1,34 @@
+"""Who is compared, by name. A contender whose package is not installed says so."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from benchmarks.contenders.base import Contender, Setting
+from benchmarks.contenders.frameworks import Fabric, HuggingFaceAccelerate
+from benchmarks.contenders.ours import Ours, OursReproducible
+from benchmarks.contenders.torch_own import DdpNoSync, DdpPlain, Fsdp2, PlainLoop
+
+__all__ = ["ALL", "Contender", "Setting", "missing"]
+
+_KINDS: tuple[type[Contender], ...] = (
+    Ours,
+    OursReproducible,
+    DdpNoSync,
+    DdpPlain,
+    HuggingFaceAccelerate,
+    Fabric,
+    Fsdp2,
+    PlainLoop,
+)
+ALL = {kind.name: kind for kind in _KINDS}
+
+
+def missing(name: str) -> str | None:
+    """Why the contender cannot take part here; None when it can."""
+    package = ALL[name].needs
+    if package is None or find_spec(package) is not None:
+        return None
+    return (
+        f"{package.replace('_', '-')} is not installed (pip install -c constraints.txt '.[bench]')"
+    )

@@ -1,0 +1,45 @@
+"""Ours: the accumulator as a library, with one reduction an update, fast or reproducible."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from benchmarks.contenders.base import Contender, Setting
+from benchmarks.workload import Batch, total_loss
+from orchestrator.engine.torch import Accumulator, Loss
+
+
+class Ours(Contender):
+    """`accumulation.reduction=fast`."""
+
+    name = "ours"
+    reduction: ClassVar[str] = "fast"
+
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
+        self._model, self._first = model, 0
+        self.accumulator = Accumulator(
+            model, setting.optimizer(model), setting.group, reduction=self.reduction
+        )
+
+    def begin(self, *, steps: int, first: int, leaves: int) -> None:
+        del steps
+        self._first = first
+        self.accumulator.begin_window(leaves=leaves)
+
+    def micro_step(self, batch: Batch, step: int, *, last: bool) -> Tensor:
+        total = total_loss(self._model, batch)
+        weight = len(batch[1])
+        self.accumulator.backward(Loss(total, weight), last=last, leaf=self._first + step)
+        return total / weight
+
+    def end(self) -> None:
+        self.accumulator.boundary()
+
+
+class OursReproducible(Ours):
+    """`accumulation.reduction=reproducible`."""
+
+    name = "ours, reproducible"
+    reduction = "reproducible"

@@ -1,0 +1,138 @@
+"""The page, the README's summary and what is said of losses, from the results of `peers`."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from benchmarks import peers_tables as tables
+from benchmarks.peers_tables import OURS, Row, by_contender, distinct, grid, mib, select
+
+WORSE = 1.02
+"""A ratio above this, with its lower quartile above 1, is told as a loss."""
+
+METHOD = """\
+Every contender trains its own copy of the net from the same weights on the same micro-batches with
+torch's AdamW, one thread a rank, in the same processes, in turn, each round beginning with another;
+two updates of each are not counted. Seconds are from barrier to barrier. The ratio is the median
+over rounds of a contender's seconds to those of DDP + no_sync in the same round (quartiles in
+brackets). Bytes are what one rank's network interface sent in an update, headers included, to the
+floor of 2(R-1)/R of the gradient's bytes; collectives are the process group's own count. Peers have
+default bucket sizes, as we do, and gradients as views of the buckets; FSDP2 keeps its weights
+gathered in a window. Ours also reduces the loss and checks that it and the gradient are finite,
+which the peers are not asked to."""
+
+OVERSUBSCRIBED = (
+    "Four ranks share {cores} cores here, so they compute in each other's time: compare "
+    "contenders, not R = 4 with R = 2."
+)
+
+
+def lost(data: Row, name: str = OURS) -> list[Row]:
+    """The cells in which `name` takes longer than DDP + no_sync, beyond the noise of rounds."""
+    return [
+        row
+        for row in select(data["times"], name=name)
+        if row["ratio"]["median"] > WORSE and row["ratio"]["q1"] > 1
+    ]
+
+
+def verdict(data: Row) -> str:
+    """How often, and where most, ours is slower than the reference."""
+    rows, slower = select(data["times"], name=OURS), lost(data)
+    text = (
+        f"Ours takes {median(row['ratio']['median'] for row in rows):.2f} times the seconds of "
+        f"{data['reference']} in the median of {len(rows)} cells"
+    )
+    if not slower:
+        return f"{text}, and in none more than {WORSE:.2f} times."
+    worst = max(slower, key=lambda row: row["ratio"]["median"])
+    return (
+        f"{text}. In {len(slower)} it is slower by more than {WORSE - 1:.0%}, at worst "
+        f"{worst['ratio']['median']:.2f} times ({worst['net']}, R = {worst['ranks']}, "
+        f"K = {worst['steps']}, {worst['link']})."
+    )
+
+
+def _notes(data: Row) -> list[str]:
+    notes = [METHOD, verdict(data)]
+    if 4 in distinct(data["times"], "ranks") and data["machine"]["cores"] < 4:
+        notes.append(OVERSUBSCRIBED.format(cores=data["machine"]["cores"]))
+    notes += [f"Skipped: {name}, which {reason}." for name, reason in data["skipped"].items()]
+    return notes
+
+
+def body(data: Row) -> str:
+    """The page."""
+    nets = "; ".join(f"{net}: {count:,} parameters" for net, count in data["parameters"].items())
+    parts = [*_notes(data), f"Nets: {nets}.", "## Time of an update", tables.times(data)]
+    parts += ["## Bytes to the floor, and collectives", tables.traffic(data)]
+    parts += ["## Peak memory", tables.memory(data)]
+    parts += ["## Time to a given loss", tables.to_loss(data)]
+    plots = [f"![{what}](peers-{what}.svg)" for what in ("time", "bytes", "loss")]
+    return "\n\n".join([*parts, *plots])
+
+
+def one_rank(data: Row) -> str:
+    """The page of `gpu`: times alone, and peaks."""
+    steps = distinct(data["peaks"], "steps")
+
+    def peak(rows: list[Row]) -> str:
+        return mib(rows[0]["bytes"]) if rows else "not measured"
+
+    parts = [
+        METHOD.replace("DDP + no_sync", data["reference"], 1),
+        verdict(data),
+        tables.times(data),
+    ]
+    for net in distinct(data["peaks"], "net"):
+        lines = by_contender(data, select(data["peaks"], net=net), peak, steps)
+        parts += [f"### Peak memory, {net} (MiB)", grid(["contender", *map(str, steps)], lines)]
+    return "\n\n".join(parts)
+
+
+def _range(rows: list[Row]) -> str:
+    if not rows:
+        return "not measured"
+    ratios = [row["ratio"]["median"] for row in rows]
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def summary(data: Row) -> str:
+    """For the README: R = 2, a line for each contender."""
+    links = distinct(data["times"], "link")
+    most = max(distinct(data["times"], "steps"))
+    net = data["peaks"][0]["net"]
+    lines: list[list[str]] = []
+    for name in data["contenders"]:
+        if name in data["missing"]:
+            lines.append([name, data["missing"][name], *[""] * (len(links) + 1)])
+            continue
+        rows = select(data["times"], name=name, ranks=2)
+        last = select(rows, net=net, link=links[-1], steps=most)
+        peak = select(data["peaks"], name=name)[-1]["bytes"]["median"]
+        ratios = [_range(select(rows, link=link)) for link in links]
+        lines.append([name, *ratios, tables.sent(last, data["parameters"][net]), mib(peak)])
+    head = ["", *(f"time, {link}" for link in links)]
+    head += [f"bytes to the floor, collectives (K = {most})", "peak MiB"]
+    return f"{grid(head, lines)}\n\n{verdict(data)} {_circumstances(data)}"
+
+
+def _circumstances(data: Row) -> str:
+    machine = data["machine"]
+    hurry = "; a quick run" if data["quick"] else ""
+    return f"({machine['cores']} cores, load average {machine['load']} before it began{hurry}.)"
+
+
+def by_steps(data: Row) -> str:
+    """For the docs: what K costs on the slowest link, R = 2."""
+    link = distinct(data["times"], "link")[-1]
+    parts: list[str] = []
+    for net in distinct(data["times"], "net"):
+        rows = select(data["times"], net=net, ranks=2, link=link)
+        steps = distinct(rows, "steps")
+        table = grid(
+            [f"{net}, {link}", *(f"K = {k}" for k in steps)],
+            by_contender(data, rows, tables.cell, steps),
+        )
+        parts.append(table)
+    return "\n\n".join(parts)

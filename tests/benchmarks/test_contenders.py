@@ -1,0 +1,69 @@
+"""Everybody is measured at the same work: contenders' updates coincide, and bytes are counted."""
+
+import pytest
+
+from benchmarks.contenders import ALL, missing
+from benchmarks.link import cannot_make_networks, loopback
+from benchmarks.ranks import RankFailed, on_ranks
+
+PARAMETERS = 784 * 512 + 512 * 256 + 256 * 128 + 128 * 10 + 512 + 256 + 128 + 10
+
+
+def _names():
+    return [name for name in ALL if name != "plain loop" and missing(name) is None]
+
+
+def test_all_contenders_make_the_same_updates():
+    with loopback(2) as link:
+        found = on_ranks(
+            link,
+            {"kind": "losses", "net": "digits", "contenders": _names(), "leaves": [6],
+             "updates": 4},
+            timeout_s=120,
+        )  # fmt: skip
+    curves = {row["name"]: row["losses"] for row in found["rows"]}
+    assert set(curves) >= {"ours", "ours, reproducible", "DDP + no_sync", "DDP plain", "FSDP2"}
+    first, *_, last = curves["ours"]
+    assert abs(first - last) > 1e-3
+    for curve in curves.values():
+        assert curve == pytest.approx(curves["ours"], rel=1e-5)
+    assert all(len(row["seconds"]) == 4 for row in found["rows"])
+
+
+def test_collectives_and_bytes_of_an_update_are_counted():
+    with loopback(2) as link:
+        found = on_ranks(
+            link,
+            {"kind": "times", "net": "digits", "contenders": ["ours", "DDP + no_sync", "DDP plain"],
+             "reference": "DDP + no_sync", "leaves": [6], "repetitions": [3, 3], "budget_s": 0.0},
+            timeout_s=120,
+        )  # fmt: skip
+    assert found["parameters"] == PARAMETERS
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["ours"]["collectives"] == 1
+    assert rows["DDP plain"]["collectives"] == 3 * rows["DDP + no_sync"]["collectives"]
+    assert all(row["spread"]["count"] == 3 for row in rows.values())
+    if cannot_make_networks():
+        assert {row["bytes"] for row in rows.values()} == {None}
+        return
+    floor = 4 * PARAMETERS
+    assert rows["ours"]["bytes"] / floor == pytest.approx(1, abs=0.05)
+    assert rows["DDP plain"]["bytes"] / floor == pytest.approx(3, abs=0.15)
+
+
+def test_peak_memory_of_a_contender_is_its_own():
+    with loopback(2) as link:
+        found = on_ranks(
+            link,
+            {"kind": "peaks", "net": "digits", "contenders": ["ours"], "leaves": [2, 4]},
+            timeout_s=120,
+        )
+    small, large = (row["bytes"] for row in found["rows"])
+    assert 4 * 4 * PARAMETERS < small <= large  # weights, gradients, two moments
+
+
+def test_a_rank_that_fails_ends_the_measurement_with_its_last_lines():
+    with loopback(2) as link, pytest.raises(RankFailed, match="KeyError: 'nosuch'"):
+        on_ranks(
+            link, {"kind": "times", "net": "nosuch", "contenders": [], "leaves": []}, timeout_s=60
+        )

@@ -1,0 +1,88 @@
+"""Figures in documents are those of the results, and what is absent is said."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import pages, peers_page, peers_tables
+from benchmarks.measure import RESULTS, kept
+
+
+@pytest.mark.parametrize("document", pages.documents(), ids=lambda path: path.name)
+def test_the_figures_of_a_document_are_those_of_the_results(document):
+    text = document.read_text(encoding="utf-8")
+    assert pages.filled(text) == text, "run `python -m benchmarks tables`"
+
+
+def test_the_readme_takes_figures_from_results():
+    text = (pages.ROOT / "README.md").read_text(encoding="utf-8")
+    assert {"peers", "submission"} <= set(re.findall(r"<!-- figures: (\S+) -->", text))
+
+
+@pytest.mark.parametrize("result", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_page_is_that_of_its_result(result):
+    page = result.with_suffix(".md").read_text(encoding="utf-8")
+    assert pages.page(result.stem, kept(result.stem)) == page, "run `python -m benchmarks tables`"
+
+
+def test_figures_follow_the_results(tmp_path):
+    row = {"name": "ours", "spread": {"median": 0.25, "q1": 0.2, "q3": 0.3}}
+    row["ratio"] = {"median": 0.5}
+    part = {"heading": "", "reference": "theirs", "figures": {"seconds": [row]}}
+    (tmp_path / "submission.json").write_text(json.dumps({"parts": [part]}))
+    before = "a\n<!-- figures: submission -->\nold\n<!-- end of figures -->\nb\n"
+    after = pages.filled(before, tmp_path)
+    assert "| ours | 0.25 | 0.2 to 0.3 | 0.50 |" in after
+    assert "old" not in after
+    assert pages.filled(after, tmp_path) == after
+    assert (after[:2], after[-2:]) == ("a\n", "b\n")
+
+
+def test_figures_that_nobody_makes_are_refused():
+    with pytest.raises(KeyError, match="no figures called 'speed'; there are: peers"):
+        pages.filled("<!-- figures: speed -->\n<!-- end of figures -->")
+
+
+def _row(name, ratio, *, steps=1, q1=None, seconds=0.01):
+    return {
+        "net": "mlp", "ranks": 2, "link": "loopback", "steps": steps, "name": name,
+        "spread": {"median": seconds}, "collectives": 1, "bytes": 4100.0,
+        "ratio": {"median": ratio, "q1": ratio if q1 is None else q1, "q3": ratio},
+    }  # fmt: skip
+
+
+def _peers(times, missing=None):
+    return {
+        "times": times, "reference": "DDP + no_sync", "contenders": ["ours", "Accelerate"],
+        "missing": missing or {}, "parameters": {"mlp": 1000},
+    }  # fmt: skip
+
+
+def test_a_contender_that_is_not_installed_is_a_row_that_says_so():
+    text = peers_tables.times(_peers([_row("ours", 0.98)], {"Accelerate": "not installed (pip …)"}))
+    assert "| ours | 10 ms **0.98** (0.98 to 0.98) |" in text
+    assert "| Accelerate | not installed (pip …) |" in text
+
+
+def test_a_cell_that_was_not_measured_says_so():
+    text = peers_tables.times(_peers([_row("ours", 1.0), _row("Accelerate", 1.0, steps=2)]))
+    assert text.count("not measured") == 2
+
+
+def test_bytes_are_told_as_a_ratio_to_the_floor():
+    assert "| ours | 1.025, 1 |" in peers_tables.traffic(_peers([_row("ours", 1.0)]))
+
+
+def test_losses_are_told_and_noise_is_not():
+    slow, noisy = _row("ours", 1.30, steps=4), _row("ours", 1.10, steps=8, q1=0.9)
+    said = peers_page.verdict(_peers([_row("ours", 0.9), slow, noisy]))
+    assert "In 1 it is slower" in said
+    assert "at worst 1.30 times (mlp, R = 2, K = 4, loopback)" in said
+    assert "in none more than 1.02 times" in peers_page.verdict(_peers([_row("ours", 0.9)]))
+
+
+def test_a_loss_is_reached_when_its_mean_over_updates_is():
+    row = {"losses": [5.0, 1.0, 5.0, 1.0, 1.0, 1.0, 1.0, 1.0]}
+    assert peers_tables.reached(row, 2.0) == 6
+    assert peers_tables.reached(row, 0.5) is None
