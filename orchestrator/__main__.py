@@ -192,12 +192,17 @@ def compare(
     del verbose
     from orchestrator.report import compare as comparing
     from orchestrator.report.compare_table import print_comparison
+    from orchestrator.report.computed_with import differing
+    from orchestrator.rundir import RunDir
 
     found = comparing.compare(final_weights(a), final_weights(b))
     if as_json:
         _print_json(found.as_dict())
     else:
         print_comparison(found, Console(), tensors=tensors)
+        unlike = differing(RunDir(a).read_environment(), RunDir(b).read_environment())
+        for name, values in unlike.items():
+            say(Console(), f"computed with another {name}: {values}", "yellow")
     if at_most is not None and not found.max_relative_difference <= at_most:
         say(
             Console(stderr=True),

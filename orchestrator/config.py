@@ -31,7 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.mode": ("pynative", "jit", "graph"),
     "engine.jit_level": ("auto", "O0", "O1", "O2"),
     "engine.style": ("own", "framework"),
-    "engine.norm": ("warn", "frozen", "group"),
+    "engine.norm": ("warn", "frozen", "group", "exact"),
     "tracker.kind": ("tensorboard", "none"),
     "transport": TRANSPORTS,
 }

@@ -48,7 +48,7 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
         if config.engine.style == "framework":
             wrong += _framework_style(config)
     else:
-        wrong += _torch(config)
+        wrong += _torch(config, coupled=coupled)
     if wrong:
         raise ConfigError("\n".join(wrong))
     if framework == "mindspore" and config.cluster.kind == "local":
@@ -67,9 +67,20 @@ def _transport(config: Config, framework: str) -> list[str]:
     ]
 
 
-def _torch(config: Config) -> list[str]:
+def _torch(config: Config, *, coupled: bool) -> list[str]:
+    wrong: list[str] = []
+    if config.engine.norm == "exact" and coupled:
+        wrong.append(
+            "engine.norm=exact is not available for a job with embed() and loss_of_embeddings(); "
+            "try engine.norm=group or engine.norm=frozen"
+        )
+    if config.engine.norm == "exact" and config.train.precision == "float16":
+        wrong.append(
+            "engine.norm=exact is not available with train.precision=float16; try "
+            "train.precision=bfloat16"
+        )
     defaults = {"mode": "jit", "jit_level": "auto", "style": "own"}
-    return [
+    return wrong + [
         f"engine.{key} is MindSpore's, and this job is written for torch; leave it out"
         for key, value in defaults.items()
         if getattr(config.engine, key) != value

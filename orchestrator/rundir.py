@@ -44,7 +44,7 @@ def read_json(path: Path) -> Any | None:
     """The file's value; None when there is no such file. Raises `RunFolderError` on broken JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except json.JSONDecodeError as error:
         raise RunFolderError(f"{path} is damaged: {error}") from error
@@ -178,6 +178,9 @@ class RunDir:
 
     def read_result(self) -> dict[str, Any] | None:
         return read_json(self.result)
+
+    def read_environment(self) -> dict[str, Any] | None:
+        return read_json(self.environment)
 
     def failures(self, attempt: int) -> list[Mapping[str, Any]]:
         """What the attempt's ranks wrote when they failed."""

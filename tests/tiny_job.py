@@ -80,3 +80,11 @@ class Tiny(Job):
             raise MemoryError
         if self._now("hang"):
             time.sleep(3600)
+
+
+class Threads(Tiny):
+    """Computes with other threads on rank 1, as a badly configured node would."""
+
+    def model(self):
+        torch.set_num_threads(1 + (os.environ["SLURM_PROCID"] == "1"))
+        return super().model()

@@ -149,7 +149,7 @@ class EngineSettings:
         mode: "pynative", "jit" or "graph": how MindSpore runs a job; torch has no such choice.
         jit_level: MindSpore's optimisation level of compiled functions; None for its default.
         style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
-        norm: "warn", "frozen" or "group": what torch does about batch norm.
+        norm: "warn", "frozen", "group" or "exact": what torch does about batch norm.
         log_every: the loss goes to each rank's log every so many micro-steps; 0 never.
     """
 
@@ -264,6 +264,14 @@ class Engine(Protocol):
 
     def weights_sha256(self) -> str:
         """Digest over the weights' bytes, tensor by tensor in the order of the names."""
+        ...
+
+    def collectives_beside(self) -> int:
+        """Collectives in every window, besides the gradient's reduction: gathers, say."""
+        ...
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's `parameters`, `gradients` and `optimizer` state. Not collective."""
         ...
 
     def peak_memory_bytes(self) -> int:

@@ -18,12 +18,15 @@ def plan_of(
     parameters: int | None = None,
     metric_count: int = 0,
     coupled: bool = False,
+    collectives_beside: int | None = None,
 ) -> Plan:
     """Plan with what is known: the workers know all of it, the submitting side what `facts` says.
 
     Args:
         nodes: how many there really are; None for the most that the configuration asks for.
         coupled: the job's loss is one of all embeddings, which are gathered once an update.
+        collectives_beside: of each update, besides the gradient's reduction, as the engine counts
+            them; None when there is none yet.
 
     Raises:
         PlanError: a batch, a schedule or a data set that cannot be planned.
@@ -53,12 +56,15 @@ def plan_of(
         metric_count=metric_count,
         bucket_bytes=int(config.engine.bucket_mib * 2**20),
     )
-    if not coupled or planned.collectives_per_update is None:
+    beside = int(coupled and planned.ranks > 1)
+    if collectives_beside is not None:
+        beside = collectives_beside
+    # How many batch norms there are, and how large embeddings are, is the job's secret.
+    unknown = config.engine.norm == "exact" and collectives_beside is None
+    if planned.collectives_per_update is None or not (beside or unknown):
         return planned
-    # The embeddings' sizes are the job's secret, so the bytes are not known.
-    gathers = int(planned.ranks > 1)
     return replace(
         planned,
-        collectives_per_update=planned.collectives_per_update + gathers,
-        bytes_on_wire_per_update=None if gathers else planned.bytes_on_wire_per_update,
+        collectives_per_update=None if unknown else planned.collectives_per_update + beside,
+        bytes_on_wire_per_update=None,
     )

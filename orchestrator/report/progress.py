@@ -90,6 +90,8 @@ class Progress:
             return
         for record in records:
             self._take(record)
+            for sentence in record.get("warnings") or ():
+                self._say(f"warning: {sentence}")
         # Dots that vanish between two windows would make the line jump.
         known = self._micro_steps_done is not None
         self._micro_steps = self._plan.get("micro_steps") or 1

@@ -49,7 +49,9 @@ def summarize(result: Mapping[str, Any] | None, updates: Sequence[Record]) -> Su
         bytes_on_wire_per_update=_per_update(result, updates, "bytes_on_wire"),
         peak_memory_bytes=_peak(result, updates),
         memory_bytes={
-            name: size for name, size in (result.get("memory") or {}).items() if size is not None
+            name: size
+            for name, size in (result.get("memory") or {}).items()
+            if size is not None and name != "peak"
         },
         metrics=dict(result.get("metrics") or {}),
     )

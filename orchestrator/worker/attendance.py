@@ -88,7 +88,7 @@ class Attendance:
         """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
         if isinstance(inner, Recorder) and self._attempt:
             note = self._restart(updates)
-            inner.note = {"restart": note}
+            inner.note["restart"] = note
             write_json(self._run.restart(self._attempt), note)
         if not self._topology.scheduled:
             return inner

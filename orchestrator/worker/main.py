@@ -28,7 +28,7 @@ from orchestrator.errors import (
 )
 from orchestrator.job import REQUIRED_METHODS, Job, is_coupled
 from orchestrator.plan.from_config import plan_of
-from orchestrator.report.metrics import read_metrics
+from orchestrator.report.computed_with import warnings_of
 from orchestrator.rundir import RunDir, write_json
 from orchestrator.worker import checkpoint
 from orchestrator.worker.attendance import Attendance
@@ -36,6 +36,7 @@ from orchestrator.worker.environment import describe_environment
 from orchestrator.worker.failure import exit_code, record_failure
 from orchestrator.worker.loop import Outcome, train
 from orchestrator.worker.record import Recorder, Silent
+from orchestrator.worker.result import memory_of_ranks, result_of
 from orchestrator.worker.stop import StopFlag
 from orchestrator.worker.topology import Topology
 from orchestrator.worker.windows import RankWindows
@@ -141,18 +142,22 @@ def _run_rank(
         dataset_samples=len(job.dataset()),
         parameters=engine.parameter_count(),
         metric_count=len(getattr(job, "metric_names", ())),
-        coupled=is_coupled(job),
+        collectives_beside=engine.collectives_beside(),
     )
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     windows = RankWindows(planned, topology.rank)
     outcome = Outcome()
     _restore(run, engine, outcome, topology.rank)
+    recorder = Silent()
     if topology.rank == 0:
-        for sentence in (*engine.warnings(), *planned.warnings):
+        environment = describe_environment(framework.versions(), group.transport)
+        warnings = [*engine.warnings(), *warnings_of(environment, run.read_environment())]
+        for sentence in (*warnings, *planned.warnings):
             print(f"warning: {sentence}", flush=True)  # noqa: T201  # goes to the rank's log
-        write_json(run.environment, describe_environment(framework.versions(), group.transport))
+        write_json(run.environment, environment)
         write_json(run.plan, planned.to_json())
-    recorder = Recorder(run, attempt, config, engine) if topology.rank == 0 else Silent()
+        recorder = Recorder(run, attempt, config, engine)
+        recorder.note |= {"warnings": warnings} if warnings else {}
     began = time.perf_counter()
     train(
         engine=engine, windows=windows, settings=config.train,
@@ -160,40 +165,16 @@ def _run_rank(
         updates=planned.updates, stop=stop, rank=topology.rank, outcome=outcome,
     )  # fmt: skip
     seconds = time.perf_counter() - began
-    peaks = engine.gather([float(engine.peak_memory_bytes())])
+    memory = memory_of_ranks(engine)
     if isinstance(recorder, Recorder):
         recorder.close()
         attendance.allow_result()
         if outcome.state == "finished" or not attendance.leave(outcome.updates):
-            memory = [int(row[0]) for row in peaks]
-            history = read_metrics(run.metrics).updates  # of all attempts
-            outcome.collectives = sum(record["collectives"] for record in history)
-            outcome.bytes_on_wire = sum(record["bytes_on_wire"] for record in history)
-            result = _result(outcome, engine, seconds, memory, planned)
-            write_json(run.result, {**result, "restarts": run.restarts()})
+            result = result_of(run, outcome, engine, planned, seconds=seconds, memory=memory)
+            write_json(run.result, result)
     # Groups that watch their peers are told that what follows is an end, not a loss.
     getattr(group, "close", lambda: None)()
     return outcome
-
-
-def _result(
-    outcome: Outcome, engine: Engine, seconds: float, peaks: list[int], planned: Any
-) -> dict[str, Any]:
-    return {
-        "state": outcome.state,
-        "updates": outcome.updates,
-        "samples": outcome.samples,
-        "loss": outcome.loss,
-        "metrics": outcome.evaluation,
-        "weights_sha256": engine.weights_sha256(),
-        "peak_memory_bytes": peaks,
-        "collectives": outcome.collectives,
-        "bytes_on_wire": outcome.bytes_on_wire,
-        "seconds": seconds,
-        "planned_updates": planned.updates,
-        "planned_collectives_per_update": planned.collectives_per_update,
-        "culprit": None,
-    }
 
 
 def _own_log(run: RunDir, rank: int) -> None:

@@ -231,6 +231,17 @@ class MindSporeEngine:
     def weights_sha256(self) -> str:
         return state.digest(self._model.parameters_dict())
 
+    def collectives_beside(self) -> int:
+        return 0
+
+    def memory_bytes(self) -> dict[str, int]:
+        weights = self._model.parameters_dict()
+        return {
+            "parameters": _bytes(weights.values()),
+            "gradients": _bytes(self._model.trainable_params()),
+            "optimizer": _bytes(state_of(self._optimizer, weights).values()),
+        }
+
     def peak_memory_bytes(self) -> int:
         if self._group.transport != "mccl":
             return int(ms.runtime.max_memory_allocated())
@@ -287,3 +298,7 @@ class MindSporeEngine:
 
     def _say(self, sentence: str) -> None:
         print(sentence, flush=True)  # noqa: T201  # a rank's standard output is its log
+
+
+def _bytes(parameters: Iterable[Any]) -> int:
+    return sum(parameter.size * parameter.itemsize for parameter in parameters)

@@ -120,6 +120,10 @@ class Accumulator:
         """Trained real numbers, shared ones counted once."""
         return self.buffers.numbers()
 
+    def gradient_bytes(self) -> int:
+        """Memory of all gradient buffers that were made."""
+        return self._reduction.buffers_made * self.buffers.bytes_of_all()
+
     def gradient_ready(self, parameter: int) -> None:
         """For the hooks of this accumulator's parameters."""
         self.buffers.take(parameter)

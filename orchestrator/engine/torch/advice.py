@@ -16,7 +16,8 @@ def advice(model: Module) -> list[str]:
             f"batch norm in {listed(norms)} sees one micro-batch at a time, so the update is not "
             "that of one big batch, and running statistics differ between ranks. Use "
             "engine.norm=group (GroupNorm in its place), engine.norm=frozen (freeze the statistics "
-            "that it has), or take one micro-step of the whole batch on one rank"
+            "that it has), engine.norm=exact (those of the whole update, for small nets), or take "
+            "one micro-step of the whole batch on one rank"
         )
     sparse = [
         name

@@ -7,8 +7,7 @@ import platform
 from collections import Counter
 from collections.abc import Sequence
 
-import torch
-
+from orchestrator.engine.torch.versions import versions
 from orchestrator.errors import JobError
 
 _WORD_BITS = 48  # float64 carries 53 exactly
@@ -21,16 +20,10 @@ def as_numbers(hexadecimal: str) -> list[float]:
     return [float(int(hexadecimal[n * digits : (n + 1) * digits], 16)) for n in range(_WORDS)]
 
 
-def machine_digest(device: torch.device) -> str:
-    """Digest of what decides the bits of a kernel: versions, threads, kind of device."""
-    what = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    facts = (
-        torch.__version__,
-        str(torch.get_num_threads()),
-        what,
-        torch.backends.cpu.get_cpu_capability(),
-    )
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+def machine_digest() -> str:
+    """Digest of what decides the bits of a kernel: versions, threads, kind of processor."""
+    facts = {**versions(), "machine": platform.machine()}
+    return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
 
 
 def check_replicas(rows: Sequence[Sequence[float]]) -> None:
@@ -57,8 +50,9 @@ def machine_warning(rows: Sequence[Sequence[float]], reduction: str) -> list[str
         if reduction == "reproducible"
         else "results will not repeat to the bit"
     )
+    verb = "computes" if len(odd) == 1 else "compute"
     sentence = (
-        f"{_ranks(odd)} compute with another version of torch, number of threads or kind of "
+        f"{_ranks(odd)} {verb} with another version of torch, number of threads or kind of "
         f"processor than the others: {price}"
     )
     return [sentence]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from orchestrator.engine.torch.flat import bytes_of
 from orchestrator.engine.torch.layout import Place, buffer_plans, real_numbers
 from orchestrator.errors import JobError
 from orchestrator.plan.wire import trailer_numbers
@@ -142,6 +143,10 @@ class GradientBuffers:
         """Set `.grad` of these parameters to None, so that the optimizer leaves them alone."""
         for number in unused:
             self.parameters[number][1].grad = None
+
+    def bytes_of_all(self) -> int:
+        """Memory of the buffers, trailer and padding included."""
+        return sum(bytes_of(flat) for flat in self.flats)
 
     def numbers(self) -> int:
         """Real numbers of all gradients."""

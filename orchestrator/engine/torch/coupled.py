@@ -134,11 +134,16 @@ class CoupledWindows:
         self._layout: Layout | None = None
         self._kept: list[_Kept] = []
 
+    @property
+    def collectives(self) -> int:
+        """Gathers in each window."""
+        return int(self._group.size > 1)
+
     def begin(self) -> None:
         """Forget: a window begins."""
         self._kept.clear()
 
-    def embed(self, batch: Any, micro_batch: MicroBatch) -> None:
+    def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Embed one micro-batch without a graph, and keep it for the boundary. Silent."""
         began = time.perf_counter()
         with torch.no_grad():
@@ -176,6 +181,9 @@ class CoupledWindows:
             )
         self._kept.clear()
         return gathered - began
+
+    def applied(self) -> None:
+        """The update was applied: nothing follows it here."""
 
     # ------------------------------------------------------------------ parts
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import resource
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +22,11 @@ from orchestrator.engine.torch.agreement import (
     machine_warning,
 )
 from orchestrator.engine.torch.base_group import BaseGroup
-from orchestrator.engine.torch.coupled import CoupledWindows
+from orchestrator.engine.torch.building import LossLines, built_model, built_optimizer, tried_loss
+from orchestrator.engine.torch.leaves import Leaves
+from orchestrator.engine.torch.memory import memory_bytes, peak_memory_bytes
 from orchestrator.engine.torch.norms import with_norms
-from orchestrator.engine.torch.optimizers import build_optimizer, usable
-from orchestrator.engine.torch.placement import be_deterministic, doubled, moved
+from orchestrator.engine.torch.placement import be_deterministic, moved
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.engine.torch.state import (
     load_model,
@@ -37,9 +35,9 @@ from orchestrator.engine.torch.state import (
     save_optimizer,
     weights_sha256,
 )
-from orchestrator.engine.torch.trial import loss_warning
-from orchestrator.errors import ConfigError, JobError
-from orchestrator.job import Job, Loss, is_coupled
+from orchestrator.engine.torch.whole import whole_windows
+from orchestrator.errors import ConfigError
+from orchestrator.job import Job, is_coupled
 
 
 def build_engine(
@@ -66,22 +64,19 @@ class TorchEngine:
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
         self._job, self._settings, self._group = job, settings, group
-        if settings.reduction == "reproducible":
+        reproducible = settings.reduction == "reproducible"
+        if reproducible:
             be_deterministic()
             if not settings.leaf_size:
                 raise ConfigError(
                     "accumulation.reduction=reproducible needs accumulation.micro_batch"
                 )
-        self._model, norms = with_norms(self._built_model(), settings.norm)
-        own = getattr(job, "optimizer", lambda _: None)(self._model)
-        optimizer = (
-            build_optimizer(self._model, settings.optimizer)
-            if own is None
-            else usable(own, f"{type(job).__name__}.optimizer")
-        )
+        self._leaves = Leaves(settings.leaf_size if reproducible else None)
+        talks = bool(getattr(job, "talks_in_window", False))
+        self._model, norms = with_norms(built_model(job, settings, group.device), settings.norm)
         self._accumulator = Accumulator(
             self._model,
-            optimizer,
+            built_optimizer(job, self._model, settings),
             group,
             clip_norm=settings.clip_norm,
             metric_names=settings.metric_names,
@@ -91,13 +86,20 @@ class TorchEngine:
             on_non_finite=settings.on_non_finite,
             precision=settings.precision,
             # Where a job talks too, its collectives and the buckets' could pair up wrongly.
-            overlap=not self._talks,
-            silent=not self._talks,
+            overlap=not talks,
+            silent=not talks,
         )
-        self._coupled = self._coupled_windows() if is_coupled(job) else None
+        self._whole = whole_windows(
+            job, self._model, self._accumulator, group, settings,
+            prepare=self._prepared, leaves=self._leaves,
+        )  # fmt: skip
         self._window: Window | None = None
-        self._done = self._told = 0
-        self._warnings = norms + advice(self._model) + self._agree() + self._try_loss()
+        self._done, self._lines = 0, LossLines(settings.log_every)
+        self._warnings = norms + advice(self._model) + self._agree()
+        if not (talks or is_coupled(job)):
+            self._warnings += tried_loss(
+                job, self._model, group, self._accumulator.precision, self._prepared
+            )
 
     @property
     def model(self) -> Module:
@@ -108,10 +110,6 @@ class TorchEngine:
     def accumulator(self) -> Accumulator:
         """What accumulates its gradients."""
         return self._accumulator
-
-    @property
-    def _talks(self) -> bool:
-        return bool(getattr(self._job, "talks_in_window", False))
 
     # ------------------------------------------------------------------ an update
 
@@ -129,14 +127,13 @@ class TorchEngine:
     def begin_window(self, window: Window) -> None:
         """Start an update: gradients are zero, the learning rate is set. Not collective."""
         self._window, self._done = window, 0
-        if self._coupled is not None:
-            self._coupled.begin()
-        leaf_size = self._leaf_size
+        if self._whole is not None:
+            self._whole.begin()
         self._accumulator.begin_window(
             update=window.update,
             learning_rate=window.learning_rate,
             steps=window.steps,
-            leaves=None if leaf_size is None else -(-window.samples // leaf_size),
+            leaves=self._leaves.of_update(window.samples),
             expected_weight=window.samples,  # right wherever the weight is the number of samples
         )
 
@@ -145,8 +142,8 @@ class TorchEngine:
         window = self._window
         if window is None or micro_batch.update != window.update:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
-        if self._coupled is not None:
-            self._coupled.embed(batch, micro_batch)
+        if self._whole is not None:
+            self._whole.micro_step(batch, micro_batch)
             return
         began = time.perf_counter()
         self._done += 1
@@ -160,20 +157,21 @@ class TorchEngine:
         self._accumulator.backward(
             loss,
             last=self._done == len(window.micro_batches),
-            leaf=self._leaf(micro_batch),
+            leaf=self._leaves.leaf_of(micro_batch),
         )
-        self._tell(loss, micro_batch)
+        self._lines.tell(loss, micro_batch.update)
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         """Reduce once, clip once, step once. Collective."""
         window, self._window = self._window, None
-        if self._coupled is not None and window is not None:
-            gather_s = self._coupled.finish(window)
-            report = self._accumulator.boundary(stop=stop)
-            report = replace(report, wait_s=report.wait_s + gather_s)
-        else:
-            report = self._accumulator.boundary(stop=stop)
+        gather_s = 0.0
+        if self._whole is not None and window is not None:
+            gather_s = self._whole.finish(window)
+        report = self._accumulator.boundary(stop=stop)
+        report = replace(report, wait_s=report.wait_s + gather_s)
         if report.applied:
+            if self._whole is not None:
+                self._whole.applied()
             with torch.no_grad():
                 getattr(self._job, "after_update", _nothing)(self._model, report.update)
         return report
@@ -219,12 +217,17 @@ class TorchEngine:
         """Digest over the bytes of the weights, tensor by tensor in the order of the names."""
         return weights_sha256(self._model)
 
+    def collectives_beside(self) -> int:
+        """Collectives in every window, besides the gradient's reduction."""
+        return 0 if self._whole is None else self._whole.collectives
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes of this rank's parameters, gradients and optimizer state."""
+        return memory_bytes(self._model, self._accumulator)
+
     def peak_memory_bytes(self) -> int:
         """Largest memory of this rank so far: its GPU's if it computes there, or the process's."""
-        if self._group.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._group.device)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere else
+        return peak_memory_bytes(self._group.device)
 
     def warnings(self) -> list[str]:
         """What a user should know of this model and these ranks, each with its remedies."""
@@ -232,76 +235,13 @@ class TorchEngine:
 
     # ------------------------------------------------------------------ parts
 
-    @property
-    def _leaf_size(self) -> int | None:
-        return self._settings.leaf_size if self._settings.reduction == "reproducible" else None
-
     def _prepared(self, batch: Any) -> Any:
         return moved(batch, self._group.device, double=self._settings.precision == "float64")
-
-    def _tell(self, loss: Loss, micro_batch: MicroBatch) -> None:
-        """Put the loss in the rank's log, as often as the settings say."""
-        self._told += 1
-        every = self._settings.log_every
-        if every and self._told % every == 0:
-            mean = float(loss.total.detach()) / float(loss.weight) if loss.weight else float("nan")
-            sentence = f"update {micro_batch.update} micro-step {self._told}: loss {mean:.6f}"
-            print(sentence, flush=True)  # noqa: T201  # goes to the rank's log
-
-    def _coupled_windows(self) -> CoupledWindows:
-        job: Any = self._job
-        return CoupledWindows(
-            job,
-            self._model,
-            self._accumulator,
-            self._group,
-            metric_names=self._settings.metric_names,
-            seed=self._settings.seed,
-            prepare=self._prepared,
-            leaf_of=self._leaf,
-            any_batch=lambda: loader.collate_of(job)([job.dataset()[0]]),
-        )
-
-    def _leaf(self, micro_batch: MicroBatch) -> int | None:
-        if self._leaf_size is None:
-            return None
-        leaf, beside = divmod(micro_batch.start, self._leaf_size)
-        if beside:
-            raise RuntimeError(f"{micro_batch.start} does not begin a leaf of {self._leaf_size}")
-        return leaf
-
-    def _built_model(self) -> Module:
-        seed_everything(derived_seed("model", self._settings.seed))
-        model = self._job.model()
-        if not isinstance(model, Module):
-            raise JobError(f"model() must give a torch.nn.Module, but gives {type(model).__name__}")
-        if self._settings.precision == "float64":
-            model = doubled(model)
-        return model.to(self._group.device)
-
-    def _try_loss(self) -> list[str]:
-        """Warn of a loss that is not a sum; on rank 0, whose warnings are shown. Not collective."""
-        if self._group.rank != 0 or self._coupled is not None or self._talks:
-            return []
-        # A shallow copy, so that what a job counts in its own attributes is not counted here.
-        job, dataset = copy.copy(self._job), self._job.dataset()
-        loader.check_dataset(dataset)
-        self._group.silence.keep("while rank 0 tried the loss")
-        try:
-            return loss_warning(
-                job,
-                self._model,
-                dataset,
-                prepare=self._prepared,
-                forward=self._accumulator.precision.forward,
-            )
-        finally:
-            self._group.silence.end()
 
     def _agree(self) -> list[str]:
         """Check that all ranks start alike, with one exchange. Collective."""
         weights = as_numbers(self.weights_sha256())
-        rows = self.gather(weights + as_numbers(machine_digest(self._group.device)))
+        rows = self.gather(weights + as_numbers(machine_digest()))
         check_replicas([row[: len(weights)] for row in rows])
         return machine_warning([row[len(weights) :] for row in rows], self._settings.reduction)
 

@@ -26,6 +26,11 @@ class Reduction(Protocol):
         """Where gradients are accumulated now, and the sum is after `finish`."""
         ...
 
+    @property
+    def buffers_made(self) -> int:
+        """How many sets of buffers there are."""
+        ...
+
     def begin(self, *, steps: int | None, leaves: int | None) -> None:
         """A window begins, of at most `steps` micro-steps on a rank and `leaves` over all ranks."""
         ...
@@ -86,6 +91,11 @@ class AtBoundary:
         """The one set of buffers that there is."""
         return self._buffers
 
+    @property
+    def buffers_made(self) -> int:
+        """One."""
+        return 1
+
     def begin(self, *, steps: int | None, leaves: int | None) -> None:
         """Start from nothing."""
         del steps, leaves
@@ -133,6 +143,11 @@ class EveryStep:
     def buffers(self) -> GradientBuffers:
         """The one set of buffers that there is."""
         return self._buffers
+
+    @property
+    def buffers_made(self) -> int:
+        """One."""
+        return 1
 
     def begin(self, *, steps: int | None, leaves: int | None) -> None:
         """Start from nothing. Raises `ValueError` without `steps`: ranks have to agree on it."""

@@ -214,7 +214,7 @@ def test_other_machines_are_told_apart():
     assert unlike_most(rows) == [2]
     assert unlike_most(rows[1:]) == [1]
     [sentence] = machine_warning(rows, "reproducible")
-    assert sentence.startswith("rank 2 compute with another version of torch")
+    assert sentence.startswith("rank 2 computes with another version of torch")
     assert machine_warning(rows[:2], "fast") == []
 
 

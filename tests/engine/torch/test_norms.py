@@ -34,8 +34,11 @@ class Pictures(Job):
         return Loss(((model(x) - y) ** 2).sum(), weight=len(x))
 
 
-@pytest.mark.parametrize(("norm", "exact"), [("warn", False), ("frozen", True), ("group", True)])
-def test_only_frozen_and_group_norm_give_one_update_for_any_split(norm, exact):
+@pytest.mark.parametrize(
+    ("norm", "exact"),
+    [("warn", False), ("frozen", True), ("group", True), ("exact", True)],
+)
+def test_frozen_group_and_exact_norms_give_one_update_for_any_split(norm, exact):
     given = {"samples": 12, "updates": 2, "norm": norm}
     (alone, *_), *_ = train(Pictures(), 1, cap=12, **given)
     (found, *_), *_ = train(Pictures(), 2, cap=3, **given)
@@ -49,6 +52,7 @@ def test_only_frozen_and_group_norm_give_one_update_for_any_split(norm, exact):
         ("warn", "batch norm in 1, 5 sees one micro-batch at a time"),
         ("frozen", "batch norm in 1, 5 keeps the statistics"),
         ("group", "batch norm in 1, 5 was replaced by group norm"),
+        ("exact", "batch norm in 1, 5 is that of the whole update: 5 forwards of each"),
     ],
 )
 def test_the_layers_are_named(norm, words):

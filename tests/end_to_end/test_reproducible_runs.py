@@ -1,0 +1,99 @@
+"""One digest for any number of nodes and ranks, by the real command, with real processes."""
+
+import json
+
+import pytest
+
+from tests import helpers
+from tests.helpers import TINY
+
+SHAPES = ((1, 1), (1, 2), (3, 1), (2, 2), (5, 1), (1, 7))
+REPRODUCIBLE = (
+    "accumulation.reduction=reproducible",
+    "accumulation.micro_batch=16",
+    "accumulation.global_batch=160",
+    "train.updates=2",
+    "tracker=none",
+)
+
+
+def _shape(nodes, ranks):
+    return (f"cluster.nodes={nodes}", f"cluster.ranks_per_node={ranks}")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("job", "shapes"),
+    [
+        (("job=digits",), SHAPES[::2]),
+        (("job=digits", "job.dropout=0.3"), SHAPES),
+        (("job=language_model",), SHAPES),  # with dropout, too
+    ],
+    ids=["digits", "digits with dropout", "transformer"],
+)
+def test_one_digest_on_any_nodes_and_ranks(tmp_path, job, shapes):
+    digests = {}
+    for shape in shapes:
+        run = tmp_path / "x".join(map(str, shape))
+        done = helpers.call(*job, *REPRODUCIBLE, *_shape(*shape), f"run.dir={run}", "-q")
+        assert done.returncode == 0, done.stdout + done.stderr
+        digests[shape] = helpers.result(run)["weights_sha256"]
+    assert len(set(digests.values())) == 1, digests
+
+
+def test_a_resumed_run_has_the_digest_of_an_undisturbed_one_on_other_ranks(tmp_path):
+    given = (TINY, "job.dropout=0.3", *REPRODUCIBLE[:3], "train.updates=6", "tracker=none")
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert helpers.call(*given, *_shape(1, 3), f"run.dir={straight}", "-q").returncode == 0
+    failing = ("job.fault=raise", "job.fault_after=3", "train.checkpoint_every=1")
+    done = helpers.call(*given, *failing, *_shape(2, 2), f"run.dir={stopped}", "-q")
+    assert done.returncode == 1, done.stdout + done.stderr
+    environment = json.loads((stopped / "environment.json").read_text())
+    environment["framework"]["threads"] = "99"
+    (stopped / "environment.json").write_text(json.dumps(environment))
+    config = (stopped / "config.yaml").read_text().replace("fault: raise", "fault: null")
+    (stopped / "config.yaml").write_text(config)
+    done = helpers.verb("resume", stopped)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "threads 1 against 99" in " ".join(done.stdout.split()), "what changed is said"
+    assert helpers.result(stopped)["weights_sha256"] == helpers.result(straight)["weights_sha256"]
+
+
+def test_ranks_that_compute_differently_are_named_to_the_person(tmp_path):
+    run = tmp_path / "run"
+    done = helpers.call(
+        "job._target_=tests.tiny_job.Threads", *REPRODUCIBLE, *_shape(1, 3), f"run.dir={run}"
+    )
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 0, said
+    assert "warning: rank 1 computes with another version of torch, number of threads" in said
+    assert "the bits of the result will depend on who computes which leaf" in said
+
+
+def test_comparing_runs_tells_what_else_differs(tmp_path):
+    for name in ("a", "b"):
+        run = tmp_path / name
+        done = helpers.call(TINY, *REPRODUCIBLE, *_shape(1, 1), f"run.dir={run}", "-q")
+        assert done.returncode == 0, done.stdout + done.stderr
+    path = tmp_path / "b" / "environment.json"
+    environment = json.loads(path.read_text())
+    environment["framework"]["torch"] = "1.0"
+    path.write_text(json.dumps(environment))
+    said = helpers.verb("compare", tmp_path / "a", tmp_path / "b").stdout
+    assert "the same bits" in said
+    assert "computed with another torch: 2." in said
+    assert "against 1.0" in said
+
+
+def test_the_closing_table_and_the_result_tell_what_memory_is_for(tmp_path):
+    run = tmp_path / "run"
+    done = helpers.call("job=digits", *REPRODUCIBLE[3:], *_shape(1, 2), f"run.dir={run}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    memory = helpers.result(run)["memory"]
+    parameters = 4 * 567_434
+    assert memory["parameters"] == parameters
+    assert parameters < memory["gradients"] < 1.01 * parameters, "one buffer, and the trailer"
+    assert memory["optimizer"] == pytest.approx(2 * parameters, rel=0.01), "Adam's two moments"
+    assert memory["peak"] == max(helpers.result(run)["peak_memory_bytes"])
+    for words in ("peak memory", "of which parameters", "of which gradients", "of which optimizer"):
+        assert words in done.stdout
