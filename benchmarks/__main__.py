@@ -19,7 +19,7 @@ MEASUREMENTS = (
     "memory",
     "mindspore_steps",
     "mindspore_reduction",
-    "gpu",
+    "one_rank",
 )
 
 

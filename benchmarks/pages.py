@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import memory, peers_page, reproducible
+from benchmarks import memory, one_rank_page, peers_page, reproducible
 from benchmarks.measure import RESULTS, kept
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +58,7 @@ def _plain(data: Result) -> str:
 
 _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "peers": ("An update beside what people use today", peers_page.body),
-    "gpu": ("One rank on a GPU beside a plain loop", peers_page.one_rank),
+    "one_rank": ("One rank beside a plain loop", one_rank_page.body),
     "reproducible": ("What equal bits cost", reproducible.body),
     "memory": ("Peak memory of a rank in a run", memory.body),
 }

@@ -33,6 +33,7 @@ class Extent:
     repetitions: tuple[int, int]
     budget_s: float
     updates: int
+    loss_nets: Sequence[str]
     loss_links: Sequence[str]
     memory_steps: Sequence[int]
     memory_repetitions: int
@@ -40,11 +41,11 @@ class Extent:
 
 WHOLE = Extent(
     ranks=(2, 4), steps=(1, 2, 4, 8, 16), repetitions=(7, 21), budget_s=15.0, updates=40,
-    loss_links=("loopback", SHAPED), memory_steps=(1, 16), memory_repetitions=7,
+    loss_nets=NETS, loss_links=("loopback", SHAPED), memory_steps=(1, 16), memory_repetitions=7,
 )  # fmt: skip
 QUICK = Extent(
-    ranks=(2,), steps=(1, 8), repetitions=(7, 7), budget_s=0.0, updates=25, loss_links=(SHAPED,),
-    memory_steps=(1, 8), memory_repetitions=1,
+    ranks=(2,), steps=(1, 8), repetitions=(7, 7), budget_s=0.0, updates=25, loss_nets=("mlp",),
+    loss_links=(SHAPED,), memory_steps=(1, 8), memory_repetitions=1,
 )  # fmt: skip
 
 
@@ -80,7 +81,7 @@ class Peers:
         for name in self._links():
             if name in self._extent.loss_links:
                 with _made(name, 2) as link:
-                    for net in NETS:
+                    for net in self._extent.loss_nets:
                         self._losses(link, net)
         with loopback(2) as link:
             self._peaks(link)

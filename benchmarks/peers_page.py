@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Any
 
 from benchmarks import peers_tables as tables
 from benchmarks.peers_tables import OURS, Row, by_contender, distinct, grid, mib, select
@@ -36,6 +37,17 @@ def lost(data: Row, name: str = OURS) -> list[Row]:
     ]
 
 
+def typical(data: Row, name: str, beside: str, **where: Any) -> float:
+    """The median over cells of one contender's ratio to another."""
+    others = {_place(row): row["ratio"]["median"] for row in select(data["times"], name=beside)}
+    rows = select(data["times"], name=name, **where)
+    return median(row["ratio"]["median"] / others[_place(row)] for row in rows)
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("net", "ranks", "link", "steps"))
+
+
 def verdict(data: Row) -> str:
     """How often, and where most, ours is slower than the reference."""
     rows, slower = select(data["times"], name=OURS), lost(data)
@@ -54,7 +66,7 @@ def verdict(data: Row) -> str:
 
 
 def _notes(data: Row) -> list[str]:
-    notes = [METHOD, verdict(data)]
+    notes = [METHOD, verdict(data), beside_all(data)]
     if 4 in distinct(data["times"], "ranks") and data["machine"]["cores"] < 4:
         notes.append(OVERSUBSCRIBED.format(cores=data["machine"]["cores"]))
     notes += [f"Skipped: {name}, which {reason}." for name, reason in data["skipped"].items()]
@@ -72,29 +84,26 @@ def body(data: Row) -> str:
     return "\n\n".join([*parts, *plots])
 
 
-def one_rank(data: Row) -> str:
-    """The page of `gpu`: times alone, and peaks."""
-    steps = distinct(data["peaks"], "steps")
-
-    def peak(rows: list[Row]) -> str:
-        return mib(rows[0]["bytes"]) if rows else "not measured"
-
-    parts = [
-        METHOD.replace("DDP + no_sync", data["reference"], 1),
-        verdict(data),
-        tables.times(data),
-    ]
-    for net in distinct(data["peaks"], "net"):
-        lines = by_contender(data, select(data["peaks"], net=net), peak, steps)
-        parts += [f"### Peak memory, {net} (MiB)", grid(["contender", *map(str, steps)], lines)]
-    return "\n\n".join(parts)
-
-
 def _range(rows: list[Row]) -> str:
     if not rows:
         return "not measured"
     ratios = [row["ratio"]["median"] for row in rows]
     return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def beside_all(data: Row) -> str:
+    """Ours beside each of the others in the median of cells, and the price of equal bits."""
+    others = [name for name in data["contenders"] if not name.startswith(OURS)]
+    told = [
+        f"{typical(data, OURS, name):.2f} of {name}"
+        for name in others
+        if name not in data["missing"]
+    ]
+    price = typical(data, f"{OURS}, reproducible", OURS)
+    return (
+        f"In the median of cells ours takes these parts of the others' seconds: {', '.join(told)}. "
+        f"Equal bits take {price:.2f} times the seconds of ours in fast mode."
+    )
 
 
 def summary(data: Row) -> str:

@@ -82,6 +82,12 @@ def test_losses_are_told_and_noise_is_not():
     assert "in none more than 1.02 times" in peers_page.verdict(_peers([_row("ours", 0.9)]))
 
 
+def test_ours_is_compared_with_each_of_the_others_cell_by_cell():
+    rows = [_row("ours", 0.9), _row("ours", 1.2, steps=2)]
+    rows += [_row("Accelerate", 1.8), _row("Accelerate", 1.2, steps=2)]
+    assert peers_page.typical(_peers(rows), "ours", "Accelerate") == pytest.approx(0.75)
+
+
 def test_a_loss_is_reached_when_its_mean_over_updates_is():
     row = {"losses": [5.0, 1.0, 5.0, 1.0, 1.0, 1.0, 1.0, 1.0]}
     assert peers_tables.reached(row, 2.0) == 6
