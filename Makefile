@@ -14,6 +14,8 @@ help:  ## list the targets
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== setting up $(VENV): Python packages with the versions of constraints.txt"
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	    { echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13; try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,mindspore,report,dev]'
 	@$(BIN)/python -m compileall -q orchestrator jobs slurm

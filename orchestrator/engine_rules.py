@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import platform
+import sys
 
 from orchestrator.config import Config, node_range
 from orchestrator.errors import ConfigError, JobError
@@ -140,10 +142,10 @@ def _framework_style(config: Config) -> list[str]:
 
 def _installed() -> None:
     if importlib.util.find_spec("mindspore") is None:
-        raise JobError(
-            "this job is written for MindSpore, which is not installed; "
-            "pip install 'cluster-orchestrator[mindspore]'"
-        )
+        remedy = "pip install 'cluster-orchestrator[mindspore]'"
+        if sys.version_info >= (3, 13):
+            remedy += f" under Python 3.11 or 3.12: there is none for {platform.python_version()}"
+        raise JobError(f"this job is written for MindSpore, which is not installed; {remedy}")
     numpy = importlib.metadata.version("numpy")
     if int(numpy.split(".", maxsplit=1)[0]) >= 2:
         raise JobError(

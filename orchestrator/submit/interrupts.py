@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import signal
 from types import FrameType, TracebackType
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 
 class Interrupts:
