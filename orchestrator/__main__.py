@@ -67,20 +67,26 @@ def plan(
     """Print who would compute what, without starting anything."""
     del verbose
     from orchestrator.compose import compose
+    from orchestrator.engine_rules import notes
     from orchestrator.report.plan_table import print_plan
     from orchestrator.submit.run import prepare
+    from orchestrator.target import check_target
 
     config = compose(overrides or [], config_dir)
     made = prepare(config)
+    told = notes(config, check_target(config.job).framework)
     placed: dict[str, Any] = {}
     if config.cluster.kind != "local":
         from orchestrator.submit.detached import describe
 
         placed = describe(config)
     if as_json:
-        _print_json({**made.to_json(), **({"request": placed} if placed else {})})
+        more = {"request": placed} if placed else {}
+        _print_json({**made.to_json(), "notes": told, **more})
         return
     print_plan(made.to_json(), Console())
+    for sentence in told:
+        say(Console(), sentence, "dim", prose=True)
     if placed:
         sys.stdout.write(f"\n{placed['sbatch']}\n")
         refused = placed["refused"]

@@ -57,6 +57,30 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
         _installed()
 
 
+def notes(config: Config, framework: str | None) -> list[str]:
+    """What will happen on the nodes that a plan does not show: sentences for `plan`."""
+    cluster, transport = config.cluster, config.transport
+    found: list[str] = []
+    if framework == "mindspore":
+        found.append(
+            "ranks meet in the run folder, then in MindSpore's dynamic cluster, whose scheduler is "
+            "a child of rank 0: no msrun and no rank table; a dead rank is noticed within seconds "
+            "by our own connections"
+        )
+    if transport == "hccl":
+        last = cluster.ranks_per_node - 1
+        found.append(
+            f"each rank takes the Ascend NPU of its local rank (0 to {last}) before it makes any "
+            f"tensor; a node without CANN refuses"
+            + (", as does one without torch_npu" if framework == "torch" else "")
+        )
+        found.append(
+            f"HCCL waits {cluster.rendezvous_timeout_s:g} s for connections and "
+            f"{cluster.collective_timeout_s:g} s for a collective"
+        )
+    return found
+
+
 def _transport(config: Config, framework: str) -> list[str]:
     known = TRANSPORTS.get(framework, (config.transport,))
     if config.transport in known:
@@ -91,10 +115,10 @@ def _torch(config: Config, *, coupled: bool) -> list[str]:
 
 def _mindspore(config: Config) -> list[str]:
     wrong: list[str] = []
-    if config.train.precision not in ("float32", "float64"):
+    if config.train.precision == "bfloat16" and config.transport not in ("hccl", "nccl"):
         wrong.append(
-            f"train.precision={config.train.precision} is not available with MindSpore yet; try "
-            f"train.precision=float32"
+            "train.precision=bfloat16 cannot be computed by MindSpore on a CPU; try "
+            "train.precision=float16, or say which devices there are: transport=hccl or nccl"
         )
     if config.accumulation.reduction != "fast":
         wrong.append(

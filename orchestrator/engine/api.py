@@ -188,6 +188,7 @@ class BoundaryReport:
         bytes_on_wire: see `Counters`, for this window.
         compute_s, wait_s, optimizer_s: forward and backward; reduction; clipping and step.
         compile_s: first calls of compiled functions, not part of the other three where it is told.
+        plain_step_s: a micro-step without compilation, measured once where others are compiled.
     """
 
     update: int
@@ -205,6 +206,7 @@ class BoundaryReport:
     wait_s: float = 0.0
     optimizer_s: float = 0.0
     compile_s: float = 0.0
+    plain_step_s: float = 0.0
 
 
 class Engine(Protocol):
@@ -212,7 +214,8 @@ class Engine(Protocol):
 
     Each framework's package offers `form_group(spec: GroupSpec) -> Group`,
     `build_engine(job: Job, settings: EngineSettings, group: Group, local_rank: int) -> Engine` and
-    `versions() -> dict[str, str]`.
+    `versions() -> dict[str, str]`; and, where something takes time that need not wait for the job's
+    import, `ahead(spec: GroupSpec) -> None`.
     """
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:

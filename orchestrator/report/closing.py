@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from orchestrator.report.compilation import compilation
 from orchestrator.report.metrics import History, Record
 from orchestrator.report.summary import Summary, summarize
 from orchestrator.report.terminal import command, literal, say
@@ -74,6 +75,7 @@ def _rows(
     rows = [
         ("state", summary.state, STATE_STYLES.get(summary.state, "bold")),
         ("updates", f"{format_count(summary.updates)}{of}", ""),
+        *_skipped(updates),
         ("samples", format_count(summary.samples), ""),
         ("final loss", format_number(result.get("loss")), ""),
     ]
@@ -87,6 +89,8 @@ def _rows(
     if summary.time_shares:
         shares = (f"{name} {format_percent(share)}" for name, share in summary.time_shares.items())
         rows.append(("time of updates", ", ".join(shares), ""))
+    compiled = compilation(updates)
+    rows += compiled.rows() if compiled else []
     planned = result.get("planned_collectives_per_update")
     if planned is None:
         planned = plan.get("collectives_per_update")
@@ -100,6 +104,16 @@ def _rows(
     if result.get("weights_sha256"):
         rows.append(("weights", f"sha256 {result['weights_sha256'][:DIGEST_DIGITS]}", ""))
     return rows
+
+
+def _skipped(updates: Sequence[Record]) -> list[tuple[str, str, str]]:
+    """Updates that changed no weight, because of an overflow or by `train.on_non_finite=skip`."""
+    count = sum(1 for r in updates if r.get("applied") is False)
+    if not count:
+        return []
+    scales = [r["loss_scale"] for r in updates if r.get("loss_scale", 1.0) != 1.0]
+    scale = f"; loss scale {scales[0]:g} to {scales[-1]:g}" if scales else ""
+    return [("  not applied", f"{plural(count, 'update')}, not finite{scale}", "yellow")]
 
 
 def _restarts(notes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:

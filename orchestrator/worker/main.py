@@ -30,6 +30,7 @@ from orchestrator.job import REQUIRED_METHODS, Job, is_coupled
 from orchestrator.plan.from_config import plan_of
 from orchestrator.report.computed_with import warnings_of
 from orchestrator.rundir import RunDir, write_json
+from orchestrator.target import check_target
 from orchestrator.worker import checkpoint
 from orchestrator.worker.attendance import Attendance
 from orchestrator.worker.environment import describe_environment
@@ -110,29 +111,40 @@ def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
     outcome.updates, outcome.samples = chosen.updates, chosen.samples
 
 
+def _package(framework: str) -> ModuleType:
+    return importlib.import_module(f"orchestrator.engine.{framework}")
+
+
+def _start_ahead(config: Config, spec: GroupSpec) -> None:
+    """Let the framework start what takes time before the job is imported, if the job's source says
+    which framework that is.
+    """
+    named = check_target(config.job).framework
+    if named in FRAMEWORKS:
+        getattr(_package(named), "ahead", lambda _: None)(spec)
+
+
 def _run_rank(
     run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
 ) -> Outcome:
     config = read_config(run.existing().read_config())
     attendance.begin(config)
+    spec = GroupSpec(
+        rank=topology.rank,
+        size=topology.size,
+        local_rank=topology.local_rank,
+        node=topology.node,
+        address=topology.address,
+        folder=run.attempt(attempt),
+        transport=config.transport,
+        timeout_s=config.cluster.rendezvous_timeout_s,
+        collective_timeout_s=config.cluster.collective_timeout_s,
+        stop_requested=lambda: stop.requested,
+    )
+    _start_ahead(config, spec)
     job = build_job(config.job)
-    framework: ModuleType = importlib.import_module(
-        f"orchestrator.engine.{framework_of(job, config)}"
-    )
-    group = framework.form_group(
-        GroupSpec(
-            rank=topology.rank,
-            size=topology.size,
-            local_rank=topology.local_rank,
-            node=topology.node,
-            address=topology.address,
-            folder=run.attempt(attempt),
-            transport=config.transport,
-            timeout_s=config.cluster.rendezvous_timeout_s,
-            collective_timeout_s=config.cluster.collective_timeout_s,
-            stop_requested=lambda: stop.requested,
-        )
-    )
+    framework = _package(framework_of(job, config))
+    group = framework.form_group(spec)
     engine: Engine = framework.build_engine(
         job, engine_settings(config, job), group, topology.local_rank
     )

@@ -91,7 +91,11 @@ class Recorder:
                 "compute_s": round(report.compute_s, 6),
                 "wait_s": round(report.wait_s, 6),
                 "optimizer_s": round(report.optimizer_s, 6),
-                **({"compile_s": round(report.compile_s, 6)} if report.compile_s else {}),
+                **{
+                    name: round(seconds, 6)
+                    for name in ("compile_s", "plain_step_s")
+                    if (seconds := getattr(report, name))
+                },
                 "update_s": round(update_s, 6),
                 "peak_memory_bytes": self._engine.peak_memory_bytes(),
                 "gradient_norm": report.gradient_norm,

@@ -61,6 +61,28 @@ def test_paths_and_commands_stay_in_one_piece_at_80_columns(screen):
     assert f"to go on from here: python -m orchestrator resume '{FOLDER}'" in lines
 
 
+def test_compilation_is_told_apart_from_steady_micro_steps(screen):
+    first = record(0, compile_s=2.0, plain_step_s=0.26, compute_s=0.5)
+    later = [record(n, compute_s=0.08, micro_steps=4) for n in range(1, 20)]
+    text = flat(closing(screen, history=History([first, *later])))
+    assert "compilation 2.00 s, in 1 update" in text
+    assert "20.0 ms compiled, 260 ms without: 13 times as fast" in text
+
+
+def test_a_speed_up_that_was_not_measured_is_not_told(screen):
+    first = record(0, compile_s=2.0)
+    text = flat(closing(screen, history=History([first, record(1)])))
+    assert "compiled" in text
+    assert "times as fast" not in text
+    assert "compilation" not in flat(closing(screen, history=History([record(0), record(1)])))[1:]
+
+
+def test_skipped_updates_are_counted(screen):
+    skipped = [record(n, applied=False, loss_scale=2.0 ** (12 - n)) for n in range(3)]
+    text = flat(closing(screen, history=History([*skipped, record(3, loss_scale=512.0)])))
+    assert "not applied 3 updates, not finite; loss scale 4096 to 512" in text
+
+
 def test_a_run_that_talked_too_much_says_so_loudly(screen):
     history = History([record(n, collectives=1 if n < 5 else 4) for n in range(20)])
     text = flat(closing(screen, history=history, planned_collectives_per_update=1))

@@ -44,7 +44,7 @@ GOLDEN_REQUESTS = {
         "+cluster.slurm_flags.mail-type=FAIL", "+cluster.slurm_flags.switches=1",
         "cluster.preamble=[module load cuda/12.4]", "+cluster.environment.NCCL_SOCKET_IFNAME=ib0",
     ],
-    "ascend_hccl": ["+cluster=slurm_ascend", "transport=hccl", "cluster.partition=npu"],
+    "ascend_hccl": ["+cluster=slurm_ascend", "cluster.partition=npu"],
 }  # fmt: skip
 
 

@@ -1,8 +1,25 @@
-"""The MindSpore engine: groups without `msrun`, differentiable collectives, the accumulator."""
+"""The MindSpore engine: groups without `msrun`, differentiable collectives, the accumulator.
+
+MindSpore is imported with the first name that needs it, so that `ahead` can start what takes time
+before.
+"""
 
 from __future__ import annotations
 
-from orchestrator.engine.mindspore.building import build_engine, versions
-from orchestrator.engine.mindspore.forming import form_group
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["build_engine", "form_group", "versions"]
+from orchestrator.engine.mindspore.scheduler import ahead
+
+if TYPE_CHECKING:
+    from orchestrator.engine.mindspore.building import build_engine, versions
+    from orchestrator.engine.mindspore.forming import form_group
+
+__all__ = ["ahead", "build_engine", "form_group", "versions"]
+_HOMES = {"build_engine": "building", "versions": "building", "form_group": "forming"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

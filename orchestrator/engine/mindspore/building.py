@@ -28,11 +28,6 @@ def versions() -> dict[str, str]:
 
 def check_settings(settings: EngineSettings) -> None:
     """Raise `ConfigError` for what this engine does not have."""
-    if settings.precision not in ("float32", "float64"):
-        raise ConfigError(
-            f"train.precision={settings.precision} is not available with MindSpore yet; try "
-            f"train.precision=float32"
-        )
     if settings.reduction != "fast":
         raise ConfigError(
             f"accumulation.reduction={settings.reduction} is not available with MindSpore; try "

@@ -21,6 +21,7 @@ from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.engine.mindspore.loader import Loader
 from orchestrator.engine.mindspore.losses import compiled_loss, python_loss
 from orchestrator.engine.mindspore.optimizers import build_optimizer, state_of
+from orchestrator.engine.mindspore.precision import Precision
 from orchestrator.engine.mindspore.stepping import Applied, Stepper
 from orchestrator.engine.mindspore.tally import Tally, as_float
 from orchestrator.engine.seeding import derived_seed
@@ -31,6 +32,11 @@ from orchestrator.plan.wire import trailer_numbers
 
 SEED_BITS = 0x7FFFFFFF
 DIGEST_NUMBERS, DIGEST_DIGITS = 4, 12  # 48 bits each, which a float64 carries exactly
+
+
+def _nothing(model: Any, update: int) -> None:
+    """What a job without `after_update` does."""
+    del model, update
 
 
 def seed_everything(seed: int) -> None:
@@ -69,6 +75,7 @@ class MindSporeEngine:
             reference=None if layers(self._model, RANDOM) else python_loss(job),
             mode=settings.mode,
             jit_level=settings.jit_level,
+            precision=Precision(settings.precision, group.transport),
             bucket_bytes=settings.bucket_bytes,
             trailer_numbers=trailer_numbers(len(self._names)),
         )
@@ -139,11 +146,14 @@ class MindSporeEngine:
                 self._reduce(Trailer.empty(len(self._names)))
         buckets = self._reduce(trailer)
         self._group.silence.end()
+        scale = self._accumulator.precision.scale
         began = time.perf_counter()
         applied = self._stepper.apply(window.update, buckets, len(self._names), self._tally)
         optimizer_s = time.perf_counter() - began
         self._window, self._held = None, None
-        return self._report(window, applied, optimizer_s)
+        if applied.stepped:
+            getattr(self._job, "after_update", _nothing)(self._model, window.update)
+        return self._report(window, applied, scale, optimizer_s)
 
     def _reduce(self, trailer: Trailer) -> list[Tensor]:
         """One synchronisation, added to what earlier ones of this window gave."""
@@ -164,7 +174,9 @@ class MindSporeEngine:
     def _synchronises_each_step(self) -> bool:
         return self._settings.sync == "every_step" and self._group.size > 1
 
-    def _report(self, window: Window, applied: Applied, optimizer_s: float) -> BoundaryReport:
+    def _report(
+        self, window: Window, applied: Applied, scale: float, optimizer_s: float
+    ) -> BoundaryReport:
         totals = applied.totals
         weight = totals.weight.value
         counters = self._group.counters
@@ -185,6 +197,7 @@ class MindSporeEngine:
             applied=applied.stepped,
             stop_requested=totals.flags[STOP] > 0,
             gradient_norm=applied.norm,
+            loss_scale=scale,
             micro_steps=self._done,
             collectives=counters.collectives - self._mark[0],
             bytes_on_wire=counters.bytes_on_wire - self._mark[1],
@@ -192,6 +205,8 @@ class MindSporeEngine:
             wait_s=self._wait_s,
             optimizer_s=optimizer_s,
             compile_s=compile_s,
+            # Right after a reduction, so that no rank is compiling meanwhile.
+            plain_step_s=self._accumulator.plain_step_s(),
         )
 
     # ------------------------------------------------------------------ around updates
@@ -217,7 +232,7 @@ class MindSporeEngine:
         weights = self._model.parameters_dict()
         state.save(folder / state.WEIGHTS, weights)
         state.save(folder / state.OPTIMIZER, state_of(self._optimizer, weights))
-        return {"engine": "mindspore"}
+        return {"engine": "mindspore", "precision": self._accumulator.precision.state()}
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
         if extra.get("engine") != "mindspore":
@@ -227,6 +242,7 @@ class MindSporeEngine:
         weights = self._model.parameters_dict()
         state.load(folder / state.WEIGHTS, weights)
         state.load(folder / state.OPTIMIZER, state_of(self._optimizer, weights))
+        self._accumulator.precision.load(extra["precision"])
 
     def weights_sha256(self) -> str:
         return state.digest(self._model.parameters_dict())

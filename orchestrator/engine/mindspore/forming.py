@@ -6,7 +6,6 @@ left is the scheduler process, which rank 0 starts, and environment variables.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 from typing import Any
@@ -15,38 +14,19 @@ import mindspore as ms
 from mindspore import communication
 
 from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.mindspore.devices import (
+    DEVICE_OF,
+    choose_transport,
+    device_index,
+    variables,
+)
 from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.engine.mindspore.liveness import Hub, Link
 from orchestrator.engine.mindspore.rendezvous import decide, obey
-from orchestrator.engine.mindspore.scheduler import Scheduler
+from orchestrator.engine.mindspore.scheduler import Scheduler, is_literal, scheduler_of
 from orchestrator.errors import RendezvousError, TransportError
 
-DEVICE_OF = {"mccl": "CPU", "nccl": "GPU", "hccl": "Ascend"}
-COLLECTIVE_TIMEOUT = {"mccl": "MS_CPU_COMM_OP_TIMEOUT", "hccl": "HCCL_EXEC_TIMEOUT"}
-
-
-def available(device: str) -> bool:
-    """Whether this MindSpore can compute on `device` on this machine."""
-    return device == "CPU" or bool(ms.hal.is_available(device))
-
-
-def choose_transport(asked: str) -> str:
-    """The transport to use. Raises `TransportError` for what this machine cannot offer."""
-    if asked == "auto":
-        return next(t for t in ("hccl", "nccl", "mccl") if available(DEVICE_OF[t]))
-    if asked not in DEVICE_OF:
-        raise TransportError(
-            f"transport={asked} is not one of MindSpore's; it has hccl (Ascend), nccl (GPU) and "
-            f"mccl (CPU); try transport=auto"
-        )
-    if not available(DEVICE_OF[asked]):
-        raise TransportError(
-            f"transport={asked} needs MindSpore with {DEVICE_OF[asked]} support and such a device, "
-            f"but this machine has neither"
-            + (" (is CANN installed, and its set_env.sh sourced?)" if asked == "hccl" else "")
-            + "; try transport=mccl"
-        )
-    return asked
+RANK_TABLE = "RANK_TABLE_FILE"
 
 
 def form_group(spec: GroupSpec) -> MindSporeGroup:
@@ -62,7 +42,9 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
     # Where the compiler leaves its files about code that it cannot compile; else beside the user's.
     os.environ.setdefault("MS_OM_PATH", str(spec.folder))
     if device != "CPU":
-        ms.set_device(device, spec.local_rank)
+        index = device_index(transport, spec.local_rank, os.environ)
+        ms.set_device(device, index)
+        _say(f"rank {spec.rank} on {spec.node} computes on {device} {index}")
     if spec.size == 1:
         return MindSporeGroup(rank=0, size=1, transport=transport, generation=spec.generation)
     _check_address(spec)
@@ -88,19 +70,17 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
 
 
 def _check_address(spec: GroupSpec) -> None:
-    try:
-        ipaddress.ip_address(spec.address)
-    except ValueError:
+    if not is_literal(spec.address):
         raise TransportError(
             f"MindSpore takes IP addresses only, but the address of {spec.node} is "
             f"{spec.address!r}; set ORCHESTRATOR_NODE_ADDRESS to an IP address"
-        ) from None
+        )
 
 
 def _host(spec: GroupSpec) -> tuple[Hub, Scheduler, dict[str, Any]]:
-    """Rank 0's part. The scheduler starts while the others are still importing."""
+    """Rank 0's part."""
     token = secrets.token_hex(16)
-    scheduler = Scheduler(spec.address, spec.size, spec.timeout_s)
+    scheduler = scheduler_of(spec)
     hub = Hub(spec.address, token)
 
     def ready() -> dict[str, Any] | None:
@@ -124,16 +104,9 @@ def _host(spec: GroupSpec) -> tuple[Hub, Scheduler, dict[str, Any]]:
 
 def _initialise(spec: GroupSpec, transport: str, verdict: dict[str, Any]) -> None:
     host, port = verdict["scheduler"]
-    os.environ.update(
-        MS_ROLE="MS_WORKER",
-        MS_WORKER_NUM=str(spec.size),
-        MS_NODE_ID=str(spec.rank),
-        MS_SCHED_HOST=str(host),
-        MS_SCHED_PORT=str(port),
-        MS_TOPO_TIMEOUT=str(max(1, round(spec.timeout_s))),
-    )
-    if transport in COLLECTIVE_TIMEOUT:
-        os.environ[COLLECTIVE_TIMEOUT[transport]] = str(max(1, round(spec.collective_timeout_s)))
+    if os.environ.pop(RANK_TABLE, None):
+        _say(f"note: {RANK_TABLE} is not used; ranks meet in MindSpore's dynamic cluster")
+    os.environ.update(variables(spec, transport, (host, port), os.environ))
     try:
         communication.init()
     except RuntimeError as error:
@@ -147,3 +120,7 @@ def _initialise(spec: GroupSpec, transport: str, verdict: dict[str, Any]) -> Non
         raise RendezvousError(
             f"MindSpore numbered rank {spec.rank} of {spec.size} as {found[0]} of {found[1]}"
         )
+
+
+def _say(sentence: str) -> None:
+    print(sentence, flush=True)  # noqa: T201  # a rank's standard output is its log

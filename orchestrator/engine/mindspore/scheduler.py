@@ -2,11 +2,13 @@
 
 It may not be given port 0, and a busy port shows only after its time-out; so a free port is probed,
 and the child is watched until it really listens there. A clash starts it again on another port.
+It imports MindSpore, which takes seconds, and is therefore started before the ranks do.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import subprocess
@@ -16,10 +18,36 @@ from pathlib import Path
 
 import psutil
 
+from orchestrator.engine.api import GroupSpec
 from orchestrator.errors import RendezvousError
 
 TRIES = 3
 SCRIPT = Path(__file__).with_name("scheduler_process.py")
+PATIENCE = 2
+"""It waits so many times as long as the ranks: it is there first, and they say who is missing."""
+
+_started: dict[Path, Scheduler] = {}
+
+
+def is_literal(address: str) -> bool:
+    """Whether an address is an IP literal, which is all that MindSpore takes."""
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return True
+
+
+def ahead(spec: GroupSpec) -> None:
+    """On rank 0 of several: start the scheduler, to import MindSpore while the ranks do."""
+    if spec.rank == 0 and spec.size > 1 and is_literal(spec.address):
+        _started[spec.folder] = Scheduler(spec.address, spec.size, spec.timeout_s)
+
+
+def scheduler_of(spec: GroupSpec) -> Scheduler:
+    """The one that was started ahead, or else a new one."""
+    found = _started.pop(spec.folder, None)
+    return found or Scheduler(spec.address, spec.size, spec.timeout_s)
 
 
 def free_port(address: str) -> int:
@@ -58,7 +86,7 @@ class Scheduler:
             "MS_WORKER_NUM": str(self._workers),
             "MS_SCHED_HOST": self._address,
             "MS_SCHED_PORT": str(self.port),
-            "MS_TOPO_TIMEOUT": str(max(1, round(self._timeout_s))),
+            "MS_TOPO_TIMEOUT": str(max(1, round(PATIENCE * self._timeout_s))),
             "GLOG_v": os.environ.get("GLOG_v", "3"),  # noqa: SIM112  # its name
         }
 

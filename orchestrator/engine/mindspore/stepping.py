@@ -73,7 +73,8 @@ class Stepper:
 
         Raises:
             JobError: weights that cannot be divided by.
-            NonFiniteError: the loss or the gradient is not finite, and the policy is "stop".
+            NonFiniteError: the loss or the gradient is not finite, and the policy is "stop". An
+                overflow under float16 is neither: the window is skipped, the loss scale halved.
         """
         totals = Trailer.of(self._accumulator.trailer_of(buckets), metric_count)
         if totals.flags[BAD_WEIGHT]:
@@ -81,7 +82,7 @@ class Stepper:
                 f"Loss.weight was negative or not finite in update {update}, first on "
                 f"{self._where(tally.first_bad_weight)}; it must be 0 or more"
             )
-        weight = totals.weight.value
+        weight, precision = totals.weight.value, self._accumulator.precision
         if weight <= 0:
             raise JobError(
                 f"the weights of update {update} add up to {weight:g} over all ranks, and the "
@@ -94,17 +95,21 @@ class Stepper:
                     f"{self._where(tally.first_non_finite)}; {REMEDIES}"
                 )
             return Applied(totals, stepped=False, norm=None)
-        norm = self._accumulator.norm_of(buckets) / weight
+        divisor = weight * precision.scale
+        norm = self._accumulator.norm_of(buckets) / divisor
         if not math.isfinite(norm):
-            if self._policy == "stop":
+            if precision.may_overflow:
+                precision.overflowed()
+            elif self._policy == "stop":
                 raise NonFiniteError(
                     f"the loss of update {update} is finite, but the gradient became NaN or "
                     f"infinite; {REMEDIES}"
                 )
             return Applied(totals, stepped=False, norm=None)
         clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + EPSILON))
-        factor = Tensor(clip / weight, self._accumulator.dtype)
+        factor = Tensor(clip / divisor, self._accumulator.dtype)
         self._step(factor, *buckets)
+        precision.succeeded()
         return Applied(totals, stepped=True, norm=norm)
 
     def _stepping(self) -> Callable[..., Any]:

@@ -42,8 +42,20 @@ class Weighted(Job):
         errors = ops.square(model(x) - y).sum(axis=1)
         return Loss((errors * w).sum(), weight=w.sum(), metrics={"error": errors.sum()})
 
+    def after_update(self, model, update):
+        self.followed = [*getattr(self, "followed", []), update]
+
     def evaluate(self, model):
         return {"weight": float(model[0].weight.asnumpy().sum())}
+
+
+class Steep(Weighted):
+    """Its first sample's gradient overflows float16 at the first loss scales."""
+
+    def dataset(self):
+        samples = super().dataset()
+        x, y, w = samples[0]
+        return [(x, y + 100.0, w), *samples[1:]]
 
 
 class SlowLine(Line):

@@ -20,11 +20,12 @@ from mindspore import Tensor, ops
 
 from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
 from orchestrator.engine.conformance import CHECKS
+from orchestrator.engine.loss_scale import FIRST_SCALE
 from orchestrator.engine.mindspore import build_engine, form_group
 from orchestrator.engine.mindspore.collectives import AllGather, AllReduceMean, AllReduceSum
 from orchestrator.errors import JobError, NonFiniteError, SilenceError
 from orchestrator.plan.wire import bytes_on_wire_per_update, collectives_per_update
-from tests.engine.mindspore.jobs import SAMPLES, Weighted, numpy_update
+from tests.engine.mindspore.jobs import SAMPLES, Steep, Weighted, numpy_update
 
 RATE = 0.05
 
@@ -223,6 +224,29 @@ def nan_is_skipped_by_all_ranks(group):
     assert _distance(after, before) == 0
 
 
+def float16_is_near_and_not_at_float32(group):
+    _, report, before, after = _updates(group, precision="float16")
+    assert report.applied
+    assert report.loss_scale == FIRST_SCALE
+    assert 1e-6 < _distance(after, numpy_update(before, RATE)) < 1e-3
+
+
+def an_overflow_on_one_rank_is_skipped_by_all(group):
+    """Only rank 0 has the steep sample. The scale falls until the window can be applied."""
+    job = Steep()
+    engine, report, before, after = _updates(group, job=job, precision="float16")
+    assert (report.applied, report.loss_scale) == (False, FIRST_SCALE)
+    assert _distance(after, before) == 0
+    assert getattr(job, "followed", []) == []
+    engine, report, before, after = _updates(group, job=job, precision="float16", updates=8)
+    assert report.applied
+    assert 1 < report.loss_scale < FIRST_SCALE
+    assert _distance(after, before) > 0
+    assert job.followed[-1] == 7
+    for figure in (report.loss_scale, float(int(engine.weights_sha256()[:12], 16))):
+        assert len({row[0] for row in _gather(group, figure)}) == 1
+
+
 def a_collective_in_mid_window_is_refused(group):
     group.silence.keep("in mid-window of a test")
     try:
@@ -272,6 +296,8 @@ OWN = (
     a_stop_of_one_is_known_to_all,
     nan_stops_all_ranks_and_names_the_place,
     nan_is_skipped_by_all_ranks,
+    float16_is_near_and_not_at_float32,
+    an_overflow_on_one_rank_is_skipped_by_all,
     a_collective_in_mid_window_is_refused,
     unequal_models_are_refused,
     a_barrier_is_quick,

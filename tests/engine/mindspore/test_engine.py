@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.loss_scale import FIRST_SCALE
 from orchestrator.engine.mindspore import build_engine, versions
 from orchestrator.engine.mindspore.advice import advice
 from orchestrator.engine.mindspore.group import MindSporeGroup
@@ -61,6 +62,8 @@ def test_every_mode_and_split_gives_numpys_update(mode):
     assert _distance(weights(engine), jobs.numpy_update(before, RATE)) < 1e-6
     assert (report.collectives, report.micro_steps) == (0, 3)
     assert (report.compile_s > 0) == (mode != "pynative")
+    assert (report.plain_step_s > 0) == (mode != "pynative")
+    assert update(engine, [30, 20, 11], 1).plain_step_s == 0
 
 
 def test_the_gradient_is_clipped_once_after_averaging():
@@ -83,6 +86,26 @@ def test_saved_and_loaded_state_continues_with_the_same_bits(tmp_path, optimizer
     for one in (engine, other):
         update(one, [31, 30], 1)
     assert engine.weights_sha256() == other.weights_sha256()
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
+def test_float16_skips_what_overflows_and_a_checkpoint_keeps_the_scale(tmp_path, mode):
+    engine = built(jobs.Steep(), mode=mode, precision="float16")
+    before = weights(engine)
+    reports = [update(engine, [31, 30], number) for number in range(8)]
+    skipped = [report for report in reports if not report.applied]
+    assert [r.loss_scale for r in skipped] == [FIRST_SCALE / 2**n for n in range(len(skipped))]
+    assert 0 < len(skipped) < 8
+    assert _distance(weights(engine), before) > 0
+    extra = engine.save_state(tmp_path)
+    other = built(jobs.Steep(), mode=mode, precision="float16", seed=5)
+    other.load_state(tmp_path, extra)
+    assert update(other, [31, 30], 8).loss_scale == reports[-1].loss_scale
+
+
+def test_bfloat16_is_refused_on_a_cpu_with_what_works():
+    with pytest.raises(ConfigError, match=r"train\.precision=float16"):
+        built(precision="bfloat16")
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):

@@ -4,7 +4,7 @@ instead."""
 import pytest
 
 from orchestrator.compose import compose
-from orchestrator.engine_rules import refuse_unsupported
+from orchestrator.engine_rules import notes, refuse_unsupported
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.submit.run import prepare
 
@@ -31,6 +31,14 @@ def test_the_frameworks_own_style_is_refused_where_it_cannot_be(override, words)
     prepare(compose(FRAMEWORK))
     with pytest.raises(ConfigError, match=words):
         prepare(compose([*FRAMEWORK, override]))
+
+
+def test_bfloat16_is_refused_unless_there_is_a_device_for_it():
+    with pytest.raises(ConfigError, match=r"train\.precision=float16"):
+        prepare(compose(["job=line", "train.precision=bfloat16"]))
+    device = ["job=line", "train.precision=bfloat16", "transport=hccl"]
+    refuse_unsupported(compose(device), "mindspore")
+    prepare(compose(["job=line", "train.precision=float16"]))
 
 
 def test_a_reproducible_reduction_is_refused():
@@ -66,3 +74,13 @@ def test_batch_norms_are_not_replaced_in_silence():
 def test_a_level_without_compilation_is_refused():
     with pytest.raises(ConfigError, match=r"engine\.mode=jit"):
         prepare(compose(["job=line", "engine.mode=pynative", "engine.jit_level=O1"]))
+
+
+def test_the_plan_for_ascend_says_what_will_happen_there():
+    config = compose(["+cluster=slurm_ascend", "job=line"])
+    assert config.transport == "hccl"
+    told = " ".join(notes(config, "mindspore"))
+    for words in ("no rank table", "local rank (0 to 7)", "without CANN", "waits 600 s"):
+        assert words in told
+    assert "torch_npu" in " ".join(notes(compose(["+cluster=slurm_ascend"]), "torch"))
+    assert notes(compose([]), "torch") == []

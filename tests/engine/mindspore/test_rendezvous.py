@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from orchestrator.engine.mindspore import form_group
+from orchestrator.engine.mindspore.devices import device_index, variables
 from orchestrator.engine.mindspore.liveness import Hub, Link
 from orchestrator.engine.mindspore.rendezvous import decide, obey
 from orchestrator.engine.mindspore.scheduler import Scheduler, free_port
@@ -87,6 +88,27 @@ def test_a_host_name_is_refused_where_an_address_is_needed(tmp_path):
 def test_a_transport_that_is_not_there_is_refused(tmp_path, transport, words):
     with pytest.raises(TransportError, match=words):
         form_group(spec(tmp_path, 0, 1, transport=transport))
+
+
+def test_hccl_gets_our_time_outs_within_its_limits_unless_they_were_set_by_hand(tmp_path):
+    one = spec(tmp_path, 3, 16, timeout_s=60.0, collective_timeout_s=1800.0)
+    found = variables(one, "hccl", ("10.0.0.1", 4321), {})
+    assert (found["MS_ROLE"], found["MS_NODE_ID"], found["MS_WORKER_NUM"]) == (
+        "MS_WORKER", "3", "16",
+    )  # fmt: skip
+    assert (found["MS_SCHED_HOST"], found["MS_SCHED_PORT"]) == ("10.0.0.1", "4321")
+    assert (found["HCCL_CONNECT_TIMEOUT"], found["HCCL_EXEC_TIMEOUT"]) == ("120", "1800")
+    assert variables(one, "hccl", ("10.0.0.1", 1), {"HCCL_CONNECT_TIMEOUT": "900"})[
+        "HCCL_CONNECT_TIMEOUT"
+    ] == "900"  # fmt: skip
+    assert "MS_CPU_COMM_OP_TIMEOUT" in variables(one, "mccl", ("10.0.0.1", 1), {})
+
+
+def test_a_rank_takes_the_device_of_its_local_rank_among_those_it_sees():
+    seen = {"ASCEND_RT_VISIBLE_DEVICES": "4,5,6"}
+    assert [device_index("hccl", rank, seen) for rank in range(3)] == [0, 1, 2]
+    with pytest.raises(TransportError, match=r"cluster\.ranks_per_node=3"):
+        device_index("hccl", 3, seen)
 
 
 def test_a_lone_rank_needs_nobody(tmp_path):

@@ -1,0 +1,129 @@
+"""MindSpore: from the command until every rank is in a formed group, by `msrun` and by ours.
+
+The clock stops when the last rank has its group: in the script that `msrun` starts, after `init()`;
+in ours, when the job's `model()` is called, which is after it. Ours has composed and checked a
+configuration, made a plan and a run folder and started two pretended nodes by then. Both wait for
+their processes to end before the next one starts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.measure import interleaved, publish, table
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = 4
+TIMEOUT_S = 120.0
+STAMP = """
+    import os, pathlib, time
+
+    def stamp():
+        folder = pathlib.Path(os.environ["STAMPS"])
+        (folder / repr(time.time())).touch()
+        while len(list(folder.iterdir())) < int(os.environ["RANKS"]):
+            time.sleep(0.01)  # the first one to leave would end the others
+"""
+SCRIPT = """
+    from mindspore.communication import init
+
+    init()
+    from stamp import stamp
+
+    stamp()
+"""
+JOB = """
+    from orchestrator import Job
+
+    class Stamped(Job):
+        framework = "mindspore"
+
+        def model(self):
+            from stamp import stamp
+
+            stamp()
+            raise SystemExit(0)
+
+        def dataset(self):
+            return [0.0] * 64
+
+        def loss(self, model, batch): ...
+"""
+
+
+def _last_stamp(command: list[str], folder: Path) -> float:
+    """Seconds from starting `command` to the last rank's stamp."""
+    stamps = folder / "stamps"
+    shutil.rmtree(stamps, ignore_errors=True)
+    stamps.mkdir()
+    env = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("MS_")},
+        "STAMPS": str(stamps),
+        "RANKS": str(RANKS),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # msrun's python
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
+        "GLOG_v": "3",
+        "OMP_NUM_THREADS": "1",
+    }
+    began = time.time()
+    done = subprocess.run(
+        command, env=env, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    found = [float(path.name) for path in stamps.iterdir()]
+    if len(found) != RANKS:
+        raise RuntimeError(f"{len(found)} of {RANKS} ranks met: {done.stdout}{done.stderr}")
+    return max(found) - began
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def contenders(folder: Path) -> dict[str, Callable[[], float]]:
+    """Both ways, as functions that give seconds."""
+    for name, text in (("stamp.py", STAMP), ("script.py", SCRIPT), ("start_job.py", JOB)):
+        (folder / name).write_text(textwrap.dedent(text))
+    count = iter(range(10**6))
+
+    def msrun() -> float:
+        command = [
+            sys.executable, "-m", "mindspore.parallel.cluster.run",  # what `msrun` runs
+            f"--worker_num={RANKS}", f"--local_worker_num={RANKS}", "--master_addr=127.0.0.1",
+            f"--master_port={_free_port()}", f"--log_dir={folder / 'msrun'}", "--join=True",
+            "script.py",
+        ]  # fmt: skip
+        return _last_stamp(command, folder)
+
+    def ours() -> float:
+        command = [
+            sys.executable, "-m", "orchestrator.launch", "job._target_=start_job.Stamped",
+            f"run.dir={folder / f'run{next(count)}'}", "cluster.nodes=2",
+            f"cluster.ranks_per_node={RANKS // 2}", "optimizer=sgd", "-q",
+        ]  # fmt: skip
+        return _last_stamp(command, folder)
+
+    return {"msrun": msrun, "orchestrator.launch": ours}
+
+
+def main(repetitions: int = 5) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        measured = interleaved(contenders(Path(name)), repetitions)
+    load = f"Load of the machine over the last 5 minutes: {os.getloadavg()[1]:.1f}."
+    text = f"{table(measured, 's', 'msrun')}\n\n{load}"
+    title = f"MindSpore: from the command until {RANKS} ranks are in a group"
+    publish("mindspore_start", title, text, [asdict(m) for m in measured])
+
+
+if __name__ == "__main__":
+    main()
