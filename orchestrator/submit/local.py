@@ -22,7 +22,7 @@ from orchestrator.config import Config, node_range
 from orchestrator.errors import ClusterError
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit, Request, State
-from orchestrator.submit.blame import blame
+from orchestrator.submit.blame import blame, tail
 
 GRACE_S = 1.0
 NODES_LIMIT = 254 * 254
@@ -83,6 +83,7 @@ class LocalHandle:
         self._statuses: dict[int, int] = {}
         self._first: tuple[str, int | None, int] | None = None  # node, rank, status
         self._give_up_at: float | None = None
+        self._frozen: dict[int, tuple[str, float]] = {}  # rank: node, when it counts as lost
         self._state = State.RUNNING
         self._culprit: Culprit | None = None
         self.pids: dict[int, int] = {}
@@ -146,6 +147,7 @@ class LocalHandle:
             timeout_s = max(0.0, min(timeout_s, self._give_up_at - time.monotonic()))
         for key, _ in self._selector.select(timeout_s):
             self._read(key.data)
+        self._lose_frozen()
         if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
             self._end_all()
         if all(node.ended for node in self._nodes):
@@ -178,7 +180,13 @@ class LocalHandle:
             event: dict[str, Any] = json.loads(line)
             if event["event"] == "started":
                 self.pids[event["rank"]] = event["pid"]
+            elif event["event"] == "frozen":
+                lost_at = time.monotonic() + self._request.details["silence_s"]
+                self._frozen[event["rank"]] = (node.name, lost_at)
+            elif event["event"] == "thawed":
+                self._frozen.pop(event["rank"], None)
             elif event["event"] == "exit":
+                self._frozen.pop(event["rank"], None)
                 self._statuses[event["rank"]] = event["status"]
                 if event["status"] not in (0, 3):
                     self._failed(node.name, event["rank"], event["status"])
@@ -193,6 +201,16 @@ class LocalHandle:
         if any(rank not in self._statuses for rank in node.ranks):
             self._failed(node.name, None, status)
 
+    def _lose_frozen(self) -> None:
+        """A rank that is frozen says nothing and gives no error: its peers would wait for ever."""
+        for rank, (node, lost_at) in self._frozen.items():
+            if self._culprit is None and self._first is None and time.monotonic() >= lost_at:
+                silence_s = self._request.details["silence_s"]
+                cause = f"it was frozen (SIGSTOP) for {silence_s:g} s (cluster.heartbeat_timeout_s)"
+                log = tail(self._run.rank_log(rank))
+                self._culprit = Culprit(rank=rank, node=node, cause=cause, log_tail=log)
+                self._give_up_at = time.monotonic()
+
     def _failed(self, node: str, rank: int | None, status: int) -> None:
         """Note the first failure; give the other ranks a moment to write down theirs."""
         if self._first is None:
@@ -200,6 +218,9 @@ class LocalHandle:
             self._give_up_at = time.monotonic() + GRACE_S
 
     def _settle(self) -> None:
+        if self._culprit is not None:
+            self._state = State.FAILED
+            return
         if self._first is not None:
             self._state = State.FAILED
             self._culprit = blame(self._run, self._request.attempt, *self._first)
@@ -228,7 +249,10 @@ class LocalCluster:
             nodes=nodes,
             ranks_per_node=width,
             environment=environment,
-            details={"gpus": share_gpus(visible_gpus(os.environ), nodes, width)},
+            details={
+                "gpus": share_gpus(visible_gpus(os.environ), nodes, width),
+                "silence_s": config.cluster.heartbeat_timeout_s,
+            },
         )
 
     def submit(self, request: Request) -> LocalHandle:

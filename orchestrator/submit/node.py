@@ -79,14 +79,21 @@ class Node:
             os.kill(pid, number)  # not reaped yet, so the pid is still its own
 
     def reap(self) -> None:
-        """Collect every child that ended; report those that are ranks."""
+        """Collect every child that ended; report those that are ranks, and ranks that were frozen
+        (SIGSTOP) or thawed.
+        """
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
+            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+                if pid in self._ranks:
+                    frozen = os.WIFSTOPPED(status)
+                    _report("frozen" if frozen else "thawed", rank=self._ranks[pid])
+                continue
             rank = self._ranks.pop(pid, None)
             if rank is not None:
                 code = os.waitstatus_to_exitcode(status)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -44,6 +45,30 @@ def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     done = helpers.call(*more, f"run.dir={undisturbed}")
     assert done.returncode == 0, done.stderr
     assert found["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
+
+
+def test_a_frozen_rank_is_lost_after_the_time_out_and_a_thawed_one_is_not(tmp_path):
+    run = tmp_path / "run"
+    process = helpers.begin(
+        *FEW, f"run.dir={run}", "job.pause_s=0.03", "train.updates=60", "run.max_restarts=1",
+        "cluster.heartbeat_timeout_s=2",
+    )  # fmt: skip
+    helpers.until(lambda: len(helpers.records(run)) > 5, what="training")
+    rank = helpers.rank_pid(run, 1)
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(0.5)  # shorter than the time-out
+    os.kill(rank, signal.SIGCONT)
+    before = len(helpers.records(run))
+    helpers.until(lambda: len(helpers.records(run)) > before + 2, what="going on")
+    began = time.monotonic()
+    os.kill(rank, signal.SIGSTOP)
+    helpers.until((run / "attempts" / "001").exists, 10, "the next attempt")
+    assert 1.5 < time.monotonic() - began < 5
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    (note,) = helpers.result(run)["restarts"]
+    assert "rank 1 on node1 failed first: it was frozen (SIGSTOP) for 2 s" in note["why"]
+    assert not helpers.processes_of(run)
 
 
 def test_an_exception_that_comes_back_at_the_same_update_ends_the_run(tmp_path):

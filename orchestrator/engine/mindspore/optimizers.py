@@ -71,9 +71,11 @@ def build_optimizer(settings: Mapping[str, Any], parameters: Sequence[Parameter]
             raise ConfigError(f"optimizer.name={name} is not known{did_you_mean(name, BY_NAME)}")
         wide = any(parameter.dtype == ms.float64 for parameter in parameters)
         maker = WideSGD if name == "sgd" and wide else BY_NAME[name]
-    for key in ("lr", "learning_rate"):
-        if key in inspect.signature(maker).parameters:
-            rest.setdefault(key, ANY_RATE)
+    known = set(inspect.signature(maker).parameters)
+    if isinstance(maker, type) and issubclass(maker, nn.Optimizer):
+        known.add("learning_rate")  # a decorator hides their signatures
+    for key in known & {"lr", "learning_rate"}:
+        rest.setdefault(key, ANY_RATE)
     try:
         return maker(list(parameters), **rest)
     except TypeError as error:
@@ -81,12 +83,16 @@ def build_optimizer(settings: Mapping[str, Any], parameters: Sequence[Parameter]
 
 
 def set_rate(optimizer: Any, rate: float) -> None:
-    """Set the learning rate, of every group of parameters alike."""
+    """Set the learning rate, of every group of parameters alike.
+
+    By `ops.assign`: what `assign_value` or `set_data` write is not seen by functions that were
+    compiled before, and in PyNative mode the optimizers compile their steps themselves.
+    """
     groups = getattr(optimizer, "param_groups", None)
     if groups is not None:
         for group in groups:
             if isinstance(group["lr"], Parameter):
-                group["lr"].assign_value(Tensor(rate, group["lr"].dtype))
+                ops.assign(group["lr"], Tensor(rate, group["lr"].dtype))
             else:
                 group["lr"] = rate
         return
@@ -96,7 +102,7 @@ def set_rate(optimizer: Any, rate: float) -> None:
             f"{type(optimizer).__name__} schedules its learning rate itself; here it follows "
             f"schedule.*, one clock for all ranks: build it with a plain number"
         )
-    own.assign_value(Tensor(rate, own.dtype))
+    ops.assign(own, Tensor(rate, own.dtype))
 
 
 def state_of(optimizer: Any, weights: Mapping[str, Parameter]) -> dict[str, Parameter]:

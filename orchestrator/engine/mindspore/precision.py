@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, amp
+from mindspore import Parameter, Tensor, amp, ops
 
 from orchestrator.engine.loss_scale import LossScale
 from orchestrator.errors import ConfigError
@@ -83,4 +83,4 @@ class Precision(LossScale):
 
     def _hold(self) -> None:
         if self._held is not None:
-            self._held.assign_value(Tensor(self.scale, ms.float32))
+            ops.assign(self._held, Tensor(self.scale, ms.float32))  # see `optimizers.set_rate`

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mindspore import Parameter, Tensor
+from mindspore import Parameter, Tensor, ops
 from safetensors.numpy import load_file, save_file
 
 from orchestrator.errors import RunFolderError, did_you_mean
@@ -47,7 +47,7 @@ def load(path: Path, parameters: Mapping[str, Parameter]) -> None:
                 f"{path}: {name} has the shape {tuple(array.shape)}, but this model's has "
                 f"{tuple(held.shape)}"
             )
-        held.set_data(Tensor(array, held.dtype))
+        ops.assign(held, Tensor(array, held.dtype))  # see `optimizers.set_rate`
 
 
 def digest(parameters: Mapping[str, Parameter]) -> str:

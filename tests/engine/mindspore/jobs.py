@@ -49,6 +49,13 @@ class Weighted(Job):
         return {"weight": float(model[0].weight.asnumpy().sum())}
 
 
+class OwnOptimizer(Weighted):
+    """Builds its optimizer itself."""
+
+    def optimizer(self, model):
+        return nn.SGD(model.trainable_params(), 0.01)
+
+
 class Steep(Weighted):
     """Its first sample's gradient overflows float16 at the first loss scales."""
 

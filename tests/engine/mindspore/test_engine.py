@@ -75,6 +75,40 @@ def test_the_gradient_is_clipped_once_after_averaging():
     assert abs(np.linalg.norm(moved) - 0.01) < 1e-6
 
 
+@pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
+@pytest.mark.parametrize(
+    ("job", "optimizer"),
+    [
+        (jobs.Weighted, {"name": "sgd"}),
+        (jobs.Weighted, {"name": "adamw"}),
+        (jobs.Weighted, {"_target_": "mindspore.nn.Momentum", "momentum": 0.9}),
+        (jobs.OwnOptimizer, {"name": "sgd"}),
+    ],
+)
+def test_the_learning_rate_of_each_update_is_the_one_it_steps_with(job, optimizer, mode):
+    engine = built(job(), mode=mode, optimizer=optimizer)
+    moved = []
+    for number, rate in enumerate((RATE, 0.0, RATE)):
+        before = weights(engine)
+        update(engine, [31, 30], number, rate=rate)
+        moved.append(_distance(weights(engine), before))
+    assert moved[1] == 0
+    assert moved[0] > 0
+    assert moved[2] > 0
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+def test_a_checkpoint_that_is_loaded_in_mid_training_counts(tmp_path, mode):
+    engine, other = (built(mode=mode, optimizer={"name": "adam"}) for _ in range(2))
+    extra = engine.save_state(tmp_path)
+    for number in range(2):
+        update(engine, [31, 30], number)
+    engine.load_state(tmp_path, extra)
+    for one in (engine, other):
+        update(one, [31, 30])
+    assert engine.weights_sha256() == other.weights_sha256()
+
+
 @pytest.mark.parametrize("optimizer", [{"name": "sgd", "momentum": 0.9}, {"name": "adam"}])
 def test_saved_and_loaded_state_continues_with_the_same_bits(tmp_path, optimizer):
     engine = built(mode="pynative", optimizer=optimizer)
