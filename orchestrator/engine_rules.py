@@ -7,12 +7,14 @@ framework.
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
 import sys
 
 from orchestrator.config import Config, node_range
 from orchestrator.errors import ConfigError, JobError
+
+MINDSPORE = "2.10"
+"""The version that was tested."""
 
 TRANSPORTS = {
     "torch": ("auto", "gloo", "nccl", "hccl"),
@@ -53,8 +55,8 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
         wrong += _torch(config, coupled=coupled)
     if wrong:
         raise ConfigError("\n".join(wrong))
-    if framework == "mindspore" and config.cluster.kind == "local":
-        _installed()
+    if config.cluster.kind == "local":
+        check_installed(framework)
 
 
 def notes(config: Config, framework: str | None) -> list[str]:
@@ -164,12 +166,23 @@ def _framework_style(config: Config) -> list[str]:
     return wrong
 
 
-def _installed() -> None:
-    if importlib.util.find_spec("mindspore") is None:
+def check_installed(framework: str | None) -> None:
+    """Raise `JobError` when this machine's MindSpore cannot run a job. Nothing is imported."""
+    if framework != "mindspore":
+        return
+    try:
+        version = importlib.metadata.version("mindspore")
+    except importlib.metadata.PackageNotFoundError:
         remedy = "pip install 'cluster-orchestrator[mindspore]'"
         if sys.version_info >= (3, 13):
             remedy += f" under Python 3.11 or 3.12: there is none for {platform.python_version()}"
-        raise JobError(f"this job is written for MindSpore, which is not installed; {remedy}")
+        sentence = f"this job is written for MindSpore, which is not installed; {remedy}"
+        raise JobError(sentence) from None
+    if not version.startswith(f"{MINDSPORE}."):
+        raise JobError(
+            f"MindSpore {version} is installed, but {MINDSPORE} was tested here; "
+            f"pip install 'cluster-orchestrator[mindspore]'"
+        )
     numpy = importlib.metadata.version("numpy")
     if int(numpy.split(".", maxsplit=1)[0]) >= 2:
         raise JobError(

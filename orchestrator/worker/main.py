@@ -18,6 +18,7 @@ from typing import Any
 
 from orchestrator.config import Config, read_config
 from orchestrator.engine.api import Engine, EngineSettings, GroupSpec
+from orchestrator.engine_rules import check_installed
 from orchestrator.errors import (
     EXIT_FINISHED,
     EXIT_STOPPED,
@@ -117,9 +118,10 @@ def _package(framework: str) -> ModuleType:
 
 def _start_ahead(config: Config, spec: GroupSpec) -> None:
     """Let the framework start what takes time before the job is imported, if the job's source says
-    which framework that is.
+    which framework that is. Raises `JobError` when it is not installed as it must be.
     """
     named = check_target(config.job).framework
+    check_installed(named)
     if named in FRAMEWORKS:
         getattr(_package(named), "ahead", lambda _: None)(spec)
 

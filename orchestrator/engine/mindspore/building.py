@@ -10,10 +10,9 @@ import numpy as np
 from orchestrator.engine.api import Engine, EngineSettings
 from orchestrator.engine.mindspore.engine import MindSporeEngine
 from orchestrator.engine.mindspore.group import MindSporeGroup
-from orchestrator.errors import ConfigError, JobError
+from orchestrator.engine_rules import check_installed
+from orchestrator.errors import ConfigError
 from orchestrator.job import Job
-
-TESTED = ("2.10",)
 
 
 def versions() -> dict[str, str]:
@@ -46,11 +45,7 @@ def build_engine(
         JobError: `model()` or `dataset()` do not give what the contract says, or replicas differ.
     """
     del local_rank  # the group has picked the device
-    if not ms.__version__.startswith(TESTED):
-        raise JobError(
-            f"MindSpore {ms.__version__} is installed, but {', '.join(TESTED)} was tested here; "
-            f"pip install 'mindspore>=2.10,<2.11' 'numpy<2'"
-        )
+    check_installed("mindspore")
     check_settings(settings)
     if settings.style == "framework":
         from orchestrator.engine.mindspore.framework_style import FrameworkEngine

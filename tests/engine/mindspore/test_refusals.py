@@ -1,6 +1,8 @@
 """What MindSpore's engine cannot do is refused before anything is queued, with what works
 instead."""
 
+import importlib.metadata
+
 import pytest
 
 from orchestrator.compose import compose
@@ -84,3 +86,23 @@ def test_the_plan_for_ascend_says_what_will_happen_there():
         assert words in told
     assert "torch_npu" in " ".join(notes(compose(["+cluster=slurm_ascend"]), "torch"))
     assert notes(compose([]), "torch") == []
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        ({}, r"not installed; pip install 'cluster-orchestrator\[mindspore\]'"),
+        ({"mindspore": "2.7.0", "numpy": "1.26.4"}, r"MindSpore 2\.7\.0 is installed, but 2\.10"),
+        ({"mindspore": "2.10.0", "numpy": "2.4.1"}, r"NumPy 2\.4\.1 .* pip install 'numpy<2'"),
+    ],
+)
+def test_a_mindspore_that_cannot_work_is_refused(monkeypatch, installed, words):
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(JobError, match=words):
+        prepare(compose(["job=line"]))
+    prepare(compose(["job=line", "+cluster=slurm"]))  # the login node may have none
