@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,20 @@ class Spread:
         }
 
 
-def turns(names: Sequence[str], repetitions: int, first: int = 0) -> list[list[str]]:
-    """Who runs when: everybody once a repetition, each time beginning with another.
+def turns(names: Sequence[str], repetitions: int) -> list[list[str]]:
+    """Who runs when: everybody once a round, each round beginning with another.
 
-    >>> turns(["a", "b", "c"], 2)
-    [['a', 'b', 'c'], ['b', 'c', 'a']]
+    The stride changes too, so that who follows whom does not stay the same.
+
+    >>> turns(["a", "b", "c"], 3)
+    [['a', 'b', 'c'], ['b', 'a', 'c'], ['c', 'a', 'b']]
     """
-    shifts = [(first + turn) % len(names) for turn in range(repetitions)]
-    return [[*names[shift:], *names[:shift]] for shift in shifts]
+    count = len(names)
+    strides = [stride for stride in range(1, count + 1) if gcd(stride, count) == 1]
+    return [
+        [names[(turn + place * strides[turn % len(strides)]) % count] for place in range(count)]
+        for turn in range(repetitions)
+    ]
 
 
 def interleaved(

@@ -101,8 +101,8 @@ def beside_all(data: Row) -> str:
     ]
     price = typical(data, f"{OURS}, reproducible", OURS)
     return (
-        f"In the median of cells ours takes these parts of the others' seconds: {', '.join(told)}. "
-        f"Equal bits take {price:.2f} times the seconds of ours in fast mode."
+        f"The seconds of ours in the median of cells: {', '.join(told)}. "
+        f"Those of equal bits: {price:.2f} times our fast mode."
     )
 
 

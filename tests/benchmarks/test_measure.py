@@ -1,6 +1,7 @@
 """What every measurement rests on."""
 
 import doctest
+from itertools import pairwise
 
 import pytest
 
@@ -19,8 +20,16 @@ def test_every_round_begins_with_another_and_warm_up_is_not_counted():
     figures = measure.interleaved(
         {name: lambda name=name: calls.append(name) or len(calls) for name in "abc"}, 3, warm_up=1
     )
-    assert "".join(calls) == "abc" + "bca" + "cab" + "abc"
-    assert figures["a"] == [6, 8, 10]
+    assert "".join(calls) == "abc" + "bac" + "cab" + "acb"
+    assert figures["a"] == [5, 8, 10]
+
+
+def test_over_rounds_everybody_follows_everybody_else():
+    followers = set()
+    for turn in measure.turns("abcdefg", 6):
+        assert sorted(turn) == sorted("abcdefg")
+        followers |= set(pairwise(turn)) | {(turn[-1], turn[0])}
+    assert len(followers) == 7 * 6
 
 
 def test_ratios_are_taken_within_a_round_so_that_drift_cancels_out():
