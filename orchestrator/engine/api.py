@@ -185,6 +185,8 @@ class BoundaryReport:
         loss_scale: the float16 loss scale used in this window; 1 otherwise.
         micro_steps: this rank's.
         collectives: collectives called in this window, the boundary's own included.
+        exchanges: of these, the ones that only this window needed: ranks had to agree on which
+            parameters were used.
         bytes_on_wire: see `Counters`, for this window.
         compute_s, wait_s, optimizer_s: forward and backward; reduction; clipping and step.
         compile_s: first calls of compiled functions, not part of the other three where it is told.
@@ -201,6 +203,7 @@ class BoundaryReport:
     loss_scale: float = 1.0
     micro_steps: int = 0
     collectives: int = 0
+    exchanges: int = 0
     bytes_on_wire: int = 0
     compute_s: float = 0.0
     wait_s: float = 0.0

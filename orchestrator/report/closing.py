@@ -91,6 +91,10 @@ def _rows(
         rows.append(("time of updates", ", ".join(shares), ""))
     compiled = compilation(updates)
     rows += compiled.rows() if compiled else []
+    skipped = sum(record.get("applied") is False for record in updates)
+    if skipped:
+        why = "a loss or a gradient was not finite"
+        rows.append(("updates skipped", f"{format_count(skipped)} ({why})", "yellow"))
     planned = result.get("planned_collectives_per_update")
     if planned is None:
         planned = plan.get("collectives_per_update")
@@ -137,16 +141,23 @@ def _collectives(
     measured = [r for r in updates if r.get("collectives") is not None]
     if not measured:
         return format_count(summary.collectives_per_update), ""
-    counts = [r["collectives"] for r in measured]
+    # What only some windows need is told apart: ranks agree there on which parameters were used.
+    exchanges = sum(r.get("exchanges", 0) for r in measured)
+    beside = f", and {plural(exchanges, 'exchange')} of used parameters" if exchanges else ""
+    counts = [_regular(r) for r in measured]
     low, high = min(counts), max(counts)
     text = format_count(low) if low == high else f"{format_count(low)} to {format_count(high)}"
     if planned is None:
-        return f"{text} (planned: unknown)", ""
-    wrong = [r["update"] for r in measured if r["collectives"] != _planned(r, planned, plan)]
+        return f"{text} (planned: unknown){beside}", ""
+    wrong = [r["update"] for r in measured if _regular(r) != _planned(r, planned, plan)]
     if not wrong:
-        return f"{text}, as planned", "green"
+        return f"{text}, as planned{beside}", "green"
     where = f"{len(wrong)} of {plural(len(measured), 'update')}, first in update {wrong[0] + 1}"
     return f"MISMATCH: {text} measured, {format_count(planned)} planned ({where})", "bold red"
+
+
+def _regular(record: Record) -> int:
+    return record["collectives"] - record.get("exchanges", 0)
 
 
 def _planned(record: Record, planned: int, plan: Mapping[str, Any]) -> float:

@@ -34,6 +34,7 @@ from orchestrator.rundir import RunDir, write_json
 from orchestrator.target import check_target
 from orchestrator.worker import checkpoint
 from orchestrator.worker.attendance import Attendance
+from orchestrator.worker.dataset import agreed_samples
 from orchestrator.worker.environment import describe_environment
 from orchestrator.worker.failure import exit_code, record_failure
 from orchestrator.worker.loop import Outcome, train
@@ -153,7 +154,7 @@ def _run_rank(
     planned = plan_of(
         config,
         nodes=topology.nodes,
-        dataset_samples=len(job.dataset()),
+        dataset_samples=agreed_samples(engine, len(job.dataset())),
         parameters=engine.parameter_count(),
         metric_count=len(getattr(job, "metric_names", ())),
         collectives_beside=engine.collectives_beside(),

@@ -87,6 +87,7 @@ class Recorder:
                 "weight": report.weight,
                 "micro_steps": window.steps,
                 "collectives": report.collectives,
+                **({"exchanges": report.exchanges} if report.exchanges else {}),
                 "bytes_on_wire": report.bytes_on_wire,
                 "compute_s": round(report.compute_s, 6),
                 "wait_s": round(report.wait_s, 6),

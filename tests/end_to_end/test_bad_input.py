@@ -130,3 +130,10 @@ def test_a_disk_that_fills_up_in_mid_run_keeps_the_last_good_checkpoint(small_di
     saved = sorted(p.name for p in (run / "checkpoints").iterdir())
     assert saved
     assert all(name.startswith("update-") for name in saved)
+
+
+def test_a_data_set_that_differs_between_ranks_is_told(tmp_path):
+    done = helpers.call("job._target_=tests.tiny_job.Uneven", "train.updates=2", cwd=tmp_path)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 2, said
+    assert "dataset() has 240 samples on most ranks, but 200 on rank 1" in said

@@ -292,6 +292,7 @@ class Accumulator:
             stop_requested=totals.flags[STOP] > 0,
             micro_steps=self._tally.micro_steps,
             collectives=sent.collectives,
+            exchanges=self._used.exchanges,
             bytes_on_wire=sent.bytes_on_wire,
             compute_s=self.compute_s,
             **figures,

@@ -34,8 +34,9 @@ def check_replicas(rows: Sequence[Sequence[float]]) -> None:
     """
     odd = unlike_most(rows)
     if odd:
+        verb = "differs" if len(odd) == 1 else "differ"
         raise JobError(
-            f"model() does not give the same weights on every rank: {_ranks(odd)} differ from the "
+            f"model() does not give the same weights on every rank: {_ranks(odd)} {verb} from the "
             "others. It must depend on nothing but the job's arguments and the random seed"
         )
 

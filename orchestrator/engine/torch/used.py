@@ -28,9 +28,11 @@ class UsedParameters:
         self._all = bytes([1]) * count
         self._told: bytes | None = None
         self._unused_anywhere: list[int] = []
+        self.exchanges = 0  # in this window
 
     def begin(self) -> None:
         """A window begins: none is used yet."""
+        self.exchanges = 0
         self._mine[:] = bytes(len(self._mine))
 
     def mark(self, parameter: int) -> None:
@@ -50,5 +52,6 @@ class UsedParameters:
             self._told = bytes(self._mine)
             counts = torch.tensor(list(self._mine), dtype=torch.int32, device=self._group.device)
             self._group.all_reduce_sum(counts)
+            self.exchanges = int(self._group.size > 1)
             self._unused_anywhere = [n for n, count in enumerate(counts.tolist()) if not count]
         return self._unused_anywhere

@@ -215,6 +215,19 @@ def test_weights_changed_in_mid_window_are_noticed():
         ours.boundary()
 
 
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_weights_changed_behind_autograds_back_are_noticed(how):
+    ours, model = _accumulator(TorchGroup.alone())
+    ours.begin_window(update=0)  # each update looks at another parameter
+    ours.backward(_loss(model))
+    if how == "in place":
+        model[0].weight.data.mul_(0.9)
+    else:
+        model[0].weight.data = model[0].weight.data * 0.9
+    with pytest.raises(JobError, match=r"0\.weight was changed in mid-window of update 0"):
+        ours.boundary()
+
+
 def test_a_parameter_thawed_later_is_noticed():
     model = _model()
     model[0].weight.requires_grad_(False)
@@ -505,15 +518,18 @@ def test_a_parameter_used_by_one_rank_only_is_updated_and_one_used_by_none_is_no
             nn.init.ones_(layer.bias)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
         ours = Accumulator(model, optimizer, group)
-        counts = []
+        counts, exchanges = [], []
         for update in range(4):
             mine = 0 if group.rank == 0 or update == 3 else 1
             ours.backward(_loss(model[mine]), last=True)
-            counts.append(ours.boundary().collectives)
+            report = ours.boundary()
+            counts.append(report.collectives)
+            exchanges.append(report.exchanges)
         ours.close()
         assert torch.equal(model[2].weight, torch.ones(1, WIDTH))
         assert not torch.equal(model[1].weight, torch.ones(1, WIDTH))
         assert model[2].weight not in optimizer.state
+        assert exchanges == [1, 0, 0, 1]
         return counts
 
     # One more collective where the set of used parameters changed, and only there.

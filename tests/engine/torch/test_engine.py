@@ -203,7 +203,7 @@ def test_replicas_that_differ_at_the_start_are_named_by_all():
     def be(group):
         job = Odd()
         job.rank = group.rank
-        with pytest.raises(JobError, match="rank 2 differ from the others"):
+        with pytest.raises(JobError, match="rank 2 differs from the others"):
             build_engine(job, EngineSettings(metric_names=Curve.metric_names), group, 0)
 
     run_in_threads(4, be)
