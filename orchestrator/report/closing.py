@@ -91,10 +91,6 @@ def _rows(
         rows.append(("time of updates", ", ".join(shares), ""))
     compiled = compilation(updates)
     rows += compiled.rows() if compiled else []
-    skipped = sum(record.get("applied") is False for record in updates)
-    if skipped:
-        why = "a loss or a gradient was not finite"
-        rows.append(("updates skipped", f"{format_count(skipped)} ({why})", "yellow"))
     planned = result.get("planned_collectives_per_update")
     if planned is None:
         planned = plan.get("collectives_per_update")

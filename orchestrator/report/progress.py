@@ -134,7 +134,7 @@ class Progress:
 
     def _plain(self, records: Sequence[Record]) -> None:
         for record in records:
-            if "evaluation" in record:
+            if record.get("evaluation"):  # a job need not evaluate
                 self._say(self._details(record))
         if not self._recent or self._recent[-1]["update"] == self._shown:
             return

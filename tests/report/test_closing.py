@@ -98,13 +98,6 @@ def test_what_only_some_windows_need_is_no_mismatch(screen):
     assert "collectives per update 1, as planned, and 1 exchange of used parameters" in text
 
 
-def test_skipped_updates_are_counted(screen):
-    records = [record(0), record(1, applied=False), record(2)]
-    assert "updates skipped 1 (a loss or a gradient was" in flat(
-        closing(screen, history=History(records))
-    )
-
-
 def test_talking_after_every_micro_step_is_planned_for_short_windows_too(screen):
     records = [record(0, collectives=4), record(1, collectives=2, micro_steps=2)]
     plan = {"collectives_per_update": 4, "micro_steps": 4, "sync": "every_step"}
