@@ -127,7 +127,7 @@ def machine() -> dict[str, Any]:
 
 
 def keep(name: str, data: Mapping[str, Any], *, quick: bool) -> None:
-    """Write `results/<name>.json`. The machine is as it was found at the first call's time."""
+    """Write `results/<name>.json`; `quick` is told wherever its figures are shown."""
     RESULTS.mkdir(exist_ok=True)
     whole = {"quick": quick, **data}
     text = json.dumps(whole, indent=1) + "\n"
