@@ -54,7 +54,7 @@ def prepare(config: Config) -> Plan:
         if gpus < plan.ranks:
             raise TransportError(
                 f"transport=nccl needs a GPU for each of the {plan.ranks} ranks, but this machine "
-                f"has {gpus}; try transport=gloo"
+                f"has {gpus}; try transport=auto"
             )
     return plan
 

@@ -108,7 +108,8 @@ class Accumulator:
         form, leaves = _flatten(batch)
         if form in self._steps:
             return self._steps[form](*leaves)
-        step = self.compile(self._micro_step(self._gradients(self._loss, form)), "the job's loss")
+        what = f"the job's loss{_location(self._loss)}"
+        step = self.compile(self._micro_step(self._gradients(self._loss, form)), what)
         self._steps[form] = step
         if self._reference is None or self._mode == "pynative":
             return step(*leaves)
@@ -289,6 +290,12 @@ def _squares(flat: Any) -> float:
     """The sum of squares: blocks in their own type, which are added up in float64."""
     blocks = (flat[place : place + BLOCK] for place in range(0, flat.size, BLOCK))
     return math.fsum(float(np.dot(block, block)) for block in blocks)
+
+
+def _location(loss: Any) -> str:
+    """Where a function stands, for messages."""
+    code = getattr(getattr(loss, "__func__", loss), "__code__", None)
+    return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
 
 
 def _flatten(batch: Any) -> tuple[Any, tuple[Tensor, ...]]:

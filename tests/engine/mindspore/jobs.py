@@ -100,6 +100,14 @@ class Unparsable(Weighted):
         return Loss((errors * w).sum(), weight=w.sum(), metrics={"error": errors.sum()})
 
 
+class Unknown(Weighted):
+    """Calls a method that no tensor has."""
+
+    def loss(self, model, batch):
+        x, _, w = batch
+        return Loss(model(x).no_such_method(), weight=w.sum())
+
+
 class Counted(Weighted):
     """Weights that count samples, which the framework's own style needs."""
 

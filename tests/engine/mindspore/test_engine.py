@@ -1,6 +1,7 @@
 """One rank's engine in this process: modes, splits, state, the framework's own style, bad jobs."""
 
 import itertools
+import re
 
 import mindspore as ms
 import numpy as np
@@ -159,10 +160,20 @@ def test_a_gradient_that_the_compiler_cuts_is_refused():
         update(built(jobs.Detached(), mode="jit"), [31, 30])
 
 
-def test_code_that_does_not_compile_is_told_with_its_line():
+@pytest.mark.parametrize("mode", ["jit", "graph"])
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (jobs.Unparsable, "jobs.py, line"),
+        (jobs.Unknown, r"no_such_method[^#]*jobs.py:\d+.*return Loss\(model\(x\)\.no_such_method"),
+    ],
+)
+def test_code_that_does_not_compile_is_told_with_its_line(mode, job, words):
     with pytest.raises(JobError, match=r"(?s)does not compile.*engine\.mode=pynative") as caught:
-        update(built(jobs.Unparsable(), mode="jit"), [31, 30])
+        update(built(job(), mode=mode), [31, 30])
+    assert re.search(rf"(?s){words}", str(caught.value)), str(caught.value)
     assert "orchestrator/engine" not in str(caught.value)
+    assert "site-packages" not in str(caught.value)
 
 
 def test_the_frameworks_own_style_gives_the_same_losses_and_weights():
