@@ -34,7 +34,7 @@ SEED_BITS = 0x7FFFFFFF
 DIGEST_NUMBERS, DIGEST_DIGITS = 4, 12  # 48 bits each, which a float64 carries exactly
 
 
-def _nothing(model: Any, update: int) -> None:
+def nothing(model: Any, update: int) -> None:
     """What a job without `after_update` does."""
     del model, update
 
@@ -152,7 +152,7 @@ class MindSporeEngine:
         optimizer_s = time.perf_counter() - began
         self._window, self._held = None, None
         if applied.stepped:
-            getattr(self._job, "after_update", _nothing)(self._model, window.update)
+            getattr(self._job, "after_update", nothing)(self._model, window.update)
         return self._report(window, applied, scale, optimizer_s)
 
     def _reduce(self, trailer: Trailer) -> list[Tensor]:

@@ -20,7 +20,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation
 
 from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
-from orchestrator.engine.mindspore.engine import MindSporeEngine, seed_everything
+from orchestrator.engine.mindspore.engine import MindSporeEngine, nothing, seed_everything
 from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.engine.mindspore.losses import Sums, compiled_loss, python_loss
 from orchestrator.engine.mindspore.optimizers import set_rate
@@ -98,6 +98,7 @@ class FrameworkEngine(MindSporeEngine):
             )
         seconds = time.perf_counter() - began
         steps, self._window, self._batches = len(self._batches), None, []
+        getattr(self._job, "after_update", nothing)(self._model, window.update)
         return BoundaryReport(
             update=window.update,
             loss=loss,

@@ -177,11 +177,14 @@ def test_code_that_does_not_compile_is_told_with_its_line(mode, job, words):
 
 
 def test_the_frameworks_own_style_gives_the_same_losses_and_weights():
-    engines = [built(jobs.Counted(), style=style) for style in ("own", "framework")]
+    both = [jobs.Counted(), jobs.Counted()]
+    styles = ("own", "framework")
+    engines = [built(job, style=style) for job, style in zip(both, styles, strict=True)]
     for number in range(3):
         ours, theirs = (update(engine, [15] * 4, number) for engine in engines)
         assert abs(ours.loss - theirs.loss) < 1e-5
     assert _distance(weights(engines[1]), weights(engines[0])) < 1e-6
+    assert [job.followed for job in both] == [[0, 1, 2]] * 2
 
 
 def test_the_frameworks_own_style_refuses_unequal_micro_batches_and_other_weights():
