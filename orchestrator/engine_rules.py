@@ -127,10 +127,10 @@ def _mindspore(config: Config) -> list[str]:
             f"accumulation.reduction={config.accumulation.reduction} is not available with "
             f"MindSpore; try accumulation.reduction=fast"
         )
-    if config.engine.norm != "warn":
+    if config.engine.norm == "exact":
         wrong.append(
-            f"engine.norm={config.engine.norm} is not available with MindSpore; write nn.GroupNorm "
-            f"into the model, and leave engine.norm out"
+            "engine.norm=exact is not available with MindSpore; try engine.norm=group or "
+            "engine.norm=frozen"
         )
     if config.engine.jit_level != "auto" and config.engine.mode == "pynative":
         wrong.append(

@@ -18,27 +18,38 @@ def layers(model: nn.Cell, kinds: tuple[Any, ...]) -> list[str]:
     return [name for name, cell in model.cells_and_names() if isinstance(cell, kinds)]
 
 
+def batch_norms(model: nn.Cell) -> dict[str, Any]:
+    """The model's batch norms by name, "" if it is one itself; without those that are frozen."""
+    return {
+        name: cell
+        for name, cell in model.cells_and_names()
+        if isinstance(cell, BATCH_NORMS)
+        and getattr(cell, "use_batch_statistics", None) is not False
+    }
+
+
 def advice(model: nn.Cell) -> list[str]:
     """Sentences about layers of `model` that do not do what one big batch would."""
     found: list[str] = []
-    norms = layers(model, BATCH_NORMS)
+    norms = list(batch_norms(model))
     if norms:
         found.append(
-            f"batch norm in {_listed(norms)} sees one micro-batch at a time, so the update is not "
-            f"that of one big batch, and running statistics differ between ranks. Use GroupNorm or "
-            f"LayerNorm instead, freeze the statistics (use_batch_statistics=False), or take one "
-            f"micro-step of the whole batch on one rank"
+            f"batch norm in {listed(norms)} sees one micro-batch at a time, so the update is not "
+            f"that of one big batch, and running statistics differ between ranks. Use "
+            f"engine.norm=group or engine.norm=frozen, LayerNorm, or one micro-step of the whole "
+            f"batch on one rank"
         )
     dropouts = layers(model, RANDOM)
     if dropouts:
         found.append(
-            f"dropout in {_listed(dropouts)} draws from a state inside MindSpore's operator, which "
+            f"dropout in {listed(dropouts)} draws from a state inside MindSpore's operator, which "
             f"cannot be set: a resumed run draws other numbers, so it will not have the bits of an "
             f"undisturbed one. Regularise by weight decay, or draw masks in the data set"
         )
     return found
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first few of some layers' names, in words."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(name or "the model itself" for name in names[:_SHOWN]) + more

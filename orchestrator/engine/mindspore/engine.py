@@ -20,6 +20,7 @@ from orchestrator.engine.mindspore.advice import RANDOM, advice, layers
 from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.engine.mindspore.loader import Loader
 from orchestrator.engine.mindspore.losses import compiled_loss, python_loss
+from orchestrator.engine.mindspore.norms import with_norms
 from orchestrator.engine.mindspore.optimizers import build_optimizer, state_of
 from orchestrator.engine.mindspore.precision import Precision
 from orchestrator.engine.mindspore.stepping import Applied, Stepper
@@ -264,7 +265,7 @@ class MindSporeEngine:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def warnings(self) -> list[str]:
-        return advice(self._model)
+        return [*self._told, *advice(self._model)]
 
     # ------------------------------------------------------------------ parts
 
@@ -278,6 +279,7 @@ class MindSporeEngine:
         if self._settings.precision == "float64":
             for parameter in model.get_parameters():
                 parameter.set_dtype(ms.float64)
+        model, self._told = with_norms(model, self._settings.norm)
         model.set_train()
         return model
 

@@ -49,6 +49,22 @@ class Weighted(Job):
         return {"weight": float(model[0].weight.asnumpy().sum())}
 
 
+class Normed(Weighted):
+    """With batch norm, in a container, and in a cell of its own."""
+
+    def model(self):
+        class Head(nn.Cell):
+            def __init__(self):
+                super().__init__()
+                self.norm = nn.BatchNorm1d(7)
+                self.dense = nn.Dense(7, 2)
+
+            def construct(self, x):
+                return self.dense(self.norm(x))
+
+        return nn.SequentialCell([nn.Dense(5, 7), nn.BatchNorm1d(7), nn.Tanh(), Head()])
+
+
 class OwnOptimizer(Weighted):
     """Builds its optimizer itself."""
 

@@ -202,5 +202,22 @@ def test_layers_that_splitting_changes_are_told():
     assert "dropout in 2" in told[1]
 
 
+@pytest.mark.parametrize(("norm", "splits"), [("group", False), ("frozen", False), ("warn", True)])
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+def test_batch_norms_may_be_frozen_or_replaced_so_that_splits_agree(mode, norm, splits):
+    found = []
+    for split in ([61], [30, 20, 11]):
+        engine = built(jobs.Normed(), mode=mode, norm=norm)
+        update(engine, split)
+        found.append(weights(engine))
+        told = " ".join(engine.warnings())
+    assert (_distance(*found) > 1e-4) == splits
+    assert ("engine.norm=group or engine.norm=frozen" in told) == splits
+    assert splits or f"engine.norm={norm}: batch norm in 1, 3.norm" in told
+    names = [p.name for p in engine._model.trainable_params()]
+    assert {"1.gamma", "3.norm.gamma", "3.dense.weight"} <= set(names)
+    assert len(names) == len(set(names))
+
+
 def test_versions_name_what_decides_the_bits():
     assert versions()["mindspore"].startswith("2.10")

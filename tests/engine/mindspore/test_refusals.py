@@ -68,9 +68,10 @@ def test_a_job_written_for_the_other_engine_is_refused(overrides, words):
         prepare(compose(overrides))
 
 
-def test_batch_norms_are_not_replaced_in_silence():
-    with pytest.raises(ConfigError, match="GroupNorm"):
-        prepare(compose(["job=line", "engine.norm=group"]))
+def test_an_exact_batch_norm_is_refused():
+    prepare(compose(["job=line", "engine.norm=group"]))
+    with pytest.raises(ConfigError, match=r"engine\.norm=group"):
+        prepare(compose(["job=line", "engine.norm=exact"]))
 
 
 def test_a_level_without_compilation_is_refused():
