@@ -17,6 +17,7 @@ MEASUREMENTS = (
     "peers",
     "reproducible",
     "memory",
+    "mindspore_start",
     "mindspore_steps",
     "mindspore_reduction",
     "one_rank",

@@ -17,14 +17,15 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.measure import interleaved, publish, table
+from benchmarks.measure import interleaved, keep, machine, rows_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 TIMEOUT_S = 120.0
+REPETITIONS = 5
+REFERENCE = "msrun"
 STAMP = """
     import os, pathlib, time
 
@@ -113,17 +114,19 @@ def contenders(folder: Path) -> dict[str, Callable[[], float]]:
         ]  # fmt: skip
         return _last_stamp(command, folder)
 
-    return {"msrun": msrun, "orchestrator.launch": ours}
+    return {REFERENCE: msrun, "orchestrator.launch": ours}
 
 
-def main(repetitions: int = 5) -> None:
+def main(*, quick: bool = False) -> None:
+    found = machine()
     with tempfile.TemporaryDirectory() as name:
-        measured = interleaved(contenders(Path(name)), repetitions)
-    load = f"Load of the machine over the last 5 minutes: {os.getloadavg()[1]:.1f}."
-    text = f"{table(measured, 's', 'msrun')}\n\n{load}"
+        figures = interleaved(contenders(Path(name)), 2 if quick else REPETITIONS)
+    part = {
+        "heading": "",
+        "reference": REFERENCE,
+        "figures": {"s": rows_of(figures, REFERENCE)},
+    }
     title = f"MindSpore: from the command until {RANKS} ranks are in a group"
-    publish("mindspore_start", title, text, [asdict(m) for m in measured])
-
-
-if __name__ == "__main__":
-    main()
+    note = "The clock stops when the last rank has its group, in an own process each."
+    data = {"title": title, "machine": found, "note": note, "parts": [part]}
+    keep("mindspore_start", data, quick=quick)

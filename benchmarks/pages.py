@@ -67,6 +67,7 @@ _BLOCKS: dict[str, Callable[[Result], str]] = {
     "peers.steps": peers_page.by_steps,
     "reproducible": reproducible.table,
     "submission": tables,
+    "mindspore_start": tables,
     "mindspore_steps": tables,
     "mindspore_reduction": tables,
 }

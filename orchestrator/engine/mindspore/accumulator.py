@@ -31,7 +31,7 @@ from orchestrator.errors import JobError
 
 framework: Any = mindspore  # its annotations are not those of its behaviour
 BLOCK = 4096
-PLAIN_STEPS = 2
+PLAIN_STEPS = 3
 
 
 class Accumulator:
