@@ -60,6 +60,8 @@ class Accumulator:
             forward within `accumulator.precision.forward()`.
         overlap: send buckets during the last backward; False sends them at the boundary.
         silent: refuse collectives on `group` between boundaries.
+        order: numbers of the trained parameters in the order in which a backward reaches them, the
+            same on all ranks: buckets fill up in it. The reverse of the model's by default.
 
     Raises:
         JobError: the model has nothing to train.
@@ -81,6 +83,7 @@ class Accumulator:
         precision: str = "float32",
         overlap: bool = True,
         silent: bool = True,
+        order: Sequence[int] | None = None,
     ) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigError(f"clip_norm must be a number above 0, but is {clip_norm}")
@@ -105,6 +108,7 @@ class Accumulator:
             metric_count=len(self._names),
             bucket_bytes=bucket_bytes,
             overlap=overlap,
+            order=order,
         )
         self._update, self._open, self._expected = -1, False, 1.0
         self._mark = group.mark()

@@ -26,6 +26,7 @@ class GradientBuffers:
         metric_count: metrics that the trailer carries; None for no trailer at all.
         pad_to: each buffer is allocated in multiples of this; the padding is never reduced as
             gradient and stays zero.
+        order: see `buffer_plans`.
 
     Attributes:
         flats: the buffers, padding included. The trailer ends the payload of the last one.
@@ -41,11 +42,12 @@ class GradientBuffers:
         *,
         metric_count: int | None = 0,
         pad_to: int = 1,
+        order: Sequence[int] | None = None,
     ) -> None:
-        self.metric_count, self.pad_to = metric_count, pad_to
+        self.metric_count, self.pad_to, self.order = metric_count, pad_to, order
         self.parameters = list(parameters)
         trailer = 0 if metric_count is None else trailer_numbers(metric_count)
-        plans = buffer_plans(self.parameters, trailer=trailer > 0)
+        plans = buffer_plans(self.parameters, trailer=trailer > 0, order=order)
         self.flats: list[Tensor] = []
         self.payloads: list[Tensor] = []
         self.gradients: list[Tensor] = []
@@ -70,7 +72,9 @@ class GradientBuffers:
 
     def another(self) -> GradientBuffers:
         """Further buffers of the same layout, zero."""
-        return GradientBuffers(self.parameters, metric_count=self.metric_count, pad_to=self.pad_to)
+        return GradientBuffers(
+            self.parameters, metric_count=self.metric_count, pad_to=self.pad_to, order=self.order
+        )
 
     def begin(self) -> None:
         """A window, or a leaf, begins: every `.grad` is None; trailer and padding are zero."""

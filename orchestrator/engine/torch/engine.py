@@ -26,7 +26,9 @@ from orchestrator.engine.torch.building import LossLines, built_model, built_opt
 from orchestrator.engine.torch.leaves import Leaves
 from orchestrator.engine.torch.memory import memory_bytes, peak_memory_bytes
 from orchestrator.engine.torch.norms import with_norms
+from orchestrator.engine.torch.order import agreed_order
 from orchestrator.engine.torch.placement import be_deterministic, moved
+from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.engine.torch.state import (
     load_model,
@@ -74,6 +76,11 @@ class TorchEngine:
         self._leaves = Leaves(settings.leaf_size if reproducible else None)
         talks = bool(getattr(job, "talks_in_window", False))
         self._model, norms = with_norms(built_model(job, settings, group.device), settings.norm)
+        alone = group.size == 1 or reproducible  # nothing leaves during a backward then
+        order = None
+        if not (talks or alone or is_coupled(job)):
+            forward = Precision(settings.precision, group.device).forward
+            order = agreed_order(job, self._model, group, prepare=self._prepared, forward=forward)
         self._accumulator = Accumulator(
             self._model,
             built_optimizer(job, self._model, settings),
@@ -88,6 +95,7 @@ class TorchEngine:
             # Where a job talks too, its collectives and the buckets' could pair up wrongly.
             overlap=not talks,
             silent=not talks,
+            order=order,
         )
         self._whole = whole_windows(
             job, self._model, self._accumulator, group, settings,

@@ -71,17 +71,28 @@ def real_numbers(tensor: Tensor) -> int:
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
-def buffer_plans(parameters: Sequence[tuple[str, Tensor]], *, trailer: bool) -> list[BufferPlan]:
-    """The buffers for `parameters`, in the reverse of their order, which a backward comes near to.
+def buffer_plans(
+    parameters: Sequence[tuple[str, Tensor]], *, trailer: bool, order: Sequence[int] | None = None
+) -> list[BufferPlan]:
+    """The buffers for `parameters`.
 
     Args:
+        order: of the parameters' numbers within a buffer; the reverse of theirs by default, which
+            a backward comes near to.
         trailer: the last buffer has to carry one, so it is of a dtype that does not round it.
 
     Raises:
         JobError: a parameter is not of a floating or complex dtype.
+        ValueError: `order` does not hold each parameter's number once.
     """
+    if order is None:
+        order = range(len(parameters) - 1, -1, -1)
+    if sorted(order) != list(range(len(parameters))):
+        raise ValueError(
+            f"`order` must hold each number below {len(parameters)} once, but is {list(order)}"
+        )
     plans: dict[tuple[torch.device, torch.dtype], BufferPlan] = {}
-    for name, parameter in reversed(parameters):
+    for name, parameter in (parameters[number] for number in order):
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise JobError(
                 f"parameter {name} is {parameter.dtype}; gradients need a floating dtype"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from orchestrator.engine.torch.base_group import BaseGroup
@@ -20,6 +22,7 @@ def reduction_for(
     metric_count: int,
     bucket_bytes: int,
     overlap: bool,
+    order: Sequence[int] | None = None,
 ) -> Reduction:
     """The reduction for `accumulation.reduction` and `accumulation.sync`, with its buffers.
 
@@ -35,5 +38,5 @@ def reduction_for(
             f"there is no accumulation.reduction={reduction} with accumulation.sync={sync}; there "
             "are fast with boundary, fast with every_step, and reproducible with boundary"
         )
-    buffers = GradientBuffers(parameters, metric_count=metric_count)
+    buffers = GradientBuffers(parameters, metric_count=metric_count, order=order)
     return kinds[reduction, sync](buffers, group, bucket_bytes=bucket_bytes, overlap=overlap)

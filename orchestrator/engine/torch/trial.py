@@ -6,8 +6,8 @@ cannot be seen later: with micro-batches of equal size a mean only scales the le
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,23 @@ from orchestrator.engine.torch.loader import collate_of
 
 _SAMPLES = 2
 _NEARLY = 0.25  # halfway, on a scale where a mean grows by 0 and a sum by 1
+
+
+@contextmanager
+def as_before(model: Module) -> Generator[None]:
+    """Evaluation mode meanwhile. Modes, buffers and frozen parameters are as before afterwards."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    kept = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *frozen)]
+    modes = {layer: layer.training for layer in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for layer, training in modes.items():
+            layer.training = training
+        with torch.no_grad():
+            for tensor, before in kept:
+                tensor.copy_(before)
 
 
 def loss_warning(
@@ -42,22 +59,13 @@ def loss_warning(
     if len(dataset) < _SAMPLES:
         return []
     samples = [dataset[number] for number in range(_SAMPLES)]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    modes = {layer: layer.training for layer in model.modules()}
-    model.eval()
     found: list[tuple[float, float]] = []
-    try:
+    with as_before(model):
         for times in (1, 2):
             batch = prepare(collate_of(job)(samples * times))
             with torch.no_grad(), forward():
                 loss = job.loss(model, batch)
             found.append((float(loss.total), float(loss.weight)))
-    finally:
-        for layer, training in modes.items():
-            layer.training = training
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(buffers[name])
     (total, weight), (total_twice, weight_twice) = found
     for what, once, twice in (("total", total, total_twice), ("weight", weight, weight_twice)):
         if once and abs(twice - once) < _NEARLY * abs(once):
