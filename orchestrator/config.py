@@ -121,7 +121,7 @@ class TrainConfig:
 class EngineConfig:
     """Which framework computes ("auto": what the job's class says), and the size of its buckets.
 
-    norm is what a model's batch norms become (docs/reproducible.md). mode, jit_level and style
+    norm is what a model's batch norms become (docs/your-own-job.md). mode, jit_level and style
     are MindSpore's (docs/mindspore.md); log_every counts micro-steps.
     """
 

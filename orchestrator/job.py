@@ -40,6 +40,8 @@ class Job:
         framework: "torch" or "mindspore".
         metric_names: names that `loss` fills in `Loss.metrics`. Declared, because a rank that has
             no samples in a window has to send the same numbers as all the others.
+        talks_in_window: set it to True when `loss` has to call collectives; every rank must then
+            call the same ones equally often. Otherwise ranks are silent between boundaries.
         augments: set it to True when `dataset[i]` draws random numbers: every sample then gets
             its own generator state from (seed, update, place in the update), whoever computes it.
     """
@@ -47,6 +49,7 @@ class Job:
     framework: ClassVar[str] = "torch"
     metric_names: ClassVar[tuple[str, ...]] = ()
     augments: ClassVar[bool] = False
+    talks_in_window: ClassVar[bool] = False
 
     def model(self) -> Any:
         """Build the model. Called once on every rank, with the same random seed."""
@@ -57,7 +60,9 @@ class Job:
         raise NotImplementedError(f"{type(self).__name__} must define dataset()")
 
     def loss(self, model: Any, batch: Any) -> Loss:
-        """The loss of one micro-batch, as sums. No collective may be called here."""
+        """The loss of one micro-batch, as sums. No collective may be called here, unless the class
+        declares `talks_in_window`.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch)")
 
     def after_update(self, model: Any, update: int) -> None:
