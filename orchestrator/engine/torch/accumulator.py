@@ -27,16 +27,16 @@ from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.torch.arrivals import listen
 from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.buffer import GradientBuffers
-from orchestrator.engine.torch.clipping import GradientNorm, factor_for
+from orchestrator.engine.torch.clipping import GradientNorm
 from orchestrator.engine.torch.layout import named_parameters, trained
 from orchestrator.engine.torch.optimizers import LearningRate, usable
 from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.reductions import reduction_for
-from orchestrator.engine.torch.refusal import Refusals
+from orchestrator.engine.torch.step import Step
 from orchestrator.engine.torch.tally import Tally
 from orchestrator.engine.torch.used import UsedParameters
 from orchestrator.engine.torch.watch import WindowWatch
-from orchestrator.engine.trailer import BAD_WEIGHT, MOST_RANKS, NON_FINITE, STOP, Trailer
+from orchestrator.engine.trailer import MOST_RANKS, STOP, Trailer
 from orchestrator.errors import ConfigError
 from orchestrator.job import Loss
 
@@ -85,8 +85,6 @@ class Accumulator:
         silent: bool = True,
         order: Sequence[int] | None = None,
     ) -> None:
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigError(f"clip_norm must be a number above 0, but is {clip_norm}")
         if group.size > MOST_RANKS:
             raise ConfigError(
                 f"sums stay exact up to {MOST_RANKS} ranks, but there are {group.size}"
@@ -96,10 +94,13 @@ class Accumulator:
         self._parameters = trained(named)
         self._watch = WindowWatch(named, self._parameters, group, silent=silent)
         self.precision = Precision(precision, self._parameters[0][1].device)
-        self._clip_norm, self._names = clip_norm, tuple(metric_names)
+        self._names = tuple(metric_names)
         self._rate = LearningRate(optimizer)
         self._tally, self._used = Tally(metric_names), UsedParameters(len(self._parameters), group)
-        self._refusals = Refusals(group, on_non_finite)
+        self._step = Step(
+            self.optimizer, group, self.precision, self._used,
+            clip_norm=clip_norm, on_non_finite=on_non_finite,
+        )  # fmt: skip
         self._reduction = reduction_for(
             self._parameters,
             group,
@@ -244,9 +245,9 @@ class Accumulator:
         norm_of_sum = GradientNorm()
         totals = self._reduction.finish(trailer, norm_of_sum.add)
         waited = time.perf_counter()
-        norm, applied = self._apply(totals, norm_of_sum)
-        if applied:
-            self.precision.succeeded()
+        norm, applied = self._step.take(
+            self._update, totals, norm_of_sum, self.buffers, self._tally, divided_by=self._expected
+        )
         return self._report(
             totals,
             gradient_norm=norm,
@@ -255,32 +256,6 @@ class Accumulator:
             wait_s=waited - reached,
             optimizer_s=time.perf_counter() - waited,
         )
-
-    # ------------------------------------------------------------------ parts of the boundary
-
-    def _apply(self, totals: Trailer, norm_of_sum: GradientNorm) -> tuple[float | None, bool]:
-        """Average, clip and step, or refuse to. Gives the averaged gradient's norm, and whether."""
-        if totals.flags[BAD_WEIGHT] or totals.weight.value <= 0:
-            raise self._refusals.weight(self._update, totals, self._tally.first_bad_weight)
-        if totals.flags[NON_FINITE]:
-            self._refusals.loss(self._update, self._tally.first_non_finite)
-            return None, False
-        summed = norm_of_sum.value()
-        if not summed < float("inf"):
-            if self.precision.may_overflow:
-                self.precision.overflowed()
-            else:
-                self._refusals.gradient(self._update, self.buffers)
-            return None, False
-        divisor = totals.weight.value / self._expected * self.precision.scale
-        norm, factor = factor_for(summed, divisor, self._clip_norm)
-        if factor != 1.0:
-            for gradient in self.buffers.gradients:
-                gradient.mul_(factor)
-        self.buffers.detach(self._used.unused(totals))
-        self.optimizer.step()
-        self.buffers.attach()
-        return norm, True
 
     def _report(self, totals: Trailer, **figures: Any) -> BoundaryReport:
         weight = totals.weight.value

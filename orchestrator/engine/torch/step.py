@@ -1,0 +1,94 @@
+"""The end of an update: average, clip and step once, or refuse to, on all ranks alike."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from orchestrator.engine.torch.base_group import BaseGroup
+from orchestrator.engine.torch.buffer import GradientBuffers
+from orchestrator.engine.torch.clipping import GradientNorm, factor_for
+from orchestrator.engine.torch.precision import Precision
+from orchestrator.engine.torch.refusal import Refusals
+from orchestrator.engine.torch.tally import Tally
+from orchestrator.engine.torch.used import UsedParameters
+from orchestrator.engine.trailer import BAD_WEIGHT, NON_FINITE, Trailer
+from orchestrator.errors import ConfigError
+
+
+class Step:
+    """What follows the reduction.
+
+    Args:
+        optimizer: steps on the averaged gradient.
+        group: the ranks.
+        precision: its loss scale is taken out; an overflow halves it.
+        used: which parameters had a gradient.
+        clip_norm: largest 2-norm of the averaged gradient, or None.
+        on_non_finite: "stop" or "skip".
+
+    Raises:
+        ConfigError: a setting that cannot be used.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: BaseGroup,
+        precision: Precision,
+        used: UsedParameters,
+        *,
+        clip_norm: float | None,
+        on_non_finite: str,
+    ) -> None:
+        if clip_norm is not None and not clip_norm > 0:
+            raise ConfigError(f"clip_norm must be a number above 0, but is {clip_norm}")
+        self._optimizer, self._precision, self._used = optimizer, precision, used
+        self._clip_norm, self._refusals = clip_norm, Refusals(group, on_non_finite)
+
+    def take(
+        self,
+        update: int,
+        totals: Trailer,
+        norm_of_sum: GradientNorm,
+        buffers: GradientBuffers,
+        tally: Tally,
+        *,
+        divided_by: float,
+    ) -> tuple[float | None, bool]:
+        """Step, unless something is not finite. Gives the averaged gradient's norm, and whether.
+
+        Collective where it refuses, or where the set of used parameters changed.
+
+        Args:
+            update: its number, for messages.
+            totals: of all ranks.
+            norm_of_sum: of the summed gradient.
+            buffers: that hold it; afterwards the averaged and clipped one.
+            tally: where this rank's micro-steps went wrong.
+            divided_by: what losses were divided by before their backward.
+
+        Raises:
+            NonFiniteError, JobError: see `Accumulator.boundary`.
+        """
+        if totals.flags[BAD_WEIGHT] or totals.weight.value <= 0:
+            raise self._refusals.weight(update, totals, tally.first_bad_weight)
+        if totals.flags[NON_FINITE]:
+            self._refusals.loss(update, tally.first_non_finite)
+            return None, False
+        summed = norm_of_sum.value()
+        if not summed < float("inf"):
+            if self._precision.may_overflow:
+                self._precision.overflowed()
+            else:
+                self._refusals.gradient(update, buffers)
+            return None, False
+        divisor = totals.weight.value / divided_by * self._precision.scale
+        norm, factor = factor_for(summed, divisor, self._clip_norm)
+        if factor != 1.0:
+            for gradient in buffers.gradients:
+                gradient.mul_(factor)
+        buffers.detach(self._used.unused(totals))
+        self._optimizer.step()
+        buffers.attach()
+        self._precision.succeeded()
+        return norm, True
