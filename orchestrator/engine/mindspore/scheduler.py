@@ -97,6 +97,7 @@ class Scheduler:
             [sys.executable, str(SCRIPT), str(os.getpid())],
             env=self._environment(),
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a share of the processor of its own while both import
         )
 
     def ready(self) -> bool:
