@@ -173,7 +173,7 @@ class Reproducible:
         for flat, held in zip(result.flats, parts, strict=True):
             segment = flat.numel() // self._group.size
             total = _total((0, self._leaves), held)
-            self._group.gather_into(flat.split(segment) if segment else [flat], total.clone())
+            self._group.gather_into(flat.split(segment) if segment else [flat], total)
         self._pool.free += received
         return result
 

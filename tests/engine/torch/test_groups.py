@@ -98,6 +98,37 @@ def test_pieces_reach_the_rank_they_are_for(tmp_path):
     assert run_in_threads(3, _pieces) == wanted
 
 
+def _large_parts(group):
+    found = []
+    for turn in range(2):
+        parts = [torch.empty(100_000) for _ in range(group.size)]
+        mine = torch.arange(100_000.0) + 1000 * turn + group.rank
+        before = group.counters.collectives
+        group.gather_into(parts, mine)
+        assert group.counters.collectives == before + 1
+        found += [torch.equal(part - rank, mine - group.rank) for rank, part in enumerate(parts)]
+        rows = group.all_gather(mine[: 90_000 + group.rank], [90_000, 90_001, 90_002])
+        found.append(len(rows) == 270_003 and bool(rows[90_000] == 1000 * turn + 1))
+    return found
+
+
+def test_large_parts_are_gathered_into_place(tmp_path):
+    assert run_ranks(3, tmp_path, _large_parts) == [[True] * 8] * 3
+
+
+def _gather_without_the_last(group):
+    if group.rank == group.size - 1:
+        return "left"
+    parts = [torch.empty(100_000) for _ in range(group.size)]
+    with pytest.raises(PeerLost, match="lost a peer during all_gather"):
+        group.gather_into(parts, torch.ones(100_000))
+    return "told"
+
+
+def test_a_peer_that_is_gone_is_told_in_a_large_gather(tmp_path):
+    assert run_ranks(3, tmp_path, _gather_without_the_last) == ["told", "told", "left"]
+
+
 def test_a_rank_that_raises_is_lost_to_the_other_threads():
     seen = []
 
