@@ -121,17 +121,22 @@ class TrainConfig:
 class EngineConfig:
     """Which framework computes ("auto": what the job's class says), and the size of its buckets.
 
-    norm is what a model's batch norms become (docs/your-own-job.md). mode, jit_level and style
-    are MindSpore's (docs/mindspore.md); log_every counts micro-steps.
+    bucket_mib: null is an eighth of the gradient, but 3 to 25 MiB. norm is what a model's batch
+    norms become (docs/your-own-job.md). mode, jit_level and style are MindSpore's
+    (docs/mindspore.md); log_every counts micro-steps.
     """
 
     framework: str = "auto"
-    bucket_mib: float = 25.0
+    bucket_mib: float | None = None
     norm: str = "warn"
     mode: str = "jit"
     jit_level: str = "auto"
     style: str = "own"
     log_every: int = 0
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        return None if self.bucket_mib is None else int(self.bucket_mib * 2**20)
 
 
 @dataclass

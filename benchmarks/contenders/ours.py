@@ -19,6 +19,7 @@ class Ours(Contender):
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
         self._model, self._first = model, 0
+        self._weight: int | None = None  # of a micro-batch: the same for all, as in `workload`
         self.accumulator = Accumulator(
             model, setting.optimizer(model), setting.group, reduction=self.reduction
         )
@@ -26,13 +27,14 @@ class Ours(Contender):
     def begin(self, *, steps: int, first: int, leaves: int) -> None:
         del steps
         self._first = first
-        self.accumulator.begin_window(leaves=leaves)
+        expected = None if self._weight is None else float(self._weight * leaves)
+        self.accumulator.begin_window(leaves=leaves, expected_weight=expected)
 
     def micro_step(self, batch: Batch, step: int, *, last: bool) -> Tensor:
         total = total_loss(self._model, batch)
-        weight = len(batch[1])
-        self.accumulator.backward(Loss(total, weight), last=last, leaf=self._first + step)
-        return total / weight
+        self._weight = len(batch[1])
+        self.accumulator.backward(Loss(total, self._weight), last=last, leaf=self._first + step)
+        return total / self._weight
 
     def end(self) -> None:
         self.accumulator.boundary()

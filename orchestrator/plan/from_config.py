@@ -54,7 +54,7 @@ def plan_of(
         parameters=config.facts.parameters if parameters is None else parameters,
         itemsize=ITEMSIZE.get(config.train.precision, 4),
         metric_count=metric_count,
-        bucket_bytes=int(config.engine.bucket_mib * 2**20),
+        bucket_bytes=config.engine.bucket_bytes,
     )
     beside = int(coupled and planned.ranks > 1)
     if collectives_beside is not None:

@@ -130,12 +130,13 @@ def make_plan(
     parameters: int | None = None,
     itemsize: int = 4,
     metric_count: int = 0,
-    bucket_bytes: int = 25 * 2**20,
+    bucket_bytes: int | None = None,
 ) -> Plan:
     """Make the plan of a run from values as stated (None: not stated, or not known).
 
     `updates` wins over `epochs`; with neither it is one epoch. `itemsize` is the bytes of one
-    gradient number, `metric_count` the job's metrics, `bucket_bytes` the size of a bucket.
+    gradient number, `metric_count` the job's metrics, `bucket_bytes` the size of a
+    bucket (see `wire.bucket_count`).
 
     Raises:
         PlanError: values that are out of range or do not agree.

@@ -89,7 +89,7 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
         leaf_size=config.accumulation.micro_batch,
         optimizer=config.optimizer,
         metric_names=tuple(getattr(job, "metric_names", ())),
-        bucket_bytes=int(config.engine.bucket_mib * 2**20),
+        bucket_bytes=config.engine.bucket_bytes,
         on_non_finite=config.train.on_non_finite,
         loader_workers=config.train.loader_workers,
         mode=config.engine.mode,

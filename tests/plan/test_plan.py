@@ -30,7 +30,7 @@ def test_thirty_nodes_of_eight_with_3072_samples_and_a_cap_of_ten():
 
 
 def test_the_names_that_scripts_rely_on_are_there():
-    data = plan(dataset_samples=1000, parameters=10**6, epochs=2).to_json()
+    data = plan(dataset_samples=1000, parameters=700_000, epochs=2).to_json()
     promised = {
         "ranks", "nodes", "global_batch", "micro_steps", "samples_per_rank", "micro_batches",
         "bytes_on_wire_per_update", "collectives_per_update", "updates",
@@ -39,7 +39,7 @@ def test_the_names_that_scripts_rely_on_are_there():
     assert data["updates"] == 8
     assert data["updates_per_epoch"] == 4
     assert data["collectives_per_update"] == 1
-    assert data["bytes_on_wire_per_update"] == 6 * (10**6 + 30)
+    assert data["bytes_on_wire_per_update"] == 6 * (700_000 + 30)
 
 
 @given(

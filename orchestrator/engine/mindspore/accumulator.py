@@ -47,7 +47,7 @@ class Accumulator:
             with its, because a graph may cut a gradient without a word. None skips that.
         mode, jit_level: see `compiling`.
         precision: the format to compute in; the sums are those of the scaled losses.
-        bucket_bytes: size of a bucket of the flat buffer.
+        bucket_bytes: size of a bucket of the flat buffer; see `plan.wire.bucket_count`.
         trailer_numbers: how many numbers ride along.
     """
 
@@ -62,7 +62,7 @@ class Accumulator:
         mode: str = "jit",
         jit_level: str | None = None,
         precision: Precision | None = None,
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int | None = None,
         trailer_numbers: int = 0,
     ) -> None:
         self.parameters: tuple[Parameter, ...] = tuple(model.trainable_params())

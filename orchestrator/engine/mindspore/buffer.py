@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from orchestrator.plan.wire import bucket_count
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -36,16 +38,16 @@ class Layout:
     found: tuple[tuple[tuple[int, int, int], ...], ...]
 
 
-def lay_out(sizes: Sequence[int], *, itemsize: int, bucket_bytes: int) -> Layout:
-    """Cut tensors of `sizes` numbers, one after the other, into buckets of `bucket_bytes`.
+def lay_out(sizes: Sequence[int], *, itemsize: int, bucket_bytes: int | None) -> Layout:
+    """Cut tensors of `sizes` numbers, one after the other, into equal buckets.
 
-    As many buckets as the plan says: ceil(all bytes / bucket_bytes), of whole numbers each.
+    As many as the plan says (`plan.wire.bucket_count`), of whole numbers each.
 
     >>> lay_out([3, 5], itemsize=4, bucket_bytes=16).found
     (((0, 0, 3),), ((0, 3, 4), (1, 0, 4)))
     """
     total = sum(sizes)
-    count = max(1, -(-total * itemsize // bucket_bytes))
+    count = bucket_count(total * itemsize, bucket_bytes)
     width = math.ceil(total / count)
     buckets: list[list[Piece]] = [[] for _ in range(count)]
     found: list[list[tuple[int, int, int]]] = [[] for _ in sizes]

@@ -51,7 +51,8 @@ class Accumulator:
         group: the ranks; `TorchGroup.alone()` for one.
         clip_norm: largest 2-norm of the averaged gradient, or None.
         metric_names: of `Loss.metrics`; the same on all ranks.
-        bucket_bytes: the gradient travels in slices of this size.
+        bucket_bytes: the gradient travels in equal slices of at most this size; None: about
+            eight (see `plan.wire.bucket_count`).
         reduction: "fast", or "reproducible": the same bits for any contiguous assignment of whole
             leaves to ranks.
         sync: "boundary", or "every_step" (for comparison).
@@ -76,7 +77,7 @@ class Accumulator:
         *,
         clip_norm: float | None = None,
         metric_names: Sequence[str] = (),
-        bucket_bytes: int = 25 * 2**20,
+        bucket_bytes: int | None = None,
         reduction: str = "fast",
         sync: str = "boundary",
         on_non_finite: str = "stop",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from orchestrator.errors import ConfigError, JobError
+from orchestrator.plan.wire import bucket_count
 
 _EXACT = (torch.float32, torch.float64)  # dtypes that add up a trailer's limbs without rounding
 
@@ -109,8 +110,10 @@ def buffer_plans(
     return ordered
 
 
-def bucket_slices(payloads: Sequence[Tensor], bucket_bytes: int) -> list[tuple[int, int, int]]:
-    """Cut each payload into `ceil(bytes / bucket_bytes)` slices: (buffer, start, end) in numbers.
+def bucket_slices(
+    payloads: Sequence[Tensor], bucket_bytes: int | None
+) -> list[tuple[int, int, int]]:
+    """Cut each payload into `plan.wire.bucket_count` equal slices: (buffer, start, end) in numbers.
 
     Raises:
         ConfigError: a bucket is too small to hold one number.
@@ -118,13 +121,13 @@ def bucket_slices(payloads: Sequence[Tensor], bucket_bytes: int) -> list[tuple[i
     slices: list[tuple[int, int, int]] = []
     for number, payload in enumerate(payloads):
         size = payload.element_size()
-        if bucket_bytes < size:
+        if bucket_bytes is not None and bucket_bytes < size:
             raise ConfigError(
                 f"a bucket of {bucket_bytes} bytes holds no number of {payload.dtype}; "
                 f"engine.bucket_mib must be at least {size / 2**20:.3g}"
             )
-        count = -(-payload.numel() * size // bucket_bytes)
-        ends = [bucket * bucket_bytes // size for bucket in range(1, count)] + [payload.numel()]
+        count = bucket_count(payload.numel() * size, bucket_bytes)
+        ends = [payload.numel() * bucket // count for bucket in range(1, count + 1)]
         slices += [
             (number, start, end)
             for start, end in zip([0, *ends], ends, strict=False)

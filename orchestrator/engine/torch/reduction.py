@@ -81,7 +81,12 @@ class AtBoundary:
     """
 
     def __init__(
-        self, buffers: GradientBuffers, group: BaseGroup, *, bucket_bytes: int, overlap: bool = True
+        self,
+        buffers: GradientBuffers,
+        group: BaseGroup,
+        *,
+        bucket_bytes: int | None,
+        overlap: bool = True,
     ) -> None:
         self._buffers, self._group, self._overlap = buffers, group, overlap
         self._sender = BucketSender(buffers, group, bucket_bytes)
@@ -133,7 +138,12 @@ class EveryStep:
     """
 
     def __init__(
-        self, buffers: GradientBuffers, group: BaseGroup, *, bucket_bytes: int, overlap: bool = True
+        self,
+        buffers: GradientBuffers,
+        group: BaseGroup,
+        *,
+        bucket_bytes: int | None,
+        overlap: bool = True,
     ) -> None:
         self._buffers, self._group, self._overlap = buffers, group, overlap
         self._sender = BucketSender(buffers, group, bucket_bytes)

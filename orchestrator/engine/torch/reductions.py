@@ -20,7 +20,7 @@ def reduction_for(
     reduction: str,
     sync: str,
     metric_count: int,
-    bucket_bytes: int,
+    bucket_bytes: int | None,
     overlap: bool,
     order: Sequence[int] | None = None,
 ) -> Reduction:

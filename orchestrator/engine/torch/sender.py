@@ -23,10 +23,12 @@ class BucketSender:
     Args:
         buffers: whose payloads are summed over ranks, in place.
         group: the ranks.
-        bucket_bytes: size of a bucket.
+        bucket_bytes: size of a bucket; see `plan.wire.bucket_count`.
     """
 
-    def __init__(self, buffers: GradientBuffers, group: BaseGroup, bucket_bytes: int) -> None:
+    def __init__(
+        self, buffers: GradientBuffers, group: BaseGroup, bucket_bytes: int | None
+    ) -> None:
         self._buffers, self._group = buffers, group
         slices = bucket_slices(buffers.payloads, bucket_bytes)
         self._buckets: list[Tensor] = [
