@@ -52,9 +52,10 @@ def prepare(config: Config) -> Plan:
 
         gpus = len(visible_gpus(os.environ))
         if gpus < plan.ranks:
+            on_cpus = "mccl" if facts.framework == "mindspore" else "gloo"
             raise TransportError(
                 f"transport=nccl needs a GPU for each of the {plan.ranks} ranks, but this machine "
-                f"has {gpus}; try transport=auto"
+                f"has {gpus}; try transport={on_cpus}"
             )
     return plan
 
