@@ -12,6 +12,8 @@ from orchestrator.submit.api import Culprit
 
 TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024
+LAST_WORD = "error: "
+"""How the log of a rank ends whose main thread was stuck in the framework and could not fail."""
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
@@ -62,7 +64,10 @@ def blame(run: RunDir, attempt: int, node: str, rank: int | None, status: int) -
         cause = f"the node went away: its supervisor was {describe_status(status)}"
         return Culprit(rank=None, node=node, cause=cause, log_tail=tail(run.node_log(node)))
     log = tail(run.rank_log(rank)) or tail(run.node_log(node))
-    return Culprit(rank=rank, node=node, cause=describe_status(status), log_tail=log)
+    cause = describe_status(status)
+    if status > 0 and log and log[-1].startswith(LAST_WORD):  # it could say no more than that
+        cause = log[-1].removeprefix(LAST_WORD)
+    return Culprit(rank=rank, node=node, cause=cause, log_tail=log)
 
 
 def _from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
