@@ -80,6 +80,8 @@ def test_losses_are_told_and_noise_is_not():
     assert "In 1 it is slower" in said
     assert "at worst 1.30 times (mlp, R = 2, K = 4, loopback)" in said
     assert "in none more than 1.02 times" in peers_page.verdict(_peers([_row("ours", 0.9)]))
+    unsure = peers_page.verdict(_peers([_row("ours", 0.9), noisy]))
+    assert "at most 1.10 times, within the spread of the rounds" in unsure
 
 
 def test_ours_is_compared_with_each_of_the_others_cell_by_cell():
