@@ -59,7 +59,8 @@ def test_peak_memory_of_a_contender_is_its_own():
             timeout_s=120,
         )
     small, large = (row["bytes"] for row in found["rows"])
-    assert 4 * 4 * PARAMETERS < small <= large  # weights, gradients, two moments
+    assert min(small, large) > 4 * 4 * PARAMETERS  # weights, gradients, two moments
+    assert large < 1.25 * small  # flat in K, but for pages that two processes share out differently
 
 
 def test_a_rank_that_fails_ends_the_measurement_with_its_last_lines():
