@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,15 +58,43 @@ class _Started:
         self._tensors = ()
 
 
-class _Several:
-    """Operations that were started together."""
+class _Pairwise:
+    """Every rank's piece to every other, into place, for gloo.
 
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
+    In turn d each rank sends to the d-th after it while it hears from the d-th before it, which
+    keeps both directions of every link busy, and no link with more than one at a time. gloo's own
+    all-to-all uses one direction after the other, and its all-gather copies the whole result.
+
+    Args:
+        group: gloo's, whose errors are for the caller to translate.
+        into: a place for every rank's piece; the one of this rank is left alone.
+        pieces: one for every rank. Empty ones do not travel: both ends know that they are.
+    """
+
+    def __init__(
+        self, group: Any, rank: int, into: Sequence[Tensor], pieces: Sequence[Tensor]
+    ) -> None:
+        self._group, self._rank, self._into, self._pieces = group, rank, into, pieces
+        self._turn = 0
+        self._under_way: list[Any] = []
+        self._next()
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        while self._under_way:
+            for work in self._under_way:
+                work.wait()
+            self._next()
+        self._into = self._pieces = ()
+
+    def _next(self) -> None:
+        size, self._under_way = len(self._pieces), []
+        while not self._under_way and self._turn < size - 1:
+            self._turn += 1
+            to, source = (self._rank + self._turn) % size, (self._rank - self._turn) % size
+            if self._into[source].numel():
+                self._under_way.append(self._group.recv([self._into[source]], source, _TAG))
+            if self._pieces[to].numel():
+                self._under_way.append(self._group.send([self._pieces[to]], to, _TAG))
 
 
 class TorchGroup(BaseGroup):
@@ -142,30 +170,26 @@ class TorchGroup(BaseGroup):
         )
 
     def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
+        # Equally large on all ranks, so all choose alike.
         if self.transport == "gloo" and bytes_of(flat) >= _DIRECT_BYTES:
-            return self._start_direct_gather(parts, flat)
+            parts[self.rank].copy_(flat)
+            pieces = [flat] * self.size
+            return self._start(
+                "all_gather", lambda: _Pairwise(self._group, self.rank, parts, pieces)
+            )
         return self._start(
             "all_gather", lambda: self._group.allgather([parts], [flat]), parts, flat
         )
 
-    def _start_direct_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
-        """From rank to rank, into place: gloo's own goes through a copy of the whole result, which
-        takes three times as long for large ones. Equally large on all ranks, so all choose alike.
-        """
-        parts[self.rank].copy_(flat)
-        works: list[Work] = []
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            into = parts[source]
-            works += [
-                self._start("all_gather", partial(self._group.recv, [into], source, _TAG), into),
-                self._start("all_gather", partial(self._group.send, [flat], to, _TAG), flat),
-            ]
-        return _Several(works)
-
     def _start_exchange(
         self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]
     ) -> Work:
+        if self.transport == "gloo":
+            into, pieces = received.split(receive_counts), sent.split(send_counts)
+            into[self.rank].copy_(pieces[self.rank])
+            return self._start(
+                "all_to_all", lambda: _Pairwise(self._group, self.rank, into, pieces)
+            )
         return self._start(
             "all_to_all",
             lambda: self._group.alltoall_base(received, sent, receive_counts, send_counts),
