@@ -32,6 +32,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.jit_level": ("auto", "O0", "O1", "O2"),
     "engine.style": ("own", "framework"),
     "engine.norm": ("warn", "frozen", "group", "exact"),
+    "engine.wire": ("own", "bfloat16"),
     "tracker.kind": ("tensorboard", "none"),
     "transport": TRANSPORTS,
 }
@@ -121,13 +122,15 @@ class TrainConfig:
 class EngineConfig:
     """Which framework computes ("auto": what the job's class says), and the size of its buckets.
 
-    bucket_mib: null is an eighth of the gradient, but 3 to 25 MiB. norm is what a model's batch
-    norms become (docs/your-own-job.md). mode, jit_level and style are MindSpore's
-    (docs/mindspore.md); log_every counts micro-steps.
+    bucket_mib: null is an eighth of the gradient, but 3 to 25 MiB. wire: gradients travel in their
+    own type, or rounded (docs/mathematics.md has the error). norm is what a model's batch norms
+    become (docs/your-own-job.md). mode, jit_level and style are MindSpore's (docs/mindspore.md);
+    log_every counts micro-steps.
     """
 
     framework: str = "auto"
     bucket_mib: float | None = None
+    wire: str = "own"
     norm: str = "warn"
     mode: str = "jit"
     jit_level: str = "auto"

@@ -107,12 +107,30 @@ def _torch(config: Config, *, coupled: bool) -> list[str]:
             "engine.norm=exact is not available with train.precision=float16; try "
             "train.precision=bfloat16"
         )
+    if config.engine.wire != "own":
+        wrong += _narrow_wire(config)
     defaults = {"mode": "jit", "jit_level": "auto", "style": "own"}
     return wrong + [
         f"engine.{key} is MindSpore's, and this job is written for torch; leave it out"
         for key, value in defaults.items()
         if getattr(config.engine, key) != value
     ]
+
+
+def _narrow_wire(config: Config) -> list[str]:
+    wire, own = f"engine.wire={config.engine.wire}", "or engine.wire=own"
+    wrong: list[str] = []
+    if config.accumulation.reduction != "fast":
+        wrong.append(
+            f"{wire} rounds sums in an order that depends on the ranks; try "
+            f"accumulation.reduction=fast, {own}"
+        )
+    if config.accumulation.sync != "boundary":
+        wrong.append(
+            f"{wire} would round what is summed already once more in every micro-step; try "
+            f"accumulation.sync=boundary, {own}"
+        )
+    return wrong
 
 
 def _mindspore(config: Config) -> list[str]:
@@ -131,6 +149,10 @@ def _mindspore(config: Config) -> list[str]:
         wrong.append(
             "engine.norm=exact is not available with MindSpore; try engine.norm=group or "
             "engine.norm=frozen"
+        )
+    if config.engine.wire != "own":
+        wrong.append(
+            f"engine.wire={config.engine.wire} is not available with MindSpore; try engine.wire=own"
         )
     if config.engine.jit_level != "auto" and config.engine.mode == "pynative":
         wrong.append(

@@ -144,6 +144,7 @@ class EngineSettings:
         optimizer: `{"name": "adam", ...}` or `{"_target_": "...", ...}`; without the learning rate.
         metric_names: of the job, in the order in which they travel.
         bucket_bytes: size of a bucket of the flat gradient buffer; see `plan.wire.bucket_count`.
+        wire: "own", or "bfloat16": what gradients travel as.
         on_non_finite: "stop" or "skip" (the update, on all ranks alike).
         loader_workers: processes that fetch batches, 0 for none.
         mode: "pynative", "jit" or "graph": how MindSpore runs a job; torch has no such choice.
@@ -162,6 +163,7 @@ class EngineSettings:
     optimizer: Mapping[str, Any] = field(default_factory=lambda: {"name": "sgd"})
     metric_names: tuple[str, ...] = ()
     bucket_bytes: int | None = None
+    wire: str = "own"
     on_non_finite: str = "stop"
     loader_workers: int = 0
     mode: str = "jit"

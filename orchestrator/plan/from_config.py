@@ -8,6 +8,7 @@ from orchestrator.config import Config, node_range
 from orchestrator.plan.plan import Plan, make_plan
 
 ITEMSIZE = {"float64": 8}
+WIRE_ITEMSIZE = {"own": None, "bfloat16": 2}
 
 
 def plan_of(
@@ -55,6 +56,7 @@ def plan_of(
         itemsize=ITEMSIZE.get(config.train.precision, 4),
         metric_count=metric_count,
         bucket_bytes=config.engine.bucket_bytes,
+        wire_itemsize=WIRE_ITEMSIZE[config.engine.wire],
     )
     beside = int(coupled and planned.ranks > 1)
     if collectives_beside is not None:

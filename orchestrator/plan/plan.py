@@ -131,12 +131,14 @@ def make_plan(
     itemsize: int = 4,
     metric_count: int = 0,
     bucket_bytes: int | None = None,
+    wire_itemsize: int | None = None,
 ) -> Plan:
     """Make the plan of a run from values as stated (None: not stated, or not known).
 
     `updates` wins over `epochs`; with neither it is one epoch. `itemsize` is the bytes of one
     gradient number, `metric_count` the job's metrics, `bucket_bytes` the size of a
-    bucket (see `wire.bucket_count`).
+    bucket (see `wire.bucket_count`), `wire_itemsize` the bytes of a gradient number while it
+    travels, where those are fewer.
 
     Raises:
         PlanError: values that are out of range or do not agree.
@@ -202,6 +204,7 @@ def make_plan(
             bucket_bytes=bucket_bytes,
             ranks=ranks,
             sync_steps=sync_steps,
+            wire_itemsize=wire_itemsize,
         ),
         bytes_on_wire_per_update=bytes_on_wire_per_update(
             wire_parameters,
@@ -209,6 +212,7 @@ def make_plan(
             metric_count=metric_count,
             ranks=ranks,
             sync_steps=sync_steps,
+            wire_itemsize=wire_itemsize,
         ),
         ragged=ragged,
         reduction=reduction,

@@ -80,12 +80,14 @@ def collectives_per_update(
     bucket_bytes: int | None,
     ranks: int,
     sync_steps: int = 1,
+    wire_itemsize: int | None = None,
 ) -> int | None:
     """All-reduces that each rank takes part in during one update; 0 on a single rank.
 
     `sync_steps` is how many times the update synchronises: 1 at the boundary, or K when it does so
-    after every micro-step (`accumulation.sync=every_step`). None when `parameters` is unknown and
-    there is more than one rank.
+    after every micro-step (`accumulation.sync=every_step`). `wire_itemsize` is what a number of the
+    gradient has in bytes while it travels, where that is less than `itemsize`; the trailer then
+    travels by itself. None when `parameters` is unknown and there is more than one rank.
 
     >>> collectives_per_update(
     ...     1_000_000, itemsize=4, metric_count=1, bucket_bytes=1_000_000, ranks=4
@@ -104,6 +106,8 @@ def collectives_per_update(
     if parameters is None:
         return None
     payload = payload_bytes(parameters, itemsize=itemsize, metric_count=metric_count)
+    if wire_itemsize is not None:
+        return sync_steps * (bucket_count(parameters * wire_itemsize, bucket_bytes) + 1)
     return sync_steps * bucket_count(payload, bucket_bytes)
 
 
@@ -114,6 +118,7 @@ def bytes_on_wire_per_update(
     metric_count: int,
     ranks: int,
     sync_steps: int = 1,
+    wire_itemsize: int | None = None,
 ) -> int | None:
     """Bytes that each rank must send in one update, at the least: 2(R-1)/R of what it reduces.
 
@@ -122,6 +127,8 @@ def bytes_on_wire_per_update(
 
     >>> bytes_on_wire_per_update(1_000, itemsize=4, metric_count=0, ranks=4)
     6180
+    >>> bytes_on_wire_per_update(1_000, itemsize=4, metric_count=0, ranks=4, wire_itemsize=2)
+    3180
 
     Raises:
         PlanError: see `collectives_per_update`.
@@ -132,6 +139,8 @@ def bytes_on_wire_per_update(
     if parameters is None:
         return None
     payload = payload_bytes(parameters, itemsize=itemsize, metric_count=metric_count)
+    if wire_itemsize is not None:
+        payload -= parameters * (itemsize - wire_itemsize)
     return sync_steps * -(-2 * (ranks - 1) * payload // ranks)
 
 

@@ -90,6 +90,7 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
         optimizer=config.optimizer,
         metric_names=tuple(getattr(job, "metric_names", ())),
         bucket_bytes=config.engine.bucket_bytes,
+        wire=config.engine.wire,
         on_non_finite=config.train.on_non_finite,
         loader_workers=config.train.loader_workers,
         mode=config.engine.mode,

@@ -37,6 +37,20 @@ def refused(tmp_path, *arguments, code=2, **more):
         (("transport=nccl",), "transport=gloo"),
         (("engine.norm=exact", "train.precision=float16"), "train.precision=bfloat16"),
         (("engine.norm=exact", "job=contrastive"), "try engine.norm=group"),
+        (("engine.wire=bf16",), "bfloat16"),
+        (
+            (
+                "engine.wire=bfloat16",
+                "accumulation.reduction=reproducible",
+                "accumulation.micro_batch=16",
+            ),
+            "try accumulation.reduction=fast",
+        ),
+        (
+            ("engine.wire=bfloat16", "accumulation.sync=every_step"),
+            "try accumulation.sync=boundary",
+        ),
+        (("engine.wire=bfloat16", "job=line"), "engine.wire=own"),
         (("job.data_dir=/absent", SMALL), "/absent"),
     ],
 )

@@ -61,6 +61,8 @@ class Accumulator:
             forward within `accumulator.precision.forward()`.
         overlap: send buckets during the last backward; False sends them at the boundary.
         silent: refuse collectives on `group` between boundaries.
+        wire: "own", or "bfloat16": gradients travel, and are added up between ranks, as that, for
+            half the bytes and an error of R * 2**-8 of their magnitudes; for reduction="fast".
         order: numbers of the trained parameters in the order in which a backward reaches them, the
             same on all ranks: buckets fill up in it. The reverse of the model's by default.
 
@@ -84,6 +86,7 @@ class Accumulator:
         precision: str = "float32",
         overlap: bool = True,
         silent: bool = True,
+        wire: str = "own",
         order: Sequence[int] | None = None,
     ) -> None:
         if group.size > MOST_RANKS:
@@ -110,6 +113,7 @@ class Accumulator:
             metric_count=len(self._names),
             bucket_bytes=bucket_bytes,
             overlap=overlap,
+            wire=wire,
             order=order,
         )
         self._update, self._open, self._expected = -1, False, 1.0

@@ -88,6 +88,7 @@ class TorchEngine:
             clip_norm=settings.clip_norm,
             metric_names=settings.metric_names,
             bucket_bytes=settings.bucket_bytes,
+            wire=settings.wire,
             reduction=settings.reduction,
             sync=settings.sync,
             on_non_finite=settings.on_non_finite,

@@ -111,16 +111,18 @@ def buffer_plans(
 
 
 def bucket_slices(
-    payloads: Sequence[Tensor], bucket_bytes: int | None
+    payloads: Sequence[Tensor], bucket_bytes: int | None, itemsize: int | None = None
 ) -> list[tuple[int, int, int]]:
     """Cut each payload into `plan.wire.bucket_count` equal slices: (buffer, start, end) in numbers.
+
+    `itemsize` is what a number has in bytes while it travels, where that is less than it has here.
 
     Raises:
         ConfigError: a bucket is too small to hold one number.
     """
     slices: list[tuple[int, int, int]] = []
     for number, payload in enumerate(payloads):
-        size = payload.element_size()
+        size = min(payload.element_size(), itemsize or payload.element_size())
         if bucket_bytes is not None and bucket_bytes < size:
             raise ConfigError(
                 f"a bucket of {bucket_bytes} bytes holds no number of {payload.dtype}; "

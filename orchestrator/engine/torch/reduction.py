@@ -84,12 +84,12 @@ class AtBoundary:
         self,
         buffers: GradientBuffers,
         group: BaseGroup,
+        sender: BucketSender,
         *,
-        bucket_bytes: int | None,
         overlap: bool = True,
     ) -> None:
         self._buffers, self._group, self._overlap = buffers, group, overlap
-        self._sender = BucketSender(buffers, group, bucket_bytes)
+        self._sender = sender
 
     @property
     def buffers(self) -> GradientBuffers:
@@ -141,12 +141,12 @@ class EveryStep:
         self,
         buffers: GradientBuffers,
         group: BaseGroup,
+        sender: BucketSender,
         *,
-        bucket_bytes: int | None,
         overlap: bool = True,
     ) -> None:
         self._buffers, self._group, self._overlap = buffers, group, overlap
-        self._sender = BucketSender(buffers, group, bucket_bytes)
+        self._sender = sender
         self._steps = self._begun = self._done = 0
 
     @property

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.buffer import GradientBuffers
 from orchestrator.engine.torch.reduction import AtBoundary, EveryStep, Reduction
 from orchestrator.engine.torch.reproducible import Reproducible
-from orchestrator.errors import ConfigError
+from orchestrator.engine.torch.sender import BucketSender
+from orchestrator.errors import ConfigError, did_you_mean
+
+WIRES = {"own": None, "bfloat16": torch.bfloat16}
 
 
 def reduction_for(
@@ -23,20 +27,30 @@ def reduction_for(
     bucket_bytes: int | None,
     overlap: bool,
     order: Sequence[int] | None = None,
+    wire: str = "own",
 ) -> Reduction:
     """The reduction for `accumulation.reduction` and `accumulation.sync`, with its buffers.
 
     Raises:
-        ConfigError: there is none for these two, or a bucket is too small for a number.
+        ConfigError: there is none for these two, or none that sends gradients as `wire` says, or a
+            bucket is too small for a number.
     """
+    if wire not in WIRES:
+        raise ConfigError(f"there is no engine.wire={wire}{did_you_mean(wire, WIRES)}")
+    if wire != "own" and (reduction, sync) != ("fast", "boundary"):
+        raise ConfigError(
+            f"engine.wire={wire} is for accumulation.reduction=fast with "
+            f"accumulation.sync=boundary, not for {reduction} with {sync}"
+        )
     if (reduction, sync) == ("reproducible", "boundary"):
         buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
         return Reproducible(buffers, group)
-    kinds = {("fast", "boundary"): AtBoundary, ("fast", "every_step"): EveryStep}
-    if (reduction, sync) not in kinds:
+    if (reduction, sync) not in (("fast", "boundary"), ("fast", "every_step")):
         raise ConfigError(
             f"there is no accumulation.reduction={reduction} with accumulation.sync={sync}; there "
             "are fast with boundary, fast with every_step, and reproducible with boundary"
         )
     buffers = GradientBuffers(parameters, metric_count=metric_count, order=order)
-    return kinds[reduction, sync](buffers, group, bucket_bytes=bucket_bytes, overlap=overlap)
+    sender = BucketSender(buffers, group, bucket_bytes, WIRES[wire])
+    kind = AtBoundary if sync == "boundary" else EveryStep
+    return kind(buffers, group, sender, overlap=overlap)

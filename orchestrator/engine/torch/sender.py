@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from orchestrator.engine.torch.base_group import BaseGroup, Work
+from orchestrator.engine.torch.base_group import BaseGroup, Done, Work
 from orchestrator.engine.torch.buffer import GradientBuffers
 from orchestrator.engine.torch.layout import bucket_slices
 from orchestrator.errors import JobError
@@ -24,13 +25,26 @@ class BucketSender:
         buffers: whose payloads are summed over ranks, in place.
         group: the ranks.
         bucket_bytes: size of a bucket; see `plan.wire.bucket_count`.
+        wire: what wider gradients travel, and are added up, as; None for their own type. The
+            trailer is never rounded, so it then travels by itself.
     """
 
     def __init__(
-        self, buffers: GradientBuffers, group: BaseGroup, bucket_bytes: int | None
+        self,
+        buffers: GradientBuffers,
+        group: BaseGroup,
+        bucket_bytes: int | None,
+        wire: torch.dtype | None = None,
     ) -> None:
-        self._buffers, self._group = buffers, group
-        slices = bucket_slices(buffers.payloads, bucket_bytes)
+        self._buffers, self._group, self._wire = buffers, group, wire
+        end_of_gradients = buffers.gradients[-1].numel()
+        if wire is None:
+            slices = bucket_slices(buffers.payloads, bucket_bytes)
+        else:
+            slices = bucket_slices(buffers.gradients, bucket_bytes, wire.itemsize)
+            slices.append(
+                (len(buffers.payloads) - 1, end_of_gradients, buffers.payloads[-1].numel())
+            )
         self._buckets: list[Tensor] = [
             buffers.payloads[buffer][start:end] for buffer, start, end in slices
         ]
@@ -51,7 +65,6 @@ class BucketSender:
             self._buckets_of.append(touched)
             for number in touched:
                 self._members[number] += 1
-        end_of_gradients = buffers.gradients[-1].numel()
         for number, (buffer, _, end) in enumerate(slices):
             if buffer == len(buffers.payloads) - 1 and end > end_of_gradients:
                 self._members[number] += 1  # the trailer, which is never ready before the boundary
@@ -118,5 +131,12 @@ class BucketSender:
 
     def _send_next(self) -> None:
         with self._group.silence.lifted():
-            bucket = self._buckets[len(self._under_way)]
-            self._under_way.append(self._group.all_reduce_sum_async(bucket))
+            number = len(self._under_way)
+            bucket = self._buckets[number]
+            wire = self._wire if self._gradients[number].numel() else None
+            if wire is None or bucket.element_size() <= wire.itemsize:
+                self._under_way.append(self._group.all_reduce_sum_async(bucket))
+                return
+            rounded = bucket.to(wire)
+            work = self._group.all_reduce_sum_async(rounded)
+            self._under_way.append(Done(work, lambda: bucket.copy_(rounded)))

@@ -26,12 +26,12 @@ def _bytes_sent():
     return total
 
 
-def _windows_of(group, every_k):
+def _windows_of(group, every_k, wire):
     """(collectives in mid-window, in all, bytes in mid-window, in all, reported) for each K."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 400))
     ours = Accumulator(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), group, bucket_bytes=2**18
+        model, torch.optim.SGD(model.parameters(), lr=0.1), group, bucket_bytes=2**18, wire=wire
     )
     found = []
     for steps in every_k:
@@ -47,18 +47,20 @@ def _windows_of(group, every_k):
         group.barrier()  # until then the last bytes may wait in this process
         whole = (report.collectives, _bytes_sent() - sent)
         found.append((*middle, *whole, report.bytes_on_wire))
-    payload = ours.buffers.payloads[0]
-    return found, payload.numel() * payload.element_size()
+    return found, ours.parameter_count(), ours.buffers.trailer.numel()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_one_reductions_worth_is_sent_whatever_the_number_of_micro_steps(tmp_path, ranks):
-    for found, payload in run_ranks(ranks, tmp_path, _windows_of, (1, 2, 5, 16)):
+@pytest.mark.parametrize(("ranks", "wire"), [(2, "own"), (3, "own"), (2, "bfloat16")])
+def test_one_reductions_worth_is_sent_whatever_the_number_of_micro_steps(tmp_path, ranks, wire):
+    for found, parameters, trailer in run_ranks(ranks, tmp_path, _windows_of, (1, 2, 5, 16), wire):
+        gradient = parameters * (4 if wire == "own" else 2)
+        payload = gradient + 4 * trailer
+        buckets = -(-payload // 2**18) if wire == "own" else -(-gradient // 2**18) + 1
         floor = 2 * (ranks - 1) / ranks * payload
         for calls_within, bytes_within, calls, sent, reported in found:
             assert calls_within == 0
             assert bytes_within < 1000  # the barrier's last words
-            assert calls == -(-payload // 2**18)
+            assert calls == buckets
             assert reported == pytest.approx(floor, rel=1e-6)
             assert sent == pytest.approx(floor, rel=0.05)
 
