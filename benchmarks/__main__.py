@@ -16,6 +16,7 @@ MEASUREMENTS = (
     "launch_overhead",
     "peers",
     "reproducible",
+    "boundary",
     "memory",
     "mindspore_start",
     "mindspore_steps",

@@ -63,6 +63,11 @@ def _namespace(name: str) -> Generator[tuple[str, ...]]:
         _run("ip", "netns", "del", name)
 
 
+def alone() -> Link:
+    """One rank, which has nobody to talk to."""
+    return Link(name="none", prefixes=((),), address="127.0.0.1", interface="lo", senders=None)
+
+
 @contextmanager
 def loopback(ranks: int) -> Generator[Link]:
     """All ranks on one loopback: one of their own where that can be made, else the machine's."""

@@ -7,13 +7,12 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import ALL, missing
-from benchmarks.link import Link
+from benchmarks.link import alone
 from benchmarks.measure import keep, machine
 from benchmarks.ranks import on_ranks
 
 NETS = ("mlp", "transformer")
 REFERENCE = "plain loop"
-_HERE = Link(name="none", prefixes=((),), address="127.0.0.1", interface="lo", senders=None)
 
 
 def devices() -> dict[str, str | None]:
@@ -34,12 +33,12 @@ def measured(device: str, steps: list[int], *, quick: bool) -> dict[str, list[di
             "kind": "times", "net": net, "contenders": names, "reference": REFERENCE,
             "repetitions": (7, 7 if quick else 31), "budget_s": 10.0,
         }  # fmt: skip
-        for row in on_ranks(_HERE, common | task)["rows"]:
+        for row in on_ranks(alone(), common | task)["rows"]:
             row.update(where, net=net, steps=row.pop("leaves"))
             times.append(row)
     for name in names:
         task = {"kind": "peaks", "net": NETS[0], "contenders": [name]}
-        for row in on_ranks(_HERE, common | task)["rows"]:
+        for row in on_ranks(alone(), common | task)["rows"]:
             row.update(where, net=NETS[0], steps=row.pop("leaves"))
             peaks.append(row)
     return {"times": times, "peaks": peaks}

@@ -1,7 +1,8 @@
 """One rank of a side-by-side measurement, started by `benchmarks.ranks.on_ranks`.
 
-`python -m benchmarks.rank TASK FILE`, where TASK is JSON: `kind` (times, losses, peaks), `net`,
-`contenders`, `leaves` (micro-steps of all ranks together, a list), and what the kind needs besides.
+`python -m benchmarks.rank TASK FILE`, where TASK is JSON: `kind` (times, losses, peaks, boundary),
+`net`, `contenders`, `leaves` (micro-steps of all ranks together, a list), and what the kind needs
+besides.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contenders import ALL, Contender, Setting
+from benchmarks.contenders.ours import Ours
 from benchmarks.link import sent_bytes
-from benchmarks.measure import interleaved, rows_of, turns
+from benchmarks.measure import Spread, interleaved, rows_of, turns
 from benchmarks.workload import NETS, Batch, built
 from orchestrator.engine.torch import TorchGroup
 
@@ -164,6 +166,36 @@ def peaks(bench: Bench) -> list[dict[str, Any]]:
     return rows
 
 
+def boundary(bench: Bench) -> list[dict[str, Any]]:
+    """Seconds of our updates, and of their boundaries less the optimizer's step. For one rank."""
+    one = Ours(built(bench.net), bench.setting)
+    stamps: list[float] = []
+    optimizer = one.accumulator.optimizer
+    optimizer.register_step_pre_hook(lambda *_: stamps.append(time.perf_counter()))
+    optimizer.register_step_post_hook(lambda *_: stamps.append(time.perf_counter()))
+    rows: list[dict[str, Any]] = []
+    for leaves in bench.task["leaves"]:
+        batches = bench.batches(0, leaves)
+        updates: list[float] = []
+        beyond: list[float] = []
+        for repetition in range(bench.task["repetitions"] + 2):
+            stamps.clear()
+            began = time.perf_counter()
+            one.begin(steps=leaves, first=0, leaves=leaves)
+            for step, batch in enumerate(batches):
+                one.micro_step(batch, step, last=step == leaves - 1)
+            reached = time.perf_counter()
+            one.end()
+            ended = time.perf_counter()
+            if repetition >= 2:
+                updates.append(ended - began)
+                beyond.append(ended - reached - (stamps[1] - stamps[0]))
+        shares = [part / whole for part, whole in zip(beyond, updates, strict=True)]
+        spreads = {"update": updates, "beyond": beyond, "share": shares}
+        rows.append({"leaves": leaves, **{k: Spread.of(v).rounded() for k, v in spreads.items()}})
+    return rows
+
+
 def _forget_peak(bench: Bench) -> None:
     if bench.group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -180,7 +212,8 @@ def _peak_bytes(bench: Bench) -> int:
 
 def main() -> None:
     bench = Bench(json.loads(sys.argv[1]))
-    rows = {"times": times, "losses": losses, "peaks": peaks}[bench.task["kind"]](bench)
+    kinds = {"times": times, "losses": losses, "peaks": peaks, "boundary": boundary}
+    rows = kinds[bench.task["kind"]](bench)
     if bench.group.rank == 0:
         parameters = sum(parameter.numel() for parameter in built(bench.net).parameters())
         text = json.dumps({"parameters": parameters, "rows": rows})

@@ -56,8 +56,8 @@ def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(model(batch[0]).flatten(0, -2), batch[1])
 
 
-def _mlp() -> nn.Module:
-    layers = [part for _ in range(_LAYERS) for part in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
+def _mlp(layer_count: int = _LAYERS) -> nn.Module:
+    layers = [part for _ in range(layer_count) for part in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -94,6 +94,7 @@ def _digits(number: int) -> Batch:
 
 NETS = {
     "mlp": Net(build=_mlp, batch=_drawn, rate=3e-4),
+    "large": Net(build=lambda: _mlp(3 * _LAYERS), batch=_drawn, rate=3e-4),
     "transformer": Net(build=lambda: Transformer(128, 4, 4, _CONTEXT, 0.0), batch=_read, rate=3e-3),
     "digits": Net(build=lambda: Digits().model(), batch=_digits),
 }

@@ -122,10 +122,10 @@ class TrainConfig:
 class EngineConfig:
     """Which framework computes ("auto": what the job's class says), and the size of its buckets.
 
-    bucket_mib: null is an eighth of the gradient, but 3 to 25 MiB. wire: gradients travel in their
-    own type, or rounded (docs/mathematics.md has the error). norm is what a model's batch norms
-    become (docs/your-own-job.md). mode, jit_level and style are MindSpore's (docs/mindspore.md);
-    log_every counts micro-steps.
+    bucket_mib: null is an eighth of the gradient, but 1 to 25 MiB, and all of one up to 3 MiB.
+    wire: gradients travel in their own type, or rounded (docs/mathematics.md has the error). norm
+    is what a model's batch norms become (docs/your-own-job.md). mode, jit_level and style are
+    MindSpore's (docs/mindspore.md); log_every counts micro-steps.
     """
 
     framework: str = "auto"

@@ -16,7 +16,7 @@ LIMBS = 12
 FLAGS = 6
 """Agreed yes-or-no facts that travel with every boundary (stop, overflow, out of memory, ...)."""
 
-MOST_EARLY, SMALLEST, LARGEST = 8, 3 * 2**20, 25 * 2**20
+WHOLE, MOST_EARLY, SMALLEST, LARGEST = 3 * 2**20, 8, 2**20, 25 * 2**20
 """How many buckets, of how many bytes, where nobody says; see `bucket_count`."""
 
 
@@ -59,16 +59,17 @@ def payload_bytes(parameters: int, *, itemsize: int, metric_count: int) -> int:
 def bucket_count(payload: int, bucket_bytes: int | None) -> int:
     """Into how many equal buckets `payload` bytes are cut, so that none is over `bucket_bytes`.
 
-    None: eight, which is enough for most of them to travel while the backward still computes, but
-    none below 3 MiB, where a collective's latency begins to show, nor above 25 MiB.
+    None: one up to 3 MiB, else eight, which is enough for most of them to travel while the backward
+    still computes, but none below 1 MiB, where a collective's latency shows, nor above 25 MiB.
 
     >>> [bucket_count(mib * 2**20, None) for mib in (1, 4, 40, 1000)]
-    [1, 2, 8, 40]
+    [1, 4, 8, 40]
     >>> bucket_count(100, 30)
     4
     """
     if bucket_bytes is None:
-        bucket_bytes = min(max(-(-payload // MOST_EARLY), SMALLEST), LARGEST)
+        eighth = min(max(-(-payload // MOST_EARLY), SMALLEST), LARGEST)
+        bucket_bytes = WHOLE if payload <= WHOLE else eighth
     return max(1, -(-payload // bucket_bytes))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.contenders import ALL, missing
-from benchmarks.link import cannot_make_networks, loopback
+from benchmarks.link import alone, cannot_make_networks, loopback
 from benchmarks.ranks import RankFailed, on_ranks
 
 PARAMETERS = 784 * 512 + 512 * 256 + 256 * 128 + 128 * 10 + 512 + 256 + 128 + 10
@@ -61,6 +61,15 @@ def test_peak_memory_of_a_contender_is_its_own():
     small, large = (row["bytes"] for row in found["rows"])
     assert min(small, large) > 4 * 4 * PARAMETERS  # weights, gradients, two moments
     assert large < 1.25 * small  # flat in K, but for pages that two processes share out differently
+
+
+def test_a_boundary_is_timed_without_the_optimizers_step():
+    task = {"kind": "boundary", "net": "digits", "leaves": [1, 3], "repetitions": 3}
+    rows = on_ranks(alone(), task, timeout_s=120)["rows"]
+    assert [row["leaves"] for row in rows] == [1, 3]
+    for row in rows:
+        assert 0 < row["beyond"]["median"] < row["update"]["median"]
+        assert 0 < row["share"]["median"] < 1
 
 
 def test_a_rank_that_fails_ends_the_measurement_with_its_last_lines():
