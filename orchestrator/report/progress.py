@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -67,7 +67,7 @@ class Progress:
         elif not quiet:
             say(console, self._waiting())
 
-    def __enter__(self) -> Progress:  # noqa: PYI034 - Self needs Python 3.11
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
