@@ -1,6 +1,6 @@
 """What all of this package's groups share: counting, silence, odd shapes and types, the lone rank.
 
-A transport adds five raw operations on contiguous real tensors (the methods with an underscore).
+A transport adds six raw operations on contiguous real tensors (the methods with an underscore).
 With one rank none of them is called, and nothing is counted, since nothing is sent.
 """
 
@@ -189,6 +189,34 @@ class BaseGroup(ABC):
         self._count(tensor, (self._size - 1) * self._size * bytes_of(tensor))
         self._start_gather(list(parts), tensor).wait()
 
+    def gather_in_place_async(self, tensor: Tensor) -> Work:
+        """Start to fill `tensor`, of which every rank has one piece, with everybody's pieces.
+
+        Args:
+            tensor: flat, real and contiguous: R equal pieces, of which this rank's, the one of its
+                number, holds what the others are to get. Leave it alone until `wait()`.
+        """
+        self.silence.check("all_gather")
+        if self._size == 1:
+            return Done()
+        pieces = list(tensor.chunk(self._size))
+        self._count(pieces[self._rank], (self._size - 1) * bytes_of(tensor))
+        return self._start_gather_in_place(tensor, pieces)
+
+    def reduce_scatter_sum_async(self, out: Tensor, tensor: Tensor) -> Work:
+        """Start to fill `out` with the sum over ranks of this rank's piece of their `tensor`.
+
+        Args:
+            out: one piece; it may be the one of this rank's number in `tensor` itself.
+            tensor: flat, real and contiguous: R equal pieces, the q-th for rank q. Leave both alone
+                until `wait()`; what `tensor` holds then, outside of `out`, is not said.
+        """
+        self.silence.check("reduce_scatter_sum")
+        if self._size == 1:
+            return Done(after=lambda: out.copy_(tensor))
+        self._count(tensor, (self._size - 1) * bytes_of(tensor))
+        return self._start_reduce_scatter(out, tensor)
+
     def all_to_all(self, received: Tensor, tensor: Tensor, *, counts: Sequence[int]) -> None:
         """Send to rank q the q-th piece of `tensor`; get every rank's piece for this rank.
 
@@ -231,6 +259,13 @@ class BaseGroup(ABC):
     def _start_sum(self, flat: Tensor) -> Work: ...
     @abstractmethod
     def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work: ...
+    def _start_gather_in_place(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
+        """`pieces` are views of `tensor`; a transport may want the one or the other."""
+        del tensor
+        return self._start_gather(pieces, pieces[self._rank])
+
+    @abstractmethod
+    def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work: ...
     @abstractmethod
     def _start_exchange(
         self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]

@@ -42,6 +42,25 @@ def flat_of(tensor: Tensor) -> Tensor:
     return real.contiguous().view(-1)
 
 
+def add_up(out: Tensor, parts: Sequence[Tensor]) -> None:
+    """Fill `out` with the sum of `parts`, added in their order; it may be one of them.
+
+    All others but the first are left as they are. Halves are added up in float32, and rounded once.
+    """
+    if out.dtype in (torch.bfloat16, torch.float16):
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        out.copy_(total)
+    elif len(parts) == 1:
+        out.copy_(parts[0])
+    else:
+        total = parts[0]
+        for part in parts[1:-1]:
+            total = total.add_(part)
+        torch.add(total, parts[-1], out=out)
+
+
 def shaped(flat: Tensor, like: Tensor) -> Tensor:
     """A view of the numbers in the shape and dtype of `like`: the inverse of `flat_of`."""
     if like.is_complex():

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from orchestrator.engine.torch.base_group import BaseGroup, Work
+from orchestrator.engine.torch.exchanged import ExchangedSums
 from orchestrator.engine.torch.flat import bytes_of
 from orchestrator.errors import PeerLost
 
@@ -69,13 +70,20 @@ class _Pairwise:
         group: gloo's, whose errors are for the caller to translate.
         into: a place for every rank's piece; the one of this rank is left alone.
         pieces: one for every rank. Empty ones do not travel: both ends know that they are.
+        at_once: take all turns at once: while nobody waits, a next one would not begin.
     """
 
     def __init__(
-        self, group: Any, rank: int, into: Sequence[Tensor], pieces: Sequence[Tensor]
+        self,
+        group: Any,
+        rank: int,
+        into: Sequence[Tensor],
+        pieces: Sequence[Tensor],
+        *,
+        at_once: bool = False,
     ) -> None:
         self._group, self._rank, self._into, self._pieces = group, rank, into, pieces
-        self._turn = 0
+        self._turn, self._at_once = 0, at_once
         self._under_way: list[Any] = []
         self._next()
 
@@ -88,7 +96,7 @@ class _Pairwise:
 
     def _next(self) -> None:
         size, self._under_way = len(self._pieces), []
-        while not self._under_way and self._turn < size - 1:
+        while self._turn < size - 1 and (self._at_once or not self._under_way):
             self._turn += 1
             to, source = (self._rank + self._turn) % size, (self._rank - self._turn) % size
             if self._into[source].numel():
@@ -121,6 +129,8 @@ class TorchGroup(BaseGroup):
             rank=rank, size=size, generation=generation, transport=transport, device=device
         )
         self._group, self._keep = process_group, keep
+        self._sums = ExchangedSums(rank, size, self._start_segments)
+        self._parts_of_one = 0  # what gloo counts of a collective of ours, beyond the one
 
     @classmethod
     def wrap(cls, process_group: Any, *, device: torch.device | str | None = None) -> TorchGroup:
@@ -149,10 +159,11 @@ class TorchGroup(BaseGroup):
         return cls(None, rank=0, size=1, generation=generation, transport=transport, device=device)
 
     def transport_collectives(self) -> int | None:
-        """The process group's own sequence number: collectives since it was formed."""
+        """Collectives since the group was formed, by the process group's own sequence number."""
         if self._group is None:
             return 0
-        return int(self._group._get_sequence_number_for_group())  # noqa: SLF001  # no public name
+        counted = int(self._group._get_sequence_number_for_group())  # noqa: SLF001  # no public name
+        return counted - self._parts_of_one
 
     def _start(self, operation: str, call: Any, *tensors: Any) -> Work:
         try:
@@ -172,13 +183,50 @@ class TorchGroup(BaseGroup):
     def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
         # Equally large on all ranks, so all choose alike.
         if self.transport == "gloo" and bytes_of(flat) >= _DIRECT_BYTES:
-            parts[self.rank].copy_(flat)
-            pieces = [flat] * self.size
-            return self._start(
-                "all_gather", lambda: _Pairwise(self._group, self.rank, parts, pieces)
-            )
+            if parts[self.rank].data_ptr() != flat.data_ptr():
+                parts[self.rank].copy_(flat)
+            return self._start_pairwise("all_gather", parts, [flat] * self.size)
         return self._start(
             "all_gather", lambda: self._group.allgather([parts], [flat]), parts, flat
+        )
+
+    def _start_gather_in_place(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
+        mine = pieces[self.rank]
+        if self.transport == "gloo":
+            return self._start_gather(pieces, mine)
+        return self._start("all_gather", lambda: self._group._allgather_base(tensor, mine), tensor)  # noqa: SLF001  # no public name
+
+    def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work:
+        if self.transport == "gloo":
+            return self._sums.start(out, tensor)
+        return self._start(
+            "reduce_scatter_sum",
+            lambda: self._group._reduce_scatter_base(out, tensor),  # noqa: SLF001  # no public name
+            out,
+            tensor,
+        )
+
+    def _start_segments(self, into: Sequence[Tensor], pieces: Sequence[Tensor]) -> Work:
+        return self._start_pairwise("reduce_scatter_sum", into, pieces, at_once=True)
+
+    def _start_pairwise(
+        self,
+        operation: str,
+        into: Sequence[Tensor],
+        pieces: Sequence[Tensor],
+        *,
+        at_once: bool = False,
+    ) -> Work:
+        travel = [
+            tensor
+            for rank, both in enumerate(zip(into, pieces, strict=True))
+            for tensor in both
+            if rank != self.rank and tensor.numel()
+        ]
+        self._parts_of_one += len(travel) - 1
+        return self._start(
+            operation,
+            lambda: _Pairwise(self._group, self.rank, into, pieces, at_once=at_once),
         )
 
     def _start_exchange(
@@ -187,9 +235,7 @@ class TorchGroup(BaseGroup):
         if self.transport == "gloo":
             into, pieces = received.split(receive_counts), sent.split(send_counts)
             into[self.rank].copy_(pieces[self.rank])
-            return self._start(
-                "all_to_all", lambda: _Pairwise(self._group, self.rank, into, pieces)
-            )
+            return self._start_pairwise("all_to_all", into, pieces)
         return self._start(
             "all_to_all",
             lambda: self._group.alltoall_base(received, sent, receive_counts, send_counts),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.engine.torch.base_group import BaseGroup, Work
+from orchestrator.engine.torch.flat import add_up
 from orchestrator.errors import PeerLost
 
 T = TypeVar("T")
@@ -57,6 +58,12 @@ class InProcessGroup(BaseGroup):
 
         # A copy is given, because ranks that finish early overwrite theirs with the sum.
         return self._start(f"all_reduce_sum of {_kind(flat)}", flat.clone(), finish)
+
+    def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work:
+        def finish(given: dict[int, Any]) -> None:
+            add_up(out, [given[rank].chunk(self.size)[self.rank] for rank in range(self.size)])
+
+        return self._start(f"reduce_scatter_sum of {_kind(tensor)}", tensor.clone(), finish)
 
     def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
         def finish(given: dict[int, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from orchestrator.engine.conformance import CHECKS
 from orchestrator.engine.torch import TorchGroup, run_in_threads
+from orchestrator.engine.torch.flat import add_up
 from orchestrator.engine.torch.group import as_peer_lost
 from orchestrator.errors import PeerLost
 from tests.engine.torch.arrays import TorchArrays
@@ -98,14 +99,77 @@ def test_pieces_reach_the_rank_they_are_for(tmp_path):
     assert run_in_threads(3, _pieces) == wanted
 
 
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def _summed_segments(group):
+    """Five at once, more than gloo's have room for; small ones, and such as go from rank to rank.
+
+    Gives the counts of our collectives and of the transport's own.
+    """
+    ranks, mark = group.size, group.mark()
+    before = group.transport_collectives()
+    for dtype in (torch.float32, torch.float64, *HALVES):
+        for length in (2, 100_000):
+            row = torch.arange(ranks * length).remainder(7)
+            given = [((group.rank + 1) * row + turn).to(dtype) for turn in range(5)]
+            works = [
+                group.reduce_scatter_sum_async(one.chunk(ranks)[group.rank], one) for one in given
+            ]
+            for work in reversed(works):
+                work.wait()
+            wanted = [row * sum(range(ranks + 1)) + turn * ranks for turn in range(5)]
+            for one, whole in zip(given, wanted, strict=True):
+                mine = whole.to(dtype).chunk(ranks)[group.rank]
+                assert torch.equal(one.chunk(ranks)[group.rank], mine), dtype
+    counted = group.since(mark).collectives, group.transport_collectives() - before
+    for length in (2, 100_000):
+        given = [torch.full((ranks * length,), turn + 10.0 * group.rank) for turn in range(5)]
+        for work in [group.gather_in_place_async(one) for one in given]:
+            work.wait()
+        for turn, one in enumerate(given):
+            owners = torch.arange(ranks).repeat_interleave(length)
+            assert torch.equal(one, turn + 10.0 * owners)
+    return counted
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_segments_are_summed_where_they_belong_and_gathered_again(tmp_path, ranks):
+    calls = 0 if ranks == 1 else 40
+    assert run_ranks(ranks, tmp_path, _summed_segments) == [(calls, calls)] * ranks
+    assert run_in_threads(ranks, _summed_segments) == [(calls, calls)] * ranks
+
+
+def _bytes_of_a_segmented_sum(group):
+    tensor = torch.ones(6 * group.size)
+    mark = group.mark()
+    group.reduce_scatter_sum_async(tensor[:6], tensor).wait()
+    group.gather_in_place_async(tensor).wait()
+    return group.since(mark).bytes_on_wire
+
+
+def test_a_segmented_sum_and_a_gather_send_what_an_all_reduce_does():
+    assert run_in_threads(3, _bytes_of_a_segmented_sum) == [2 * 2 * 6 * 4] * 3
+
+
+def test_halves_are_added_up_in_float32():
+    parts = [torch.full((3,), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    out = torch.empty(3, dtype=torch.bfloat16)
+    add_up(out, parts)
+    assert out.tolist() == [258.0] * 3  # one by one, each 1 would be lost
+    add_up(parts[0], parts[:1])
+    assert parts[0].tolist() == [256.0] * 3
+
+
 def _large_parts(group):
     found = []
     for turn in range(2):
         parts = [torch.empty(100_000) for _ in range(group.size)]
         mine = torch.arange(100_000.0) + 1000 * turn + group.rank
-        before = group.counters.collectives
+        before, counted = group.counters.collectives, group.transport_collectives()
         group.gather_into(parts, mine)
         assert group.counters.collectives == before + 1
+        assert group.transport_collectives() == counted + 1  # of many sends it is made
         found += [torch.equal(part - rank, mine - group.rank) for rank, part in enumerate(parts)]
         rows = group.all_gather(mine[: 90_000 + group.rank], [90_000, 90_001, 90_002])
         found.append(len(rows) == 270_003 and bool(rows[90_000] == 1000 * turn + 1))
@@ -123,6 +187,20 @@ def _gather_without_the_last(group):
     with pytest.raises(PeerLost, match="lost a peer during all_gather"):
         group.gather_into(parts, torch.ones(100_000))
     return "told"
+
+
+def _sum_without_the_last(group):
+    if group.rank == group.size - 1:
+        return "left"
+    tensor = torch.ones(100_000 * group.size)
+    with pytest.raises(PeerLost, match="lost a peer during reduce_scatter_sum"):
+        for _ in range(4):
+            group.reduce_scatter_sum_async(tensor[:100_000], tensor).wait()
+    return "told"
+
+
+def test_a_peer_that_is_gone_is_told_in_a_segmented_sum(tmp_path):
+    assert run_ranks(3, tmp_path, _sum_without_the_last) == ["told", "told", "left"]
 
 
 def test_a_peer_that_is_gone_is_told_in_a_large_gather(tmp_path):
