@@ -123,8 +123,9 @@ class EngineConfig:
     """Which framework computes ("auto": what the job's class says), and the size of its buckets.
 
     bucket_mib: null is an eighth of the gradient, but 1 to 25 MiB, and all of one up to 3 MiB.
-    wire: gradients travel in their own type, or rounded (docs/mathematics.md has the error). norm
-    is what a model's batch norms become (docs/your-own-job.md). mode, jit_level and style are
+    wire: gradients travel in their own type, or rounded; shard_optimizer: each rank keeps 1/R of
+    the optimizer's state and steps 1/R of the weights (docs/mathematics.md has what both cost).
+    norm is what a model's batch norms become (docs/your-own-job.md). mode, jit_level and style are
     MindSpore's (docs/mindspore.md); log_every counts micro-steps.
     """
 
@@ -136,6 +137,7 @@ class EngineConfig:
     jit_level: str = "auto"
     style: str = "own"
     log_every: int = 0
+    shard_optimizer: bool = False
 
     @property
     def bucket_bytes(self) -> int | None:

@@ -16,6 +16,11 @@ from orchestrator.errors import ConfigError, JobError
 MINDSPORE = "2.10"
 """The version that was tested."""
 
+SHARDABLE = (
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop", "ASGD",
+)  # fmt: skip
+"""Optimizers of torch.optim whose state can be in pieces; an engine's own list, in words."""
+
 TRANSPORTS = {
     "torch": ("auto", "gloo", "nccl", "hccl"),
     "mindspore": ("auto", "mccl", "nccl", "hccl"),
@@ -109,6 +114,8 @@ def _torch(config: Config, *, coupled: bool) -> list[str]:
         )
     if config.engine.wire != "own":
         wrong += _narrow_wire(config)
+    if config.engine.shard_optimizer:
+        wrong += _shards(config)
     defaults = {"mode": "jit", "jit_level": "auto", "style": "own"}
     return wrong + [
         f"engine.{key} is MindSpore's, and this job is written for torch; leave it out"
@@ -133,6 +140,32 @@ def _narrow_wire(config: Config) -> list[str]:
     return wrong
 
 
+def _shards(config: Config) -> list[str]:
+    asked, sharded = config.accumulation, "engine.shard_optimizer=true"
+    wrong: list[str] = []
+    module, _, name = str(config.optimizer.get("_target_", "")).rpartition(".")
+    if module == "torch.optim" and name not in SHARDABLE:
+        wrong.append(
+            f"{sharded} is not available with optimizer._target_={module}.{name}, which does not "
+            f"treat each number by itself, from nothing; there are {', '.join(SHARDABLE)}"
+        )
+    if asked.reduction != "fast":
+        wrong.append(
+            f"{sharded} is not available with accumulation.reduction={asked.reduction}; try "
+            f"accumulation.reduction=fast"
+        )
+    if asked.sync != "boundary":
+        wrong.append(
+            f"{sharded} is not available with accumulation.sync={asked.sync}; try "
+            f"accumulation.sync=boundary"
+        )
+    if config.engine.wire != "own":
+        wrong.append(
+            f"{sharded} is not available with engine.wire={config.engine.wire}; try engine.wire=own"
+        )
+    return wrong
+
+
 def _mindspore(config: Config) -> list[str]:
     wrong: list[str] = []
     if config.train.precision == "bfloat16" and config.transport not in ("hccl", "nccl"):
@@ -153,6 +186,11 @@ def _mindspore(config: Config) -> list[str]:
     if config.engine.wire != "own":
         wrong.append(
             f"engine.wire={config.engine.wire} is not available with MindSpore; try engine.wire=own"
+        )
+    if config.engine.shard_optimizer:
+        wrong.append(
+            "engine.shard_optimizer=true is not available with MindSpore; leave it out, or write "
+            "the job for torch"
         )
     if config.engine.jit_level != "auto" and config.engine.mode == "pynative":
         wrong.append(

@@ -152,6 +152,7 @@ class EngineSettings:
         style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
         norm: "warn", "frozen", "group" or "exact": what torch does about batch norm.
         log_every: the loss goes to each rank's log every so many micro-steps; 0 never.
+        shard_optimizer: each rank keeps 1/R of the optimizer's state (torch).
     """
 
     seed: int = 0
@@ -171,6 +172,7 @@ class EngineSettings:
     style: str = "own"
     norm: str = "warn"
     log_every: int = 0
+    shard_optimizer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,6 +260,18 @@ class Engine(Protocol):
 
     def parameter_count(self) -> int:
         """Trained numbers of the model, shared ones counted once."""
+        ...
+
+    def gather_state(self) -> None:
+        """Bring to rank 0 what other ranks alone hold of the state, if anything, for a `save_state`
+        before the next window. Collective.
+        """
+        ...
+
+    def holds_state(self) -> bool:
+        """Whether `save_state` can be called now: not where other ranks hold parts of the state
+        that were not gathered since the last boundary. For rank 0.
+        """
         ...
 
     def save_state(self, folder: Path) -> dict[str, Any]:

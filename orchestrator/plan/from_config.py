@@ -57,6 +57,7 @@ def plan_of(
         metric_count=metric_count,
         bucket_bytes=config.engine.bucket_bytes,
         wire_itemsize=WIRE_ITEMSIZE[config.engine.wire],
+        shard_optimizer=config.engine.shard_optimizer,
     )
     beside = int(coupled and planned.ranks > 1)
     if collectives_beside is not None:

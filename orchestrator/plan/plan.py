@@ -47,6 +47,8 @@ class Plan:
             `parameters` and in reproducible mode.
         bytes_on_wire_per_update: per rank; None likewise.
         ragged, reduction, sync, seed: as configured.
+        gathers_per_update: of the collectives, those that bring weights back from the ranks that
+            step them, where the optimizer is sharded; an update that is skipped needs none.
         warnings: sentences for the person.
     """
 
@@ -75,6 +77,7 @@ class Plan:
     reduction: str
     sync: str
     seed: int
+    gathers_per_update: int = 0
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -132,13 +135,14 @@ def make_plan(
     metric_count: int = 0,
     bucket_bytes: int | None = None,
     wire_itemsize: int | None = None,
+    shard_optimizer: bool = False,
 ) -> Plan:
     """Make the plan of a run from values as stated (None: not stated, or not known).
 
     `updates` wins over `epochs`; with neither it is one epoch. `itemsize` is the bytes of one
     gradient number, `metric_count` the job's metrics, `bucket_bytes` the size of a
     bucket (see `wire.bucket_count`), `wire_itemsize` the bytes of a gradient number while it
-    travels, where those are fewer.
+    travels, where those are fewer. `shard_optimizer`: each rank steps 1/R of the weights.
 
     Raises:
         PlanError: values that are out of range or do not agree.
@@ -177,6 +181,16 @@ def make_plan(
     full_micro_steps = split.micro_steps
     wire_parameters = None if reduction == "reproducible" else parameters
     sync_steps = full_micro_steps if sync == "every_step" else 1
+    collectives = collectives_per_update(
+        wire_parameters,
+        itemsize=itemsize,
+        metric_count=metric_count,
+        bucket_bytes=bucket_bytes,
+        ranks=ranks,
+        sync_steps=sync_steps,
+        wire_itemsize=wire_itemsize,
+        sharded=shard_optimizer,
+    )
     return Plan(
         ranks=ranks,
         nodes=nodes,
@@ -197,15 +211,7 @@ def make_plan(
         learning_rate_peak=rates.peak,
         learning_rate_last=None if total is None else rates.learning_rate(total - 1),
         schedule=rates if rates.decay == decay else None,
-        collectives_per_update=collectives_per_update(
-            wire_parameters,
-            itemsize=itemsize,
-            metric_count=metric_count,
-            bucket_bytes=bucket_bytes,
-            ranks=ranks,
-            sync_steps=sync_steps,
-            wire_itemsize=wire_itemsize,
-        ),
+        collectives_per_update=collectives,
         bytes_on_wire_per_update=bytes_on_wire_per_update(
             wire_parameters,
             itemsize=itemsize,
@@ -213,7 +219,9 @@ def make_plan(
             ranks=ranks,
             sync_steps=sync_steps,
             wire_itemsize=wire_itemsize,
+            sharded=shard_optimizer,
         ),
+        gathers_per_update=(collectives or 0) // 2 if shard_optimizer else 0,
         ragged=ragged,
         reduction=reduction,
         sync=sync,

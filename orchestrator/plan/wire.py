@@ -38,6 +38,15 @@ def trailer_numbers(metric_count: int) -> int:
     return LIMBS * (2 + metric_count) + FLAGS
 
 
+def padded(parameters: int, ranks: int) -> int:
+    """Numbers of a sharded gradient: made up to equal segments, one for each rank.
+
+    >>> padded(10, 4)
+    12
+    """
+    return -(-parameters // ranks) * ranks
+
+
 def payload_bytes(parameters: int, *, itemsize: int, metric_count: int) -> int:
     """Bytes that one rank hands to one synchronisation: every gradient and the trailer.
 
@@ -82,8 +91,12 @@ def collectives_per_update(
     ranks: int,
     sync_steps: int = 1,
     wire_itemsize: int | None = None,
+    sharded: bool = False,
 ) -> int | None:
-    """All-reduces that each rank takes part in during one update; 0 on a single rank.
+    """Collectives that each rank takes part in during one update; 0 on a single rank.
+
+    They are all-reduces. With `sharded`, each bucket is a reduce-scatter of the gradient and a
+    gather of the weights, and what the trailer says travels in one gather more.
 
     `sync_steps` is how many times the update synchronises: 1 at the boundary, or K when it does so
     after every micro-step (`accumulation.sync=every_step`). `wire_itemsize` is what a number of the
@@ -94,6 +107,10 @@ def collectives_per_update(
     ...     1_000_000, itemsize=4, metric_count=1, bucket_bytes=1_000_000, ranks=4
     ... )
     5
+    >>> collectives_per_update(
+    ...     999_000, itemsize=4, metric_count=1, bucket_bytes=1_000_000, ranks=4, sharded=True
+    ... )
+    9
 
     Raises:
         PlanError: a count that is not possible (see `payload_bytes`), or `bucket_bytes`, `ranks`
@@ -106,10 +123,18 @@ def collectives_per_update(
         return 0
     if parameters is None:
         return None
+    if sharded:
+        return 2 * sharded_buckets(parameters, itemsize, bucket_bytes, ranks) + 1
     payload = payload_bytes(parameters, itemsize=itemsize, metric_count=metric_count)
     if wire_itemsize is not None:
         return sync_steps * (bucket_count(parameters * wire_itemsize, bucket_bytes) + 1)
     return sync_steps * bucket_count(payload, bucket_bytes)
+
+
+def sharded_buckets(parameters: int, itemsize: int, bucket_bytes: int | None, ranks: int) -> int:
+    """Buckets of a sharded gradient: none of them without a number for each rank."""
+    numbers = padded(parameters, ranks)
+    return min(bucket_count(numbers * itemsize, bucket_bytes), numbers // ranks)
 
 
 def bytes_on_wire_per_update(
@@ -120,11 +145,14 @@ def bytes_on_wire_per_update(
     ranks: int,
     sync_steps: int = 1,
     wire_itemsize: int | None = None,
+    sharded: bool = False,
 ) -> int | None:
     """Bytes that each rank must send in one update, at the least: 2(R-1)/R of what it reduces.
 
     That floor is reached by ring and recursive-halving all-reduces (Patarasuk and Yuan, 2009).
     Rounded up, once per synchronisation; None when `parameters` is unknown, 0 on a single rank.
+    With `sharded`, (R-1)/R of the padded gradient and of the weights, and to every other rank
+    the numbers of the trailer and a norm, in float64.
 
     >>> bytes_on_wire_per_update(1_000, itemsize=4, metric_count=0, ranks=4)
     6180
@@ -139,6 +167,9 @@ def bytes_on_wire_per_update(
         return 0
     if parameters is None:
         return None
+    if sharded:
+        row = 8 * (trailer_numbers(metric_count) + 1)
+        return (ranks - 1) * (2 * padded(parameters, ranks) // ranks * itemsize + row)
     payload = payload_bytes(parameters, itemsize=itemsize, metric_count=metric_count)
     if wire_itemsize is not None:
         payload -= parameters * (itemsize - wire_itemsize)

@@ -157,7 +157,11 @@ def _regular(record: Record) -> int:
 
 
 def _planned(record: Record, planned: int, plan: Mapping[str, Any]) -> float:
-    """For this update: one that talks after every micro-step talks less in a ragged window."""
+    """For this update: one that talks after every micro-step talks less in a ragged window, and one
+    that was skipped has no new weights to gather.
+    """
+    if record.get("applied") is False:
+        planned -= plan.get("gathers_per_update", 0)
     if plan.get("sync") != "every_step":
         return planned
     return planned * record["micro_steps"] / plan["micro_steps"]

@@ -3,7 +3,8 @@
 - Nothing is written any more once a newer attempt has begun.
 - A stop that could not wait for the boundary is taken inside the window. Weights change at
   boundaries only, so what is saved then is the state after the last one: this window is lost, and
-  nothing else. Rank 0 decides it alone, and the others, who have no part in it, leave when they
+  nothing else; unless the optimizer is sharded, for its shards cannot be gathered in mid-window.
+  Rank 0 decides it alone, and the others, who have no part in it, leave when they
   see its departure.
 """
 
@@ -62,11 +63,14 @@ class Guard:
         grace_s = self._hurry()
         if grace_s is None or not self._too_late(done, steps, self._stop.time + grace_s):
             return
-        if self._updates:
+        lost = ""
+        if self._updates and self._inner.can_save():
             self.checkpoint(self._updates, self._samples)
+        elif self._updates:
+            lost = "; what came after the newest checkpoint is lost, since the optimizer is sharded"
         raise StopRequested(
             f"left inside update {update}: its boundary would have come after the grace of "
-            f"{grace_s:g} s"
+            f"{grace_s:g} s{lost}"
         )
 
     def _too_late(self, done: int, steps: int, deadline: float) -> bool:

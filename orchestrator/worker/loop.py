@@ -24,7 +24,7 @@ class Windows(Protocol):
 
 
 class Recorder(Protocol):
-    """Where the loop's results go. Only rank 0's recorder writes."""
+    """Where the loop's results go. Only rank 0's recorder writes; the others' do nothing."""
 
     def micro_step(self, update: int, done: int, steps: int) -> None: ...
     def boundary(
@@ -102,7 +102,8 @@ def train(
         if rank == 0 and not leaving and (last or evaluate.due(update + 1, epoch_ends=epoch_ends)):
             outcome.evaluation = engine.evaluate()
             recorder.evaluation(update, epoch, outcome.evaluation)
-        if rank == 0 and (last or leaving or save.due(update + 1, epoch_ends=epoch_ends)):
+        if last or leaving or save.due(update + 1, epoch_ends=epoch_ends):
+            engine.gather_state()
             recorder.checkpoint(outcome.updates, outcome.samples)
         if leaving:
             outcome.state = "stopped"

@@ -98,6 +98,7 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
         style=config.engine.style,
         norm=config.engine.norm,
         log_every=config.engine.log_every,
+        shard_optimizer=config.engine.shard_optimizer,
     )
 
 

@@ -124,6 +124,10 @@ class Recorder:
         )  # fmt: skip
         self._scalar(update, {f"evaluation/{name}": value for name, value in figures.items()})
 
+    def can_save(self) -> bool:
+        """Whether a checkpoint can be written in mid-window: rank 0 holds all of the state."""
+        return self._engine.holds_state()
+
     def checkpoint(self, updates: int, samples: int) -> None:
         try:
             checkpoint.save(

@@ -51,6 +51,28 @@ def refused(tmp_path, *arguments, code=2, **more):
             "try accumulation.sync=boundary",
         ),
         (("engine.wire=bfloat16", "job=line"), "engine.wire=own"),
+        (
+            (
+                "engine.shard_optimizer=true",
+                "accumulation.reduction=reproducible",
+                "accumulation.micro_batch=16",
+            ),
+            "try accumulation.reduction=fast",
+        ),
+        (
+            ("engine.shard_optimizer=true", "accumulation.sync=every_step"),
+            "try accumulation.sync=boundary",
+        ),
+        (("engine.shard_optimizer=true", "engine.wire=bfloat16"), "try engine.wire=own"),
+        (("engine.shard_optimizer=true", "job=line"), "not available with MindSpore"),
+        (
+            (
+                "engine.shard_optimizer=true",
+                "~optimizer",
+                "+optimizer._target_=torch.optim.Adagrad",
+            ),
+            "there are SGD, Adam",
+        ),
         (("job.data_dir=/absent", SMALL), "/absent"),
     ],
 )

@@ -1,6 +1,8 @@
 """`run.max_restarts`: a run that fails goes on by itself, to the bits of one left alone."""
 
+import json
 import os
+import re
 import signal
 import time
 
@@ -45,6 +47,30 @@ def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     done = helpers.call(*more, f"run.dir={undisturbed}")
     assert done.returncode == 0, done.stderr
     assert found["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
+
+
+def test_a_run_with_a_sharded_optimizer_survives_a_killed_rank_as_planned(tmp_path):
+    run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
+    more = (
+        TINY, "engine.shard_optimizer=true", "engine.bucket_mib=0.0005", "job.dropout=0.5",
+        "tracker=none", "accumulation.global_batch=40", "train.updates=12",
+        "train.checkpoint_every=4",
+    )  # fmt: skip
+    fault = ("job.fault=kill", "job.fault_rank=3", "job.fault_after=45", "run.max_restarts=1")
+    for folder, faults in ((run, fault), (undisturbed, ())):
+        done = helpers.call(*more, *faults, f"run.dir={folder}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        # 161 weights and padding, in two buckets there and back, and a row of what ranks agree on
+        assert re.search(r"collectives per update +5, as planned", done.stdout)
+    found, wanted = helpers.result(run), helpers.result(undisturbed)
+    [note] = found["restarts"]
+    assert "rank 3 on node1" in note["why"]
+    assert note["resumed_from"] == 8
+    assert found["weights_sha256"] == wanted["weights_sha256"]
+    plan = json.loads((run / "plan.json").read_text())
+    assert {r["bytes_on_wire"] for r in helpers.records(run)} == {plan["bytes_on_wire_per_update"]}
+    pieces = 8  # at most, each with a count of its steps
+    assert wanted["memory"]["optimizer"] <= 2 * 4 * 41 + 4 * pieces
 
 
 def test_a_frozen_rank_is_lost_after_the_time_out_and_a_thawed_one_is_not(tmp_path):

@@ -35,7 +35,7 @@ def _check(problem, table, tolerance, **accumulator):
     sparse=st.booleans(),
     seed=st.integers(0, 1000),
     bucket_bytes=st.sampled_from(BUCKETS),
-    how=st.sampled_from(["overlap", "at once", "every step"]),
+    how=st.sampled_from(["overlap", "at once", "every step", "sharded"]),
     expected_weight=st.one_of(st.none(), st.floats(0.01, 100)),
 )
 @settings(max_examples=120, deadline=None)
@@ -68,7 +68,8 @@ def test_any_split_equals_the_big_batch_in_float64(
         # Adam divides by a root that can be tiny, which magnifies the last bits.
         1e-12 if optimizer == "sgd" else 1e-10,
         bucket_bytes=bucket_bytes,
-        overlap=how == "overlap",
+        overlap=how in ("overlap", "sharded"),
+        shard_optimizer=how == "sharded",
         sync="every_step" if how == "every step" else "boundary",
         expected_weight=expected_weight,
     )
@@ -80,11 +81,12 @@ def test_any_split_equals_the_big_batch_in_float64(
     weighting=st.sampled_from(["samples", "tokens", "own"]),
     clip_norm=st.sampled_from([None, 0.05]),
     mixed=st.booleans(),
+    sharded=st.booleans(),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=50, deadline=None)
 def test_any_split_equals_the_big_batch_in_float32(
-    data, samples, weighting, clip_norm, mixed, seed
+    data, samples, weighting, clip_norm, mixed, sharded, seed
 ):
     problem = Problem(
         samples=samples,
@@ -99,7 +101,9 @@ def test_any_split_equals_the_big_batch_in_float32(
     # Some of these problems are badly conditioned: there, one process's own float32 is that far
     # from float64 as well, and more cannot be asked of the sum of several.
     own_error = difference(big_batch(problem)[0], big_batch(replace(problem, dtype=DOUBLE))[0])
-    _check(problem, data.draw(cuts(samples)), 1e-6 + 4 * own_error, bucket_bytes=64)
+    tolerance = 1e-6 + 4 * own_error
+    table = data.draw(cuts(samples))
+    _check(problem, table, tolerance, bucket_bytes=64, shard_optimizer=sharded)
 
 
 @given(seed=st.integers(0, 1000), samples=st.integers(1, 12), data=st.data())

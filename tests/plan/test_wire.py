@@ -10,6 +10,7 @@ from orchestrator.errors import PlanError
 from orchestrator.plan.wire import (
     bytes_on_wire_per_update,
     collectives_per_update,
+    padded,
     payload_bytes,
     trailer_numbers,
     update_end_s,
@@ -51,10 +52,25 @@ def test_bytes_on_the_wire_are_the_floor_of_an_all_reduce_rounded_up(parameters,
     assert payload <= moved <= 2 * payload
 
 
+@given(st.integers(1, 10**10), ranks_, st.one_of(st.none(), st.integers(1, 2**30)))
+def test_a_sharded_update_sends_every_segment_there_and_back_and_a_row(parameters, ranks, size):
+    given = {**COUNTS, "ranks": ranks, "sharded": True}
+    calls = collectives_per_update(parameters, **given, bucket_bytes=size)
+    buckets, row = divmod(calls, 2)
+    numbers = padded(parameters, ranks)
+    assert row == 1
+    assert 1 <= buckets <= numbers // ranks
+    assert parameters <= numbers < parameters + ranks
+    assert size is None or numbers // ranks == buckets or 4 * numbers <= size * buckets
+    moved = bytes_on_wire_per_update(parameters, **given)
+    assert moved == (ranks - 1) * (2 * 4 * numbers // ranks + 8 * (trailer_numbers(1) + 1))
+
+
 @pytest.mark.parametrize("parameters", [None, 100])
 def test_one_rank_sends_nothing(parameters):
     assert collectives_per_update(parameters, **COUNTS, bucket_bytes=8, ranks=1) == 0
     assert bytes_on_wire_per_update(parameters, **COUNTS, ranks=1) == 0
+    assert collectives_per_update(parameters, **COUNTS, bucket_bytes=8, ranks=1, sharded=True) == 0
 
 
 def test_an_unknown_model_gives_unknown_counts():

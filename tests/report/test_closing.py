@@ -61,6 +61,15 @@ def test_paths_and_commands_stay_in_one_piece_at_80_columns(screen):
     assert f"to go on from here: python -m orchestrator resume '{FOLDER}'" in lines
 
 
+def test_an_update_that_was_skipped_gathers_no_weights(screen):
+    taken = [record(n, collectives=9) for n in range(3)]
+    plan = {"collectives_per_update": 9, "gathers_per_update": 4}
+    for fewer, said in ((5, "5 to 9, as planned"), (6, "MISMATCH")):
+        skipped = record(3, collectives=fewer, applied=False)
+        text = flat(closing(screen, plan, History([*taken, skipped])))
+        assert f"collectives per update {said}" in text
+
+
 def test_compilation_is_told_apart_from_steady_micro_steps(screen):
     first = record(0, compile_s=2.0, plain_step_s=0.26, compute_s=0.5)
     later = [record(n, compute_s=0.08, micro_steps=4) for n in range(1, 20)]

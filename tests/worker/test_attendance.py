@@ -104,19 +104,22 @@ def test_each_node_watches_the_next_one_and_finds_it_silent(run):
 class Record:
     """Stands for rank 0's recorder."""
 
-    def __init__(self):
-        self.saved = []
+    def __init__(self, whole=True):
+        self.saved, self.whole = [], whole
 
     def micro_step(self, update, done, steps): ...
     def boundary(self, window, report, *, epoch, update_s): ...
     def evaluation(self, update, epoch, figures): ...
 
+    def can_save(self):
+        return self.whole
+
     def checkpoint(self, updates, samples):
         self.saved.append((updates, samples))
 
 
-def guard_of(run, grace_s, clock):
-    record, stop = Record(), StopFlag()
+def guard_of(run, grace_s, clock, *, whole=True):
+    record, stop = Record(whole), StopFlag()
     guard = Guard(
         record, fence=Fence(run.newest_attempt, 0), stop=stop, hurry=lambda: grace_s,
         updates=7, samples=70, clock=clock,
@@ -148,6 +151,17 @@ def test_a_boundary_that_would_come_too_late_is_not(run):
     with pytest.raises(StopRequested, match="after the grace of 10 s"):
         guard.micro_step(7, 1, 4)
     assert record.saved == [(7, 70)]
+
+
+def test_a_sharded_state_cannot_be_saved_in_mid_window_and_that_is_said(run):
+    clock = Clock()
+    guard, record, stop = guard_of(run, 10.0, clock, whole=False)
+    guard.micro_step(7, 0, 4)
+    asked(stop, clock.now)
+    clock.now += 5
+    with pytest.raises(StopRequested, match="newest checkpoint is lost, since the optimizer is sh"):
+        guard.micro_step(7, 1, 4)
+    assert record.saved == []
 
 
 def test_without_haste_a_stop_always_waits_for_the_boundary(run):

@@ -229,6 +229,12 @@ class MindSporeEngine:
     def parameter_count(self) -> int:
         return sum(int(p.size) for p in self._accumulator.parameters)
 
+    def gather_state(self) -> None:
+        """Nothing: every rank holds all of it."""
+
+    def holds_state(self) -> bool:
+        return True
+
     def save_state(self, folder: Path) -> dict[str, Any]:
         weights = self._model.parameters_dict()
         state.save(folder / state.WEIGHTS, weights)

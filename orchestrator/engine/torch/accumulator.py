@@ -32,6 +32,11 @@ from orchestrator.engine.torch.layout import named_parameters, trained
 from orchestrator.engine.torch.optimizers import LearningRate, usable
 from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.reductions import reduction_for
+from orchestrator.engine.torch.shard import OptimizerShard
+from orchestrator.engine.torch.shard_state import gathered, part_of
+from orchestrator.engine.torch.shardable import check_shardable
+from orchestrator.engine.torch.sharded import ShardedBoundary
+from orchestrator.engine.torch.state import restore_optimizer
 from orchestrator.engine.torch.step import Step
 from orchestrator.engine.torch.tally import Tally
 from orchestrator.engine.torch.used import UsedParameters
@@ -65,6 +70,9 @@ class Accumulator:
             half the bytes and an error of R * 2**-8 of their magnitudes; for reduction="fast".
         order: numbers of the trained parameters in the order in which a backward reaches them, the
             same on all ranks: buckets fill up in it. The reverse of the model's by default.
+        shard_optimizer: each rank keeps and steps 1/R of the optimizer, for reduction="fast" with
+            sync="boundary". Parameters move into flat buffers, and `optimizer` holds pieces of them
+            from then on: save it with `optimizer_state`. After a boundary every `.grad` is None.
 
     Raises:
         JobError: the model has nothing to train.
@@ -88,6 +96,7 @@ class Accumulator:
         silent: bool = True,
         wire: str = "own",
         order: Sequence[int] | None = None,
+        shard_optimizer: bool = False,
     ) -> None:
         if group.size > MOST_RANKS:
             raise ConfigError(
@@ -115,6 +124,14 @@ class Accumulator:
             overlap=overlap,
             wire=wire,
             order=order,
+            shard_optimizer=shard_optimizer,
+        )
+        if shard_optimizer:
+            check_shardable(optimizer, self._parameters)
+        self._shard = (
+            OptimizerShard(optimizer, self.buffers, group, self._reduction.slices)
+            if isinstance(self._reduction, ShardedBoundary)
+            else None
         )
         self._update, self._open, self._expected = -1, False, 1.0
         self._mark = group.mark()
@@ -123,7 +140,9 @@ class Accumulator:
 
     @property
     def buffers(self) -> GradientBuffers:
-        """Where gradients are; after a boundary, the update's averaged and clipped gradient."""
+        """Where gradients are; after a boundary, the update's averaged and clipped gradient (with
+        a sharded optimizer in this rank's segments only).
+        """
         return self._reduction.buffers
 
     def parameter_count(self) -> int:
@@ -133,6 +152,27 @@ class Accumulator:
     def gradient_bytes(self) -> int:
         """Memory of all gradient buffers that were made."""
         return self._reduction.buffers_made * self.buffers.bytes_of_all()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds a part of the optimizer's state only."""
+        return self._shard is not None
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """The optimizer's `state_dict()`, put together from all ranks' where it is sharded.
+
+        Collective where it is sharded; it is on the CPU then, and None but on rank 0.
+        """
+        return self.optimizer.state_dict() if self._shard is None else gathered(self._shard)
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Take what `optimizer_state` gave, on however many ranks, sharded or not. Not collective.
+
+        Raises:
+            ValueError, KeyError: it is another optimizer's.
+        """
+        mine = state if self._shard is None else part_of(self._shard, state)
+        restore_optimizer(self.optimizer, mine)
 
     def gradient_ready(self, parameter: int) -> None:
         """For the hooks of this accumulator's parameters."""
@@ -251,15 +291,24 @@ class Accumulator:
         totals = self._reduction.finish(trailer, norm_of_sum.add)
         waited = time.perf_counter()
         norm, applied = self._step.take(
-            self._update, totals, norm_of_sum, self.buffers, self._tally, divided_by=self._expected
+            self._update,
+            totals,
+            norm_of_sum,
+            self._shard or self.buffers,
+            self._tally,
+            divided_by=self._expected,
         )
+        stepped = time.perf_counter()
+        if self._shard is not None and applied:
+            self._shard.spread()
+        spread_s = time.perf_counter() - stepped
         return self._report(
             totals,
             gradient_norm=norm,
             applied=applied,
             loss_scale=scale,
-            wait_s=waited - reached,
-            optimizer_s=time.perf_counter() - waited,
+            wait_s=waited - reached + spread_s,
+            optimizer_s=stepped - waited,
         )
 
     def _report(self, totals: Trailer, **figures: Any) -> BoundaryReport:

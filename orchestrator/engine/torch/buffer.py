@@ -67,7 +67,9 @@ class GradientBuffers:
             self.gradients.append(flat[:start])
         self.trailer = self.payloads[-1][self.gradients[-1].numel() :]
         self.places = [place_of[id(parameter)] for _, parameter in self.parameters]
-        self.views = [_view(self.flats[place.buffer], place) for place in self.places]
+        self.views = [
+            view_of(self.flats[place.buffer], place, place.start) for place in self.places
+        ]
         self._here = bytearray(len(self.places))  # 1 where a gradient is in its place
 
     def another(self) -> GradientBuffers:
@@ -148,6 +150,14 @@ class GradientBuffers:
         for number in unused:
             self.parameters[number][1].grad = None
 
+    def non_finite(self) -> list[str]:
+        """Names of the parameters whose gradient holds NaN or infinity. Not collective."""
+        return [
+            name
+            for (name, _), view in zip(self.parameters, self.views, strict=True)
+            if not bool(torch.isfinite(view).all())
+        ]
+
     def bytes_of_all(self) -> int:
         """Memory of the buffers, trailer and padding included."""
         return sum(bytes_of(flat) for flat in self.flats)
@@ -157,9 +167,13 @@ class GradientBuffers:
         return sum(gradient.numel() for gradient in self.gradients)
 
 
-def _view(flat: Tensor, place: Place) -> Tensor:
+def view_of(flat: Tensor, place: Place, start: int = 0) -> Tensor:
+    """The numbers of `flat` from `start` on, in the shape and strides of the parameter at `place`.
+
+    A complex parameter's are pairs of reals there; of another dtype than `flat`'s it may be.
+    """
     parameter = place.parameter
-    part = flat[place.start : place.start + place.count]
+    part = flat[start : start + place.count]
     if parameter.is_complex():
         part = torch.view_as_complex(part.view(-1, 2))
     # Fused optimizers want the gradient's strides to be the parameter's. They can be where the

@@ -97,7 +97,9 @@ class TorchEngine:
             overlap=not talks,
             silent=not talks,
             order=order,
+            shard_optimizer=settings.shard_optimizer,
         )
+        self._gathered: dict[str, Any] | None = None  # the optimizer's state, until it is saved
         self._whole = whole_windows(
             job, self._model, self._accumulator, group, settings,
             prepare=self._prepared, leaves=self._leaves,
@@ -135,7 +137,7 @@ class TorchEngine:
 
     def begin_window(self, window: Window) -> None:
         """Start an update: gradients are zero, the learning rate is set. Not collective."""
-        self._window, self._done = window, 0
+        self._window, self._done, self._gathered = window, 0, None
         if self._whole is not None:
             self._whole.begin()
         self._accumulator.begin_window(
@@ -208,18 +210,32 @@ class TorchEngine:
         """Trained numbers of the model, shared ones counted once, complex ones as two."""
         return self._accumulator.parameter_count()
 
+    def gather_state(self) -> None:
+        """Put a sharded optimizer's state together on rank 0, for `save_state`. Collective."""
+        if self._accumulator.sharded:
+            self._gathered = self._accumulator.optimizer_state()
+
+    def holds_state(self) -> bool:
+        """Whether `save_state` can be called: always, or after `gather_state` on rank 0."""
+        return not self._accumulator.sharded or self._gathered is not None
+
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write weights and optimizer as safetensors; give the rest as JSON. Not collective."""
+        optimizer = self._gathered
+        if optimizer is None and not self._accumulator.sharded:
+            optimizer = self._accumulator.optimizer_state()
+        if optimizer is None:
+            raise RuntimeError("a sharded state is saved on rank 0, after gather_state()")
         return {
             "model": save_model(self._model, folder),
-            "optimizer": save_optimizer(self._accumulator.optimizer, folder),
+            "optimizer": save_optimizer(optimizer, folder),
             "precision": self._accumulator.precision.state(),
         }
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
         """The inverse of `save_state`: the same bits afterwards. Not collective."""
         load_model(self._model, folder, extra["model"])
-        load_optimizer(self._accumulator.optimizer, folder, extra["optimizer"])
+        load_optimizer(folder, extra["optimizer"], self._accumulator.load_optimizer_state)
         self._accumulator.precision.load(extra["precision"])
 
     def weights_sha256(self) -> str:

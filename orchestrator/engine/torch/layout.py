@@ -17,6 +17,7 @@ from torch.nn import Module
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.wire import bucket_count
 
+_ALIGNED = 16
 _EXACT = (torch.float32, torch.float64)  # dtypes that add up a trailer's limbs without rounding
 
 
@@ -111,11 +112,17 @@ def buffer_plans(
 
 
 def bucket_slices(
-    payloads: Sequence[Tensor], bucket_bytes: int | None, itemsize: int | None = None
+    payloads: Sequence[Tensor],
+    bucket_bytes: int | None,
+    itemsize: int | None = None,
+    *,
+    multiple_of: int = 1,
 ) -> list[tuple[int, int, int]]:
     """Cut each payload into `plan.wire.bucket_count` equal slices: (buffer, start, end) in numbers.
 
-    `itemsize` is what a number has in bytes while it travels, where that is less than it has here.
+    Args:
+        itemsize: what a number has in bytes while it travels, where that is less than it has here.
+        multiple_of: lengths of slices are multiples of this, as those of payloads are.
 
     Raises:
         ConfigError: a bucket is too small to hold one number.
@@ -129,10 +136,35 @@ def bucket_slices(
                 f"engine.bucket_mib must be at least {size / 2**20:.3g}"
             )
         count = bucket_count(payload.numel() * size, bucket_bytes)
-        ends = [payload.numel() * bucket // count for bucket in range(1, count + 1)]
+        atoms = payload.numel() // multiple_of
+        ends = [atoms * bucket // count * multiple_of for bucket in range(1, count + 1)]
         slices += [
             (number, start, end)
             for start, end in zip([0, *ends], ends, strict=False)
             if end > start
         ]
     return slices
+
+
+def segment_of(bucket: tuple[int, int, int], rank: int, ranks: int) -> tuple[int, int, int]:
+    """What rank `rank` owns of a bucket of equally long segments, one for each of `ranks`.
+
+    >>> segment_of((0, 30, 60), rank=1, ranks=3)
+    (0, 40, 50)
+    """
+    buffer, start, end = bucket
+    length = (end - start) // ranks
+    return buffer, start + rank * length, start + (rank + 1) * length
+
+
+def aligned_first(
+    parameters: Sequence[tuple[str, Tensor]], order: Sequence[int] | None
+) -> list[int]:
+    """`order`, as `buffer_plans` takes it, with parameters of odd sizes moved to the end.
+
+    So all others begin at multiples of 16 numbers, as kernels want their weights, although nothing
+    is put between them.
+    """
+    if order is None:
+        order = range(len(parameters) - 1, -1, -1)
+    return sorted(order, key=lambda number: real_numbers(parameters[number][1]) % _ALIGNED != 0)

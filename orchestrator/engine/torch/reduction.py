@@ -1,7 +1,7 @@
 """How local gradients become the sum over ranks: at the boundary, or after every micro-step.
 
 A reduction is told of every micro-step, and at the end gives the totals that all ranks share; the
-summed gradient is then in `buffers`. `reproducible.py` holds the third way.
+summed gradient is then in `buffers`. `reproducible.py` and `sharded.py` hold two more ways.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Reduction(Protocol):
     def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
         """Sum over ranks. Collective. Gives the ranks' trailers added up.
 
-        `arrived` is called with summed gradients as they come, in flat pieces, each number once.
+        `arrived` is called with flat pieces whose norm is the gradient's: the summed gradient as
+        it comes, say, each number once.
         """
         ...
 

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.buffer import GradientBuffers
+from orchestrator.engine.torch.layout import aligned_first
 from orchestrator.engine.torch.reduction import AtBoundary, EveryStep, Reduction
 from orchestrator.engine.torch.reproducible import Reproducible
 from orchestrator.engine.torch.sender import BucketSender
+from orchestrator.engine.torch.sharded import SegmentSender, ShardedBoundary
 from orchestrator.errors import ConfigError, did_you_mean
 
 WIRES = {"own": None, "bfloat16": torch.bfloat16}
@@ -28,8 +30,11 @@ def reduction_for(
     overlap: bool,
     order: Sequence[int] | None = None,
     wire: str = "own",
+    shard_optimizer: bool = False,
 ) -> Reduction:
     """The reduction for `accumulation.reduction` and `accumulation.sync`, with its buffers.
+
+    One rank has no use for shards: it gets the reduction that it had without.
 
     Raises:
         ConfigError: there is none for these two, or none that sends gradients as `wire` says, or a
@@ -42,6 +47,18 @@ def reduction_for(
             f"engine.wire={wire} is for accumulation.reduction=fast with "
             f"accumulation.sync=boundary, not for {reduction} with {sync}"
         )
+    if shard_optimizer and (reduction, sync) != ("fast", "boundary"):
+        raise ConfigError(
+            f"engine.shard_optimizer=true is for accumulation.reduction=fast with "
+            f"accumulation.sync=boundary, not for {reduction} with {sync}"
+        )
+    if shard_optimizer and wire != "own":
+        raise ConfigError(f"engine.shard_optimizer=true is for engine.wire=own, not for {wire}")
+    if shard_optimizer and group.size > 1:
+        order = aligned_first(parameters, order)
+        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
+        segments = SegmentSender(buffers, group, bucket_bytes)
+        return ShardedBoundary(buffers, group, segments, overlap=overlap)
     if (reduction, sync) == ("reproducible", "boundary"):
         buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
         return Reproducible(buffers, group)

@@ -6,10 +6,11 @@ one more collective, in windows that fail only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from orchestrator.engine.torch.base_group import BaseGroup
-from orchestrator.engine.torch.buffer import GradientBuffers
 from orchestrator.engine.trailer import BAD_WEIGHT, Trailer
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 
@@ -57,15 +58,16 @@ class Refusals:
                 f"{self._where(bad_step)}; {_REMEDIES}"
             )
 
-    def gradient(self, update: int, buffers: GradientBuffers) -> None:
-        """Raise for a gradient that is not finite, unless it is to be skipped. Not collective."""
+    def gradient(self, update: int, named: Callable[[], list[str]]) -> None:
+        """Raise for a gradient that is not finite, unless it is to be skipped.
+
+        Args:
+            update: its number.
+            named: gives the names of the parameters that have it; not called without need.
+        """
         if self._policy == "skip":
             return
-        names = [
-            name
-            for (name, _), view in zip(buffers.parameters, buffers.views, strict=True)
-            if not bool(torch.isfinite(view).all())
-        ]
+        names = named()
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise NonFiniteError(
             f"the loss of update {update} is finite, but the gradient became NaN or infinite, in "

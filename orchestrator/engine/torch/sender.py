@@ -38,18 +38,12 @@ class BucketSender:
     ) -> None:
         self._buffers, self._group, self._wire = buffers, group, wire
         end_of_gradients = buffers.gradients[-1].numel()
-        if wire is None:
-            slices = bucket_slices(buffers.payloads, bucket_bytes)
-        else:
-            slices = bucket_slices(buffers.gradients, bucket_bytes, wire.itemsize)
-            slices.append(
-                (len(buffers.payloads) - 1, end_of_gradients, buffers.payloads[-1].numel())
-            )
+        self.slices = slices = self._cut(bucket_bytes)
         self._buckets: list[Tensor] = [
-            buffers.payloads[buffer][start:end] for buffer, start, end in slices
+            buffers.flats[buffer][start:end] for buffer, start, end in slices
         ]
-        self._gradients = [  # the same without the trailer
-            buffers.payloads[buffer][start : min(end, buffers.gradients[buffer].numel())]
+        self._gradients = [  # the same without trailer and padding
+            buffers.flats[buffer][start : min(end, buffers.gradients[buffer].numel())]
             for buffer, start, end in slices
         ]
         self._members = [0] * len(slices)
@@ -66,16 +60,17 @@ class BucketSender:
             for number in touched:
                 self._members[number] += 1
         for number, (buffer, _, end) in enumerate(slices):
-            if buffer == len(buffers.payloads) - 1 and end > end_of_gradients:
+            last = buffer == len(buffers.flats) - 1
+            if last and end > end_of_gradients and buffers.trailer.numel():
                 self._members[number] += 1  # the trailer, which is never ready before the boundary
         self._missing: list[int] | None = None
         self._seen: set[int] = set()
         self._under_way: list[Work] = []
 
     @property
-    def started(self) -> bool:
-        """True when some bucket has left and was not waited for."""
-        return bool(self._under_way)
+    def started(self) -> int:
+        """How many buckets have left and were not waited for."""
+        return len(self._under_way)
 
     def arm(self) -> None:
         """Send buckets as gradients become ready from now on: the backward that follows is the
@@ -99,7 +94,7 @@ class BucketSender:
         self._seen.add(parameter)
         for number in self._buckets_of[parameter]:
             self._missing[number] -= 1
-        while self._missing[len(self._under_way)] == 0:
+        while self.started < len(self._buckets) and self._missing[self.started] == 0:
             self._send_next()
 
     def _ready_again(self, parameter: int) -> None:
@@ -131,12 +126,23 @@ class BucketSender:
 
     def _send_next(self) -> None:
         with self._group.silence.lifted():
-            number = len(self._under_way)
-            bucket = self._buckets[number]
-            wire = self._wire if self._gradients[number].numel() else None
-            if wire is None or bucket.element_size() <= wire.itemsize:
-                self._under_way.append(self._group.all_reduce_sum_async(bucket))
-                return
-            rounded = bucket.to(wire)
-            work = self._group.all_reduce_sum_async(rounded)
-            self._under_way.append(Done(work, lambda: bucket.copy_(rounded)))
+            self._under_way.append(self._start(self.started))
+
+    def _cut(self, bucket_bytes: int | None) -> list[tuple[int, int, int]]:
+        """The buckets, as (buffer, start, end)."""
+        buffers = self._buffers
+        if self._wire is None:
+            return bucket_slices(buffers.payloads, bucket_bytes)
+        slices = bucket_slices(buffers.gradients, bucket_bytes, self._wire.itemsize)
+        last = len(buffers.payloads) - 1
+        trailer = (last, buffers.gradients[last].numel(), buffers.payloads[last].numel())
+        return [*slices, trailer]
+
+    def _start(self, number: int) -> Work:
+        bucket = self._buckets[number]
+        wire = self._wire if self._gradients[number].numel() else None
+        if wire is None or bucket.element_size() <= wire.itemsize:
+            return self._group.all_reduce_sum_async(bucket)
+        rounded = bucket.to(wire)
+        work = self._group.all_reduce_sum_async(rounded)
+        return Done(work, lambda: bucket.copy_(rounded))

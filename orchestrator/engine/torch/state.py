@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +45,30 @@ def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
         raise RunFolderError(f"{folder / WEIGHTS} is of another model: {error}") from error
 
 
-def save_optimizer(optimizer: Optimizer, folder: Path) -> Any:
-    """Write the optimizer's tensors; give the rest as what JSON can hold."""
+def save_optimizer(state: Mapping[str, Any], folder: Path) -> Any:
+    """Write the tensors of an optimizer's `state_dict()`; give the rest as what JSON can hold."""
     tensors: dict[str, Tensor] = {}
-    packed = pack(optimizer.state_dict(), tensors, "")
+    packed = pack(state, tensors, "")
     _write(folder / OPTIMIZER, tensors)
     return packed
 
 
-def load_optimizer(optimizer: Optimizer, folder: Path, packed: Any) -> None:
-    """The inverse of `save_optimizer`. Raises `RunFolderError` when it is another optimizer's
-    state.
+def load_optimizer(folder: Path, packed: Any, restore: Callable[[dict[str, Any]], None]) -> None:
+    """Read what `save_optimizer` wrote, and have `restore` take it.
+
+    Raises:
+        RunFolderError: it is another optimizer's state.
     """
     saved = unpack(packed, _read(folder / OPTIMIZER))
     try:
-        optimizer.load_state_dict(saved)
+        restore(saved)
     except (ValueError, KeyError) as error:
         raise RunFolderError(f"{folder / OPTIMIZER} is of another optimizer: {error}") from error
+
+
+def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """`load_state_dict`, but to the bit."""
+    optimizer.load_state_dict(saved)
     # torch casts state to the parameter's dtype, which would round moments kept in a wider one.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, values in saved["state"].items():

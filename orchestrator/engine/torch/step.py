@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from torch import Tensor
 from torch.optim import Optimizer
 
 from orchestrator.engine.torch.base_group import BaseGroup
-from orchestrator.engine.torch.buffer import GradientBuffers
 from orchestrator.engine.torch.clipping import GradientNorm, factor_for
 from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.refusal import Refusals
@@ -13,6 +16,27 @@ from orchestrator.engine.torch.tally import Tally
 from orchestrator.engine.torch.used import UsedParameters
 from orchestrator.engine.trailer import BAD_WEIGHT, NON_FINITE, Trailer
 from orchestrator.errors import ConfigError
+
+
+class Summed(Protocol):
+    """The summed gradient: all of it (`GradientBuffers`), or a rank's share (`OptimizerShard`)."""
+
+    @property
+    def gradients(self) -> Sequence[Tensor]:
+        """Its numbers, flat."""
+        ...
+
+    def detach(self, unused: Iterable[int]) -> None:
+        """The optimizer is to step on all of it but the gradients of these parameters."""
+        ...
+
+    def attach(self) -> None:
+        """It has stepped."""
+        ...
+
+    def non_finite(self) -> list[str]:
+        """Names of the parameters whose gradient holds NaN or infinity, the same on all ranks."""
+        ...
 
 
 class Step:
@@ -50,7 +74,7 @@ class Step:
         update: int,
         totals: Trailer,
         norm_of_sum: GradientNorm,
-        buffers: GradientBuffers,
+        summed: Summed,
         tally: Tally,
         *,
         divided_by: float,
@@ -63,7 +87,7 @@ class Step:
             update: its number, for messages.
             totals: of all ranks.
             norm_of_sum: of the summed gradient.
-            buffers: that hold it; afterwards the averaged and clipped one.
+            summed: the gradient; afterwards the averaged and clipped one.
             tally: where this rank's micro-steps went wrong.
             divided_by: what losses were divided by before their backward.
 
@@ -75,20 +99,20 @@ class Step:
         if totals.flags[NON_FINITE]:
             self._refusals.loss(update, tally.first_non_finite)
             return None, False
-        summed = norm_of_sum.value()
-        if not summed < float("inf"):
+        norm_of_all = norm_of_sum.value()
+        if not norm_of_all < float("inf"):
             if self._precision.may_overflow:
                 self._precision.overflowed()
             else:
-                self._refusals.gradient(update, buffers)
+                self._refusals.gradient(update, summed.non_finite)
             return None, False
         divisor = totals.weight.value / divided_by * self._precision.scale
-        norm, factor = factor_for(summed, divisor, self._clip_norm)
+        norm, factor = factor_for(norm_of_all, divisor, self._clip_norm)
         if factor != 1.0:
-            for gradient in buffers.gradients:
+            for gradient in summed.gradients:
                 gradient.mul_(factor)
-        buffers.detach(self._used.unused(totals))
+        summed.detach(self._used.unused(totals))
         self._optimizer.step()
-        buffers.attach()
+        summed.attach()
         self._precision.succeeded()
         return norm, True
