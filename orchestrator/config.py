@@ -122,7 +122,8 @@ class TrainConfig:
 class EngineConfig:
     """Which framework computes ("auto": what the job's class says), and the size of its buckets.
 
-    bucket_mib: null is an eighth of the gradient, but 1 to 25 MiB, and all of one up to 3 MiB.
+    bucket_mib: null is an eighth of the gradient, but 1 to 25 MiB, and all of one up to 3 MiB;
+    under MindSpore, where none leaves before the boundary, 25 MiB.
     wire: gradients travel in their own type, or rounded; shard_optimizer: each rank keeps 1/R of
     the optimizer's state and steps 1/R of the weights (docs/mathematics.md has what both cost).
     norm is what a model's batch norms become (docs/your-own-job.md). mode, jit_level and style are

@@ -18,6 +18,7 @@ def plan_of(
     dataset_samples: int | None = None,
     parameters: int | None = None,
     metric_count: int = 0,
+    framework: str | None = None,
     coupled: bool = False,
     collectives_beside: int | None = None,
 ) -> Plan:
@@ -25,6 +26,7 @@ def plan_of(
 
     Args:
         nodes: how many there really are; None for the most that the configuration asks for.
+        framework: that the job is written for, if that is known.
         coupled: the job's loss is one of all embeddings, which are gathered once an update.
         collectives_beside: of each update, besides the gradient's reduction, as the engine counts
             them; None when there is none yet.
@@ -58,6 +60,7 @@ def plan_of(
         bucket_bytes=config.engine.bucket_bytes,
         wire_itemsize=WIRE_ITEMSIZE[config.engine.wire],
         shard_optimizer=config.engine.shard_optimizer,
+        early=framework != "mindspore",
     )
     beside = int(coupled and planned.ranks > 1)
     if collectives_beside is not None:

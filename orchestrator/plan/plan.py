@@ -136,6 +136,7 @@ def make_plan(
     bucket_bytes: int | None = None,
     wire_itemsize: int | None = None,
     shard_optimizer: bool = False,
+    early: bool = True,
 ) -> Plan:
     """Make the plan of a run from values as stated (None: not stated, or not known).
 
@@ -143,6 +144,7 @@ def make_plan(
     gradient number, `metric_count` the job's metrics, `bucket_bytes` the size of a
     bucket (see `wire.bucket_count`), `wire_itemsize` the bytes of a gradient number while it
     travels, where those are fewer. `shard_optimizer`: each rank steps 1/R of the weights.
+    `early`: buckets leave during the backward.
 
     Raises:
         PlanError: values that are out of range or do not agree.
@@ -190,6 +192,7 @@ def make_plan(
         sync_steps=sync_steps,
         wire_itemsize=wire_itemsize,
         sharded=shard_optimizer,
+        early=early,
     )
     return Plan(
         ranks=ranks,

@@ -65,20 +65,23 @@ def payload_bytes(parameters: int, *, itemsize: int, metric_count: int) -> int:
     return (parameters + trailer_numbers(metric_count)) * itemsize
 
 
-def bucket_count(payload: int, bucket_bytes: int | None) -> int:
+def bucket_count(payload: int, bucket_bytes: int | None, *, early: bool = True) -> int:
     """Into how many equal buckets `payload` bytes are cut, so that none is over `bucket_bytes`.
 
     None: one up to 3 MiB, else eight, which is enough for most of them to travel while the backward
-    still computes, but none below 1 MiB, where a collective's latency shows, nor above 25 MiB.
+    still computes, but none below 1 MiB, where a collective's latency shows, nor above 25 MiB. Not
+    `early`: all travel after the backward, so as few as that bound allows.
 
     >>> [bucket_count(mib * 2**20, None) for mib in (1, 4, 40, 1000)]
     [1, 4, 8, 40]
+    >>> bucket_count(40 * 2**20, None, early=False)
+    2
     >>> bucket_count(100, 30)
     4
     """
     if bucket_bytes is None:
         eighth = min(max(-(-payload // MOST_EARLY), SMALLEST), LARGEST)
-        bucket_bytes = WHOLE if payload <= WHOLE else eighth
+        bucket_bytes = LARGEST if payload <= WHOLE or not early else eighth
     return max(1, -(-payload // bucket_bytes))
 
 
@@ -92,6 +95,7 @@ def collectives_per_update(
     sync_steps: int = 1,
     wire_itemsize: int | None = None,
     sharded: bool = False,
+    early: bool = True,
 ) -> int | None:
     """Collectives that each rank takes part in during one update; 0 on a single rank.
 
@@ -101,7 +105,8 @@ def collectives_per_update(
     `sync_steps` is how many times the update synchronises: 1 at the boundary, or K when it does so
     after every micro-step (`accumulation.sync=every_step`). `wire_itemsize` is what a number of the
     gradient has in bytes while it travels, where that is less than `itemsize`; the trailer then
-    travels by itself. None when `parameters` is unknown and there is more than one rank.
+    travels by itself. `early`: buckets leave during the backward. None when `parameters` is unknown
+    and there is more than one rank.
 
     >>> collectives_per_update(
     ...     1_000_000, itemsize=4, metric_count=1, bucket_bytes=1_000_000, ranks=4
@@ -128,7 +133,7 @@ def collectives_per_update(
     payload = payload_bytes(parameters, itemsize=itemsize, metric_count=metric_count)
     if wire_itemsize is not None:
         return sync_steps * (bucket_count(parameters * wire_itemsize, bucket_bytes) + 1)
-    return sync_steps * bucket_count(payload, bucket_bytes)
+    return sync_steps * bucket_count(payload, bucket_bytes, early=early)
 
 
 def sharded_buckets(parameters: int, itemsize: int, bucket_bytes: int | None, ranks: int) -> int:

@@ -46,7 +46,12 @@ def prepare(config: Config) -> Plan:
     """Everything that can be said before anything is written. Raises `UsageError`."""
     facts = check_target(config.job)
     refuse_unsupported(config, facts.framework, coupled=bool(facts.coupled))
-    plan = plan_of(config, metric_count=facts.metric_count or 0, coupled=facts.coupled)
+    plan = plan_of(
+        config,
+        metric_count=facts.metric_count or 0,
+        framework=facts.framework,
+        coupled=facts.coupled,
+    )
     if config.cluster.kind == "local" and config.transport == "nccl":
         from orchestrator.submit.local import visible_gpus
 

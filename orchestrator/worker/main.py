@@ -148,7 +148,8 @@ def _run_rank(
     )
     _start_ahead(config, spec)
     job = build_job(config.job)
-    framework = _package(framework_of(job, config))
+    written_for = framework_of(job, config)
+    framework = _package(written_for)
     group = framework.form_group(spec)
     engine: Engine = framework.build_engine(
         job, engine_settings(config, job), group, topology.local_rank
@@ -159,6 +160,7 @@ def _run_rank(
         dataset_samples=agreed_samples(engine, len(job.dataset())),
         parameters=engine.parameter_count(),
         metric_count=len(getattr(job, "metric_names", ())),
+        framework=written_for,
         collectives_beside=engine.collectives_beside(),
     )
     assert planned.updates is not None  # noqa: S101  # the data set is known here

@@ -47,7 +47,7 @@ def lay_out(sizes: Sequence[int], *, itemsize: int, bucket_bytes: int | None) ->
     (((0, 0, 3),), ((0, 3, 4), (1, 0, 4)))
     """
     total = sum(sizes)
-    count = bucket_count(total * itemsize, bucket_bytes)
+    count = bucket_count(total * itemsize, bucket_bytes, early=False)
     width = math.ceil(total / count)
     buckets: list[list[Piece]] = [[] for _ in range(count)]
     found: list[list[tuple[int, int, int]]] = [[] for _ in sizes]

@@ -17,10 +17,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from orchestrator.engine.api import Counters
+from orchestrator.engine.member import Member, checked_sizes
 from orchestrator.engine.mindspore.liveness import Watch
 from orchestrator.engine.mindspore.scheduler import Scheduler
-from orchestrator.engine.silence import Silence
 from orchestrator.errors import PeerLost
 
 POLL_S = 0.05
@@ -29,7 +28,7 @@ GATHERED_BY_MCCL = (ms.float32, ms.int32)
 TIMED_OUT = ("timeout", "timed out", "time out")
 
 
-class MindSporeGroup:
+class MindSporeGroup(Member):
     """Ranks in processes. With one rank nothing is sent and nothing is counted.
 
     Args:
@@ -47,33 +46,9 @@ class MindSporeGroup:
         watch: Watch | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
-        self._rank, self._size = rank, size
-        self._transport, self._generation = transport, generation
+        super().__init__(rank=rank, size=size, generation=generation, transport=transport)
         self._watch, self._scheduler = watch, scheduler
-        self._counters = Counters()
-        self._share = 0  # bytes on the wire times R, exact where the quotient is not whole
         self._told: set[str] = set()
-        self.silence = Silence()
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    @property
-    def generation(self) -> int:
-        return self._generation
-
-    @property
-    def transport(self) -> str:
-        return self._transport
-
-    @property
-    def counters(self) -> Counters:
-        return self._counters
 
     # ------------------------------------------------------------------ collectives
 
@@ -89,7 +64,7 @@ class MindSporeGroup:
             return list(tensors)
         totals: list[Tensor] = []
         for tensor in tensors:
-            self._count(tensor, 2 * (self._size - 1) * _bytes(tensor))
+            self._count(_bytes(tensor), 2 * (self._size - 1) * _bytes(tensor))
             totals.append(self._launch_sum(tensor.reshape(-1)).reshape(tensor.shape))
         self.wait(totals, "all_reduce_sum")
         return totals
@@ -97,11 +72,11 @@ class MindSporeGroup:
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Concatenate the ranks' tensors along axis 0; see `Group.all_gather`."""
         self.silence.check("all_gather")
-        every = checked_sizes(tensor, sizes, self._rank, self._size)
+        every = checked_sizes(tensor.shape, sizes, self._rank, self._size)
         if self._size == 1:
             return tensor.copy()
         row = math.prod(tensor.shape[1:])
-        self._count(tensor, (self._size - 1) * sum(every) * row * tensor.itemsize)
+        self._count(_bytes(tensor), (self._size - 1) * sum(every) * row * tensor.itemsize)
         gathered = self._launch_gather(tensor, every)
         self.wait([gathered], "all_gather")
         return gathered
@@ -113,7 +88,7 @@ class MindSporeGroup:
             raise ValueError(f"`source` must be a rank below {self._size}, but is {source}")
         if self._size == 1:
             return
-        self._count(tensor, (self._size - 1) * _bytes(tensor))
+        self._count(_bytes(tensor), (self._size - 1) * _bytes(tensor))
         carried, back = self._as_carried(tensor.reshape(-1))
         broadcast: Any = ops.Broadcast(source)
         (result,) = broadcast((carried,))
@@ -217,32 +192,10 @@ class MindSporeGroup:
                 ]
             raise raised[0]
 
-    def _count(self, tensor: Tensor, share: int) -> None:
-        self._share += share
-        self._counters.collectives += 1
-        self._counters.bytes_handed += _bytes(tensor)
-        self._counters.bytes_on_wire = -(-self._share // self._size)
-
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._told:
             self._told.add(sentence)
             print(f"note: {sentence}", flush=True)  # noqa: T201  # goes to the rank's log
-
-
-def checked_sizes(
-    tensor: Tensor, sizes: Sequence[int] | None, rank: int, ranks: int
-) -> tuple[int, ...]:
-    """The leading sizes of all ranks' tensors. Raises `ValueError` when they cannot be right."""
-    if tensor.ndim == 0:
-        raise ValueError("a tensor to gather needs an axis 0, but has none; use tensor.reshape(1)")
-    if sizes is None:
-        return (tensor.shape[0],) * ranks
-    if len(sizes) != ranks or sizes[rank] != tensor.shape[0] or min(sizes) < 0:
-        raise ValueError(
-            f"`sizes` must be the {ranks} ranks' leading sizes, with {tensor.shape[0]} for rank "
-            f"{rank}, but is {list(sizes)}"
-        )
-    return tuple(sizes)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -15,9 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from orchestrator.engine.api import Counters
-from orchestrator.engine.silence import Silence
-from orchestrator.engine.torch.flat import bytes_of, checked_sizes, flat_of, reals_of, shaped
+from orchestrator.engine.member import Member, checked_sizes
+from orchestrator.engine.torch.flat import bytes_of, flat_of, reals_of, shaped
 
 
 class Work(Protocol):
@@ -44,21 +43,11 @@ class Done:
         self.before = self.after = None
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A group's counts at one moment, for `BaseGroup.since`."""
-
-    collectives: int
-    bytes_handed: int
-    share: int
-
-
-class BaseGroup(ABC):
+class BaseGroup(Member, ABC):
     """A `Group` over torch tensors of any shape, strides and dtype, complex ones included.
 
     Args:
-        rank, size: this rank, and how many there are.
-        generation: number of this group among those of its attempt.
+        rank, size, generation: see `Member`.
         transport: "gloo", "nccl", "hccl", or "threads" for the in-process one.
         device: where the transport takes its tensors from.
     """
@@ -72,54 +61,13 @@ class BaseGroup(ABC):
         transport: str,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._rank, self._size, self._generation = rank, size, generation
-        self._transport = transport
+        super().__init__(rank=rank, size=size, generation=generation, transport=transport)
         self._device = torch.device(device)
-        self._counters = Counters()
-        self._share = 0  # bytes on the wire times R: exact where the quotient is not whole
-        self.silence = Silence()
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self._size
-
-    @property
-    def generation(self) -> int:
-        """Number of this group among those of its attempt."""
-        return self._generation
-
-    @property
-    def transport(self) -> str:
-        """Name of what carries the bytes."""
-        return self._transport
 
     @property
     def device(self) -> torch.device:
         """Where tensors handed to the transport have to live."""
         return self._device
-
-    @property
-    def counters(self) -> Counters:
-        """What was sent since the group was formed. Only ever grows."""
-        return self._counters
-
-    def mark(self) -> Mark:
-        """The counts now, to ask `since` about later."""
-        return Mark(self._counters.collectives, self._counters.bytes_handed, self._share)
-
-    def since(self, mark: Mark) -> Counters:
-        """What was sent since `mark`; bytes on the wire are rounded up once, as the plan does."""
-        return Counters(
-            collectives=self._counters.collectives - mark.collectives,
-            bytes_handed=self._counters.bytes_handed - mark.bytes_handed,
-            bytes_on_wire=-(-(self._share - mark.share) // self._size),
-        )
 
     def transport_collectives(self) -> int | None:
         """Collectives by the transport's own count, or None when it keeps none."""
@@ -140,7 +88,7 @@ class BaseGroup(ABC):
         if self._size == 1:
             return Done()
         flat = flat_of(tensor)
-        self._count(tensor, 2 * (self._size - 1) * bytes_of(tensor))
+        self._count(bytes_of(tensor), 2 * (self._size - 1) * bytes_of(tensor))
         work = self._start_sum(flat)
         if flat.data_ptr() == tensor.data_ptr():
             return work
@@ -160,12 +108,12 @@ class BaseGroup(ABC):
             ValueError: `tensor` has no axis 0, or is not of the size that `sizes` says.
         """
         self.silence.check("all_gather")
-        sizes = checked_sizes(tensor, sizes, self._rank, self._size)
+        sizes = checked_sizes(tensor.shape, sizes, self._rank, self._size)
         if self._size == 1:
             return tensor.clone(memory_format=torch.contiguous_format)
         row = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
-        self._count(tensor, (self._size - 1) * bytes_of(out))
+        self._count(bytes_of(tensor), (self._size - 1) * bytes_of(out))
         # Transports gather equal parts, so shorter ones travel padded to the longest.
         longest = max(sizes) * row
         mine = flat_of(tensor)
@@ -186,7 +134,7 @@ class BaseGroup(ABC):
         if self._size == 1:
             parts[0].copy_(tensor)
             return
-        self._count(tensor, (self._size - 1) * self._size * bytes_of(tensor))
+        self._count(bytes_of(tensor), (self._size - 1) * self._size * bytes_of(tensor))
         self._start_gather(list(parts), tensor).wait()
 
     def gather_in_place_async(self, tensor: Tensor) -> Work:
@@ -200,7 +148,7 @@ class BaseGroup(ABC):
         if self._size == 1:
             return Done()
         pieces = list(tensor.chunk(self._size))
-        self._count(pieces[self._rank], (self._size - 1) * bytes_of(tensor))
+        self._count(bytes_of(pieces[self._rank]), (self._size - 1) * bytes_of(tensor))
         return self._start_gather_in_place(tensor, pieces)
 
     def reduce_scatter_sum_async(self, out: Tensor, tensor: Tensor) -> Work:
@@ -214,7 +162,7 @@ class BaseGroup(ABC):
         self.silence.check("reduce_scatter_sum")
         if self._size == 1:
             return Done(after=lambda: out.copy_(tensor))
-        self._count(tensor, (self._size - 1) * bytes_of(tensor))
+        self._count(bytes_of(tensor), (self._size - 1) * bytes_of(tensor))
         return self._start_reduce_scatter(out, tensor)
 
     def all_to_all(self, received: Tensor, tensor: Tensor, *, counts: Sequence[int]) -> None:
@@ -229,7 +177,7 @@ class BaseGroup(ABC):
         if self._size == 1:
             received.copy_(tensor)
             return
-        self._count(tensor, (self._size - 1) * bytes_of(tensor))
+        self._count(bytes_of(tensor), (self._size - 1) * bytes_of(tensor))
         sent = [tensor.numel() // self._size] * self._size
         self._start_exchange(received, tensor, list(counts), sent).wait()
 
@@ -241,7 +189,7 @@ class BaseGroup(ABC):
         if self._size == 1:
             return
         flat = flat_of(tensor)
-        self._count(tensor, (self._size - 1) * bytes_of(tensor))
+        self._count(bytes_of(tensor), (self._size - 1) * bytes_of(tensor))
         self._start_broadcast(flat, source).wait()
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(shaped(flat, tensor))
@@ -274,9 +222,3 @@ class BaseGroup(ABC):
     def _start_broadcast(self, flat: Tensor, source: int) -> Work: ...
     @abstractmethod
     def _start_barrier(self) -> Work: ...
-
-    def _count(self, tensor: Tensor, share: int) -> None:
-        self._share += share
-        self._counters.collectives += 1
-        self._counters.bytes_handed += bytes_of(tensor)
-        self._counters.bytes_on_wire = -(-self._share // self._size)

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from orchestrator.engine.member import checked_sizes
 from orchestrator.engine.torch.base_group import BaseGroup
-from orchestrator.engine.torch.flat import checked_sizes
 
 
 class AllReduceSum(Function):
@@ -73,7 +73,7 @@ class AllGather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: BaseGroup, sizes: Sequence[int] | None) -> Tensor:
         """Shape (n_r, *) -> (sum n_q, *)."""
-        ctx.group, ctx.sizes = group, checked_sizes(x, sizes, group.rank, group.size)
+        ctx.group, ctx.sizes = group, checked_sizes(x.shape, sizes, group.rank, group.size)
         return group.all_gather(x, sizes)
 
     @staticmethod

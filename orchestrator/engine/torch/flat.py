@@ -8,22 +8,6 @@ import torch
 from torch import Tensor
 
 
-def checked_sizes(
-    tensor: Tensor, sizes: Sequence[int] | None, rank: int, ranks: int
-) -> tuple[int, ...]:
-    """The leading sizes of all ranks' tensors. Raises `ValueError` when they cannot be right."""
-    if tensor.dim() == 0:
-        raise ValueError("a tensor to gather needs an axis 0, but has none; use tensor.reshape(1)")
-    if sizes is None:
-        return (tensor.shape[0],) * ranks
-    if len(sizes) != ranks or sizes[rank] != tensor.shape[0] or min(sizes) < 0:
-        raise ValueError(
-            f"`sizes` must be the {ranks} ranks' leading sizes, with {tensor.shape[0]} for rank "
-            f"{rank}, but is {list(sizes)}"
-        )
-    return tuple(sizes)
-
-
 def bytes_of(tensor: Tensor) -> int:
     """Size of its numbers."""
     return tensor.numel() * tensor.element_size()
