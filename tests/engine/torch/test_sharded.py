@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn, optim
 
+from jobs.contrastive import Contrastive
+from jobs.jepa import Jepa
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import (
     Accumulator,
@@ -23,6 +25,9 @@ from orchestrator.plan.split import assign
 from orchestrator.plan.wire import bytes_on_wire_per_update, collectives_per_update
 from tests.engine.torch.processes import run_ranks
 from tests.engine.torch.test_engine import SAMPLES, Curve, _run, _windows
+from tests.engine.torch.test_exact_norm import Nested
+from tests.jobs.training import difference as train_difference
+from tests.jobs.training import train
 from tests.laws.problem import Problem, big_batch, difference, split
 
 MORE = [
@@ -232,6 +237,24 @@ def test_one_rank_keeps_its_optimizer_as_it_was():
     Accumulator(net, optimizer, TorchGroup.alone(), shard_optimizer=True)
     after = [p for group in optimizer.param_groups for p in group["params"]]
     assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("job", "more"),
+    [
+        (Contrastive(hidden=16, width=6, dropout=0.0), {}),
+        (Nested(), {"norm": "exact"}),
+        (Jepa(width=16, layers=1, horizon=6), {}),
+    ],
+    ids=["embeddings", "norms", "after_update"],
+)
+def test_jobs_that_do_more_than_micro_steps_take_the_same_steps(job, more):
+    given = {"samples": 10, "cap": 3, "updates": 2, **more}
+    [(wanted, reports, _)] = train(job, 1, **given)
+    for found, sharded, engine in train(job, 3, **given, shard_optimizer=True, bucket_bytes=512):
+        assert engine.accumulator.sharded
+        assert train_difference(found, wanted) <= 1e-8  # Adam's roots magnify the last bits
+        assert [r.loss for r in sharded] == pytest.approx([r.loss for r in reports], rel=1e-12)
 
 
 # ------------------------------------------------------------------ what is skipped or refused
