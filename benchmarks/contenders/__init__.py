@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from benchmarks.contenders.base import Contender, Setting
 from benchmarks.contenders.frameworks import Fabric, HuggingFaceAccelerate
-from benchmarks.contenders.ours import Ours, OursReproducible
+from benchmarks.contenders.ours import Ours, OursReproducible, OursSharded
 from benchmarks.contenders.torch_own import DdpNoSync, DdpPlain, Fsdp2, PlainLoop
 
 __all__ = ["ALL", "Contender", "Setting", "missing"]
@@ -14,6 +14,7 @@ __all__ = ["ALL", "Contender", "Setting", "missing"]
 _KINDS: tuple[type[Contender], ...] = (
     Ours,
     OursReproducible,
+    OursSharded,
     DdpNoSync,
     DdpPlain,
     HuggingFaceAccelerate,

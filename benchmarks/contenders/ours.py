@@ -1,4 +1,4 @@
-"""Ours: the accumulator as a library, with one reduction an update, fast or reproducible."""
+"""Ours: the accumulator as a library, with one reduction an update."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ class Ours(Contender):
 
     name = "ours"
     reduction: ClassVar[str] = "fast"
+    shard_optimizer: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
         self._model, self._first = model, 0
         self._weight: int | None = None  # of a micro-batch: the same for all, as in `workload`
         self.accumulator = Accumulator(
-            model, setting.optimizer(model), setting.group, reduction=self.reduction
+            model,
+            setting.optimizer(model),
+            setting.group,
+            reduction=self.reduction,
+            shard_optimizer=self.shard_optimizer,
         )
 
     def begin(self, *, steps: int, first: int, leaves: int) -> None:
@@ -45,3 +50,10 @@ class OursReproducible(Ours):
 
     name = "ours, reproducible"
     reduction = "reproducible"
+
+
+class OursSharded(Ours):
+    """`engine.shard_optimizer=true`."""
+
+    name = "ours, sharded optimizer"
+    shard_optimizer = True
