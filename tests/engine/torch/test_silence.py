@@ -16,14 +16,27 @@ from tests.engine.torch.processes import run_ranks
 
 
 def _bytes_sent():
-    """Bytes that this process's sockets have sent, as the kernel counts them."""
+    """{socket: bytes that it has sent}, of this process, as the kernel counts them.
+
+    What it sends once more, because a busy machine was late, does not count again.
+    """
     found = subprocess.run(["ss", "-tinpH"], capture_output=True, text=True, check=True).stdout
     lines = found.splitlines()
-    total = 0
-    for head, detail in pairwise(lines):
-        if f"pid={os.getpid()}," in head and (sent := re.search(r"bytes_sent:(\d+)", detail)):
-            total += int(sent.group(1))
-    return total
+    return {
+        tuple(head.split()[3:5]): _told(detail, "bytes_sent") - _told(detail, "bytes_retrans")
+        for head, detail in pairwise(lines)
+        if f"pid={os.getpid()}," in head
+    }
+
+
+def _told(detail, name):
+    found = re.search(rf"{name}:(\d+)", detail)
+    return int(found.group(1)) if found else 0
+
+
+def _since(before):
+    """Bytes sent since `before`; a socket that is gone, as the store's may be, sent none."""
+    return sum(sent - before.get(socket, 0) for socket, sent in _bytes_sent().items())
 
 
 def _windows_of(group, every_k, wire):
@@ -36,16 +49,16 @@ def _windows_of(group, every_k, wire):
     found = []
     for steps in every_k:
         group.barrier()
-        calls, sent = group.transport_collectives(), _bytes_sent()
+        calls, before = group.transport_collectives(), _bytes_sent()
         for step in range(steps):
             if step == steps - 1:
-                middle = (group.transport_collectives() - calls, _bytes_sent() - sent)
+                middle = (group.transport_collectives() - calls, _since(before))
             total = model(torch.ones(2, 400)).square().sum()
             ours.backward(Loss(total, 2), last=step == steps - 1)
         report = ours.boundary()
         assert group.transport_collectives() - calls == report.collectives
         group.barrier()  # until then the last bytes may wait in this process
-        whole = (report.collectives, _bytes_sent() - sent)
+        whole = (report.collectives, _since(before))
         found.append((*middle, *whole, report.bytes_on_wire))
     return found, ours.parameter_count(), ours.buffers.trailer.numel()
 
