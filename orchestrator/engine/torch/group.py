@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 from orchestrator.engine.torch.base_group import BaseGroup, Work
 from orchestrator.engine.torch.exchanged import ExchangedSums
 from orchestrator.engine.torch.flat import bytes_of
+from orchestrator.engine.torch.held import BY_GLOO, Held
 from orchestrator.errors import PeerLost
 
 # What gloo and NCCL say when a peer is gone or silent. Anything else is a defect, left as it is.
@@ -43,12 +44,22 @@ def as_peer_lost(error: RuntimeError, operation: str, rank: int) -> PeerLost | N
 
 
 class _Started:
-    """A transport's work handle whose errors are ours. Holds the tensors until it is done."""
+    """A transport's work handle whose errors are ours. Holds the tensors until it is done.
 
-    def __init__(self, work: Any, operation: str, rank: int, tensors: tuple[Any, ...]) -> None:
+    Args:
+        tensors: views that nobody else in Python has.
+        held: where they go when it is done; None when the transport has let go of them by then.
+    """
+
+    def __init__(
+        self, work: Any, operation: str, rank: int, tensors: Sequence[Tensor], held: Held | None
+    ) -> None:
         self._work, self._operation, self._rank, self._tensors = work, operation, rank, tensors
+        self._held = held
 
     def wait(self) -> None:
+        if self._work is None:
+            return
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -56,6 +67,9 @@ class _Started:
             if lost is None:
                 raise
             raise lost from error
+        self._work = None
+        if self._held is not None:
+            self._held.keep(self._tensors)
         self._tensors = ()
 
 
@@ -165,19 +179,22 @@ class TorchGroup(BaseGroup):
         counted = int(self._group._get_sequence_number_for_group())  # noqa: SLF001  # no public name
         return counted - self._parts_of_one
 
-    def _start(self, operation: str, call: Any, *tensors: Any) -> Work:
+    def _start(self, operation: str, call: Callable[..., Any], *tensors: Tensor) -> Work:
+        views = [tensor.detach() for tensor in tensors]  # of this call's own: see `held`
         try:
-            work = call()
+            work = call(*views)
         except RuntimeError as error:
             lost = as_peer_lost(error, operation, self.rank)
             if lost is None:
                 raise
             raise lost from error
-        return _Started(work, operation, self.rank, tensors)
+        return _Started(
+            work, operation, self.rank, views, BY_GLOO if self.transport == "gloo" else None
+        )
 
     def _start_sum(self, flat: Tensor) -> Work:
         return self._start(
-            "all_reduce_sum", lambda: self._group.allreduce([flat], ReduceOp.SUM), flat
+            "all_reduce_sum", lambda mine: self._group.allreduce([mine], ReduceOp.SUM), flat
         )
 
     def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
@@ -187,24 +204,22 @@ class TorchGroup(BaseGroup):
                 parts[self.rank].copy_(flat)
             return self._start_pairwise("all_gather", parts, [flat] * self.size)
         return self._start(
-            "all_gather", lambda: self._group.allgather([parts], [flat]), parts, flat
+            "all_gather",
+            lambda mine, *all_parts: self._group.allgather([list(all_parts)], [mine]),
+            flat,
+            *parts,
         )
 
     def _start_gather_in_place(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
         mine = pieces[self.rank]
         if self.transport == "gloo":
             return self._start_gather(pieces, mine)
-        return self._start("all_gather", lambda: self._group._allgather_base(tensor, mine), tensor)  # noqa: SLF001  # no public name
+        return self._start("all_gather", self._group._allgather_base, tensor, mine)  # noqa: SLF001  # no public name
 
     def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work:
         if self.transport == "gloo":
             return self._sums.start(out, tensor)
-        return self._start(
-            "reduce_scatter_sum",
-            lambda: self._group._reduce_scatter_base(out, tensor),  # noqa: SLF001  # no public name
-            out,
-            tensor,
-        )
+        return self._start("reduce_scatter_sum", self._group._reduce_scatter_base, out, tensor)  # noqa: SLF001  # no public name
 
     def _start_segments(self, into: Sequence[Tensor], pieces: Sequence[Tensor]) -> Work:
         return self._start_pairwise("reduce_scatter_sum", into, pieces, at_once=True)
@@ -238,13 +253,13 @@ class TorchGroup(BaseGroup):
             return self._start_pairwise("all_to_all", into, pieces)
         return self._start(
             "all_to_all",
-            lambda: self._group.alltoall_base(received, sent, receive_counts, send_counts),
+            lambda *both: self._group.alltoall_base(*both, receive_counts, send_counts),
             received,
             sent,
         )
 
     def _start_broadcast(self, flat: Tensor, source: int) -> Work:
-        return self._start("broadcast", lambda: self._group.broadcast(flat, source), flat)
+        return self._start("broadcast", lambda mine: self._group.broadcast(mine, source), flat)
 
     def _start_barrier(self) -> Work:
         return self._start("barrier", self._group.barrier)
