@@ -77,6 +77,9 @@ def kill_jobs(at: Layout, node: str | None = None) -> tuple[StepDaemon | Task, .
 
     def none_left() -> bool:
         found = [p for p in job_processes(at) if node in (None, p.node)]
+        # Step daemons first: one that lives reports the end of its tasks. Pids do not tell, since
+        # they begin anew at some number.
+        found.sort(key=lambda p: isinstance(p, Task))
         killed.update({p.pid: p for p in found})
         processes.kill(p.pid for p in found)
         return not found

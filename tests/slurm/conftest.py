@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -34,3 +34,31 @@ def mended(slurm: DevCluster) -> Iterator[DevCluster]:
 def digest_of_60(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights after 60 updates of the tiny job, undisturbed and local."""
     return reference(tmp_path_factory.mktemp("reference") / "run", "train.updates=60")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What runs and daemons said last belongs to a failure's report: nobody sees them later."""
+    report = yield
+    if report.when == "call" and report.failed:
+        found: dict[str, object] = getattr(item, "funcargs", {})
+        cluster, folder = found.get("mended", found.get("slurm")), found.get("tmp_path")
+        if isinstance(folder, Path):
+            files = [f for n in _RUNS_WORDS for f in folder.rglob(n) if "code" not in f.parts]
+            report.sections += [(str(f.relative_to(folder)), _end(f, 12)) for f in sorted(files)]
+        if isinstance(cluster, DevCluster):
+            for daemon in ("slurmctld", *(f"slurmd-{node}" for node in cluster.node_names)):
+                file = cluster.layout.log_file(daemon)
+                report.sections.append((file.name, _end(file, 30 if daemon == "slurmctld" else 8)))
+            queue = cluster.command("squeue", "-a", "-o", "%i %T %r %N %V %S")
+            report.sections.append(("squeue", queue))
+    return report
+
+
+_RUNS_WORDS = ("*.log", "departure.json", "restart.json", "failure-*.json", "result.json")
+
+
+def _end(file: Path, lines: int) -> str:
+    return "\n".join(file.read_text("utf-8", "replace").splitlines()[-lines:])
