@@ -22,7 +22,7 @@ from orchestrator.submit.slurm_blame import blame_slurm
 from orchestrator.submit.slurm_client import SchedulerDown, SlurmClient
 from orchestrator.submit.slurm_jobs import shown
 from orchestrator.submit.status import recent_updates
-from orchestrator.worker.departure import ask_for_requeue
+from orchestrator.worker.departure import ask_for_requeue, step_gone
 from orchestrator.worker.fence import Fence
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
@@ -69,14 +69,18 @@ def settle(path: Path, attempt: int, code: int) -> None:
     restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
     if job.get("JobState") not in OURS or job.get("Restarts", restarts) != restarts:
         return
-    departure = read_json(run.departure(attempt))
+    departure = read_json(run.departure(attempt)) or step_gone(run, attempt)
     stopped_early = code in STOP_CODES and not run.failures(attempt)
+    requeue = job.get("Requeue") == "1"
     if run.cancel.exists() and (code == EXIT_FINISHED or stopped_early):
         write_end(run, State.STOPPED)
     elif stuck := _stuck(run, attempt):
         write_end(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
-    elif departure is not None or (stopped_early and job.get("Requeue") == "1"):
+    elif requeue and (departure is not None or stopped_early):
         _requeue(run, attempt, departure or {"updates": None, "time": time.time()}, job, job_id)
+    elif departure is not None and departure.get("node"):
+        cause = "it stopped answering: the ranks there are gone, their step daemon with them"
+        _failed(run, attempt, Culprit(rank=None, node=departure["node"], cause=cause), job, job_id)
     else:
         _failed(run, attempt, _culprit(run, attempt, code), job, job_id)
 

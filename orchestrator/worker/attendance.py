@@ -42,6 +42,7 @@ class Attendance:
         self._fence = Fence(run.newest_attempt, attempt)
         self._heartbeat: Heartbeat | None = None
         self._requeue, self._timeout_s = True, 0.0
+        self._asking = threading.Lock()  # held while the scheduler is asked to start us again
 
     def begin(self, config: Config) -> None:
         """Publish this attempt, start to beat. Raises `Superseded` when a newer one has begun."""
@@ -142,15 +143,23 @@ class Attendance:
         return await_verdict(self._run, self._attempt, self._stop, self._timeout_s)
 
     def end(self) -> None:
+        """The last word. Returns once a request to start again, if one is under way, was heard:
+        with this process it would be lost, and srun would wait for the silent node for ever.
+        """
         if self._heartbeat is not None:
             self._heartbeat.end()
+        with self._asking:
+            pass
 
     def _node_is_silent(self, node_index: int) -> None:
-        try:
-            leave_silent_node(self._run, self._attempt, self._topology, node_index)
-        except ClusterError as error:  # no scontrol in a container, say: the batch script may do it
-            print(f"error: {error}", flush=True)  # noqa: T201  # goes to the rank's log
-            os._exit(EXIT_FAILED)
+        with self._asking:
+            try:
+                leave_silent_node(
+                    self._run, self._attempt, self._topology, node_index, requeue=self._requeue
+                )
+            except ClusterError as error:  # no scontrol in a container: the batch script may do it
+                print(f"error: {error}", flush=True)  # noqa: T201  # goes to the rank's log
+                os._exit(EXIT_FAILED)
         threading.Event().wait(KILL_WAIT_S)  # the scheduler ends us long before
         os._exit(EXIT_FAILED)
 

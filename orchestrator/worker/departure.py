@@ -23,6 +23,13 @@ POLL_S = 0.05
 MARGIN_S = 10.0
 REQUEUE_TRIES = 20
 NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
+# The scheduler has found out, from the node's slurmd, that a step is there no more. It does not
+# call that a node failure, and does not start the job again. Nodes are numbered as in the step.
+STEP_GONE = re.compile(
+    r"srun: error: (?:.*aborting, (?:io error|step missing|can not test)\b.*|"
+    r"cannot communicate with) node (\d+)",
+    re.IGNORECASE,
+)
 
 
 def goes_on(run: RunDir, topology: Topology, *, requeue: bool) -> bool:
@@ -56,6 +63,21 @@ def why_restarted(run: RunDir, attempt: int) -> str | None:
     return str(departure["why"]) if departure else None
 
 
+def step_gone(run: RunDir, attempt: int) -> dict[str, Any] | None:
+    """The departure that follows from a node whose processes are gone, as srun noticed.
+
+    For this attempt's own batch script, where the numbers of nodes still mean the same nodes.
+    """
+    log = run.srun_log(attempt)
+    gone = STEP_GONE.search(log.read_text("utf-8", "replace")) if log.exists() else None
+    return _departure_of_silent(node_name(int(gone[1]))) if gone else None
+
+
+def _departure_of_silent(node: str) -> dict[str, Any]:
+    why = f"node {node} stopped answering"
+    return {"why": why, "node": node, "updates": None, "time": time.time()}
+
+
 def await_verdict(run: RunDir, attempt: int, stop: StopFlag, timeout_s: float) -> bool:
     """A peer went away: wait to learn what that means, up to `timeout_s` and a margin.
 
@@ -74,17 +96,25 @@ def await_verdict(run: RunDir, attempt: int, stop: StopFlag, timeout_s: float) -
     return run.departure(attempt).exists()
 
 
-def leave_silent_node(run: RunDir, attempt: int, topology: Topology, node_index: int) -> None:
-    """Called from the heartbeat's thread: hand the job back to the queue and end this process."""
-    why = f"node {node_name(node_index)} stopped answering"
-    print(f"error: {why}; asking the scheduler to start the job again", flush=True)  # noqa: T201
-    value = {"why": why, "node": node_name(node_index), "updates": None, "time": time.time()}
+def leave_silent_node(
+    run: RunDir, attempt: int, topology: Topology, node_index: int, *, requeue: bool
+) -> None:
+    """Called from the heartbeat's thread: hand the job back to the queue.
+
+    Raises:
+        ClusterError: the scheduler cannot be asked, or the job may not be started again; srun has
+            to be ended then, which would wait for that node for ever.
+    """
+    value = _departure_of_silent(node_name(node_index))
+    print(f"error: {value['why']}", flush=True)  # noqa: T201  # goes to the rank's log
     try:
         descriptor = os.open(run.departure(attempt), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:  # another watcher, or an agreed stop: it is being seen to
         return
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(value, file)
+    if not requeue:
+        raise ClusterError("the job ends, since it may not be requeued (cluster.requeue=false)")
     ask_for_requeue(topology.job_id)
 
 

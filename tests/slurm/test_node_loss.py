@@ -9,9 +9,27 @@ from tests.helpers import until
 from tests.slurm import runs
 
 
-def test_a_node_that_slurm_believes_alive_is_found_out_by_our_heartbeats(
-    mended, tmp_path, digest_of_60
+@pytest.fixture(scope="module", autouse=True)
+def ended(slurm, tmp_path_factory):
+    """A run that may not be requeued, and its node that was broken; the others run meanwhile."""
+    run = tmp_path_factory.mktemp("ended") / "run"
+    job = runs.submit(
+        slurm, run, "train.updates=9000", "job.pause_s=0.1", "cluster.heartbeat_timeout_s=2",
+        "cluster.requeue=false",
+    )  # fmt: skip
+    runs.wait_for_update(run, 3)
+    lost = runs.nodes_of(slurm, job)[1]
+    breaking.kill_jobs(slurm, lost)
+    return run, lost
+
+
+@pytest.mark.parametrize("found_by", ["heartbeats", "registration"])
+def test_processes_gone_from_a_node_that_slurm_believes_alive_cost_six_updates_at_most(
+    found_by, mended, tmp_path, digest_of_60
 ):
+    """What SLURM sees of it by itself is chance: only when slurmd registers, every few minutes,
+    is the step missed, and then srun ends it; the job is not requeued.
+    """
     run = tmp_path / "run"
     job = runs.submit(
         mended, run, "train.updates=60", "job.pause_s=0.05", "train.checkpoint_every=5",
@@ -20,6 +38,8 @@ def test_a_node_that_slurm_believes_alive_is_found_out_by_our_heartbeats(
     runs.wait_for_update(run, 10)
     lost = runs.nodes_of(mended, job)[1]
     breaking.kill_jobs(mended, lost)
+    if found_by == "registration":
+        mended.command("scontrol", "reconfigure")
     broken = time.monotonic()
     runs.wait_for_update(run, 10, attempt=1)
     assert time.monotonic() - broken < 30
@@ -29,6 +49,13 @@ def test_a_node_that_slurm_believes_alive_is_found_out_by_our_heartbeats(
     assert note["why"] == f"node {lost} stopped answering"
     assert note["lost_updates"] <= 6
     assert runs.status(run)["lost_updates"] == note["lost_updates"]
+
+
+def test_a_run_that_may_not_be_requeued_ends_with_the_silent_nodes_name(slurm, ended):
+    run, lost = ended
+    result = runs.wait_over(slurm, run)
+    assert (result["state"], result["culprit"]["node"]) == ("failed", lost)
+    assert result["culprit"]["cause"].startswith("it stopped answering")
 
 
 @pytest.mark.timeout(300)

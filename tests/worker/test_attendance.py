@@ -1,6 +1,9 @@
 """Signs of life, the fence, leaving in time: each by itself, with a clock that the test holds."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -8,13 +11,13 @@ import pytest
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
 from orchestrator.rundir import RunDir, write_json
-from orchestrator.worker.departure import await_verdict, goes_on, why_restarted
+from orchestrator.worker.departure import await_verdict, goes_on, step_gone, why_restarted
 from orchestrator.worker.fence import Fence, Superseded, read_newest
 from orchestrator.worker.guard import Follower, Guard
 from orchestrator.worker.heartbeat import ENDED, Heartbeat, Silence, read_beat
 from orchestrator.worker.stop import StopFlag
 from orchestrator.worker.topology import Topology
-from tests.helpers import until
+from tests.helpers import ROOT, until
 
 
 @pytest.fixture
@@ -99,6 +102,54 @@ def test_each_node_watches_the_next_one_and_finds_it_silent(run):
     assert found == [1]
     one.end()
     assert read_beat(run.heartbeat(0, 0)) == ENDED
+
+
+FORGETFUL = """#!/bin/sh
+echo "$@" >> "$0.asked"
+[ "$(wc -l < "$0.asked")" -gt 3 ] && exit 0
+echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2
+exit 1
+"""
+RANK = """
+import os, sys, time
+from pathlib import Path
+from orchestrator.config import Config
+from orchestrator.rundir import RunDir
+from orchestrator.worker.attendance import Attendance
+from orchestrator.worker.stop import StopFlag
+from orchestrator.worker.topology import Topology
+
+run = RunDir(Path(sys.argv[1]))
+place = Topology(rank=0, size=2, local_rank=0, node_index=0, nodes=2, node="n0",
+                 address="127.0.0.1", job_id="1", restarts=2, base_attempt=0)
+attendance = Attendance(run, 2, place, StopFlag())
+settings = Config()
+settings.cluster.heartbeat_timeout_s = 0.5
+attendance.begin(settings)
+while not run.departure(2).exists():
+    time.sleep(0.05)
+attendance.end()
+os._exit(7)
+"""
+
+
+def test_a_rank_ends_only_when_the_scheduler_has_heard_that_it_shall_start_again(run, tmp_path):
+    """The commands fail at first, for longer than anything else is waited for at the end."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    scontrol = commands / "scontrol"
+    scontrol.write_text(FORGETFUL)
+    scontrol.chmod(0o700)
+    run.heartbeat(2, 1).write_text("7           ")  # and not a beat more
+    rank = subprocess.run(
+        [sys.executable, "-c", RANK, run.path], check=False, timeout=60,
+        env={
+            **os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{commands}:{os.environ['PATH']}",
+            "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": "1",
+        },
+    )  # fmt: skip
+    assert rank.returncode == 7
+    assert (commands / "scontrol.asked").read_text().splitlines() == ["requeue 1"] * 4
 
 
 class Record:
@@ -231,6 +282,27 @@ def test_a_lost_peer_is_excused_when_the_attempt_is_leaving(run):
     timer = threading.Timer(0.2, lambda: setattr(stop, "received", 1))
     timer.start()
     assert not await_verdict(run, 1, stop, 60)  # srun ends us: a rank has failed
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Aborting, io error and missing step on node 1",
+        "Aborting, step missing and io error on node 1",
+        "step_launch_notify_io_failure: aborting, io error with slurmstepd on node 1",
+        "Aborting, can not test connection to node 1.",
+        "Cannot communicate with node 1.  Aborting job.",
+    ],
+)
+def test_srun_is_understood_when_it_misses_a_nodes_processes(run, words, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[3,5]")
+    run.srun_log(0).write_text(f"srun: error: _server_write write failed\nsrun: error: {words}\n")
+    departure = step_gone(run, 0)
+    assert departure is not None
+    assert (departure["node"], departure["why"]) == ("n5", "node n5 stopped answering")
+    run.srun_log(0).write_text("srun: error: n0: task 1: Exited with exit code 1\n")
+    assert step_gone(run, 0) is None
+    assert step_gone(run, 1) is None
 
 
 def test_the_reason_of_a_restart_is_the_node_that_failed_or_what_was_left_behind(run):
