@@ -61,7 +61,14 @@ class SchedulerDown(ClusterError):
 
 
 class NoClient(ClusterError):
-    """SLURM's commands are not installed here."""
+    """SLURM's commands are not installed here, or know of no cluster."""
+
+
+ELSEWHERE = (
+    "SLURM runs are submitted and followed on a machine of the cluster (a login node); without "
+    "+cluster=slurm a run is local, and `python -m slurm up` makes a development cluster, for "
+    "+cluster=slurm_dev"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,11 @@ class Answer:
     def down(self) -> bool:
         text = self.err.lower()
         return self.code != 0 and any(phrase in text for phrase in DOWN)
+
+    @property
+    def homeless(self) -> bool:
+        """Whether there is no slurm.conf to be found, here or on the network."""
+        return self.code != 0 and "could not establish a configuration source" in self.err.lower()
 
     @property
     def words(self) -> str:
@@ -127,6 +139,10 @@ class SlurmClient:
                 f"cluster.slurm_conf={slurm_conf}: there is no such file; for the development "
                 f"cluster run `python -m slurm up` first"
             )
+        told = os.environ.get(CONF)
+        if self._conf is None and told is not None and not Path(told).is_file():
+            # SLURM's commands would look for it for a minute.
+            raise NoClient(f"{CONF}={told}: there is no such file; unset it, or correct it")
 
     def environment(self, command: str) -> dict[str, str]:
         """For a command: ours, without traces of an enclosing job. A job inherits sbatch's."""
@@ -140,11 +156,7 @@ class SlurmClient:
 
     def _argv(self, command: tuple[str, ...]) -> tuple[str, ...]:
         if shutil.which(command[0]) is None:
-            raise NoClient(
-                f"there is no {command[0]} on this machine: SLURM runs are submitted and followed "
-                f"on a machine with SLURM's commands (a login node); without +cluster=slurm a run "
-                f"is local, and `python -m slurm up` makes a development cluster"
-            )
+            raise NoClient(f"there is no {command[0]} on this machine: {ELSEWHERE}")
         return command
 
     def start(self, *command: str) -> Asked:
@@ -163,6 +175,8 @@ class SlurmClient:
         except subprocess.TimeoutExpired as error:
             raise SchedulerDown(f"{command[0]} did not answer within {TIMEOUT_S:g} s") from error
         answer = Answer(done.returncode, done.stdout, done.stderr)
+        if answer.homeless:
+            raise NoClient(f"this machine has {command[0]}, but belongs to no cluster: {ELSEWHERE}")
         if answer.down:
             raise SchedulerDown(f"the scheduler does not answer: {answer.words}")
         return answer

@@ -8,7 +8,13 @@ from orchestrator.rundir import RunDir, write_json
 from orchestrator.submit.slurm import patiently
 from orchestrator.submit.slurm_blame import blame_slurm, task_ends
 from orchestrator.submit.slurm_checks import grace_s, misfit, read_partitions, too_slow
-from orchestrator.submit.slurm_client import Answer, SchedulerDown, explained
+from orchestrator.submit.slurm_client import (
+    Answer,
+    NoClient,
+    SchedulerDown,
+    SlurmClient,
+    explained,
+)
 from orchestrator.submit.slurm_jobs import Job, read_queue
 from orchestrator.submit.slurm_watch import ending
 
@@ -200,3 +206,20 @@ def test_a_job_that_ended_without_a_result_is_explained(run, state, ends, words)
     found, culprit = ending(run, Job(id="1", state=state, nodes="n0"))
     assert found.value == ends
     assert words in culprit.cause
+
+
+def test_a_machine_with_the_commands_but_no_cluster_is_told_from_one_that_does_not_answer():
+    words = (
+        "scontrol: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n"
+        "scontrol: error: fetch_config: DNS SRV lookup failed\n"
+        "scontrol: fatal: Could not establish a configuration source\n"
+    )
+    assert Answer(1, "", words).homeless
+    assert not Answer(1, "", words).down
+    assert not Answer(1, "", "Unable to contact slurm controller (connect failure)").homeless
+
+
+def test_a_slurm_conf_that_is_not_there_is_said_at_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "gone.conf"))
+    with pytest.raises(NoClient, match=r"gone\.conf: there is no such file"):
+        SlurmClient()
