@@ -38,8 +38,14 @@ lint: setup  ## ruff, pyright, import-linter
 	@$(BIN)/lint-imports
 
 unit: setup  ## the tests (PYTEST_ARGS for more)
-	@echo "== pytest"
+ifdef PYTEST_ARGS
+	@echo "== pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+else
+	@echo "== pytest, all but tests/slurm; then those, two files at a time: they wait for the scheduler"
+	@$(BIN)/python -m pytest --ignore=tests/slurm; all=$$?; \
+	$(BIN)/python -m pytest tests/slurm -n 2 --dist loadfile && exit $$all
+endif
 
 $(BENCH_STAMP): $(STAMP)
 	@echo "== installing what is compared with: Accelerate, Lightning Fabric"

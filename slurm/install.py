@@ -6,6 +6,7 @@ is told once and completely what to ask for.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -33,6 +34,7 @@ _POLICY_TEXT = (
 )
 
 _APT_LOG_LINES = 15
+_LOCK = Path("/run/orchestrator-slurm-dev.lock")
 
 
 def search_path() -> str:
@@ -62,9 +64,15 @@ def missing_packages(*, accounting: bool) -> list[str]:
 
 def ensure_installed(*, accounting: bool, say: Callable[[str], None]) -> None:
     """Install what is missing, or raise with the exact line to hand to an administrator."""
-    missing = missing_packages(accounting=accounting)
-    if not missing:
+    if not missing_packages(accounting=accounting):
         return
+    with _alone():  # somebody else's `up` may be installing the same
+        missing = missing_packages(accounting=accounting)
+        if missing:
+            _install(missing, accounting=accounting, say=say)
+
+
+def _install(missing: list[str], *, accounting: bool, say: Callable[[str], None]) -> None:
     names = " ".join(missing)
     by_hand = f"apt-get install --no-install-recommends {names}"
     if shutil.which("apt-get", path=search_path()) is None:
@@ -88,6 +96,17 @@ def ensure_installed(*, accounting: bool, say: Callable[[str], None]) -> None:
             f"installed, but programs of {' '.join(still)} are still not on PATH; "
             f"try by hand: {by_hand}"
         )
+
+
+@contextlib.contextmanager
+def _alone() -> Generator[None, None, None]:
+    """One process at a time, where we are root and can install."""
+    if os.geteuid() != 0:
+        yield
+        return
+    with _LOCK.open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def _apt(*arguments: str) -> None:
