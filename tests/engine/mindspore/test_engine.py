@@ -6,6 +6,8 @@ import re
 import mindspore as ms
 import numpy as np
 import pytest
+from mindspore.dataset import NumpySlicesDataset
+from mindspore.train import Model
 from safetensors.numpy import load_file
 
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
@@ -185,6 +187,21 @@ def test_the_frameworks_own_style_gives_the_same_losses_and_weights():
         assert abs(ours.loss - theirs.loss) < 1e-5
     assert _distance(weights(engines[1]), weights(engines[0])) < 1e-6
     assert [job.followed for job in both] == [[0, 1, 2]] * 2
+
+
+def test_the_step_of_the_frameworks_own_style_is_the_one_that_model_train_runs():
+    def columns():
+        x, y, _ = jobs.points()
+        return tuple(column[:60].astype(np.float32) for column in (x, y, y[:, 0]))
+
+    theirs, ours = built(jobs.Counted(), style="framework"), built(jobs.Counted())
+    for engine in (theirs, ours):
+        update(engine, [15] * 4)
+    for number in (1, 2):
+        update(ours, [15] * 4, number)
+    data = NumpySlicesDataset(columns(), shuffle=False).batch(60)
+    Model(theirs._cell).train(2, data, dataset_sink_mode=False)
+    assert _distance(weights(theirs), weights(ours)) < 1e-6
 
 
 def test_the_frameworks_own_style_refuses_unequal_micro_batches_and_other_weights():
