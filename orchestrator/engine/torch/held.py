@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-_PATIENCE_S = 5.0  # a thread that waits for a lost peer never lets go
+_PATIENCE_S = 30.0  # what is kept is done: its thread only has to get a processor
 _LOOK_EVERY_S = 0.001
 
 
@@ -31,7 +31,7 @@ class Held:
         self._tensors = [t for t in (*self._tensors, *tensors) if _holders(t) > 1]
 
     def wait(self) -> None:
-        """Return when nobody else holds any, or after some seconds."""
+        """Return when nobody else holds any, or after half a minute."""
         until = time.monotonic() + _PATIENCE_S
         while self._tensors and time.monotonic() < until:
             self.keep(())
