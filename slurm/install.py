@@ -34,7 +34,6 @@ _POLICY_TEXT = (
 )
 
 _APT_LOG_LINES = 15
-_LOCK = Path("/run/orchestrator-slurm-dev.lock")
 
 
 def search_path() -> str:
@@ -64,9 +63,7 @@ def missing_packages(*, accounting: bool) -> list[str]:
 
 def ensure_installed(*, accounting: bool, say: Callable[[str], None]) -> None:
     """Install what is missing, or raise with the exact line to hand to an administrator."""
-    if not missing_packages(accounting=accounting):
-        return
-    with _alone():  # somebody else's `up` may be installing the same
+    with _alone():  # somebody else's `up` may be in the middle of installing the same
         missing = missing_packages(accounting=accounting)
         if missing:
             _install(missing, accounting=accounting, say=say)
@@ -100,11 +97,12 @@ def _install(missing: list[str], *, accounting: bool, say: Callable[[str], None]
 
 @contextlib.contextmanager
 def _alone() -> Generator[None, None, None]:
-    """One process at a time, where we are root and can install."""
-    if os.geteuid() != 0:
+    """One process at a time, where we can install: the lock is on apt-get's own file."""
+    apt = shutil.which("apt-get", path=search_path())
+    if os.geteuid() != 0 or apt is None:
         yield
         return
-    with _LOCK.open("a") as handle:
+    with Path(apt).open("rb") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
