@@ -80,16 +80,18 @@ def settle(path: Path, attempt: int, code: int) -> None:
         _requeue(run, attempt, departure or {"updates": None, "time": time.time()}, job, job_id)
     elif departure is not None and departure.get("node"):
         cause = "it stopped answering: the ranks there are gone, their step daemon with them"
-        _failed(run, attempt, Culprit(rank=None, node=departure["node"], cause=cause), job, job_id)
+        _failed(
+            run, attempt, Culprit(rank=None, node=departure["node"], cause=cause), requeue, job_id
+        )
     else:
-        _failed(run, attempt, _culprit(run, attempt, code), job, job_id)
+        _failed(run, attempt, _culprit(run, attempt, code), requeue, job_id)
 
 
-def _failed(run: RunDir, attempt: int, culprit: Culprit, job: dict[str, str], job_id: str) -> None:
+def _failed(run: RunDir, attempt: int, culprit: Culprit, requeue: bool, job_id: str) -> None:
     """Hand the job back where `run.max_restarts` allows; else write the end."""
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
     first = int((read_json(run.handle) or {}).get("attempt", 0))
-    most = allowed if job.get("Requeue") == "1" else 0
+    most = allowed if requeue else 0
     ruling = rule(run, attempt, culprit, first=first, most=most)
     if ruling.again:
         ask_for_requeue(job_id)

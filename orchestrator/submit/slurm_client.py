@@ -54,6 +54,11 @@ MEANINGS = {
     ),
     "violates accounting/qos policy": "a limit of your account stands against it",
 }
+ELSEWHERE = (
+    "SLURM runs are submitted and followed on a machine of the cluster (a login node); without "
+    "+cluster=slurm a run is local, and `python -m slurm up` makes a development cluster, for "
+    "+cluster=slurm_dev"
+)
 
 
 class SchedulerDown(ClusterError):
@@ -62,13 +67,6 @@ class SchedulerDown(ClusterError):
 
 class NoClient(ClusterError):
     """SLURM's commands are not installed here, or know of no cluster."""
-
-
-ELSEWHERE = (
-    "SLURM runs are submitted and followed on a machine of the cluster (a login node); without "
-    "+cluster=slurm a run is local, and `python -m slurm up` makes a development cluster, for "
-    "+cluster=slurm_dev"
-)
 
 
 @dataclass(frozen=True, slots=True)

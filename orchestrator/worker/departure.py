@@ -55,8 +55,7 @@ def why_restarted(run: RunDir, attempt: int) -> str | None:
     last = max((number for number in before if number < attempt), default=None)
     if last is None:
         return None
-    log = run.srun_log(last)
-    failed = NODE_FAILURE.search(log.read_text("utf-8", "replace")) if log.exists() else None
+    failed = _said_by_srun(run, last, NODE_FAILURE)
     if failed is not None:
         return f"node {failed[1]} failed"
     departure: dict[str, Any] | None = read_json(run.departure(last))
@@ -68,9 +67,13 @@ def step_gone(run: RunDir, attempt: int) -> dict[str, Any] | None:
 
     For this attempt's own batch script, where the numbers of nodes still mean the same nodes.
     """
-    log = run.srun_log(attempt)
-    gone = STEP_GONE.search(log.read_text("utf-8", "replace")) if log.exists() else None
+    gone = _said_by_srun(run, attempt, STEP_GONE)
     return _departure_of_silent(node_name(int(gone[1]))) if gone else None
+
+
+def _said_by_srun(run: RunDir, attempt: int, words: re.Pattern[str]) -> re.Match[str] | None:
+    log = run.srun_log(attempt)
+    return words.search(log.read_text("utf-8", "replace")) if log.exists() else None
 
 
 def _departure_of_silent(node: str) -> dict[str, Any]:

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from slurm.dev_cluster import DevCluster
+from slurm.errors import DevClusterError
 from slurm.testing import dev_cluster
 from tests.slurm.runs import reference
+
+_RUNS_WORDS = ("*.log", "departure.json", "restart.json", "failure-*.json", "result.json")
 
 
 @pytest.fixture(scope="session")
@@ -52,12 +55,12 @@ def pytest_runtest_makereport(
             for daemon in ("slurmctld", *(f"slurmd-{node}" for node in cluster.node_names)):
                 file = cluster.layout.log_file(daemon)
                 report.sections.append((file.name, _end(file, 30 if daemon == "slurmctld" else 8)))
-            queue = cluster.command("squeue", "-a", "-o", "%i %T %r %N %V %S")
+            try:
+                queue = cluster.command("squeue", "-a", "-o", "%i %T %r %N %V %S")
+            except DevClusterError as error:  # a test may have stopped the controller
+                queue = str(error)
             report.sections.append(("squeue", queue))
     return report
-
-
-_RUNS_WORDS = ("*.log", "departure.json", "restart.json", "failure-*.json", "result.json")
 
 
 def _end(file: Path, lines: int) -> str:

@@ -9,17 +9,23 @@ from tests.helpers import until
 from tests.slurm import runs
 
 
+def vanished(cluster, run, *more, update):
+    """Submit a run and, after `update`, kill all it has on its second node; that node."""
+    job = runs.submit(cluster, run, *more)
+    runs.wait_for_update(run, update)
+    lost = runs.nodes_of(cluster, job)[1]
+    breaking.kill_jobs(cluster, lost)
+    return lost
+
+
 @pytest.fixture(scope="module", autouse=True)
 def ended(slurm, tmp_path_factory):
     """A run that may not be requeued, and its node that was broken; the others run meanwhile."""
     run = tmp_path_factory.mktemp("ended") / "run"
-    job = runs.submit(
+    lost = vanished(
         slurm, run, "train.updates=9000", "job.pause_s=0.1", "cluster.heartbeat_timeout_s=2",
-        "cluster.requeue=false",
+        "cluster.requeue=false", update=3,
     )  # fmt: skip
-    runs.wait_for_update(run, 3)
-    lost = runs.nodes_of(slurm, job)[1]
-    breaking.kill_jobs(slurm, lost)
     return run, lost
 
 
@@ -31,13 +37,10 @@ def test_processes_gone_from_a_node_that_slurm_believes_alive_cost_six_updates_a
     is the step missed, and then srun ends it; the job is not requeued.
     """
     run = tmp_path / "run"
-    job = runs.submit(
+    lost = vanished(
         mended, run, "train.updates=60", "job.pause_s=0.05", "train.checkpoint_every=5",
-        "cluster.heartbeat_timeout_s=5",
+        "cluster.heartbeat_timeout_s=5", update=10,
     )  # fmt: skip
-    runs.wait_for_update(run, 10)
-    lost = runs.nodes_of(mended, job)[1]
-    breaking.kill_jobs(mended, lost)
     if found_by == "registration":
         mended.command("scontrol", "reconfigure")
     broken = time.monotonic()
