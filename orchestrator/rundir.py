@@ -50,6 +50,11 @@ def read_json(path: Path) -> Any | None:
         raise RunFolderError(f"{path} is damaged: {error}") from error
 
 
+def code_state_beside(snapshot: Path) -> Path:
+    """The file that says which code a snapshot is, beside its archive."""
+    return snapshot.with_name(f"{snapshot.name}.json")
+
+
 class RunDir:
     """One run's folder. Making the object touches nothing."""
 
@@ -105,6 +110,11 @@ class RunDir:
     def snapshot(self, attempt: int) -> Path:
         """The code that was submitted for this attempt and those that follow it by requeueing."""
         return self.code / f"{attempt:03d}"
+
+    def submitted_code(self, attempt: int) -> dict[str, Any] | None:
+        """The `code_state` of the copy that this attempt runs; None where there is no copy."""
+        found = (read_json(code_state_beside(self.snapshot(n))) for n in range(attempt, -1, -1))
+        return next((state for state in found if state is not None), None)
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank-{rank:05d}.log"

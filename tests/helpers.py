@@ -54,6 +54,22 @@ def begin(*arguments, cwd=None, **env):
     )
 
 
+def commit(folder):
+    """Commit all that a folder holds (a repository is made of it the first time); its name."""
+
+    def git(*arguments):
+        own = ("-c", "user.name=A Tester", "-c", "user.email=tester@localhost")
+        done = subprocess.run(
+            ["git", *own, *arguments], cwd=folder, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    git("init", "--quiet")
+    git("add", "--all")
+    git("commit", "--quiet", "--message", "as it is")
+    return git("rev-parse", "HEAD")
+
+
 def until(condition, timeout_s=60.0, what="the condition"):
     """Poll until `condition()` is true; give its value. Fails the test after `timeout_s`."""
     deadline = time.monotonic() + timeout_s

@@ -15,26 +15,21 @@ import io
 import os
 import stat
 import subprocess
-import sysconfig
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from orchestrator.code_state import code_state, is_installed
 from orchestrator.errors import RunFolderError
 from orchestrator.report.units import format_bytes
+from orchestrator.rundir import code_state_beside, write_json
 from orchestrator.target import find_module
 
 LIMIT_BYTES = 64 * 2**20
 LIMIT_FILES = 20_000
 GIT_TIMEOUT_S = 60
 PACKAGE = Path(__file__).resolve().parent.parent
-
-
-def is_installed(path: Path) -> bool:
-    """Whether a module's file lies in one of Python's own folders (site-packages and the like)."""
-    own = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
-    return any(path.is_relative_to(folder) for folder in own)
 
 
 def source_root(module: str) -> tuple[Path, str] | None:
@@ -134,6 +129,7 @@ def take(job_target: str, run: Path, into: Path) -> None:
             for name in sizes:
                 _add(archive, f"{root}/{name}", f"{places[root].name}/{name}")
     part.replace(archive_of(into))
+    write_json(code_state_beside(into), code_state(next(reversed(places), PACKAGE.parent)))
 
 
 def archive_of(into: Path) -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from orchestrator.code_state import code_state, folder_of
 from orchestrator.config import Config, read_config
 from orchestrator.engine.api import Engine, EngineSettings, GroupSpec
 from orchestrator.engine_rules import check_installed
@@ -169,7 +170,9 @@ def _run_rank(
     _restore(run, engine, outcome, topology.rank)
     recorder = Silent()
     if topology.rank == 0:
-        environment = describe_environment(framework.versions(), group.transport)
+        copied = run.submitted_code(attempt) if topology.scheduled and config.run.snapshot else None
+        code = copied or code_state(folder_of(type(job)))
+        environment = describe_environment(framework.versions(), group.transport, code)
         warnings = [*engine.warnings(), *warnings_of(environment, run.read_environment())]
         for sentence in (*warnings, *planned.warnings):
             print(f"warning: {sentence}", flush=True)  # noqa: T201  # goes to the rank's log

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from tests.helpers import call, environment, result, until
+from tests.helpers import call, commit, environment, result, until
 from tests.slurm import runs
 
 HELD = "+cluster.slurm_flags.begin=now+3600"
@@ -71,6 +71,7 @@ def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
             """
         )
     )
+    submitted = commit(source.parent)
     options = ("job._target_=mine.Mine", "train.updates=2", HELD)
     for name, snapshot in (("kept", "true"), ("live", "false")):
         done = call(
@@ -80,10 +81,16 @@ def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     assert runs.status(tmp_path / "kept")["state"] == "pending"
     source.write_text(source.read_text().replace("1.0", "2.0"))
+    later = commit(source.parent)
     for name in ("kept", "live"):
         runs.release(slurm, tmp_path / name)
     assert runs.wait_over(slurm, tmp_path / "kept")["metrics"] == {"version": 1.0}
     assert runs.wait_over(slurm, tmp_path / "live")["metrics"] == {"version": 2.0}
+    commits = {
+        name: json.loads((tmp_path / name / "environment.json").read_text())["git"]["commit"]
+        for name in ("kept", "live")
+    }
+    assert commits == {"kept": submitted, "live": later}
 
 
 def test_a_sweep_submits_its_points_and_returns(slurm, tmp_path):
