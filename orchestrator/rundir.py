@@ -104,6 +104,10 @@ class RunDir:
     def heartbeat(self, attempt: int, node_index: int) -> Path:
         return self.attempt(attempt) / f"heartbeat-{node_index:05d}"
 
+    def warnings(self, attempt: int, node_index: int) -> Path:
+        """What the ranks of one node warn of; see `run_warnings`, which reads all of an attempt."""
+        return self.attempt(attempt) / f"warnings-{node_index:05d}.jsonl"
+
     def srun_log(self, attempt: int) -> Path:
         return self.attempt(attempt) / "srun.log"
 

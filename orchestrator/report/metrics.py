@@ -98,6 +98,8 @@ class History:
             if "evaluation" in record:
                 self._evaluations[record["update"]] = record
                 continue
+            if only_warns(record):
+                continue
             attempt = record.get("attempt", 0)
             if attempt < self._attempt:
                 continue
@@ -124,6 +126,11 @@ class History:
     def attempt(self) -> int:
         """The latest attempt seen; -1 before the first record."""
         return self._attempt
+
+
+def only_warns(record: Record) -> bool:
+    """Whether a line tells of warnings that came up after the last update, and of no update."""
+    return "warnings" in record and "loss" not in record
 
 
 def read_metrics(path: Path) -> History:

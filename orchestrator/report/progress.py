@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from orchestrator.report.metrics import Record
+from orchestrator.report.metrics import Record, only_warns
 from orchestrator.report.progress_line import Moment, live_line, plain_line
 from orchestrator.report.summary import time_shares
 from orchestrator.report.terminal import literal, say
@@ -79,19 +79,26 @@ class Progress:
         self.close()
 
     def update(
-        self, records: Sequence[Record], micro_progress: int | tuple[int, int] | None = None
+        self,
+        records: Sequence[Record],
+        micro_progress: int | tuple[int, int] | None = None,
+        warnings: Sequence[str] | None = None,
     ) -> None:
         """Show new `records` of `metrics.jsonl`, and the micro-steps done in the open window.
 
         `micro_progress` is how many are done, or (done, of so many) where this window's number
-        differs from the plan's; None when nobody knows.
+        differs from the plan's; None when nobody knows. `warnings` are new ones, of a caller who
+        hears of them before metrics.jsonl does; None: those of `records` are told.
         """
         if self._quiet:
             return
+        if warnings is None:
+            warnings = [sentence for record in records for sentence in record.get("warnings") or ()]
+        for sentence in warnings:
+            self._say(f"warning: {sentence}")
+        records = [record for record in records if not only_warns(record)]
         for record in records:
             self._take(record)
-            for sentence in record.get("warnings") or ():
-                self._say(f"warning: {sentence}")
         # Dots that vanish between two windows would make the line jump.
         known = self._micro_steps_done is not None
         self._micro_steps = self._plan.get("micro_steps") or 1

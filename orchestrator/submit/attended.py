@@ -13,6 +13,7 @@ from orchestrator.report.closing import describe_culprit, print_closing
 from orchestrator.report.metrics import Tail, read_metrics
 from orchestrator.report.progress import Progress
 from orchestrator.report.terminal import say
+from orchestrator.run_warnings import NewWarnings
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import POLL_S, Culprit, Handle, State
 from orchestrator.submit.ending import EXIT_CODES, Ended, write_end
@@ -103,13 +104,15 @@ def _follow(
 ) -> tuple[State, bool]:
     """Show the run to its end: one interrupt stops it at a boundary, a second ends it at once."""
     asked = False
+    warned = NewWarnings(run.attempt(number), already=run.read_plan().get("warnings") or ())
     while True:
         state = handle.poll(POLL_S)
         place = read_progress(run.progress(number))
         records = tail.rest() if state.ended else tail.read()
         if records and plan.get("dataset_samples") is None:
             plan.update(run.read_plan())  # by now the workers know the data set, and so the length
-        progress.update(records, (place.done, place.steps) if place else None)
+        micro = (place.done, place.steps) if place else None
+        progress.update(records, micro, warned.read(now=state.ended))
         if state.ended:
             return state, False
         if interrupts.count and not asked:

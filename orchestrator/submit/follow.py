@@ -9,6 +9,7 @@ from orchestrator.report.closing import print_closing
 from orchestrator.report.metrics import Tail, read_metrics
 from orchestrator.report.progress import Progress
 from orchestrator.report.terminal import command, say
+from orchestrator.run_warnings import NewWarnings
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import POLL_S, State
 from orchestrator.submit.ending import EXIT_CODES, Ended
@@ -23,15 +24,20 @@ def follow(handle: SlurmHandle, run: RunDir, manner: Manner, interrupts: Interru
     tail = Tail(run.metrics)
     news = _News(run, manner)
     plan = run.read_plan()
+    attempt, warned = -1, NewWarnings(run.path)
     if isinstance(run.read_config()["cluster"]["nodes"], dict):
         plan.pop("ranks")  # of the most nodes; the scheduler may give fewer
     with Progress(plan, manner.console, manner.quiet, manner.verbose) as progress:
         while True:
             state = handle.poll(POLL_S)
             place_ = read_progress(run.progress(handle.attempt))
+            if attempt != handle.attempt:
+                attempt = handle.attempt
+                warned = NewWarnings(run.attempt(attempt), already=plan.get("warnings") or ())
             progress.update(
                 tail.rest() if state.ended else tail.read(),
                 (place_.done, place_.steps) if place_ else None,
+                warned.read(now=state.ended),
             )
             news.tell(handle)
             if state.ended or interrupts.count:

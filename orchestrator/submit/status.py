@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ClusterError, RunFolderError
-from orchestrator.report.metrics import Record
+from orchestrator.report.metrics import Record, only_warns
 from orchestrator.report.summary import seconds_per_update
 from orchestrator.rundir import RunDir, read_json
 from orchestrator.submit.slurm_client import NoClient, SlurmClient
@@ -107,7 +107,7 @@ def recent_updates(run: RunDir) -> list[Record]:
             record = json.loads(line)
         except ValueError:  # a killed writer's last line
             continue
-        if "evaluation" not in record and "update" in record:
+        if "evaluation" not in record and "update" in record and not only_warns(record):
             records.append(record)
     last = records[-1].get("attempt", 0) if records else 0
     return [record for record in records if record.get("attempt", 0) == last]

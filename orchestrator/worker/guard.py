@@ -17,6 +17,7 @@ from pathlib import Path
 
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
+from orchestrator.run_warnings import warn
 from orchestrator.worker.fence import Fence
 from orchestrator.worker.record import Recorder
 from orchestrator.worker.stop import StopFlag
@@ -91,11 +92,10 @@ class Guard:
         grace_s = self._hurry() if not self._warned else None
         if grace_s is not None and update_s > grace_s:
             self._warned = True
-            print(  # noqa: T201  # goes to the rank's log
-                f"warning: an update takes {update_s:.1f} s, longer than the {grace_s:g} s "
+            warn(
+                f"an update takes {update_s:.1f} s, longer than the {grace_s:g} s "
                 f"that the scheduler gives after a signal: a stop will lose the window under way; "
-                f"a larger cluster.signal_ahead_s or fewer accumulation.steps would avoid that",
-                flush=True,
+                f"a larger cluster.signal_ahead_s or fewer accumulation.steps would avoid that"
             )
 
     def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from orchestrator.run_warnings import warn
 from orchestrator.rundir import RunDir
 
 BEAT_S = 1.0
@@ -104,7 +105,7 @@ class Heartbeat:
             finally:
                 os.close(descriptor)
         except OSError as error:  # a full disk: the others will see silence if it lasts
-            print(f"warning: no heartbeat could be written: {error}", flush=True)  # noqa: T201
+            warn(f"no heartbeat could be written: {error}")
 
     def _beat_on(self) -> None:
         count = 0

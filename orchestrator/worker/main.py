@@ -31,6 +31,7 @@ from orchestrator.errors import (
 from orchestrator.job import REQUIRED_METHODS, Job, is_coupled
 from orchestrator.plan.from_config import plan_of
 from orchestrator.report.computed_with import warnings_of
+from orchestrator.run_warnings import warn, warn_into
 from orchestrator.rundir import RunDir, write_json
 from orchestrator.target import check_target
 from orchestrator.worker import checkpoint
@@ -107,7 +108,7 @@ def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
     """Load the newest sound checkpoint, the same on every rank: rank 0 chooses."""
     found, passed_over = checkpoint.newest(run.checkpoints) if rank == 0 else (None, [])
     for sentence in passed_over:
-        print(f"warning: {sentence}", flush=True)  # noqa: T201  # goes to the rank's log
+        warn(sentence)
     updates = int(engine.gather([found.updates if found else -1])[0][0])
     if updates < 0:
         return
@@ -173,13 +174,12 @@ def _run_rank(
         copied = run.submitted_code(attempt) if topology.scheduled and config.run.snapshot else None
         code = copied or code_state(folder_of(type(job)))
         environment = describe_environment(framework.versions(), group.transport, code)
-        warnings = [*engine.warnings(), *warnings_of(environment, run.read_environment())]
-        for sentence in (*warnings, *planned.warnings):
-            print(f"warning: {sentence}", flush=True)  # noqa: T201  # goes to the rank's log
+        changed = warnings_of(environment, run.read_environment())
+        for sentence in (*engine.warnings(), *changed, *planned.warnings):
+            warn(sentence)
         write_json(run.environment, environment)
         write_json(run.plan, planned.to_json())
         recorder = Recorder(run, attempt, config, engine)
-        recorder.note |= {"warnings": warnings} if warnings else {}
     began = time.perf_counter()
     train(
         engine=engine, windows=windows, settings=config.train,
@@ -216,6 +216,7 @@ def run_rank(run_path: Path, attempt: int) -> int:
     run = RunDir(run_path)
     topology = Topology.from_env(os.environ)
     _own_log(run, topology.rank)
+    warn_into(run.warnings(attempt, topology.node_index), topology.rank)
     attendance = Attendance(run, attempt, topology, stop)
     try:
         outcome = _run_rank(run, attempt, topology, stop, attendance)

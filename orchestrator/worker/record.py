@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from orchestrator.config import Config
 from orchestrator.engine.api import BoundaryReport, Engine, Window
+from orchestrator.run_warnings import NewWarnings, warn
 from orchestrator.rundir import RunDir
 from orchestrator.worker import checkpoint
 from orchestrator.worker.progress import ProgressWriter
@@ -68,6 +69,8 @@ class Recorder:
         self._place = ProgressWriter(run.progress(attempt))
         self._scalars = Scalars(run.tensorboard) if config.tracker.kind == "tensorboard" else None
         self.note: dict[str, Any] = {}  # goes with the next update's line, once
+        self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
+        self._update = -1
 
     def micro_step(self, update: int, done: int, steps: int) -> None:
         self._place.write(update, done, steps)
@@ -75,6 +78,7 @@ class Recorder:
     def boundary(
         self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
     ) -> None:
+        self._update = window.update
         self._line(
             {
                 "update": window.update,
@@ -104,6 +108,7 @@ class Recorder:
                 "loss_scale": report.loss_scale,
                 "metrics": dict(report.metrics),
                 **self.note,
+                **self._warned(),
             }
         )
         self.note = {}
@@ -138,25 +143,33 @@ class Recorder:
                 keep=self._keep,
             )
         except OSError as error:
-            self._warn(
+            warn(
                 f"the checkpoint after update {updates} could not be written: "
-                f"{error.strerror or error}; the run goes on, the last good checkpoint is kept"
+                f"{error.strerror or error}; the run goes on, the last good checkpoint is kept",
+                kind="checkpoint not written",
             )
 
     def close(self) -> None:
+        """Write down what was warned of after the last boundary, in a line of its own."""
+        if late := self._warned(now=True):
+            update = max(0, self._update)
+            self._line(
+                {"update": update, "time": time.time(), "attempt": self._attempt, **late}
+            )  # fmt: skip
         self._metrics.close()
         if self._scalars is not None:
             self._scalars.close()
+
+    def _warned(self, *, now: bool = False) -> dict[str, list[str]]:
+        found = self._warnings.read(now=now)
+        return {"warnings": found} if found else {}
 
     def _line(self, record: Mapping[str, Any]) -> None:
         try:
             self._metrics.write(json.dumps(record) + "\n")
         except OSError as error:
-            self._warn(f"metrics.jsonl could not be written: {error.strerror}")
+            warn(f"metrics.jsonl could not be written: {error.strerror}")
 
     def _scalar(self, step: int, values: Mapping[str, float]) -> None:
         if self._scalars is not None:
             self._scalars.write(step, values)
-
-    def _warn(self, sentence: str) -> None:
-        print(f"warning: {sentence}", flush=True)  # noqa: T201  # a rank's standard output is its log

@@ -1,0 +1,56 @@
+"""What any rank warns of, at any time, is on the terminal and in metrics.jsonl."""
+
+import json
+import os
+
+from orchestrator.run_warnings import warn
+from orchestrator.worker.checkpoint import WEIGHTS
+from tests.helpers import SMALL, call, verb
+from tests.tiny_job import Tiny
+
+WARNING = "job._target_=tests.end_to_end.test_warnings.Warns"
+
+
+class Warns(Tiny):
+    """Rank 1 warns before training and at each micro-step, rank 0 in its last evaluation."""
+
+    def model(self):
+        if os.environ["SLURM_PROCID"] == "1":
+            warn("made before training")
+        return super().model()
+
+    def loss(self, model, batch):
+        if os.environ["SLURM_PROCID"] == "1":
+            warn(f"made in micro-step {self.steps}", kind="made in mid-training")
+        return super().loss(model, batch)
+
+    def evaluate(self, model):
+        warn("made at the end")
+        return super().evaluate(model)
+
+
+def written(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [sentence for line in lines for sentence in line.get("warnings", ())]
+
+
+def test_a_warning_of_any_rank_is_on_the_terminal_and_in_the_metrics(tmp_path):
+    run = tmp_path / "run"
+    done = call(
+        WARNING, SMALL, f"run.dir={run}", "tracker=none", "train.updates=6",
+        "train.checkpoint_every=3", "train.evaluate_every=0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    for said in (done.stdout, "\n".join(f"warning: {sentence}" for sentence in written(run))):
+        assert said.count("warning: rank 1: made before training") == 1
+        assert said.count("warning: rank 1: made in micro-step") == 1
+        assert said.count("warning: made at the end") == 1
+        assert said.count("learning rate is scaled") <= 1
+
+    newest = max((run / "checkpoints").iterdir())
+    (newest / WEIGHTS).write_bytes(b"wrong")
+    (run / "result.json").unlink()
+    done = verb("resume", run)
+    assert done.returncode == 0, done.stdout
+    for said in (done.stdout, "\n".join(written(run))):
+        assert "going on from an earlier checkpoint" in " ".join(said.split())
