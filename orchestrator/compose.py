@@ -81,11 +81,33 @@ def _key(override: str) -> str:
     return override.split("=", 1)[0].lstrip("+~")
 
 
+# Values of SLURM's own notations, in which a comma or a bracket is not Hydra's.
+SCHEDULERS_WORDS = re.compile(
+    r"(\+{0,2}cluster\.(?:partition|account|qos|constraint|exclude|reservation|gpus_per_node"
+    r"|slurm_flags\.[^=]+|srun_flags\.[^=]+))=([^'\"\[{$\s][^'\"$]*)"
+)
+
+
+def _as_the_scheduler_writes(argument: str) -> str:
+    """Quote a value such as `gpu[1-3],gpu7`, so that Hydra takes it for one text.
+
+    >>> _as_the_scheduler_writes("cluster.partition=long,short")
+    "cluster.partition='long,short'"
+    >>> _as_the_scheduler_writes("cluster.partition=long")
+    'cluster.partition=long'
+    """
+    found = SCHEDULERS_WORDS.fullmatch(argument)
+    if found is None or not set(found[2]) & set(",[]|&()*"):
+        return argument
+    return f"{found[1]}='{found[2]}'"
+
+
 def accept_spellings(arguments: Sequence[str]) -> list[str]:
     """Rewrite what people type into what Hydra takes.
 
     `cluster=slurm` means `+cluster=slurm` (the group is absent from the defaults); with an own
-    `job._target_` its arguments need no `+`; a sweep's `run.dir` is where its points are gathered.
+    `job._target_` its arguments need no `+`; a sweep's `run.dir` is where its points are gathered;
+    outside of sweeps a comma in a partition's or a node's list is the scheduler's.
 
     >>> accept_spellings(["cluster=slurm", "job._target_=a.B", "job.width=3"])
     ['+cluster=slurm', 'job._target_=a.B', '++job.width=3']
@@ -102,7 +124,8 @@ def accept_spellings(arguments: Sequence[str]) -> list[str]:
         elif own_job and argument.startswith("job.") and _key(argument) != "job._target_":
             result.append("++" + argument)
         else:
-            result.append(argument)
+            # A sweep's commas are Hydra's.
+            result.append(argument if sweep else _as_the_scheduler_writes(argument))
             if sweep and _key(argument) == "run.dir":
                 result.append("hydra.sweep.dir=" + argument.split("=", 1)[1])
     return result

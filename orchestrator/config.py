@@ -7,6 +7,7 @@ The dataclasses are mutable because OmegaConf fills them; nothing changes them a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.errors import ConfigError, did_you_mean
 
+GPUS = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.+-]*:)?([0-9]{1,6})")
 TRANSPORTS = ("auto", "nccl", "hccl", "gloo", "mccl")
 CHOICES: dict[str, tuple[str, ...]] = {
     "cluster.kind": ("local", "slurm"),
@@ -46,7 +48,7 @@ class ClusterConfig:
     nodes: Any = 2
     ranks_per_node: int = 2
     cpus_per_rank: int = 1
-    gpus_per_node: int | None = None
+    gpus_per_node: Any = None
     rendezvous_timeout_s: float = 120.0
     collective_timeout_s: float = 1800.0
     heartbeat_timeout_s: float = 20.0
@@ -65,6 +67,7 @@ class ClusterConfig:
     exclusive: bool | None = None
     slurm_conf: str | None = None
     slurm_flags: dict[str, Any] = field(default_factory=dict[str, Any])
+    srun_flags: dict[str, Any] = field(default_factory=dict[str, Any])
     environment: dict[str, str] = field(default_factory=dict[str, str])
     preamble: list[str] = field(default_factory=list[str])
     container: str | None = None
@@ -73,8 +76,8 @@ class ClusterConfig:
 
 SLURM_ONLY = (
     "partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "memory_gib",
-    "time_min", "signal_ahead_s", "requeue", "exclusive", "slurm_conf", "slurm_flags", "preamble",
-    "container", "container_runtime",
+    "time_min", "signal_ahead_s", "requeue", "exclusive", "slurm_conf", "slurm_flags", "srun_flags",
+    "preamble", "container", "container_runtime",
 )  # fmt: skip
 
 
@@ -217,6 +220,28 @@ def node_range(nodes: Any) -> tuple[int, int]:
     return least, most
 
 
+def gpu_count(gpus: Any) -> int:
+    """How many GPUs `cluster.gpus_per_node` asks of a node: 4, `a100:4` or `a100:2,h100:1`.
+
+    >>> gpu_count(None), gpu_count(4), gpu_count("a100:4"), gpu_count("a100:2,h100:1")
+    (0, 4, 4, 3)
+    """
+    counts = [0]
+    if isinstance(gpus, int) and not isinstance(gpus, bool):
+        counts = [gpus]
+    elif gpus is not None:
+        counts = [
+            int(found[1]) if (found := GPUS.fullmatch(part)) else -1
+            for part in str(gpus).split(",")
+        ]
+    if min(counts) < 0:
+        raise ConfigError(
+            f"cluster.gpus_per_node must be a number of GPUs, or a type and a number as in a100:4, "
+            f"but is {gpus!r}"
+        )
+    return sum(counts)
+
+
 def unknown_keys(found: Mapping[str, Any], schema: Any = Config, prefix: str = "") -> list[str]:
     """A sentence for every key of `found` that the schema does not have, at any level."""
     known = {f.name: getattr(schema(), f.name) for f in fields(schema)}
@@ -249,12 +274,13 @@ def check(config: Config) -> None:
                 )
             )
     node_range(config.cluster.nodes)
+    gpu_count(config.cluster.gpus_per_node)
     at_least: Sequence[tuple[str, float]] = (
         ("cluster.ranks_per_node", 1), ("cluster.cpus_per_rank", 1), ("accumulation.steps", 1),
         ("accumulation.global_batch", 1), ("accumulation.micro_batch", 1), ("train.updates", 1),
         ("train.evaluate_every", 0), ("train.checkpoint_every", 0), ("train.keep_checkpoints", 1),
         ("train.loader_workers", 0), ("train.seed", 0), ("schedule.warmup_updates", 0),
-        ("schedule.base_batch", 1), ("cluster.time_min", 1), ("cluster.gpus_per_node", 0),
+        ("schedule.base_batch", 1), ("cluster.time_min", 1),
         ("cluster.signal_ahead_s", 1),
         ("engine.log_every", 0), ("facts.parameters", 1), ("facts.dataset_samples", 1),
         ("run.max_restarts", 0),

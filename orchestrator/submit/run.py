@@ -30,7 +30,7 @@ from orchestrator.errors import (
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
 from orchestrator.report.terminal import say
-from orchestrator.rundir import RunDir, write_atomically, write_json
+from orchestrator.rundir import RunDir, read_json, write_atomically, write_json
 from orchestrator.submit.api import State
 from orchestrator.submit.ending import Ended
 from orchestrator.submit.interrupts import Interrupts
@@ -152,8 +152,33 @@ def resume(path: Path, manner: Manner) -> Ended:
     if result and result["state"] == "finished":
         say(manner.console, f"{path} has finished already; there is nothing to resume")
         return Ended(run=run, state=State.FINISHED, exit_code=EXIT_FINISHED)
-    with Interrupts() as interrupts, writing(run), held(run):
+    with at_home(run), Interrupts() as interrupts, writing(run), held(run):
         return _way(config).resume(config, run, manner, interrupts)
+
+
+@contextlib.contextmanager
+def at_home(run: RunDir) -> Generator[None]:
+    """Stand where the run was submitted: its relative paths and modules are meant from there.
+
+    Raises:
+        RunFolderError: that folder is gone.
+    """
+    stood = Path.cwd()
+    home = Path((read_json(run.submission) or {}).get("folder") or stood)
+    try:
+        os.chdir(home)
+    except OSError as error:
+        raise RunFolderError(
+            f"{run.path} was submitted in {home}, where its relative paths and its code are, but "
+            f"that folder cannot be entered: {error.strerror}"
+        ) from error
+    before = list(sys.path)
+    sys.path[:] = [str(home) if entry in ("", str(stood)) else entry for entry in before]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        os.chdir(stood)
 
 
 def _way(config: Config) -> ModuleType:

@@ -22,9 +22,10 @@ from orchestrator.submit import snapshot
 from orchestrator.submit.api import Request
 from orchestrator.submit.slurm_checks import Verdict, check_request
 from orchestrator.submit.slurm_client import SchedulerDown, SlurmClient, explained
+from orchestrator.submit.slurm_defaults import read_defaults
 from orchestrator.submit.slurm_jobs import mine
 from orchestrator.submit.slurm_request import Here, batch_script
-from orchestrator.submit.slurm_values import check_values
+from orchestrator.submit.slurm_values import check_defaults, check_preamble, check_values
 from orchestrator.submit.slurm_watch import SlurmHandle
 from orchestrator.submit.task import Task
 
@@ -86,6 +87,7 @@ def here(config: Config, run: RunDir, attempt: int) -> Here:
         package=own / package.name if own else package,
         path=tuple(dict.fromkeys(path)),
         unpacked=run.snapshot(attempt) if config.run.snapshot else None,
+        defaults=read_defaults(os.environ),
     )
 
 
@@ -123,7 +125,10 @@ class SlurmCluster:
         """The submission as a value; `details["sbatch"]` is the exact script."""
         folder = RunDir(run)
         check_values(config, run, Path.cwd())
-        script = batch_script(config, folder, attempt, here(config, folder, attempt))
+        place = here(config, folder, attempt)
+        check_defaults(place.defaults)
+        check_preamble(config.cluster.preamble)
+        script = batch_script(config, folder, attempt, place)
         return Request(
             run=run,
             attempt=attempt,

@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.config import ClusterConfig, Config, node_range
+from orchestrator.config import ClusterConfig, Config, gpu_count, node_range
 from orchestrator.rundir import RunDir
+from orchestrator.submit.slurm_defaults import Default, obeyed
 from orchestrator.submit.slurm_values import quoted
 from orchestrator.worker.topology import BASE_ATTEMPT_VARIABLE
 
 SIGNAL_AHEAD_S = 60
 STARTER = "submit/on_node.py"
+# Descriptors: srun's log, open before anything of the person's runs; and the preamble's text.
+SRUN_LOG, PREAMBLE = 9, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,7 @@ class Here:
         package: folder of this package as the ranks import it: in the snapshot, or installed.
         path: folders that the ranks' PYTHONPATH begins with.
         unpacked: the folder that the code's archive, which lies beside it, unpacks as, if any.
+        defaults: options of sbatch that the person's SBATCH_* variables set, by option.
     """
 
     python: str
@@ -38,6 +42,7 @@ class Here:
     package: Path
     path: tuple[Path, ...] = ()
     unpacked: Path | None = None
+    defaults: tuple[Default, ...] = ()
 
 
 def job_name(config: Config) -> str:
@@ -56,7 +61,7 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     yield "nodes", most if least == most else f"{least}-{most}"
     yield "ntasks-per-node", cluster.ranks_per_node
     yield "cpus-per-task", cluster.cpus_per_rank
-    if cluster.gpus_per_node:
+    if gpu_count(cluster.gpus_per_node):
         yield "gpus-per-node", cluster.gpus_per_node
     if cluster.memory_gib is not None:
         yield "mem", f"{round(cluster.memory_gib * 1024)}M"
@@ -75,24 +80,82 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     yield "open-mode", "append"
 
 
+def all_options(config: Config, run: RunDir, here: Here) -> dict[str, object]:
+    """What holds for the job: the configuration, and the person's defaults where it is silent."""
+    stated = dict(options(config, run))
+    return {**stated, **{d.option: d.value for d in obeyed(here.defaults, stated)}}
+
+
+def _from_environment(config: Config, run: RunDir, here: Here) -> Iterator[str]:
+    """The #SBATCH lines of the person's defaults, under a line that says whose they are."""
+    taken = obeyed(here.defaults, dict(options(config, run)))
+    if taken:
+        yield f"# as set in the environment: {', '.join(default.variable for default in taken)}"
+    for default in taken:
+        yield _option(default.option, default.value)
+
+
 def _option(name: str, value: object) -> str:
     return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={quoted(value)}"
 
 
-def _exports(config: Config, here: Here, attempt: int) -> Iterator[str]:
+def _environment(config: Config) -> Iterator[str]:
+    """What the person sets. It holds for the preamble, for srun and for the ranks."""
     threads = str(config.cluster.cpus_per_rank)
-    values = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        **config.cluster.environment,
-        "SUBMITIT_EXECUTOR": "slurm",
-        BASE_ATTEMPT_VARIABLE: str(attempt),
-    }
+    values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **config.cluster.environment}
     for name, value in values.items():
         yield f"export {name}={quoted(value)}"
-    before = ":".join(str(folder) for folder in here.path)
-    if before:
-        yield f'export PYTHONPATH={quoted(before)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+
+
+def _preamble(config: Config) -> Iterator[str]:
+    """The person's shell, read as a file of its own: whatever it holds, it ends where it ends."""
+    lines = config.cluster.preamble
+    if not lines:
+        return
+    end = "END_OF_PREAMBLE"
+    while end in lines:
+        end += "_"
+    yield f". /dev/fd/{PREAMBLE} {PREAMBLE}<<'{end}'  # cluster.preamble"
+    yield from lines
+    yield end
+
+
+def _our_environment(here: Here, attempt: int) -> Iterator[str]:
+    """What ranks need from us, set last."""
+    yield "export SUBMITIT_EXECUTOR=slurm"
+    yield f"export {BASE_ATTEMPT_VARIABLE}={attempt}"
+    yield from _search_path(here)
+
+
+def _search_path(here: Here) -> Iterator[str]:
+    """The run's own code comes before any other."""
+    path = ":".join(str(folder) for folder in here.path)
+    if path:
+        yield f'export PYTHONPATH={quoted(path)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+
+
+def _srun(config: Config, here: Here, run: RunDir) -> list[list[str]]:
+    """The step that is the ranks: srun and their program, a line a part."""
+    cluster = config.cluster
+    containers, python = _launcher(cluster, here, run)
+    flags = {"mpi": "none", **cluster.srun_flags}
+    return [
+        ["exec", "srun"],
+        ["--unbuffered"],
+        ["--kill-on-bad-exit=1"],
+        ["--export=ALL"],
+        [f"--cpus-per-task={cluster.cpus_per_rank}"],
+        [f"--output={run.logs}/node%n.log"],
+        *(
+            [f"--{name}" if value is True else f"--{name}={value}"]
+            for name, value in flags.items()
+            if value is not False
+        ),
+        *([option] for option in containers),
+        [*python, "-u"],
+        [str(here.package / STARTER), "rank"],
+        [str(run.submitit)],
+    ]
 
 
 def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str], list[str]]:
@@ -108,7 +171,7 @@ def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str
             f"--container-workdir={here.folder}",
         ], ["python3"]
     if cluster.container_runtime == "apptainer":
-        gpus = ["--nv"] if cluster.gpus_per_node else []
+        gpus = ["--nv"] if gpu_count(cluster.gpus_per_node) else []
         binds = "--bind=" + ",".join(shared)
         return [], ["apptainer", "exec", *gpus, binds, str(cluster.container), "python3"]
     return [], [here.python]
@@ -143,23 +206,11 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
     Args:
         attempt: number of the job's first start; a requeued job adds SLURM_RESTART_COUNT to it.
     """
-    cluster = config.cluster
-    srun_options, python = _launcher(cluster, here, run)
     starter = here.package / STARTER
-    srun = [
-        ["srun"],
-        ["--unbuffered"],
-        ["--kill-on-bad-exit=1"],
-        [f"--cpus-per-task={cluster.cpus_per_rank}"],
-        [f"--output={run.logs}/node%n.log"],
-        *([option] for option in srun_options),
-        [*python, "-u"],
-        [str(starter), "rank"],
-        [str(run.submitit)],
-    ]
     lines = [
         "#!/bin/bash",
         *(_option(name, value) for name, value in options(config, run)),
+        *_from_environment(config, run, here),
         "",
         "umask 077",
         f"run={quoted(run.path)}",
@@ -169,14 +220,15 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         "fi",
         f"attempt=$(printf %03d $(({attempt} + ${{SLURM_RESTART_COUNT:-0}})))",
         'mkdir -p "$run/attempts/$attempt"',
+        f'exec {SRUN_LOG}>>"$run/attempts/$attempt/srun.log"',
         *_unpacking(here),
-        *_exports(config, here, attempt),
-    ]
-    if cluster.preamble:
-        lines += ["", "# cluster.preamble", *cluster.preamble]
-    lines += [
-        "",
-        *_lines(srun, '2>>"$run/attempts/$attempt/srun.log"'),
+        *_search_path(here),
+        "(  # whatever is set, trapped or ended in here, what follows it is done",
+        *_environment(config),
+        *_preamble(config),
+        *_our_environment(here, attempt),
+        *_lines(_srun(config, here, run), f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
+        ")",
         "code=$?",
         f'{quoted(here.python)} {quoted(starter)} after "$run" "$attempt" "$code"',
         "exit $code",

@@ -7,14 +7,17 @@ the key's name, before anything is written. `cluster.preamble` alone is shell, b
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError
+from orchestrator.submit.slurm_defaults import Default
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*")
@@ -69,6 +72,37 @@ OWN_FLAGS = {
     "wait": "use run.watch",
     "wrap": "the script is made by us",
 }
+OWN_SRUN_FLAGS = {
+    "bcast": "the ranks' program is not copied",
+    "chdir": "ranks run in the folder where the job was submitted",
+    "cpus-per-task": "use cluster.cpus_per_rank",
+    "error": "output goes into the run folder",
+    "export": "use cluster.environment",
+    "het-group": "a job has one group of nodes",
+    "immediate": "the job has its nodes already",
+    "input": "a rank reads no input",
+    "jobid": "ranks run in their own job",
+    "kill-on-bad-exit": "a failed rank ends the attempt, so that the others do not wait for it",
+    "multi-prog": "all ranks run the same program",
+    "no-kill": "a failed node ends the attempt",
+    "nodelist": "ranks run on all nodes of the job",
+    "nodes": "use cluster.nodes",
+    "ntasks": "use cluster.nodes and cluster.ranks_per_node",
+    "ntasks-per-node": "use cluster.ranks_per_node",
+    "output": "output goes into the run folder",
+    "pty": "a rank has no terminal",
+    "relative": "ranks run on all nodes of the job",
+    "signal": "use cluster.signal_ahead_s",
+    "test-only": "it would start nothing",
+    "time": "use cluster.time_min",
+    "unbuffered": "the batch script sets it",
+    "uid": "a job runs as the person who submits it",
+    "gid": "a job runs as the person who submits it",
+    "wait": "a failed rank ends the attempt at once",
+}
+WHOLE_OPTIONS = frozenset({"gpus"})  # begins like one of ours, and is an option of its own
+RESERVED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SUBMITIT|ORCHESTRATOR)_.*")
+READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
 
 
 def quoted(value: object) -> str:
@@ -112,13 +146,17 @@ def _path(key: str, path: str) -> Iterator[str]:
         )
 
 
-def _flags(flags: Mapping[str, Any]) -> Iterator[str]:
+def _flags(section: str, flags: Mapping[str, Any], own: Mapping[str, str]) -> Iterator[str]:
+    """What stands against options that are passed on. Args: own: those that are ours, with why."""
+    command = section.removeprefix("cluster.").removesuffix("_flags").replace("slurm", "sbatch")
     for name, value in flags.items():
-        key = f"cluster.slurm_flags.{name!s}" if str(name).isprintable() else "cluster.slurm_flags"
+        key = f"{section}.{name!s}" if str(name).isprintable() else section
+        # An option may be shortened (--wra is --wrap), so the start of one of ours is ours, too.
+        ours = [o for o in own if o.startswith(str(name)) and str(name) not in WHOLE_OPTIONS]
         if not FLAG.fullmatch(str(name)):
-            yield f"{key} must be a long option of sbatch without dashes in front, as in mail-type"
-        elif str(name) in OWN_FLAGS:
-            yield f"{key} cannot be set: {OWN_FLAGS[str(name)]}"
+            yield f"{key} must be a long option of {command} without dashes in front, as in hint"
+        elif ours:
+            yield f"{key} cannot be set: {own[min(ours, key=len)]}"
         elif isinstance(value, str):
             yield from _plain(key, value)
         elif not isinstance(value, bool | int | float):
@@ -129,8 +167,36 @@ def _environment(environment: Mapping[str, str]) -> Iterator[str]:
     for name, value in environment.items():
         if not VARIABLE.fullmatch(str(name)):
             yield f"cluster.environment: {str(name)!r} is no name of a variable"
+        elif RESERVED.fullmatch(str(name)):
+            yield (
+                f"cluster.environment.{name} cannot be set: a job's own variables say where each "
+                f"rank is; options of srun go into cluster.srun_flags, the network interface into "
+                f"cluster.interface"
+            )
+        elif name in READ_ONLY:
+            yield f"cluster.environment.{name} cannot be set: it is bash's own"
         else:
             yield from _line(f"cluster.environment.{name}", str(value))
+
+
+def check_defaults(defaults: Iterable[Default]) -> None:
+    """Refuse values of SBATCH_* variables that have no place on an #SBATCH line. `ConfigError`."""
+    wrong = [w for d in defaults if isinstance(d.value, str) for w in _plain(d.variable, d.value)]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+def check_preamble(lines: Sequence[str]) -> None:
+    """Refuse a preamble that bash cannot read to its end. Raises `ConfigError`; starts bash."""
+    if not lines:
+        return
+    done = subprocess.run(
+        ["bash", "-O", "extglob", "-n"], input="\n".join([*lines, ""]), capture_output=True,
+        text=True, errors="replace", env={"PATH": os.environ.get("PATH", os.defpath)}, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        first = done.stderr.strip().splitlines()[0].removeprefix("bash: ")
+        raise ConfigError(f"cluster.preamble is no shell that bash can read: {first}")
 
 
 def check_values(config: Config, run: Path, folder: Path | None = None) -> None:
@@ -150,7 +216,10 @@ def check_values(config: Config, run: Path, folder: Path | None = None) -> None:
     for key, text in (("cluster.comment", cluster.comment), ("run.name", config.run.name)):
         if text is not None:
             wrong += _plain(key, text)
-    wrong += _flags(cluster.slurm_flags)
+    if cluster.gpus_per_node is not None:
+        wrong += _plain("cluster.gpus_per_node", str(cluster.gpus_per_node))
+    wrong += _flags("cluster.slurm_flags", cluster.slurm_flags, OWN_FLAGS)
+    wrong += _flags("cluster.srun_flags", cluster.srun_flags, OWN_SRUN_FLAGS)
     wrong += _environment(cluster.environment)
     for number, line in enumerate(cluster.preamble):
         wrong += _line(f"cluster.preamble[{number}]", line.replace("\t", " "))

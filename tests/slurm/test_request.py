@@ -5,6 +5,7 @@ import functools
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.compose import compose
-from orchestrator.config import Config
+from orchestrator.config import Config, gpu_count
 from orchestrator.errors import ConfigError
 from orchestrator.rundir import RunDir
+from orchestrator.submit.slurm_defaults import Default
 from orchestrator.submit.slurm_request import Here, batch_script
-from orchestrator.submit.slurm_values import PATTERNS, check_values
+from orchestrator.submit.slurm_values import PATTERNS, check_defaults, check_values
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 RUN = Path("/shared/runs/one")
@@ -48,9 +50,10 @@ GOLDEN_REQUESTS = {
 }  # fmt: skip
 
 
-def script_of(config: Config, run: Path = RUN) -> str:
+def script_of(config: Config, run: Path = RUN, *defaults: Default) -> str:
     check_values(config, run)
-    return batch_script(config, RunDir(run), 0, HERE)
+    check_defaults(defaults)
+    return batch_script(config, RunDir(run), 0, replace(HERE, defaults=defaults))
 
 
 @pytest.mark.parametrize("name", GOLDEN_REQUESTS)
@@ -68,6 +71,8 @@ BENIGN = slurm_config()
 TEXTS = [*(f"cluster.{name}" for name in PATTERNS), "cluster.comment", "run.name",
          "cluster.slurm_flags.mail-user", "cluster.environment.A", "cluster.slurm_conf",
          "run.dir", "cluster.slurm_flags.*", "cluster.environment.*",
+         "cluster.srun_flags.cpu-bind", "cluster.srun_flags.*", "cluster.gpus_per_node",
+         "SBATCH_PARTITION",
          ]  # fmt: skip
 PIECES = ["\n", "\r", "\0", "\x1b", "\u2028", "$(touch pwned)", "`touch pwned`", "'", '"', "\\",
           ";", "&&", "|", ">", "--wrap=id", "-", " ", "#", "#SBATCH --uid=0", "$HOME", "${IFS}",
@@ -78,8 +83,10 @@ HOSTILE = st.one_of(
 )
 
 
-def with_value(key: str, value: str) -> tuple[Config, Path]:
+def with_value(key: str, value: str) -> tuple[Config, Path] | tuple[Config, Path, Default]:
     config, run = copy.deepcopy(BENIGN), RUN
+    if key == "SBATCH_PARTITION":
+        return config, run, Default(variable=key, option="partition", value=value)
     if key == "run.dir":
         return config, Path("/shared/" + value)
     section, name, *entry = key.split(".")
@@ -96,25 +103,27 @@ def with_value(key: str, value: str) -> tuple[Config, Path]:
 @functools.cache
 def harmless(key: str) -> list[str]:
     """The script with a value that nobody would fear."""
-    return script_of(*with_value(key, "x")).splitlines()
+    script = script_of(*with_value(key, "4" if "gpus" in key else "x"))
+    return [line.removesuffix(" \\") for line in script.splitlines()]
 
 
 @pytest.mark.parametrize("key", TEXTS)
 @settings(max_examples=60, deadline=None)
 @given(value=HOSTILE)
 def test_a_hostile_value_is_refused_or_inert(key, value):
-    config, run = with_value(key, value)
     try:
-        script = script_of(config, run)
+        script = script_of(*with_value(key, value))
     except ConfigError:
         return
+    if key == "cluster.gpus_per_node" and not gpu_count(value):
+        return  # none are asked for, so nothing is written
     expected = harmless(key)
-    lines = script.splitlines()
+    lines = [line.removesuffix(" \\") for line in script.splitlines()]
     # As many lines as with a harmless value, each with as many words: it stayed one word.
     assert len(lines) == len(expected)
     for line, other in zip(lines, expected, strict=True):
         assert line.startswith("#SBATCH") == other.startswith("#SBATCH")
-        if line.startswith(("#SBATCH", "export", "run=")):
+        if line.startswith(("#SBATCH", "export", "run=", "    --")):
             assert len(shlex.split(line, comments=False)) == len(shlex.split(other))
             for word in re.findall(r"[$`\\]", line.replace('"${PYTHONPATH:+:$PYTHONPATH}"', "")):
                 assert key.startswith("cluster.environment"), word
@@ -129,6 +138,11 @@ def test_a_hostile_value_is_refused_or_inert(key, value):
         ("cluster.account", "me;id"),
         ("run.name", 'x" --wrap="id'),
         ("cluster.slurm_flags.wrap", "id"),
+        ("cluster.slurm_flags.wra", "id"),
+        ("cluster.srun_flags.multi-prog", "x"),
+        ("cluster.srun_flags.mpi", "$(id)"),
+        ("cluster.gpus_per_node", "a100:4;id"),
+        ("cluster.environment.SLURM_JOB_ID", "7"),
         ("cluster.slurm_flags.mail-user", "`id`"),
         ("cluster.container", "image --privileged"),
         ("run.dir", "a%j"),
@@ -136,9 +150,8 @@ def test_a_hostile_value_is_refused_or_inert(key, value):
     ],
 )
 def test_an_injection_is_refused_with_the_keys_name(key, value):
-    config, run = with_value(key, value)
     with pytest.raises(ConfigError, match=re.escape(key)):
-        script_of(config, run)
+        script_of(*with_value(key, value))
 
 
 def test_what_a_person_may_well_mean_is_taken():

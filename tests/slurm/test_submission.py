@@ -176,7 +176,7 @@ def test_nothing_of_an_enclosing_job_reaches_the_run(slurm, tmp_path):
     run = tmp_path / "run"
     done = call(
         *runs.overrides(slurm, run, "train.updates=1"),
-        SLURM_JOB_ID="77", SLURM_NTASKS="9", SBATCH_PARTITION="short", SRUN_CPUS_PER_TASK="3",
+        SLURM_JOB_ID="77", SLURM_NTASKS="9", SLURM_JOB_PARTITION="short", SRUN_CPUS_PER_TASK="3",
         SLURM_CPU_BIND="verbose", SUBMITIT_EXECUTOR="local", RANK="5", MASTER_PORT="1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
