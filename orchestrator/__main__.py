@@ -16,8 +16,15 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 from rich.console import Console
 
-from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, OrchestratorError, RunFolderError
-from orchestrator.report.terminal import say
+from orchestrator.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    OrchestratorError,
+    RunFolderError,
+    standing_somewhere,
+    unreadable,
+)
+from orchestrator.report.terminal import say, say_error
 
 app = typer.Typer(
     help="Plan, follow, compare and resume runs. To start one: python -m orchestrator.launch",
@@ -38,12 +45,14 @@ def verb(**settings: Any) -> Callable[[Verb], Verb]:
         @functools.wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             try:
+                standing_somewhere()
                 return function(*args, **kwargs)
-            except OrchestratorError as error:
+            except (OrchestratorError, OSError) as error:
                 if kwargs.get("verbose"):
                     raise
-                say(Console(stderr=True), f"error: {error}", "bold red")
-                raise typer.Exit(error.exit_code) from error
+                told = error if isinstance(error, OrchestratorError) else unreadable(error)
+                say_error(told, Console(stderr=True))
+                raise typer.Exit(told.exit_code) from error
 
         app.command(**settings)(guarded)
         return cast("Verb", guarded)

@@ -14,8 +14,8 @@ from orchestrator.compose import (
     explained,
     to_config,
 )
-from orchestrator.errors import OrchestratorError, UsageError
-from orchestrator.report.terminal import say
+from orchestrator.errors import OrchestratorError, UsageError, standing_somewhere
+from orchestrator.report.terminal import say_error
 from orchestrator.submit.manner import Manner
 
 LEADING_FLAGS = ("-m", "--multirun")
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbose = any(a in {"-v", "--verbose"} for a in given)
     errors = Console(stderr=True)
     try:
+        standing_somewhere()
         return run_app(given)
     except COMPOSITION_ERRORS as error:
         if verbose:
@@ -81,5 +82,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(error: OrchestratorError, console: Console) -> int:
     """Print an error as a message; give its exit code."""
-    say(console, f"error: {error}", "bold red")
+    say_error(error, console)
     return error.exit_code

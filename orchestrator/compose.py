@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.config import FREE_SECTIONS, Config, read_config, unknown_keys
 from orchestrator.errors import ConfigError, did_you_mean
+from orchestrator.hydra_input import check_arguments, guarded, register_checked_files
 
 HYDRA_VERSION_BASE = "1.3"
 GROUPS = ("experiment",)  # groups whose name is no key of the schema
@@ -62,6 +63,7 @@ def when_null(value: Any, then: Any, otherwise: Any) -> Any:
 def register() -> None:
     """Make the schema and the resolvers known to Hydra. May be called twice."""
     ConfigStore.instance().store(name="schema", node=Config)
+    register_checked_files(config_folder())
     for resolver in (dense_parameters, transformer_parameters, sum_of, when_null):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
@@ -151,14 +153,12 @@ def to_config(composed: DictConfig, overrides: Iterable[str]) -> Config:
     stated = {_key(override) for override in overrides}
     if "job._target_" in stated:
         _forget_the_default_job(composed, stated)
-    try:
+    with guarded():
         values = OmegaConf.to_container(composed, resolve=True)
         sentences = unknown_keys(values)  # type: ignore[arg-type]
         if sentences:
             raise ConfigError("\n".join(sentences))
         return read_config(values)
-    except OmegaConfBaseException as error:
-        raise explained(error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +183,7 @@ def composed(overrides: Sequence[str], config_dir: str | None = None) -> Compose
     import hydra
     from hydra.types import RunMode
 
+    check_arguments(overrides)
     register()
     overrides = accept_spellings(overrides)
     searched: list[str] = []
@@ -191,13 +192,13 @@ def composed(overrides: Sequence[str], config_dir: str | None = None) -> Compose
         if not folder.is_dir():
             raise ConfigError(f"--config-dir must be a folder, but {config_dir} is not one")
         searched = [f"hydra.searchpath=[file://{folder}]"]
-    try:
-        with hydra.initialize_config_dir(str(config_folder()), version_base=HYDRA_VERSION_BASE):
-            values = hydra.compose(
-                "config", overrides=[*overrides, *searched], return_hydra_config=True
-            )
-    except COMPOSITION_ERRORS as error:
-        raise explained(error) from error
+    with (
+        guarded(),
+        hydra.initialize_config_dir(str(config_folder()), version_base=HYDRA_VERSION_BASE),
+    ):
+        values = hydra.compose(
+            "config", overrides=[*overrides, *searched], return_hydra_config=True
+        )
     sweeps = OmegaConf.select(values, "hydra.mode") == RunMode.MULTIRUN
     with open_dict(values):
         del values["hydra"]

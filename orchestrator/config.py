@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from orchestrator.bounds import refuse_beyond, too_many_ranks
 from orchestrator.errors import ConfigError, did_you_mean
 
 GPUS = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.+-]*:)?([0-9]{1,6})")
@@ -263,6 +264,7 @@ def _value(config: Config, dotted: str) -> Any:
 
 def check(config: Config) -> None:
     """Refuse what no plan and no cluster can use. Raises one `ConfigError` for all of it."""
+    refuse_beyond(asdict(config))  # before anything is computed from such numbers
     wrong: list[str] = []
     for dotted, allowed in CHOICES.items():
         value = _value(config, dotted)
@@ -273,7 +275,7 @@ def check(config: Config) -> None:
                     "; known are: " + ", ".join(sorted(allowed)), ""
                 )
             )
-    node_range(config.cluster.nodes)
+    wrong += too_many_ranks(node_range(config.cluster.nodes)[1], config.cluster.ranks_per_node)
     gpu_count(config.cluster.gpus_per_node)
     at_least: Sequence[tuple[str, float]] = (
         ("cluster.ranks_per_node", 1), ("cluster.cpus_per_rank", 1), ("accumulation.steps", 1),

@@ -6,6 +6,7 @@ value that works. Anything that is *not* one of these is a defect and keeps its 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 EXIT_FINISHED = 0
@@ -79,6 +80,35 @@ class StopRequested(OrchestratorError):
     """The run was asked to stop and did, at a point from which it can be resumed."""
 
     exit_code = EXIT_STOPPED
+
+
+def unreadable(error: OSError) -> RunFolderError:
+    """What the file system says of a path that somebody named, as a message."""
+    what = f"{shortened(error.filename)}: " if error.filename else ""
+    return RunFolderError(f"{what}{error.strerror or error}")
+
+
+def standing_somewhere() -> None:
+    """Refuse to begin in a working folder that is gone. Raises `RunFolderError`."""
+    try:
+        os.getcwd()  # noqa: PTH109  # Path.cwd() would say no more
+    except FileNotFoundError:
+        raise RunFolderError(
+            "the folder that you stand in does not exist any more; cd to another one"
+        ) from None
+
+
+def shortened(value: object, most: int = 60) -> str:
+    """A value in a message: its beginning, and how long it is.
+
+    >>> shortened("x" * 100, 10)
+    'xxxxxxxxxx… (100 characters)'
+    """
+    try:
+        text = str(value)
+    except ValueError:  # an int of more digits than Python turns into text
+        return "a number of thousands of digits"
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

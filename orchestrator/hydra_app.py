@@ -18,7 +18,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from orchestrator.compose import HYDRA_VERSION_BASE, config_folder, register, to_config
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.hydra_input import guarded
 from orchestrator.submit.manner import Manner
 from orchestrator.submit.run import start
 from orchestrator.submit.sweep import Sweep, SweepInterrupted, SweepRefused
@@ -33,6 +34,7 @@ def run_hydra(arguments: Sequence[str], manner: Manner) -> int:
     register()
     codes: list[int] = []
     refused: list[OrchestratorError] = []
+    defects: list[Exception] = []
     sweep = Sweep(manner)
 
     def task(composed: DictConfig) -> None:
@@ -42,25 +44,34 @@ def run_hydra(arguments: Sequence[str], manner: Manner) -> int:
             folder = Path(values.sweep.dir).absolute()
             sweep.point(lambda: to_config(composed, overrides), overrides, folder, values.job.num)
             return
+        codes.append(start(to_config(composed, overrides), manner, overrides=overrides).exit_code)
+
+    def kept(composed: DictConfig) -> None:
         try:
-            codes.append(
-                start(to_config(composed, overrides), manner, overrides=overrides).exit_code
-            )
+            task(composed)
         except OrchestratorError as error:  # Hydra would print its own lines about it
             refused.append(error)
+        except Exception as error:
+            defects.append(error)
+            raise
 
     sys.argv = [sys.argv[0], *arguments]
     # Without this Hydra prints its own report and exits; with it, exceptions reach the caller.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     app: Any = hydra.main(
         config_path=str(config_folder()), config_name="config", version_base=HYDRA_VERSION_BASE
-    )(task)
+    )(kept)
     try:
-        app()
+        with guarded(bounded=False):
+            app()
     except SweepRefused as wrong:
         raise wrong.error from wrong
     except SweepInterrupted:
         codes.append(sweep.finish(interrupted=True))
+    except ConfigError:
+        if defects:  # ours, not Hydra's: it keeps its traceback
+            raise defects[0] from None
+        raise
     if refused:
         raise refused[0]
     if sweep.points and not codes:

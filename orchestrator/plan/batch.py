@@ -31,6 +31,8 @@ from orchestrator.plan.checks import at_least
 DEFAULT_GLOBAL_BATCH = 256
 DEFAULT_STEPS = 4
 
+MOST_MICRO_BATCHES = 2**22  # of one window, over all ranks: its table is kept in memory
+
 GLOBAL_BATCH = "accumulation.global_batch"
 STEPS = "accumulation.steps"
 MICRO_BATCH = "accumulation.micro_batch"
@@ -83,6 +85,20 @@ def resolve_batch(
     for key, value in ((GLOBAL_BATCH, global_batch), (STEPS, steps), (MICRO_BATCH, micro_batch)):
         if value is not None:
             at_least(1, key, value)
+    batch = _completed(global_batch, steps, micro_batch, ranks)
+    pieces = ranks * min(batch.steps, -(-batch.global_batch // ranks))
+    if pieces > MOST_MICRO_BATCHES:
+        raise PlanError(
+            f"{GLOBAL_BATCH}={batch.global_batch} in {batch.steps} micro-steps on {ranks} ranks is "
+            f"a window of {pieces} micro-batches; at most {MOST_MICRO_BATCHES} can be planned: "
+            f"fewer {STEPS} or a larger {MICRO_BATCH} would do"
+        )
+    return batch
+
+
+def _completed(
+    global_batch: int | None, steps: int | None, micro_batch: int | None, ranks: int
+) -> Batch:
     if micro_batch is None:
         return Batch(
             global_batch=DEFAULT_GLOBAL_BATCH if global_batch is None else global_batch,

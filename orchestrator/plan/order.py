@@ -58,7 +58,7 @@ class DataOrder:
             `drop`: they are left out of this epoch (G > N is refused: nothing would remain).
             `carry`: the stream runs on into the next epoch, and every update has exactly G samples;
             with G > N an update spans epochs and holds some samples more than once.
-        seed: 0 up to 2**64 - 1.
+        seed: 0 up to 2**63 - 1.
 
     Raises:
         PlanError: a number out of range, an unknown `ragged`, or `drop` with G > N.
@@ -77,10 +77,10 @@ class DataOrder:
         at_least(1, GLOBAL_BATCH, self.global_batch)
         one_of(RAGGED, "accumulation.ragged", self.ragged)
         at_least(0, "train.seed", self.seed)
-        if self.seed >= 2**64:
+        if self.seed >= 2**63:
             raise PlanError(
-                f"train.seed={self.seed}: it must be less than 2**64; the nearest that works is "
-                f"train.seed={2**64 - 1}"
+                f"train.seed={self.seed}: it must be less than 2**63; the nearest that works is "
+                f"train.seed={2**63 - 1}"
             )
         if self.ragged == "drop" and self.global_batch > self.dataset_samples:
             raise PlanError(

@@ -23,6 +23,9 @@ _PLAIN_SYMBOLS = str.maketrans(
 )
 
 
+LONGEST_MESSAGE = 4000
+
+
 def harmless(text: object) -> str:
     r"""`text` without escape sequences and control characters (line feeds stay, tabs are expanded).
 
@@ -53,6 +56,14 @@ def say(console: Console, text: object, style: str = "", *, prose: bool = False)
     """
     whole = not (prose and console.is_terminal)
     console.print(literal(text, console, style), soft_wrap=whole, highlight=False)
+
+
+def say_error(error: BaseException, console: Console) -> None:
+    """Print an error as the one message it is, cut where a value in it is endless."""
+    text = str(error)
+    if len(text) > LONGEST_MESSAGE:
+        text = f"{text[:LONGEST_MESSAGE]}… ({len(text)} characters; -v shows all)"
+    say(console, f"error: {text}", "bold red")
 
 
 def command(verb: str, *paths: Path) -> str:

@@ -1,0 +1,32 @@
+"""A sample of hostile command lines; `python -m tests.hostile --seed N --lines 1000` runs more."""
+
+import pytest
+
+import orchestrator.application
+import orchestrator.hydra_app  # noqa: F401  # so that each child finds it imported
+from tests.hostile.arena import run
+from tests.hostile.lines import lines
+
+SEED, SHARES, EACH = 20261121, 2, 30
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_no_command_line_ends_in_a_traceback_a_hang_or_somebody_elses_command(tmp_path, share):
+    wrong = []
+    for number, line in enumerate(lines(SEED + share, EACH, tmp_path)):
+        folder = tmp_path / f"{number}.run"
+        folder.mkdir()
+        ended = run(line, folder)
+        if faults := ended.faults(folder):
+            wrong.append((line, faults, ended.words[-400:]))
+    assert not wrong
+
+
+def test_the_same_seed_gives_the_same_lines(tmp_path):
+    def first(name):
+        folder = tmp_path / name
+        folder.mkdir()
+        found = lines(7, 20, folder)
+        return [[a.replace(str(folder), "") for a in line.arguments] for line in found]
+
+    assert first("one") == first("two")
