@@ -242,3 +242,27 @@ def test_the_table_shows_the_farthest_first_and_brackets_as_they_are(folder, scr
 def test_without_a_wish_for_tensors_there_is_one_sentence(folder, screen):
     print_comparison(both(folder, {"w": np.ones(1)}, {"w": np.ones(1)}), screen)
     assert screen.text == "the same bits in all of 1 tensor\n"
+
+
+@pytest.mark.parametrize("place", [0, module.PIECE - 1, module.PIECE, 2 * module.PIECE + 5])
+def test_a_difference_in_any_piece_of_a_large_tensor_is_found(folder, place):
+    """Tensors are read in pieces: neither the difference nor the size may come from one alone."""
+    size = 2 * module.PIECE + 6
+    reference = np.ones(size, dtype=np.float32)
+    reference[size // 3] = 4.0  # the largest value lies in the first piece
+    other = reference.copy()
+    other[place] += 2.0
+    found = both(folder, {"w": other}, {"w": reference})
+    assert found.max_relative_difference == 0.5
+    assert found.tensors["w"].max_absolute_difference == 2.0
+    assert not found.equal_bits
+    assert both(folder, {"w": reference}, {"w": reference}).equal_bits
+
+
+def test_the_largest_value_is_looked_for_in_every_piece(folder):
+    size = module.PIECE + 6
+    reference = np.ones(size, dtype=np.float32)
+    reference[-1] = 8.0
+    other = reference.copy()
+    other[0] = 3.0
+    assert both(folder, {"w": other}, {"w": reference}).max_relative_difference == 0.25

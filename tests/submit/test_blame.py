@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.rundir import RunDir
+from orchestrator.rundir import RunDir, write_json
 from orchestrator.submit.blame import blame
 
 
@@ -23,3 +23,47 @@ def test_a_rank_that_wrote_no_failure_is_heard_by_its_logs_last_word(tmp_path, l
     culprit = blame(run, 0, "node1", 1, status)
     assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", cause)
     assert culprit.log_tail == tuple(log.splitlines())
+
+
+def written(run, rank, time, *, secondary, cause="ValueError: wrong"):
+    write_json(
+        run.failure(0, rank),
+        {"rank": rank, "node": f"node{rank}", "cause": cause, "time": time, "usage": False,
+         "secondary": secondary},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def begun(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.begin_attempt()
+    return run
+
+
+def test_of_several_primary_failures_the_first_in_time_is_the_cause(begun):
+    written(begun, 0, 5.0, secondary=True, cause="PeerLost: rank 1 went away")
+    written(begun, 3, 4.0, secondary=False, cause="ValueError: later")
+    written(begun, 1, 2.0, secondary=False, cause="ValueError: first")
+    written(begun, 2, 1.0, secondary=True, cause="PeerLost: earliest, but only followed")
+    culprit = blame(begun, 0, "node0", 0, 1)
+    assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", "ValueError: first")
+
+
+def test_a_primary_failure_that_was_seen_first_is_not_passed_on_to_an_earlier_one(begun):
+    written(begun, 0, 5.0, secondary=False, cause="ValueError: mine")
+    written(begun, 1, 2.0, secondary=False, cause="ValueError: another")
+    assert blame(begun, 0, "node0", 0, 1).cause == "ValueError: mine"
+
+
+def test_where_all_only_followed_the_one_seen_first_is_named(begun):
+    written(begun, 0, 5.0, secondary=True, cause="PeerLost: a")
+    written(begun, 1, 2.0, secondary=True, cause="PeerLost: b")
+    assert blame(begun, 0, "node0", 0, 1).rank == 0
+
+
+def test_a_node_that_went_away_is_named_without_a_rank(begun):
+    begun.node_log("node1").write_text("last\n")
+    culprit = blame(begun, 0, "node1", None, -9)
+    assert (culprit.rank, culprit.node, culprit.log_tail) == (None, "node1", ("last",))
+    assert "its supervisor was killed by signal 9 (SIGKILL)" in culprit.cause

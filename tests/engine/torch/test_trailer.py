@@ -112,3 +112,31 @@ def test_trailers_of_ranks_add_up(ranks, dtype):
 def test_a_trailer_of_another_length_is_refused():
     with pytest.raises(ValueError, match="a trailer with 1 metrics has 42 numbers, but 30"):
         Trailer.of([0.0] * 30, 1)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("units", "rounded"), [(0.49, 0), (0.5, 1), (0.51, 1), (1.49, 1), (1.5, 2), (255.6, 256)]
+)
+def test_a_sum_is_rounded_to_the_nearest_unit_of_narrow_limbs(sign, units, rounded):
+    if units % 1 == 0.5 and sign < 0:  # halves go up
+        rounded -= 1
+    limbs = _sum_of([sign * units * 2.0**-40]).limbs(NARROW)
+    assert sum(limb * 256.0**place for place, limb in enumerate(limbs)) == sign * rounded
+
+
+@pytest.mark.parametrize(("bits", "reach"), [(WIDE, 96), (NARROW, 56)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_sum_reaches_up_to_its_bound_and_says_when_it_is_beyond(bits, reach, sign):
+    below = sign * 2.0**reach * (1 - 2.0**-40)
+    limbs = _sum_of([below]).limbs(bits)
+    assert ExactSum.of(limbs, bits).value == below
+    assert all(abs(limb) < 2**bits for limb in limbs)
+    assert _sum_of([sign * 2.0**reach]).limbs(bits)[0] == sign * math.inf
+
+
+@pytest.mark.parametrize("value", [2.0**900, -(2.0**900), math.nextafter(2.0**900, 0)])
+def test_values_up_to_two_to_the_900_are_units_and_larger_ones_are_odd(value):
+    found = _sum_of([value])
+    assert (found.odd == 0) == (abs(value) < 2.0**900)
+    assert found.odd in (0.0, math.copysign(math.inf, value))
