@@ -31,6 +31,16 @@ def shell_block(page, words):
     return textwrap.dedent(found[0])
 
 
+def table(page, heading):
+    """The rows, as tuples of cells, of the table of `docs/<page>` whose first heading is this."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    found = re.search(
+        rf"^\| {re.escape(heading)} \|.*\n\|[-:| ]+\n((?:\|.*\n)+)", text, re.MULTILINE
+    )
+    assert found, f"docs/{page} has no table that begins with '{heading}'"
+    return [tuple(line.strip("| ").split(" | ")) for line in found[1].splitlines()]
+
+
 def torchrun(page, name, processes, folder):
     """The lines that the script prints when `processes` ranks run it on this machine."""
     (folder / name).write_text(script(page, name), encoding="utf-8")

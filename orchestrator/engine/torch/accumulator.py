@@ -41,6 +41,7 @@ from orchestrator.engine.torch.step import Step
 from orchestrator.engine.torch.tally import Tally
 from orchestrator.engine.torch.used import UsedParameters
 from orchestrator.engine.torch.watch import WindowWatch
+from orchestrator.engine.torch.window import WindowState
 from orchestrator.engine.trailer import MOST_RANKS, STOP, Trailer
 from orchestrator.errors import ConfigError
 from orchestrator.job import Loss
@@ -133,10 +134,11 @@ class Accumulator:
             if isinstance(self._reduction, ShardedBoundary)
             else None
         )
-        self._update, self._open, self._expected = -1, False, 1.0
+        self._window = WindowState([name for name, _ in self._parameters], group.size)
+        self._expected = 1.0
         self._mark = group.mark()
         self.compute_s = 0.0
-        self._hooks = listen(self, [parameter for _, parameter in self._parameters])
+        self._ears = listen(self, self._parameters)
 
     @property
     def buffers(self) -> GradientBuffers:
@@ -176,14 +178,17 @@ class Accumulator:
 
     def gradient_ready(self, parameter: int) -> None:
         """For the hooks of this accumulator's parameters."""
+        if not self._window.arrived(parameter):
+            return
         self.buffers.take(parameter)
         self._used.mark(parameter)
         self._reduction.ready(parameter)
 
     def close(self) -> None:
-        """Take the hooks off the parameters: another accumulator is to have them."""
-        for handle in self._hooks:
-            handle.remove()
+        """Take the hooks off model and optimizer: another accumulator is to have them."""
+        self._window.close()
+        self._step.close()
+        self._ears.remove()
 
     # ------------------------------------------------------------------ a window
 
@@ -210,21 +215,32 @@ class Accumulator:
 
         Raises:
             ValueError: `steps`, `leaves` or `expected_weight` cannot be used.
+            JobError: micro-steps of the window before would be lost, or the model has changed.
         """
+        with self._window.within("begin_window()"):
+            self._begin(update, learning_rate, steps, leaves, expected_weight)
+
+    def _begin(
+        self,
+        update: int | None = None,
+        learning_rate: float | None = None,
+        steps: int | None = None,
+        leaves: int | None = None,
+        expected_weight: float | None = None,
+    ) -> None:
         if expected_weight is not None and not 0 < expected_weight < float("inf"):
             raise ValueError(f"`expected_weight` must be above 0, but is {expected_weight}")
         # A float16 backward wants sums: means of large batches would underflow in it.
         early = expected_weight is not None and self.precision.scale == 1.0
         self._expected = float(expected_weight or 1.0) if early else 1.0
-        self._update = self._update + 1 if update is None else update
+        self._window.begin(update, self._tally.micro_steps)
         if learning_rate is not None:
             self._rate.set(learning_rate)
         self._reduction.begin(steps=steps, leaves=leaves)
         self._tally.begin()
         self._used.begin()
         self._mark, self.compute_s = self.group.mark(), 0.0
-        self._watch.begin(self._update)
-        self._open = True
+        self._watch.begin(self._window.update)
 
     def backward(self, loss: Loss, *, last: bool = False, leaf: int | None = None) -> None:
         """Back-propagate one micro-step's sum. Silent, but for finished buckets in the last one.
@@ -237,32 +253,48 @@ class Accumulator:
                 reduction="reproducible", where a rank's come in order.
 
         Raises:
-            JobError: `loss` is not what the job's contract says.
+            JobError: `loss` is not what the job's contract says; a micro-step marked `last` was
+                there already; gradients were written by something else than a backward.
         """
-        if not self._open:
-            self.begin_window()
-        began = time.perf_counter()
-        self._tally.add(loss)
-        self._reduction.before_backward(last=last, leaf=leaf)
-        factor = self.precision.scale / self._expected
-        loss.total.backward(None if factor == 1.0 else torch.full_like(loss.total, factor))
-        self.buffers.settle()
-        self._reduction.after_backward()
-        self.compute_s += time.perf_counter() - began
+        with self._window.within("backward()"):
+            self._need_window("backward()")
+            began = time.perf_counter()
+            row = self._tally.row(loss)
+            with self._window.micro_step(last=last):
+                self._tally.add(row)
+                self.buffers.expect()
+                self._reduction.before_backward(last=last, leaf=leaf)
+                factor = self.precision.scale / self._expected
+                loss.total.backward(None if factor == 1.0 else torch.full_like(loss.total, factor))
+                self.buffers.settle()
+                self._reduction.after_backward()
+            self.compute_s += time.perf_counter() - began
 
     def record(self, loss: Loss) -> None:
         """Count a micro-step whose backward somebody else runs (a pipeline's schedule, say).
 
-        Its gradients must be those of `loss.total`, unscaled. For reduction="fast" only.
+        Its gradients must be those of `loss.total`, unscaled. For reduction="fast" only. Call
+        `begin_window` before that backward.
 
         Raises:
             ValueError: the window has an expected weight, which its backward did not divide by.
+            JobError: the backward ran before the window began.
         """
-        if not self._open:
-            self.begin_window()
+        with self._window.within("record()"):
+            self._need_window("record()")
+            self._record(loss)
+
+    def _record(self, loss: Loss) -> None:
+        if not self._reduction.records:
+            raise ConfigError(
+                "record() is for reduction='fast'; with 'reproducible' each chunk's gradient is "
+                "kept apart, by backward()"
+            )
+        row = self._tally.row(loss)
+        self._window.record()
         if self._expected != 1.0:
             raise ValueError("record() is for windows without `expected_weight`")
-        self._tally.add(loss)
+        self._tally.add(row)
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         """Reduce once, divide by the weight, clip once, step once. Collective.
@@ -276,22 +308,31 @@ class Accumulator:
             JobError: on all ranks alike, when the weights add up to 0 or one is negative.
             PeerLost: another rank went away.
         """
-        if not self._open:
-            self.begin_window()
-        self._open = False
+        with self._window.within("boundary()"):
+            self._need_window("boundary()")
+            self._window.end()
+            return self._boundary(stop=stop)
+
+    def _need_window(self, call: str) -> None:
+        if not self._window.open:
+            self._window.untold_before(call)
+            self._begin()
+
+    def _boundary(self, *, stop: bool) -> BoundaryReport:
         scale = self.precision.scale
         reached = time.perf_counter()
-        self._watch.end(self._update)
-        trailer = self._tally.trailer()  # waits for the device, so what follows is not computing
-        self.compute_s += time.perf_counter() - reached
-        reached = time.perf_counter()
-        trailer.flags[STOP] = int(stop)
-        self._used.flag(trailer)
         norm_of_sum = GradientNorm()
-        totals = self._reduction.finish(trailer, norm_of_sum.add)
+        with self._window.alone():
+            self._watch.end(self._window.update)
+            trailer = self._tally.trailer()  # waits for the device: what follows is not computing
+            self.compute_s += time.perf_counter() - reached
+            reached = time.perf_counter()
+            trailer.flags[STOP] = int(stop)
+            self._used.flag(trailer)
+            totals = self._reduction.finish(trailer, norm_of_sum.add)
         waited = time.perf_counter()
         norm, applied = self._step.take(
-            self._update,
+            self._window.update,
             totals,
             norm_of_sum,
             self._shard or self.buffers,
@@ -315,7 +356,7 @@ class Accumulator:
         weight = totals.weight.value
         sent = self.group.since(self._mark)
         return BoundaryReport(
-            update=self._update,
+            update=self._window.update,
             loss=totals.loss.value / weight,
             weight=weight,
             metrics={

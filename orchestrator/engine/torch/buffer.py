@@ -3,11 +3,16 @@
 A window begins with every `.grad` None, and the gradients of its first backward are copied into
 their places as they come; autograd adds all later ones there itself. So no time goes into zeros,
 and nothing is ever copied together to be reduced. The trailer's numbers end the last buffer.
+
+Only a backward may write gradients. A view has a count of its own of what wrote in it (torch's
+version), which grows by one for each gradient that is added; what else wrote there, or put another
+tensor in `.grad`'s place, is found at the next look, and refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
@@ -16,6 +21,8 @@ from orchestrator.engine.torch.flat import bytes_of
 from orchestrator.engine.torch.layout import Place, buffer_plans, real_numbers
 from orchestrator.errors import JobError
 from orchestrator.plan.wire import trailer_numbers
+
+_GRADIENT, _VERSION = attrgetter("grad"), attrgetter("_version")
 
 
 class GradientBuffers:
@@ -67,10 +74,15 @@ class GradientBuffers:
             self.gradients.append(flat[:start])
         self.trailer = self.payloads[-1][self.gradients[-1].numel() :]
         self.places = [place_of[id(parameter)] for _, parameter in self.parameters]
+        # A view by `.data` has a version of its own, which writing in the flat buffer leaves alone.
         self.views = [
-            view_of(self.flats[place.buffer], place, place.start) for place in self.places
+            view_of(self.flats[place.buffer], place, place.start).data for place in self.places
         ]
+        self._tensors = [parameter for _, parameter in self.parameters]
+        self._addresses = [view.data_ptr() for view in self.views]
+        self._versions: list[int] = []
         self._here = bytearray(len(self.places))  # 1 where a gradient is in its place
+        self._looked = False  # in this backward, what is in no view's place was None before it
 
     def another(self) -> GradientBuffers:
         """Further buffers of the same layout, zero."""
@@ -83,61 +95,107 @@ class GradientBuffers:
         self._here[:] = bytes(len(self._here))
         for flat, gradient in zip(self.flats, self.gradients, strict=True):
             flat[gradient.numel() :].zero_()
-        for _, parameter in self.parameters:
+        for parameter in self._tensors:
             parameter.grad = None
+        self._versions, self._looked = list(map(_VERSION, self.views)), False
 
-    def take(self, number: int) -> None:
-        """Have parameter `number`'s gradient in its place, whatever was done to `.grad` meanwhile.
-
-        The window's first is copied there; one that somebody put in `.grad`'s place later is added;
-        what autograd added in place is there already.
-        """
-        parameter, view = self.parameters[number][1], self.views[number]
-        found = parameter.grad
-        if found is view or found is None or found.requires_grad:
-            return  # `settle` refuses the last of these, where it can be told
-        if self._here[number]:
-            view.add_(found)
-        elif found.is_sparse:
-            view.zero_().add_(found)
-        else:
-            view.copy_(found)
-        self._here[number] = 1
-        parameter.grad = view
-
-    def settle(self) -> None:
-        """After a backward: take what came without a hook, or took a gradient's place.
+    def expect(self) -> None:
+        """Before a backward: every `.grad` is its view, or None.
 
         A `.grad` of None (after `zero_grad(set_to_none=True)`) takes nothing away from what was
         accumulated.
 
         Raises:
-            JobError: a backward with `create_graph=True` replaced one, old sum included.
+            JobError: somebody put something else there.
         """
-        for number, ((name, parameter), view) in enumerate(
-            zip(self.parameters, self.views, strict=True)
-        ):
+        for number, found in enumerate(map(_GRADIENT, self._tensors)):
+            if found is not None and found is not self.views[number]:
+                raise self._strange(number)
+        self._looked = True
+
+    def take(self, number: int) -> None:
+        """A backward has added to parameter `number`'s gradient: have it in its place.
+
+        The window's first is copied there; one that found `.grad` to be None later is added; what
+        autograd added in place is there already.
+
+        Raises:
+            JobError: something else wrote there.
+        """
+        parameter, view = self._tensors[number], self.views[number]
+        found = parameter.grad
+        if found is view:
+            version = _VERSION(view)
+            if version != self._versions[number] + 1 or not self._here[number]:
+                raise self._strange(number)
+            self._versions[number] = version
+            return
+        if found is None or found.requires_grad:
+            return  # `settle` refuses the last of these, where it can be told
+        if not self._here[number]:
+            if found.is_sparse:
+                view.zero_().add_(found)
+            else:
+                view.copy_(found)
+        elif self._looked:
+            view.add_(found)
+        else:
+            raise self._strange(number)
+        self._here[number] = 1
+        self._versions[number] = _VERSION(view)
+        parameter.grad = view
+
+    def settle(self) -> None:
+        """After a backward: every gradient that came is in its place.
+
+        Raises:
+            JobError: one is not a backward's, or a backward with `create_graph=True` replaced it.
+        """
+        self._looked = False
+        if all(map(is_, map(_GRADIENT, self._tensors), self.views)):
+            return
+        for number, (parameter, view) in enumerate(zip(self._tensors, self.views, strict=True)):
             found = parameter.grad
-            if found is view:
-                continue
             if found is None:
                 if self._here[number]:
                     parameter.grad = view
-                continue
-            if found.requires_grad:
-                raise JobError(
-                    f"the gradient of {name} carries a graph: accumulate by plain backward(); for "
-                    "gradient penalties use torch.autograd.grad(..., create_graph=True)"
-                )
-            self.take(number)
+            elif found is not view:
+                raise self._strange(number)
+
+    def verify(self) -> None:
+        """Raise `JobError` unless the last to write in each view was a backward."""
+        versions = list(map(_VERSION, self.views))
+        addresses = [view.data_ptr() for view in self.views]
+        if versions != self._versions or addresses != self._addresses:
+            now = zip(versions, addresses, strict=True)
+            before = zip(self._versions, self._addresses, strict=True)
+            raise self._strange(
+                next(n for n, (a, b) in enumerate(zip(now, before, strict=True)) if a != b)
+            )
 
     def complete(self) -> None:
         """`settle`, and zeros for parameters without a gradient: the buffers can be summed up."""
         self.settle()
+        self.verify()
         for number, view in enumerate(self.views):
             if not self._here[number]:
                 view.zero_()
+                self._versions[number] = _VERSION(view)
         self.attach()
+
+    def _strange(self, number: int) -> JobError:
+        name, parameter = self.parameters[number]
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            return JobError(
+                f"the gradient of {name} carries a graph: accumulate by plain backward(); for "
+                "gradient penalties use torch.autograd.grad(..., create_graph=True)"
+            )
+        return JobError(
+            f"the gradient of {name} was written by something else than a backward: between a "
+            "window's start and its boundary only backward() adds to .grad. To clip use "
+            "Accumulator(..., clip_norm=...), to scale or mask use parameter.register_hook(...); "
+            "zero_grad() is not needed; gradients from torch.func or by hand cannot be accumulated"
+        )
 
     def attach(self) -> None:
         """Show the buffers' numbers: every `.grad` is its view, whatever it was."""

@@ -31,6 +31,11 @@ class Reduction(Protocol):
         """How many sets of buffers there are."""
         ...
 
+    @property
+    def records(self) -> bool:
+        """Whether gradients of backwards that somebody else runs can be taken in."""
+        ...
+
     def begin(self, *, steps: int | None, leaves: int | None) -> None:
         """A window begins, of at most `steps` micro-steps on a rank and `leaves` over all ranks."""
         ...
@@ -102,6 +107,11 @@ class AtBoundary:
         """One."""
         return 1
 
+    @property
+    def records(self) -> bool:
+        """They only have to be in the buffers."""
+        return True
+
     def begin(self, *, steps: int | None, leaves: int | None) -> None:
         """Start from nothing."""
         del steps, leaves
@@ -159,6 +169,11 @@ class EveryStep:
     def buffers_made(self) -> int:
         """One."""
         return 1
+
+    @property
+    def records(self) -> bool:
+        """They only have to be in the buffers."""
+        return True
 
     def begin(self, *, steps: int | None, leaves: int | None) -> None:
         """Start from nothing. Raises `ValueError` without `steps`: ranks have to agree on it."""

@@ -47,7 +47,8 @@ class Refusals:
             )
         return JobError(
             f"the weights of update {update} add up to {totals.weight.value:g} over all ranks, and "
-            "the gradient cannot be divided by that; is every token masked?"
+            "the gradient cannot be divided by that; is every token masked, or was "
+            "there no micro-step?"
         )
 
     def loss(self, update: int, bad_step: int | None) -> None:

@@ -75,6 +75,11 @@ class Reproducible:
         """How many sets of gradient buffers exist."""
         return self._pool.made
 
+    @property
+    def records(self) -> bool:
+        """They would have to be told apart, leaf by leaf."""
+        return False
+
     def begin(self, *, steps: int | None, leaves: int | None) -> None:
         """Start without nodes. Raises `ValueError` without `leaves`."""
         del steps
@@ -100,6 +105,7 @@ class Reproducible:
             )
         self._owned = (leaf if self._owned == _NO_LEAVES else self._owned[0], leaf + 1)
         if self._spent:
+            self._current.verify()
             self._current, self._spent = self._pool.take(), False
             self._current.begin()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,7 +16,7 @@ from orchestrator.engine.torch.refusal import Refusals
 from orchestrator.engine.torch.tally import Tally
 from orchestrator.engine.torch.used import UsedParameters
 from orchestrator.engine.trailer import BAD_WEIGHT, NON_FINITE, Trailer
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, JobError
 
 
 class Summed(Protocol):
@@ -68,6 +69,17 @@ class Step:
             raise ConfigError(f"clip_norm must be a number above 0, but is {clip_norm}")
         self._optimizer, self._precision, self._used = optimizer, precision, used
         self._clip_norm, self._refusals = clip_norm, Refusals(group, on_non_finite)
+        self._steps = False  # a step of ours runs
+        self._guard = _only_at_boundaries(self, optimizer)
+
+    @property
+    def steps(self) -> bool:
+        """Whether the optimizer may step now."""
+        return self._steps
+
+    def close(self) -> None:
+        """Leave the optimizer to others."""
+        self._guard.remove()
 
     def take(
         self,
@@ -111,8 +123,33 @@ class Step:
         if factor != 1.0:
             for gradient in summed.gradients:
                 gradient.mul_(factor)
-        summed.detach(self._used.unused(totals))
-        self._optimizer.step()
+        unused = self._used.unused(totals)
+        if len(unused) == self._used.count:
+            raise JobError(
+                f"no gradient reached any parameter in update {update}, on any rank: were the "
+                "losses computed by another model, or by a copy of this one?"
+            )
+        summed.detach(unused)
+        self._steps = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._steps = False
         summed.attach()
         self._precision.succeeded()
         return norm, True
+
+
+def _only_at_boundaries(step: Step, optimizer: Optimizer) -> Any:
+    """Have `optimizer` refuse to be stepped by others as long as `step` lives; gives the handle."""
+    itself = weakref.ref(step)
+
+    def before(*_: Any) -> None:
+        living = itself()
+        if living is not None and not living.steps:
+            raise JobError(
+                "optimizer.step() was called, but the optimizer steps at the boundary: call "
+                "accumulator.boundary() instead, which reduces, divides, clips and steps once"
+            )
+
+    return optimizer.register_step_pre_hook(before)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from orchestrator.engine.torch.means import averaged_by
 from orchestrator.engine.trailer import BAD_WEIGHT, NON_FINITE, Trailer
 from orchestrator.errors import JobError, did_you_mean
 from orchestrator.job import Loss
@@ -40,15 +42,19 @@ class Tally:
         """How many were added."""
         return len(self._rows)
 
-    def add(self, loss: Loss) -> None:
-        """Take in a micro-step's `total`, `weight` and `metrics`; nothing is computed yet.
+    def row(self, loss: Loss) -> list[Any]:
+        """A micro-step's `weight`, `total` and `metrics`, for `add`; nothing is computed yet.
 
         Raises:
             JobError: `loss` is not what the job's contract says; the message says in what.
         """
         metrics = checked(loss, self._names)
         values = [loss.weight, loss.total, *(metrics[name] for name in self._names)]
-        self._rows.append([v.detach() if isinstance(v, Tensor) else v for v in values])
+        return [value.detach() if isinstance(value, Tensor) else value for value in values]
+
+    def add(self, row: list[Any]) -> None:
+        """Take in a micro-step."""
+        self._rows.append(row)
 
     def trailer(self) -> Trailer:
         """The sums, each exact, with the flags of what is not usable."""
@@ -71,6 +77,12 @@ class Tally:
 
 def checked(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
     """The metrics of `loss`, which is what the contract says, or `JobError`."""
+    if isinstance(loss, Tensor):
+        raise JobError(
+            "loss() must return Loss(total, weight), but returned a plain tensor: a sum and what "
+            "to divide it by, as in Loss(cross_entropy(scores, wanted, reduction='sum'), "
+            "weight=len(wanted)); from orchestrator import Loss"
+        )
     if not all(hasattr(loss, part) for part in ("total", "weight", "metrics")):
         raise JobError(
             f"loss() must return Loss(total, weight), but returned {type(loss).__name__}; "
@@ -86,6 +98,10 @@ def checked(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
         raise JobError(
             "Loss.total has no graph to back-propagate; was it detached, or computed without grad?"
         )
+    _refuse_values(
+        {"weight": loss.weight, **{f"metrics['{n}']": v for n, v in loss.metrics.items()}}
+    )
+    _refuse_mean(loss)
     for name in loss.metrics:
         if name not in names:
             raise JobError(
@@ -96,6 +112,28 @@ def checked(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
         if name not in loss.metrics:
             raise JobError(f"Loss.metrics lacks '{name}', which the job's metric_names declare")
     return loss.metrics
+
+
+def _refuse_values(values: Mapping[str, Any]) -> None:
+    for what, value in values.items():
+        if isinstance(value, Tensor):
+            fits = value.numel() == 1 and not value.is_complex()
+            found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+        else:
+            fits, found = isinstance(value, Real), repr(value)
+        if not fits:
+            raise JobError(f"Loss.{what} must be a real number, but is {found}")
+
+
+def _refuse_mean(loss: Loss) -> None:
+    """With a weight of 1 it may be a mean over one sample's numbers, which is that sample's own."""
+    made_by = averaged_by(loss.total)
+    if made_by is not None and float(loss.weight) != 1.0:
+        raise JobError(
+            f"Loss.total is a mean, made by {made_by}, and Loss.weight is {float(loss.weight):g}: "
+            "it would be divided twice. Give the sum, with reduction='sum', or multiply the mean "
+            "by what it was divided by"
+        )
 
 
 def _as_floats(rows: list[list[Any]]) -> list[list[float]]:

@@ -24,6 +24,7 @@ class UsedParameters:
 
     def __init__(self, count: int, group: BaseGroup) -> None:
         self._group = group
+        self.count = count
         self._mine = bytearray(count)
         self._all = bytes([1]) * count
         self._told: bytes | None = None

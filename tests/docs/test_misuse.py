@@ -1,0 +1,21 @@
+"""Every row of the table in docs/library.md is what happens, and every misuse tried has a row."""
+
+import re
+
+import pytest
+
+from tests.docs.misuses import CASES, said
+from tests.docs.scripts import table
+
+ROWS = dict(table("library.md", "what was done"))
+
+
+def test_every_misuse_has_its_row_and_every_row_its_misuse():
+    assert list(ROWS) == list(CASES)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_what_the_page_says_is_said(row):
+    words = [part.strip() for part in ROWS[row].strip("`").split("…")]
+    found = said(CASES[row])
+    assert re.search(".*".join(map(re.escape, words)), found, re.DOTALL), found
