@@ -32,10 +32,13 @@ def check(config: Config, run: RunDir, manner: Manner) -> Verdict:
     """Ask the scheduler before anything is written. Raises `ConfigError`, `ClusterError`."""
     cluster = cluster_of(config, manner)
     verdict = cluster.check(cluster.request(config, run.path, 0))
-    warning = too_slow(config, verdict.grace_s)
-    if warning:
-        say(manner.console, f"warning: {warning}", "yellow", prose=True)
+    _warn(config, verdict, manner)
     return verdict
+
+
+def _warn(config: Config, verdict: Verdict, manner: Manner) -> None:
+    for warning in filter(None, (*verdict.warnings, too_slow(config, verdict.grace_s))):
+        say(manner.console, f"warning: {warning}", "yellow", prose=True)
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -45,7 +48,9 @@ def describe(config: Config) -> dict[str, Any]:
     warning: str | None = None
     try:
         verdict = cluster.check(request)
-        answer, refused, warning = verdict.words, False, too_slow(config, verdict.grace_s)
+        answer, refused = verdict.words, False
+        told = [*verdict.warnings, too_slow(config, verdict.grace_s)]
+        warning = "; ".join(filter(None, told)) or None
     except ClusterError as error:
         answer, refused = str(error), True
     return {**request.details, "scheduler": answer, "refused": refused, "warning": warning}
@@ -85,6 +90,7 @@ def resume(config: Config, run: RunDir, manner: Manner, interrupts: Interrupts) 
     attempt = max(run.attempts_made(), read_newest(run.newest_attempt) + 1)
     cluster = cluster_of(config, manner)
     verdict = cluster.check(cluster.request(config, run.path, attempt))
+    _warn(config, verdict, manner)
     return place(config, run, manner, interrupts, verdict, attempt)
 
 

@@ -24,14 +24,18 @@ from orchestrator.submit.slurm_checks import Verdict, check_request
 from orchestrator.submit.slurm_client import SchedulerDown, SlurmClient, explained
 from orchestrator.submit.slurm_defaults import read_defaults
 from orchestrator.submit.slurm_jobs import mine
-from orchestrator.submit.slurm_request import Here, batch_script
+from orchestrator.submit.slurm_limits import wanted
+from orchestrator.submit.slurm_request import Here, all_options, batch_script
 from orchestrator.submit.slurm_values import check_defaults, check_preamble, check_values
 from orchestrator.submit.slurm_watch import SlurmHandle
 from orchestrator.submit.task import Task
 
 PATIENCE_S = 60.0
 LONGEST_PAUSE_S = 8.0
+UNLIKE = ("job-name", "output")  # what differs between a sweep's points, and no limit is about
 LOST_ANSWERS = ("timed out", "zero bytes", "did not answer")
+
+_said: dict[tuple[object, ...], Verdict] = {}
 
 
 class Executor(submitit.SlurmExecutor):
@@ -129,24 +133,39 @@ class SlurmCluster:
         check_defaults(place.defaults)
         check_preamble(config.cluster.preamble)
         script = batch_script(config, folder, attempt, place)
+        options = {
+            k: v if v is True else str(v) for k, v in all_options(config, folder, place).items()
+        }
         return Request(
             run=run,
             attempt=attempt,
             nodes=node_range(config.cluster.nodes)[1],
             ranks_per_node=config.cluster.ranks_per_node,
             environment=dict(config.cluster.environment),
-            details={"sbatch": script},
+            details={"sbatch": script, "options": options},
         )
 
     def check(self, request: Request) -> Verdict:
-        """What the scheduler says of it. Raises `ClusterError` when it would never run."""
-        client = SlurmClient(self._config.cluster.slurm_conf)
-        script = str(request.details["sbatch"])
-        return patiently(
-            lambda: check_request(client, self._config, script),
-            patience_s=self._patience_s,
-            tell=self._tell,
-        )
+        """What the scheduler says of it. Raises `ClusterError` when it would never run.
+
+        It is asked once in a process's life for requests that are alike, as a sweep's points are.
+        """
+        cluster, options = self._config.cluster, request.details["options"]
+        alike = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
+        if alike not in _said:
+            client = SlurmClient(cluster.slurm_conf)
+            job = wanted(
+                options,
+                nodes=node_range(cluster.nodes),
+                cpus=cluster.ranks_per_node * cluster.cpus_per_rank,
+            )
+            script = str(request.details["sbatch"])
+            _said[alike] = patiently(
+                lambda: check_request(client, self._config, job, script),
+                patience_s=self._patience_s,
+                tell=self._tell,
+            )
+        return _said[alike]
 
     def submit(self, request: Request) -> SlurmHandle:
         """Queue it; the run folder then holds the job's id, so that anyone can follow it."""

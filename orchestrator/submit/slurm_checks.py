@@ -1,82 +1,66 @@
 """Would the scheduler ever run this? Asked before a run folder exists.
 
-`sbatch --test-only` answers for most. Sites with EnforcePartLimits=NO accept what can never start,
-and it would pend for ever; so the partition's own limits are looked at too, and accounts, which
-SLURM takes as they come unless the site enforces them.
+Refused is what can never run: by the limits of its partitions and their nodes as configured, by
+those of accounting where they are enforced, or because it names what does not exist. Sites with
+EnforcePartLimits=NO would accept it and let it wait for ever. All else, `sbatch --test-only`'s
+opinion included, is advice: with nodes drained, reserved or not yet heard of it refuses what a
+plain sbatch queues. sbatch itself has the last word.
 """
 
 from __future__ import annotations
 
+import getpass
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from orchestrator.config import Config, node_range
+from orchestrator.config import Config
 from orchestrator.errors import ClusterError, did_you_mean
-from orchestrator.submit.slurm_client import SlurmClient, explained
-from orchestrator.submit.slurm_jobs import seconds
+from orchestrator.submit.slurm_client import Answer, SchedulerDown, SlurmClient, explained
+from orchestrator.submit.slurm_limits import (
+    PARTITIONS,
+    SHAPES,
+    Limit,
+    Partition,
+    Wanted,
+    exceeded,
+    misfit,
+    read_limits,
+    read_partitions,
+)
 from orchestrator.submit.slurm_request import SIGNAL_AHEAD_S
+
+ACCOUNTING_S = 15.0
+# What sbatch says of a thing that does not exist; waiting would not make it exist.
+NEVER = (
+    "invalid partition", "invalid account", "invalid qos", "invalid generic resource",
+    "invalid feature", "invalid node name", "reservation is invalid",
+)  # fmt: skip
+ASSOCIATION = "format=Account,Partition,MaxTRES,GrpTRES,MaxWall,DefaultQOS"
+QUALITY = "format=Name,MaxTRES,MaxTRESPU,GrpTRES,MaxWall"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Partition:
-    """What matters of one partition. `grace_s`: between a preempting signal and the end."""
+class Verdict:
+    """The scheduler's answer to a request that it would take.
 
-    name: str
-    nodes: int
-    is_default: bool
-    up: bool
-    limit_min: float | None
-    max_nodes: int | None
-    grace_s: int
-    preemptible: bool
+    Attributes:
+        words: what it says of it.
+        grace_s: how long after a stop signal the job lives at the least.
+        warnings: what may keep the job waiting, a sentence each.
+    """
 
-
-def read_partitions(text: str) -> dict[str, Partition]:
-    """`scontrol --oneliner show partition` as values."""
-    found: dict[str, Partition] = {}
-    for line in text.splitlines():
-        words: Mapping[str, str] = dict(w.split("=", 1) for w in line.split() if "=" in w)
-        if "PartitionName" not in words:
-            continue
-        limit = seconds(words.get("MaxTime", ""))
-        most = words.get("MaxNodes", "UNLIMITED")
-        found[words["PartitionName"]] = Partition(
-            name=words["PartitionName"],
-            nodes=int(words.get("TotalNodes", "0")),
-            is_default=words.get("Default") == "YES",
-            up=words.get("State", "UP") == "UP",
-            limit_min=None if limit is None else limit / 60,
-            max_nodes=int(most) if most.isdigit() else None,
-            grace_s=int(words.get("GraceTime", "0")),
-            preemptible=words.get("PreemptMode", "OFF") not in ("OFF", ""),
-        )
-    return found
+    words: str
+    grace_s: float
+    warnings: tuple[str, ...] = ()
 
 
-def chosen_partitions(config: Config, known: Mapping[str, Partition]) -> list[Partition]:
+def chosen_partitions(job: Wanted, known: Mapping[str, Partition]) -> list[Partition]:
     """Those of the named ones that exist, or the default."""
-    asked = config.cluster.partition
-    if asked is None:
+    if not job.partitions:
         return [p for p in known.values() if p.is_default]
-    return [known[name] for name in asked.split(",") if name in known]
-
-
-def misfit(config: Config, partition: Partition) -> str | None:
-    """Why the job can never run in a partition; None when nothing stands against it."""
-    least = node_range(config.cluster.nodes)[0]
-    most = min(partition.nodes, partition.max_nodes or partition.nodes)
-    if least > most:
-        return f"cluster.nodes={least}, but partition {partition.name} gives {most} at most"
-    asked = config.cluster.time_min
-    if asked is not None and partition.limit_min is not None and asked > partition.limit_min:
-        return (
-            f"cluster.time_min={asked}, but partition {partition.name} allows "
-            f"{partition.limit_min:g} minutes; try cluster.time_min={partition.limit_min:g} (a run "
-            f"that needs longer is requeued and goes on)"
-        )
-    return None if partition.up else f"partition {partition.name} takes no jobs at present"
+    return [known[name] for name in job.partitions if name in known]
 
 
 def grace_s(config: Config, partitions: list[Partition]) -> float:
@@ -98,58 +82,124 @@ def too_slow(config: Config, grace: float) -> str | None:
     )
 
 
-def _unknown(client: SlurmClient, key: str, value: str | None) -> str | None:
-    """A sentence when accounting exists and does not know an account or quality of service."""
-    if value is None:
-        return None
-    entity, column = {"account": ("account", "Account"), "qos": ("qos", "Name")}[key]
-    answer = client.ask("sacctmgr", "-nP", "list", entity, f"format={column}")
-    known = answer.out.split()
-    if answer.code or not known or value.lower() in known:
-        return None
-    return f"cluster.{key}={value}: this cluster has no {key} '{value}'{did_you_mean(value, known)}"
-
-
-def objections(client: SlurmClient, config: Config, known: Mapping[str, Partition]) -> list[str]:
-    """Every sentence that stands against the job, by our own look at the cluster."""
-    asked = (config.cluster.partition or "").split(",")
-    sentences = [
-        f"cluster.partition={config.cluster.partition}: this cluster has no partition '{name}'"
-        + did_you_mean(name, known)
-        for name in asked
-        if name and name not in known
-    ]
-    against = [misfit(config, partition) for partition in chosen_partitions(config, known)]
-    if all(against):
-        sentences += [sentence for sentence in against if sentence]
-    for key in ("account", "qos"):
-        sentence = _unknown(client, key, getattr(config.cluster, key))
-        sentences += [sentence] if sentence else []
-    return sentences
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """The scheduler's answer to a request that it would take."""
-
-    words: str
-    grace_s: float
-
-
-def check_request(client: SlurmClient, config: Config, script: str) -> Verdict:
-    """Refuse what can never run. Raises `ClusterError`; `SchedulerDown` when nobody answers."""
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        tested = beside.submit(client.ask, "sbatch", "--test-only", text=script)
-        known = read_partitions(client.must("scontrol", "--oneliner", "show", "partition"))
-        against = objections(client, config, known)
-        answer = tested.result()
-    if answer.code:
-        raise ClusterError("\n".join([explained(answer.words), *against]))
-    if against:
-        raise ClusterError(
-            "\n".join(
-                [*against, "(the scheduler would take the job all the same, to wait for ever)"]
+def _against_partitions(job: Wanted, known: Mapping[str, Partition]) -> Iterator[str]:
+    """Why no partition of the job can ever run it."""
+    for name in job.partitions:
+        if name not in known:
+            yield (
+                f"cluster.partition={','.join(job.partitions)}: this cluster has no partition "
+                f"'{name}'{did_you_mean(name, known)}"
             )
+    against = [misfit(job, partition) for partition in chosen_partitions(job, known)]
+    if all(against):
+        yield from (sentence for sentence in against if sentence)
+
+
+class _Accounting:
+    """What sacctmgr knows, where there is accounting. Raises `SchedulerDown` when it is away."""
+
+    def __init__(self, client: SlurmClient) -> None:
+        self._client = client
+
+    def _rows(self, *command: str) -> list[list[str]]:
+        answer = self._client.ask("sacctmgr", "-nP", *command, timeout_s=ACCOUNTING_S)
+        if answer.code and "connection" in answer.err.lower():
+            raise SchedulerDown(answer.words)
+        return [line.split("|") for line in answer.out.splitlines()] if not answer.code else []
+
+    def against(self, job: Wanted, partitions: list[Partition]) -> Iterator[str]:
+        """What does not exist, and limits that the job can never keep, where they are enforced."""
+        qualities = {row[0]: row for row in self._rows("show", "qos", QUALITY) if len(row) == 5}
+        if not qualities:
+            return  # no accounting
+        own = [
+            row
+            for row in self._rows(
+                "show", "assoc", "where", f"user={getpass.getuser()}", ASSOCIATION
+            )
+            if job.account in (None, row[0])
+        ]
+        if job.account is not None and not own:
+            accounts = [row[0] for row in self._rows("list", "account", "format=Account") if row]
+            if accounts and job.account.lower() not in accounts:
+                yield (
+                    f"cluster.account={job.account}: this cluster has no account '{job.account}'"
+                    + did_you_mean(job.account, accounts)
+                )
+        if job.qos is not None and job.qos.lower() not in qualities:
+            yield (
+                f"cluster.qos={job.qos}: this cluster has no qos '{job.qos}'"
+                + did_you_mean(job.qos, qualities)
+            )
+        over = list(_over_limits(job, own, qualities, partitions))
+        if over and self._enforced():
+            yield from over
+
+    def _enforced(self) -> bool:
+        shown = self._client.must("scontrol", "show", "config")
+        line = next((x for x in shown.splitlines() if x.startswith("AccountingStorageEnforce")), "")
+        return bool({"limits", "safe"} & set(line.partition("=")[2].strip().split(",")))
+
+
+def _over_limits(
+    job: Wanted,
+    associations: list[list[str]],
+    qualities: Mapping[str, list[str]],
+    partitions: list[Partition],
+) -> Iterator[str]:
+    """Why none of the person's associations, with the quality that goes with it, admits the job."""
+    of_partitions = {p.qos for p in partitions}
+    against: list[list[str]] = []
+    for account, partition, most, group, wall, default in associations:
+        if partition and job.partitions and partition not in job.partitions:
+            continue
+        limits = list(read_limits(f"account {account}", (most, group), wall))
+        shared = of_partitions if len(of_partitions) == 1 else set[str | None]()
+        for name in {job.qos or default or None, *shared} - {None}:
+            if (row := qualities.get(str(name))) is not None:
+                limits += _limits_of(row)
+        against.append(list(exceeded(job, limits)))
+    if against and all(against):
+        yield from against[0]
+
+
+def _limits_of(quality: list[str]) -> Iterator[Limit]:
+    name, *tres, wall = quality
+    return read_limits(f"qos {name}", tres, wall)
+
+
+def check_request(client: SlurmClient, config: Config, job: Wanted, script: str) -> Verdict:
+    """Refuse what can never run. Raises `ClusterError`; `SchedulerDown` when nobody answers."""
+    with ThreadPoolExecutor(max_workers=2) as beside:
+        tested = beside.submit(client.ask, "sbatch", "--test-only", text=script)
+        shapes = beside.submit(client.ask, *SHAPES)
+        known = read_partitions(client.must(*PARTITIONS), shapes.result().out)
+        partitions = chosen_partitions(job, known)
+        against, warnings = list(_against_partitions(job, known)), []
+        try:
+            against += _Accounting(client).against(job, partitions)
+        except SchedulerDown as error:
+            warnings.append(f"the limits of your account could not be looked at: {error}")
+        answer = tested.result()
+    if against or (answer.code and any(words in answer.words.lower() for words in NEVER)):
+        said = explained(answer.words) if answer.code else TAKEN_ALL_THE_SAME
+        raise ClusterError("\n".join([said, *against] if answer.code else [*against, said]))
+    warnings += _in_the_way(answer, partitions)
+    words = answer.words.removeprefix("sbatch: ")
+    return Verdict(words=words, grace_s=grace_s(config, partitions), warnings=tuple(warnings))
+
+
+TAKEN_ALL_THE_SAME = "(the scheduler would take the job all the same, to wait for ever)"
+
+
+def _in_the_way(answer: Answer, partitions: list[Partition]) -> Iterator[str]:
+    """What may keep the job waiting at present."""
+    if answer.code:
+        yield (
+            f"the scheduler cannot place the job at present ({answer.words}); nothing that is "
+            f"configured stands against it, so it is queued, to wait for nodes that are down, "
+            f"drained, reserved or not heard of yet"
         )
-    partitions = chosen_partitions(config, known)
-    return Verdict(words=answer.words.removeprefix("sbatch: "), grace_s=grace_s(config, partitions))
+    if partitions and not any(partition.up for partition in partitions):
+        names = ", ".join(partition.name for partition in partitions)
+        yield f"partition {names} starts no jobs at present (it is down); the job will wait"

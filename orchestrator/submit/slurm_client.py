@@ -161,17 +161,17 @@ class SlurmClient:
         """Begin a command without waiting for its answer."""
         return Asked(self._argv(command), self.environment(command[0]))
 
-    def ask(self, *command: str, text: str | None = None) -> Answer:
+    def ask(self, *command: str, text: str | None = None, timeout_s: float = TIMEOUT_S) -> Answer:
         """Run a command to its end. Raises `SchedulerDown` when nobody answers."""
         argv = self._argv(command)
         try:
             done = subprocess.run(
                 argv, input=text, stdin=subprocess.DEVNULL if text is None else None,
                 env=self.environment(command[0]), capture_output=True, text=True,
-                errors="replace", timeout=TIMEOUT_S, check=False,
+                errors="replace", timeout=timeout_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            raise SchedulerDown(f"{command[0]} did not answer within {TIMEOUT_S:g} s") from error
+            raise SchedulerDown(f"{command[0]} did not answer within {timeout_s:g} s") from error
         answer = Answer(done.returncode, done.stdout, done.stderr)
         if answer.homeless:
             raise NoClient(f"this machine has {command[0]}, but belongs to no cluster: {ELSEWHERE}")

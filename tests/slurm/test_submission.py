@@ -38,7 +38,8 @@ def test_submission_imports_no_framework_and_leaves_one_archive_of_the_code(slur
     assert {"submitit", "orchestrator.submit.slurm"} <= imported
     unwanted = {"torch", "mindspore", "numpy", "sklearn", "rich.progress", "rich.table"}
     assert not unwanted & imported
-    assert [path.name for path in (run / "code").iterdir()] == ["000.tar"]
+    # beside the archive, what it is a copy of
+    assert sorted(path.name for path in (run / "code").iterdir()) == ["000.json", "000.tar"]
     runs.verb("cancel", run, "--now")
 
 
@@ -137,6 +138,40 @@ def test_what_can_never_run_is_refused_and_leaves_nothing(slurm, tmp_path, overr
     assert words in done.stderr
     assert hint in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_what_only_has_to_wait_is_queued_as_plain_sbatch_would(mended, tmp_path):
+    run = tmp_path / "run"
+    mended.command("scontrol", "update", "nodename=n[0-3]", "state=drain", "reason=test")
+    done = call(*runs.overrides(mended, run, "train.updates=1"), **runs.QUIET)
+    assert done.returncode == 0, done.stderr
+    assert "warning: the scheduler cannot place the job at present" in done.stdout
+    assert runs.status(run)["state"] == "pending"
+    assert runs.verb("cancel", run, "--now").returncode == 0
+    again = runs.verb("resume", run)
+    assert again.returncode == 0, again.stderr
+    assert runs.queue_state(mended, runs.job_of(run)) == "PENDING"
+    mended.command("scontrol", "update", "nodename=n[0-1]", "state=resume")
+    assert runs.wait_over(mended, run)["state"] == "finished"
+
+
+def test_the_persons_own_defaults_for_sbatch_decide_what_the_configuration_leaves_open(
+    slurm, tmp_path
+):
+    own = {"SBATCH_PARTITION": "low,high", "SBATCH_ACCOUNT": "dev", "SBATCH_TIMELIMIT": "5"}
+    held = (HELD, "+cluster.slurm_flags.mail-type=END,FAIL", "+cluster.srun_flags.cpu-bind=none")
+    done = call(*runs.overrides(slurm, tmp_path / "run", *held), **own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = slurm.command("scontrol", "--oneliner", "show", "job", runs.job_of(tmp_path / "run"))
+    for words in ("Partition=low,high", "Account=dev", "TimeLimit=01:00:00", "MailType=END,FAIL"):
+        assert f" {words} " in shown
+    shorter = runs.verb("plan", *runs.overrides(slurm, tmp_path / "other"), **own)
+    assert "as set in the environment: SBATCH_PARTITION, SBATCH_ACCOUNT" in shorter.stdout
+    refused = call(
+        *runs.overrides(slurm, tmp_path / "no", "cluster.time_min=5"), SBATCH_PARTITION="short"
+    )
+    assert "try cluster.time_min=1" in refused.stderr
+    runs.verb("cancel", tmp_path / "run", "--now")
 
 
 def test_a_time_limit_above_the_partitions_is_refused(slurm, tmp_path):

@@ -1,5 +1,6 @@
 """The batch script run by bash, with a srun that only says what it was given. Without SLURM."""
 
+import copy
 import os
 import subprocess
 import textwrap
@@ -29,8 +30,11 @@ exit {code}
 """
 
 
+PLAIN = compose(["+cluster=slurm"])
+
+
 def slurm_config(**cluster) -> Config:
-    config = compose(["+cluster=slurm"])
+    config = copy.deepcopy(PLAIN)
     for name, value in cluster.items():
         setattr(config.cluster, name, value)
     return config

@@ -7,7 +7,7 @@ from orchestrator.errors import ClusterError
 from orchestrator.rundir import RunDir, write_json
 from orchestrator.submit.slurm import patiently
 from orchestrator.submit.slurm_blame import blame_slurm, task_ends
-from orchestrator.submit.slurm_checks import grace_s, misfit, read_partitions, too_slow
+from orchestrator.submit.slurm_checks import grace_s, too_slow
 from orchestrator.submit.slurm_client import (
     Answer,
     NoClient,
@@ -16,6 +16,14 @@ from orchestrator.submit.slurm_client import (
     explained,
 )
 from orchestrator.submit.slurm_jobs import Job, read_queue
+from orchestrator.submit.slurm_limits import (
+    Wanted,
+    exceeded,
+    misfit,
+    read_limits,
+    read_partitions,
+    wanted,
+)
 from orchestrator.submit.slurm_watch import ending
 
 PARTITIONS = (
@@ -25,7 +33,10 @@ PARTITIONS = (
     "PreemptMode=REQUEUE State=UP TotalNodes=4\n"
     "PartitionName=old Default=NO GraceTime=0 MaxNodes=UNLIMITED MaxTime=30:00 PreemptMode=OFF "
     "State=DOWN TotalNodes=4\n"
+    "PartitionName=shut Default=NO GraceTime=0 MaxNodes=UNLIMITED MinNodes=2 MaxTime=UNLIMITED "
+    "MaxCPUsPerNode=6 PreemptMode=OFF State=DRAIN TotalNodes=4\n"
 )
+SHAPES = "main|3|8|16384|gpu:a100:4(S:0-1)\nmain|1|64|256000|gpu:h100:8,npu:2\n"
 
 
 @pytest.fixture
@@ -50,14 +61,60 @@ def test_partitions_are_read_with_their_limits():
     assert found["main"].limit_min is None
     assert (found["low"].max_nodes, found["low"].limit_min, found["low"].grace_s) == (2, 1440, 20)
     assert not found["old"].up
+    assert found["old"].open
+    assert not found["shut"].open
 
 
 def test_what_a_partition_never_gives_is_found_although_slurm_would_take_it():
     found = read_partitions(PARTITIONS)
-    assert misfit(config(nodes=2), found["low"]) is None
-    assert "gives 2 at most" in misfit(config(nodes=3), found["low"])
-    assert "try cluster.time_min=1440" in misfit(config(time_min=1441), found["low"])
-    assert "takes no jobs" in misfit(config(), found["old"])
+    assert misfit(Wanted(nodes=2), found["low"]) is None
+    assert "gives 2 at most" in misfit(Wanted(nodes=3), found["low"])
+    assert "try cluster.time_min=1440" in misfit(Wanted(minutes=1441), found["low"])
+    assert misfit(Wanted(), found["old"]) is None  # it is down, not closed: a job waits there
+    assert "takes no jobs" in misfit(Wanted(most_nodes=2), found["shut"])
+    assert "gives 2 at least" in misfit(Wanted(most_nodes=1), found["shut"])
+    assert "6 CPUs of a node at most" in misfit(Wanted(most_nodes=2, cpus=7), found["shut"])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "against"),
+    [
+        (4, {}, None),
+        (3, {"gpus-per-node": "a100:4"}, None),
+        (4, {"gpus-per-node": "a100:4"}, "4 gpu:a100"),
+        (4, {"gpus-per-node": "4"}, None),
+        (2, {"gpus-per-node": "8"}, "has 8 at most"),
+        (1, {"gpus-per-node": "9"}, "has 8 at most"),
+        (1, {"gres": "npu:2"}, None),
+        (2, {"gres": "npu:2"}, "2 npu"),
+        (1, {"gres": "none"}, None),
+        (1, {"mem": "200000M"}, None),
+        (2, {"mem": "200G"}, "cluster.memory_gib"),
+        (1, {"mem": "200000M", "gpus-per-node": "a100:1"}, "too few nodes with all"),
+    ],
+)
+def test_what_no_configured_node_has_can_never_run(nodes, options, against):
+    main = read_partitions(PARTITIONS, SHAPES)["main"]
+    said = misfit(wanted(options, nodes=(nodes, nodes), cpus=8), main)
+    assert (said is None) if against is None else against in said
+
+
+def test_cpus_are_those_of_a_nodes_ranks_unless_they_may_be_overcommitted():
+    main = read_partitions(PARTITIONS, SHAPES)["main"]
+    assert "cluster.cpus_per_rank" in misfit(wanted({}, nodes=(2, 2), cpus=9), main)
+    assert misfit(wanted({"overcommit": True}, nodes=(2, 2), cpus=9), main) is None
+
+
+def test_the_limits_of_accounting_are_for_the_whole_job():
+    # As sacctmgr prints MaxTRES, GrpTRES and MaxWall of an association.
+    limits = list(read_limits("account dev", ("gres/gpu=2,mem=8G,node=2", "cpu=4"), "00:30:00"))
+    job = wanted({"time": 30, "mem": "4096M", "gpus-per-node": 1}, nodes=(2, 2), cpus=2)
+    assert list(exceeded(job, limits)) == []
+    more = wanted({"time": "31", "mem": "5G", "gpus-per-node": "a:2"}, nodes=(3, 3), cpus=2)
+    said = " / ".join(exceeded(more, limits))
+    for words in ("3 of node, but account dev allows 2", "15360 MB", "6 of gres/gpu", "6 of cpu"):
+        assert words in said
+    assert "31 minutes, but account dev allows 30" in said
 
 
 def test_the_grace_is_the_shorter_of_notice_and_preemption():
