@@ -53,6 +53,7 @@ class ClusterConfig:
     rendezvous_timeout_s: float = 120.0
     collective_timeout_s: float = 1800.0
     heartbeat_timeout_s: float = 20.0
+    hang_timeout_s: float = 300.0
     # SLURM
     partition: str | None = None
     account: str | None = None
@@ -294,7 +295,8 @@ def check(config: Config) -> None:
     positive = (
         "schedule.base_lr", "train.epochs", "train.clip_norm", "cluster.memory_gib",
         "cluster.rendezvous_timeout_s", "cluster.collective_timeout_s",
-        "cluster.heartbeat_timeout_s", "engine.bucket_mib", "facts.update_s",
+        "cluster.heartbeat_timeout_s", "cluster.hang_timeout_s", "engine.bucket_mib",
+        "facts.update_s",
     )  # fmt: skip
     for dotted in positive:
         value = _value(config, dotted)

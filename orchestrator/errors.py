@@ -60,8 +60,16 @@ class RendezvousError(OrchestratorError):
     """The ranks did not all come together in time; the message names those that are missing."""
 
 
+class RanksMissing(RendezvousError):
+    """Some ranks did not come. Never the fault of those who waited for them."""
+
+
 class PeerLost(OrchestratorError):
     """A collective ended because another rank went away. Never the first cause of a failure."""
+
+
+class RankHangs(OrchestratorError):
+    """A rank gets nowhere, and does not work either."""
 
 
 class NonFiniteError(OrchestratorError):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit
 
@@ -14,6 +16,43 @@ TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024
 LAST_WORD = "error: "
 """How the log of a rank ends whose main thread was stuck in the framework and could not fail."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """A rank, or a whole node (rank None), that ended as it should not. Times share one clock.
+
+    `status`: as of `subprocess`. One with 0 ended without its last word.
+    """
+
+    time: float
+    node: str
+    rank: int | None
+    status: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Behind:
+    """A rank that had not come to where others waited. `since`: when it came where it stood."""
+
+    since: float
+    node: str
+    rank: int
+    where: str
+    at: str
+    stack: tuple[str, ...] = ()
+
+
+def behind_of(rank: int, node: str, said: Mapping[str, Any]) -> Behind:
+    """From what the rank said of itself; see `worker/life.py`."""
+    return Behind(
+        rank=rank,
+        node=node,
+        since=said["since"],
+        where=said["where"],
+        at=said["at"],
+        stack=tuple(said["stack"]),
+    )
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
@@ -42,32 +81,58 @@ def describe_status(status: int) -> str:
     return f"exited with code {status}"
 
 
-def blame(run: RunDir, attempt: int, node: str, rank: int | None, status: int) -> Culprit:
-    """The culprit of a failed attempt.
+def blame(run: RunDir, attempt: int, ends: Sequence[End], behind: Sequence[Behind] = ()) -> Culprit:
+    """The culprit of a failed attempt: never a rank that only waited for another.
 
     Args:
-        node, rank, status: who was seen to end first; rank None when the node itself went away.
+        ends: who was seen to end, at least one.
+        behind: who stood still meanwhile.
 
-    A rank that was killed wrote nothing, and its peers fail an instant later because of it: those
-    failures are marked secondary. So the one seen first is blamed, unless its own failure is
-    secondary and another rank's is not.
+    A rank that was killed, or left without a word, wrote nothing; its peers fail an instant later
+    because of it, and so do those of one that hangs, at their time-out. Those failures are marked
+    secondary. So the first that ended is blamed, unless its own failure is secondary, and another's
+    is not: one that failed of itself, else one that ended without a word, else one that is behind.
     """
     failures = {f["rank"]: f for f in run.failures(attempt)}
-    own = failures.get(rank) if rank is not None else None
-    if own is not None and own["secondary"]:
-        primary = [f for f in failures.values() if not f["secondary"]]
-        if primary:
-            own = min(primary, key=lambda f: f["time"])
-    if own is not None:
+    ordered = sorted(ends, key=lambda end: end.time)
+    first = ordered[0]
+    own = None if first.rank is None else failures.get(first.rank)
+    wordless = [end for end in ordered if end.rank not in failures and not _gave_up(run, end)]
+    primary = [failure for failure in failures.values() if not failure["secondary"]]
+    if own is not None and not own["secondary"]:
         return _from_failure(run, own)
-    if rank is None:
-        cause = f"the node went away: its supervisor was {describe_status(status)}"
-        return Culprit(rank=None, node=node, cause=cause, log_tail=tail(run.node_log(node)))
-    log = tail(run.rank_log(rank)) or tail(run.node_log(node))
-    cause = describe_status(status)
-    if status > 0 and log and log[-1].startswith(LAST_WORD):  # it could say no more than that
+    if primary and first not in wordless:
+        return _from_failure(run, min(primary, key=lambda f: f["time"]))
+    if wordless:
+        return _of_end(run, wordless[0])
+    if behind:
+        return _of_behind(run, min(behind, key=lambda one: one.since))
+    return _of_end(run, first) if own is None else _from_failure(run, own)
+
+
+def _gave_up(run: RunDir, end: End) -> bool:
+    """Whether a rank's last line says that it lost a peer while it was stuck in the framework."""
+    last = () if end.rank is None else tail(run.rank_log(end.rank), 1)
+    return bool(last) and last[0].startswith(LAST_WORD)
+
+
+def _of_end(run: RunDir, end: End) -> Culprit:
+    if end.rank is None:
+        cause = f"the node went away: its supervisor was {describe_status(end.status)}"
+        return Culprit(rank=None, node=end.node, cause=cause, log_tail=tail(run.node_log(end.node)))
+    log = tail(run.rank_log(end.rank)) or tail(run.node_log(end.node))
+    cause = describe_status(end.status)
+    if end.status in (EXIT_FINISHED, EXIT_STOPPED):
+        cause += " before its training had ended: something in it ended the process (os._exit, say)"
+    elif end.status > 0 and log and log[-1].startswith(LAST_WORD):  # it could say no more than that
         cause = log[-1].removeprefix(LAST_WORD)
-    return Culprit(rank=rank, node=node, cause=cause, log_tail=log)
+    return Culprit(rank=end.rank, node=end.node, cause=cause, log_tail=log)
+
+
+def _of_behind(run: RunDir, one: Behind) -> Culprit:
+    cause = f"the others waited in vain: it was still at {one.where}, {one.at}"
+    log = tail(run.rank_log(one.rank))
+    return Culprit(rank=one.rank, node=one.node, cause=cause, log_tail=one.stack or log)
 
 
 def _from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:

@@ -22,7 +22,8 @@ from orchestrator.config import Config, node_range
 from orchestrator.errors import ClusterError
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit, Request, State
-from orchestrator.submit.blame import blame, tail
+from orchestrator.submit.blame import Behind, End, behind_of, blame, tail
+from orchestrator.worker.node_watch import FINISHED, STOPPED
 
 GRACE_S = 1.0
 NODES_LIMIT = 254 * 254
@@ -80,9 +81,11 @@ class LocalHandle:
         self._request = request
         self._run = RunDir(request.run)
         self._selector = selectors.DefaultSelector()
-        self._statuses: dict[int, int] = {}
-        self._first: tuple[str, int | None, int] | None = None  # node, rank, status
+        self._ends: list[End] = []  # those that should not have been
+        self._words: dict[int, str] = {}  # the last of those that ended
+        self._behind: dict[int, Behind] = {}
         self._give_up_at: float | None = None
+        self._ending = False
         self._frozen: dict[int, tuple[str, float]] = {}  # rank: node, when it counts as lost
         self._state = State.RUNNING
         self._culprit: Culprit | None = None
@@ -120,6 +123,7 @@ class LocalHandle:
         log = self._run.node_log(name)
         spec = {
             "ranks": list(ranks),
+            "silence_s": request.details["silence_s"],
             "log": str(log),
             "command": [
                 sys.executable, "-m", "orchestrator.worker", str(request.run),
@@ -166,6 +170,7 @@ class LocalHandle:
         self._settle()
 
     def _end_all(self) -> None:
+        self._ending = True
         for node in self._nodes:
             node.command("kill")
 
@@ -187,9 +192,16 @@ class LocalHandle:
                 self._frozen.pop(event["rank"], None)
             elif event["event"] == "exit":
                 self._frozen.pop(event["rank"], None)
-                self._statuses[event["rank"]] = event["status"]
-                if event["status"] not in (0, 3):
-                    self._failed(node.name, event["rank"], event["status"])
+                self._ended(node.name, event)
+            elif event["event"] == "behind":
+                self._stands(node.name, event["rank"], event["behind"])
+            elif event["event"] == "silent":
+                silence_s = self._request.details["silence_s"]
+                cause = (
+                    f"it gave no sign of life for {silence_s:g} s (cluster.heartbeat_timeout_s): "
+                    f"code that holds Python's interpreter waits there for something"
+                )
+                self._lose(event["rank"], node.name, cause)
 
     def _node_ended(self, node: _Node) -> None:
         self._selector.unregister(node.process.stdout)  # type: ignore[arg-type]
@@ -198,35 +210,61 @@ class LocalHandle:
         for pipe in (node.process.stdin, node.process.stdout):
             if pipe is not None:
                 pipe.close()
-        if any(rank not in self._statuses for rank in node.ranks):
-            self._failed(node.name, None, status)
+        if any(rank not in self._words for rank in node.ranks):
+            self._failed(End(time=time.monotonic(), node=node.name, rank=None, status=status))
+
+    def _ended(self, node: str, event: dict[str, Any]) -> None:
+        """One rank. An end without a last word is a failure, whatever its status."""
+        rank, word = event["rank"], event["word"]
+        self._words[rank] = word
+        if word not in (FINISHED, STOPPED):
+            self._failed(End(time=event["time"], node=node, rank=rank, status=event["status"]))
+
+    def _stands(self, node: str, rank: int, behind: dict[str, Any] | None) -> None:
+        """A rank stands still, or (None) moves on."""
+        if behind is None:
+            self._behind.pop(rank, None)
+            return
+        self._behind[rank] = behind_of(rank, node, behind)
 
     def _lose_frozen(self) -> None:
         """A rank that is frozen says nothing and gives no error: its peers would wait for ever."""
         for rank, (node, lost_at) in self._frozen.items():
-            if self._culprit is None and self._first is None and time.monotonic() >= lost_at:
+            if time.monotonic() >= lost_at:
                 silence_s = self._request.details["silence_s"]
                 cause = f"it was frozen (SIGSTOP) for {silence_s:g} s (cluster.heartbeat_timeout_s)"
-                log = tail(self._run.rank_log(rank))
-                self._culprit = Culprit(rank=rank, node=node, cause=cause, log_tail=log)
-                self._give_up_at = time.monotonic()
+                self._lose(rank, node, cause)
 
-    def _failed(self, node: str, rank: int | None, status: int) -> None:
-        """Note the first failure; give the other ranks a moment to write down theirs."""
-        if self._first is None:
-            self._first = (node, rank, status)
+    def _lose(self, rank: int, node: str, cause: str) -> None:
+        if self._culprit is None and not self._ends:
+            log = tail(self._run.rank_log(rank))
+            self._culprit = Culprit(rank=rank, node=node, cause=cause, log_tail=log)
+            self._give_up_at = time.monotonic()
+
+    def _failed(self, end: End) -> None:
+        """Note a failure; give the other ranks a moment to write down theirs."""
+        if self._ending:  # it was us who ended this one
+            return
+        self._ends.append(end)
+        if self._give_up_at is None:
             self._give_up_at = time.monotonic() + GRACE_S
 
     def _settle(self) -> None:
-        if self._culprit is not None:
+        """Finished is what every rank said, and rank 0 wrote down; nothing else is."""
+        words = set(self._words.values())
+        if self._culprit is None and self._ends:
+            behind = list(self._behind.values())
+            self._culprit = blame(self._run, self._request.attempt, self._ends, behind)
+        if self._culprit is not None or not words <= {FINISHED, STOPPED}:
             self._state = State.FAILED
-            return
-        if self._first is not None:
+        elif STOPPED in words:
+            self._state = State.STOPPED
+        elif (self._run.read_result() or {}).get("state") == FINISHED:
+            self._state = State.FINISHED
+        else:
             self._state = State.FAILED
-            self._culprit = blame(self._run, self._request.attempt, *self._first)
-            return
-        stopped = any(status == 3 for status in self._statuses.values())
-        self._state = State.STOPPED if stopped else State.FINISHED
+            cause = "all ranks ended in order, but none wrote a result"
+            self._culprit = Culprit(rank=None, node="launcher", cause=cause)
 
 
 class LocalCluster:

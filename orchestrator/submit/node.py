@@ -4,6 +4,7 @@ A process of its own, as slurmstepd is on a real node: `python -m orchestrator.s
 Commands come on standard input (`stop`, `kill`), events go to standard output as JSON lines. When
 its input ends, because the launcher died, however it died, everything below it is killed. It is a
 sub-reaper: what a dead rank leaves behind (loader workers, say) becomes its child and is ended too.
+It hears each rank's signs of life (`worker/node_watch.py`) and tells what they say.
 Only the standard library is used, so that starting a node takes a few hundredths of a second.
 """
 
@@ -14,14 +15,18 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 from typing import Any
 
+from orchestrator.worker.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch, state_of
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 5.0
+STACK_S = 0.3  # how long a rank has to write its stack down
 
 
 def _report(event: str, **values: Any) -> None:
@@ -42,6 +47,8 @@ class Node:
         self._libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._ranks: dict[int, int] = {}  # pid -> rank
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._watch = NodeWatch(spec["silence_s"])
+        self.links: dict[socket.socket, int] = {}  # to ranks
 
     def start(self) -> None:
         spec = self._spec
@@ -56,10 +63,13 @@ class Node:
 
         with open(spec["log"], "ab") as log:  # noqa: PTH123  # pathlib costs start-up time here
             for local_rank, rank in enumerate(spec["ranks"]):
+                mine, theirs = socket.socketpair()
+                mine.setblocking(False)
                 environment = {
                     **os.environ,
                     "SLURM_PROCID": str(rank),
                     "SLURM_LOCALID": str(local_rank),
+                    LINK_VARIABLE: str(theirs.fileno()),
                 }
                 process = subprocess.Popen(
                     spec["command"],
@@ -67,12 +77,43 @@ class Node:
                     stdout=log,
                     stderr=log,
                     env=environment,
+                    pass_fds=[theirs.fileno()],
                     start_new_session=True,
                     preexec_fn=die_with_the_node,  # noqa: PLW1509  # this process has one thread
                 )
+                theirs.close()
+                self.links[mine] = rank
+                self._watch.joined(rank, process.pid)
                 self._ranks[process.pid] = rank
                 self._processes.append(process)
                 _report("started", rank=rank, pid=process.pid)
+
+    def hear(self, link: socket.socket) -> bool:
+        """Read what a rank said. Returns whether there may be more later."""
+        rank = self.links[link]
+        while True:
+            try:
+                content = link.recv(65536)
+            except BlockingIOError:
+                return True
+            except ConnectionResetError:
+                content = b""
+            if not content:
+                return False
+            for line in self._watch.hear(rank, content):
+                if "behind" in line:
+                    _report("behind", rank=rank, behind=line["behind"])
+
+    def lose_silent(self) -> None:
+        """Report ranks that give no sign of life, and have them write down where they are; those
+        that are stopped cannot, and were reported as frozen.
+        """
+        for rank in self._watch.silent():
+            pid = self._watch.ranks[rank].pid
+            if pid in self._ranks and state_of(pid) != "T":
+                os.kill(pid, signal.SIGQUIT)  # see `Life`: it has a handler by now
+                time.sleep(STACK_S)
+                _report("silent", rank=rank)
 
     def signal_ranks(self, number: int) -> None:
         for pid in self._ranks:
@@ -96,8 +137,10 @@ class Node:
                 continue
             rank = self._ranks.pop(pid, None)
             if rank is not None:
+                for link in [link for link, of in self.links.items() if of == rank]:
+                    self.hear(link)
                 code = os.waitstatus_to_exitcode(status)
-                _report("exit", rank=rank, status=code)
+                _report("exit", rank=rank, status=code, word=self._watch.ranks[rank].word)
 
     @property
     def running(self) -> bool:
@@ -136,8 +179,14 @@ def serve(spec: dict[str, Any]) -> None:
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)
     selector.register(wake_read, selectors.EVENT_READ)
+    for link in node.links:
+        selector.register(link, selectors.EVENT_READ)
     while node.running:
-        for key, _ in selector.select():
+        for key, _ in selector.select(BEAT_S):
+            if isinstance(key.fileobj, socket.socket):
+                if not node.hear(key.fileobj):
+                    selector.unregister(key.fileobj)
+                continue
             content = os.read(key.fd, 4096)
             if key.fd == wake_read:
                 continue
@@ -146,6 +195,7 @@ def serve(spec: dict[str, Any]) -> None:
             elif b"stop" in content:
                 node.signal_ranks(signal.SIGTERM)
         node.reap()
+        node.lose_silent()
     node.kill_everything()
     _report("ended")
 

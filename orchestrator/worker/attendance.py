@@ -1,6 +1,6 @@
-"""What a rank does under a scheduler beside training: signs of life, the fence, its way out.
+"""What a rank does beside training: signs of life, and under a scheduler the fence and its way out.
 
-On a local cluster all of it does nothing: there the launcher sees every process itself.
+On a local cluster most of it does nothing: there the launcher sees every process itself.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import signal
 import threading
 import time
 
-from orchestrator.config import Config
-from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost
-from orchestrator.rundir import RESUMED, RunDir, read_json, write_json
+from orchestrator.config import ClusterConfig, Config
+from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost, RankHangs
+from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.worker.departure import (
     await_verdict,
     depart,
@@ -20,10 +20,14 @@ from orchestrator.worker.departure import (
     leave_silent_node,
     why_restarted,
 )
+from orchestrator.worker.failure import record_failure
 from orchestrator.worker.fence import Fence
 from orchestrator.worker.guard import Follower, Guard
 from orchestrator.worker.heartbeat import Heartbeat
+from orchestrator.worker.life import Life, Patience, link_to_supervisor
 from orchestrator.worker.loop import Recorder as LoopRecorder
+from orchestrator.worker.node_watch import FAILED
+from orchestrator.worker.places import Placed
 from orchestrator.worker.progress import read_progress
 from orchestrator.worker.record import Recorder, Silent
 from orchestrator.worker.stop import StopFlag
@@ -31,7 +35,20 @@ from orchestrator.worker.topology import Topology
 
 KILL_WAIT_S = 60.0
 LOOK_S = 0.5
+LATEST = 3.0  # times heartbeat_timeout_s: when a rank that stands still is spoken of at the latest
+WAITS_UNMARKED = ("nccl", "hccl")
 NO_WORD = "it ended without a word: a node failed, or the time to stop was too short"
+
+
+def _patience(cluster: ClusterConfig) -> Patience:
+    """A rank that is behind is spoken of before the others' wait for it is over."""
+    notice_s = cluster.heartbeat_timeout_s
+    over_s = min(cluster.collective_timeout_s, cluster.rendezvous_timeout_s) / 2
+    return Patience(
+        notice_s=min(notice_s, over_s),
+        most_s=min(LATEST * notice_s, over_s),
+        hang_s=cluster.hang_timeout_s,
+    )
 
 
 class Attendance:
@@ -39,6 +56,8 @@ class Attendance:
 
     def __init__(self, run: RunDir, attempt: int, topology: Topology, stop: StopFlag) -> None:
         self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
+        log = run.rank_log(topology.rank).name
+        self._life = Life(log, link_to_supervisor(), on_hang=self._hang).begin()
         self._fence = Fence(run.newest_attempt, attempt)
         self._heartbeat: Heartbeat | None = None
         self._requeue, self._timeout_s = True, 0.0
@@ -48,6 +67,7 @@ class Attendance:
         """Publish this attempt, start to beat. Raises `Superseded` when a newer one has begun."""
         self._requeue = config.cluster.requeue is not False
         self._timeout_s = config.cluster.heartbeat_timeout_s
+        self._life.expect(_patience(config.cluster))
         topology = self._topology
         if not topology.scheduled:
             return
@@ -65,6 +85,17 @@ class Attendance:
                 superseded=lambda: self._fence.superseded,
                 on_superseded=self._vanish,
             ).start()
+
+    def _hang(self, sentence: str, stack: str) -> None:
+        """From the thread of `Life`: this rank gets nowhere, and never will."""
+        error = RankHangs(sentence)
+        error.add_note(f"its stack:\n{stack}")
+        print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)  # noqa: T201  # the rank's log
+        try:
+            record_failure(self._run, self._attempt, self._topology, error)
+        finally:
+            self._life.say(FAILED)
+            os._exit(EXIT_FAILED)
 
     def _heed_signals(self) -> None:
         """End at once when a signal finds this rank waiting for one that has failed.
@@ -85,8 +116,14 @@ class Attendance:
 
         threading.Thread(target=heed, name="signals", daemon=True).start()
 
-    def recorder(self, inner: Recorder | Silent, updates: int, samples: int) -> LoopRecorder:
+    def recorder(
+        self, inner: Recorder | Silent, updates: int, samples: int, *, transport: str
+    ) -> LoopRecorder:
         """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
+        guarded = self._guarded(inner, updates, samples)
+        return Placed(guarded, self._life, waits_unmarked=transport in WAITS_UNMARKED)
+
+    def _guarded(self, inner: Recorder | Silent, updates: int, samples: int) -> LoopRecorder:
         if isinstance(inner, Recorder) and self._attempt:
             note = self._restart(updates)
             inner.note["restart"] = note
@@ -109,7 +146,7 @@ class Attendance:
         """Why this attempt was needed, and what was lost of the one before it."""
         before = self._attempt - 1
         requeued = self._topology.scheduled and self._topology.restarts > 0
-        why = RESUMED
+        why = "resumed"
         if requeued or not self._topology.scheduled:
             why = why_restarted(self._run, self._attempt) or (NO_WORD if requeued else why)
         place = read_progress(self._run.progress(before))
@@ -142,14 +179,20 @@ class Attendance:
             return False
         return await_verdict(self._run, self._attempt, self._stop, self._timeout_s)
 
-    def end(self) -> None:
-        """The last word. Returns once a request to start again, if one is under way, was heard:
-        with this process it would be lost, and srun would wait for the silent node for ever.
+    def at_the_end(self) -> None:
+        """The loop is done; what follows is the result, and goodbye."""
+        self._life.at("the end (result, goodbye to the others)")
+
+    def end(self, word: str) -> None:
+        """The last word: how this rank ended. Returns once a request to start again, if one is
+        under way, was heard: with this process it would be lost, and srun would wait for the silent
+        node for ever.
         """
         if self._heartbeat is not None:
             self._heartbeat.end()
         with self._asking:
             pass
+        self._life.say(word)
 
     def _node_is_silent(self, node_index: int) -> None:
         with self._asking:

@@ -6,7 +6,13 @@ import time
 import traceback
 from pathlib import Path
 
-from orchestrator.errors import EXIT_FAILED, OrchestratorError, PeerLost, UsageError
+from orchestrator.errors import (
+    EXIT_FAILED,
+    OrchestratorError,
+    PeerLost,
+    RanksMissing,
+    UsageError,
+)
 from orchestrator.rundir import RunDir, write_json
 from orchestrator.worker.topology import Topology
 
@@ -34,7 +40,7 @@ def record_failure(run: RunDir, attempt: int, topology: Topology, error: BaseExc
             "time": time.time(),
             "cause": describe(error),
             "usage": isinstance(error, UsageError),
-            "secondary": isinstance(error, PeerLost),
+            "secondary": isinstance(error, PeerLost | RanksMissing),
             "exit_code": exit_code(error),
             "traceback": "".join(traceback.format_exception(error)),
         },

@@ -19,8 +19,10 @@ from typing import Any
 from orchestrator.code_state import code_state, folder_of
 from orchestrator.config import Config, read_config
 from orchestrator.engine.api import Engine, EngineSettings, GroupSpec
+from orchestrator.engine.waiting import for_others
 from orchestrator.engine_rules import check_installed
 from orchestrator.errors import (
+    EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_STOPPED,
     JobError,
@@ -40,6 +42,8 @@ from orchestrator.worker.dataset import agreed_samples
 from orchestrator.worker.environment import describe_environment
 from orchestrator.worker.failure import exit_code, record_failure
 from orchestrator.worker.loop import Outcome, train
+from orchestrator.worker.node_watch import FAILED, FINISHED, STOPPED
+from orchestrator.worker.rank_log import send_output_to
 from orchestrator.worker.record import Recorder, Silent
 from orchestrator.worker.result import memory_of_ranks, result_of
 from orchestrator.worker.stop import StopFlag
@@ -47,6 +51,7 @@ from orchestrator.worker.topology import Topology
 from orchestrator.worker.windows import RankWindows
 
 FRAMEWORKS = ("torch", "mindspore")
+LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED}
 
 
 def build_job(settings: Mapping[str, Any]) -> Job:
@@ -152,7 +157,8 @@ def _run_rank(
     job = build_job(config.job)
     written_for = framework_of(job, config)
     framework = _package(written_for)
-    group = framework.form_group(spec)
+    with for_others():
+        group = framework.form_group(spec)
     engine: Engine = framework.build_engine(
         job, engine_settings(config, job), group, topology.local_rank
     )
@@ -183,10 +189,13 @@ def _run_rank(
     began = time.perf_counter()
     train(
         engine=engine, windows=windows, settings=config.train,
-        recorder=attendance.recorder(recorder, outcome.updates, outcome.samples),
+        recorder=attendance.recorder(
+            recorder, outcome.updates, outcome.samples, transport=group.transport
+        ),
         updates=planned.updates, stop=stop, rank=topology.rank, outcome=outcome,
     )  # fmt: skip
     seconds = time.perf_counter() - began
+    attendance.at_the_end()
     memory = memory_of_ranks(engine)
     if isinstance(recorder, Recorder):
         recorder.close()
@@ -199,15 +208,6 @@ def _run_rank(
     return outcome
 
 
-def _own_log(run: RunDir, rank: int) -> None:
-    """Send this process's output, that of C++ and of children included, to the rank's own log."""
-    descriptor = os.open(run.rank_log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
 def run_rank(run_path: Path, attempt: int) -> int:
     """Be one rank of the run in `run_path`; give the exit code. Never raises what a job raised."""
     stop = StopFlag().install()
@@ -215,9 +215,21 @@ def run_rank(run_path: Path, attempt: int) -> int:
     os.environ.setdefault("GLOG_v", "3")
     run = RunDir(run_path)
     topology = Topology.from_env(os.environ)
-    _own_log(run, topology.rank)
+    send_output_to(run.rank_log(topology.rank))
     warn_into(run.warnings(attempt, topology.node_index), topology.rank)
     attendance = Attendance(run, attempt, topology, stop)
+    code = EXIT_FAILED
+    try:
+        code = _train(run, attempt, topology, stop, attendance)
+    finally:
+        attendance.end(LAST_WORDS.get(code, FAILED))
+    return code
+
+
+def _train(
+    run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
+) -> int:
+    """`_run_rank`, and what is to be said of how it ended; gives the exit code."""
     try:
         outcome = _run_rank(run, attempt, topology, stop, attendance)
     except StopRequested:
@@ -236,6 +248,4 @@ def run_rank(run_path: Path, attempt: int) -> int:
         except (OSError, RunFolderError) as unwritable:
             print(f"the failure could not be recorded: {unwritable}", file=sys.stderr)  # noqa: T201
         return exit_code(error)
-    finally:
-        attendance.end()
     return EXIT_FINISHED if outcome.state == "finished" else EXIT_STOPPED

@@ -128,7 +128,7 @@ settings.cluster.heartbeat_timeout_s = 0.5
 attendance.begin(settings)
 while not run.departure(2).exists():
     time.sleep(0.05)
-attendance.end()
+attendance.end("failed")
 os._exit(7)
 """
 

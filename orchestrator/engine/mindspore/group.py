@@ -20,6 +20,7 @@ from mindspore import Tensor, ops
 from orchestrator.engine.member import Member, checked_sizes
 from orchestrator.engine.mindspore.liveness import Watch
 from orchestrator.engine.mindspore.scheduler import Scheduler
+from orchestrator.engine.waiting import for_others
 from orchestrator.errors import PeerLost
 
 POLL_S = 0.05
@@ -180,8 +181,9 @@ class MindSporeGroup(Member):
                 done.set()
 
         threading.Thread(target=compute, name=operation, daemon=True).start()
-        while not done.wait(POLL_S):
-            self._watch.check()
+        with for_others():
+            while not done.wait(POLL_S):
+                self._watch.check()
         if raised:
             self._watch.changed.wait(2.0)  # a peer's death may show here first
             self._watch.check()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.errors import RendezvousError, StopRequested
+from orchestrator.errors import RanksMissing, RendezvousError, StopRequested
 
 POLL_S = 0.02
 LINGER_S = 5.0
@@ -75,7 +75,7 @@ def _refusal(spec: GroupSpec, verdict: Endpoint) -> Exception | None:
     if verdict["verdict"] == "stop":
         return StopRequested("the run was asked to stop while its ranks came together")
     if verdict["verdict"] == "missing":
-        return RendezvousError(
+        return RanksMissing(
             f"{ranks_in_words(verdict['ranks'])} of {spec.size} did not come within "
             f"{spec.timeout_s:g} s"
         )
@@ -142,7 +142,7 @@ def obey(spec: GroupSpec) -> Endpoint:
                 raise StopRequested(f"rank {spec.rank} was asked to stop while waiting for rank 0")
         late = time.monotonic() - until
         if late > 0 and not arrival_file(spec, 0).exists():
-            raise RendezvousError(f"rank 0 of {spec.size} did not come within {spec.timeout_s:g} s")
+            raise RanksMissing(f"rank 0 of {spec.size} did not come within {spec.timeout_s:g} s")
         if late > LINGER_S:
             raise RendezvousError(
                 f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for a verdict of "

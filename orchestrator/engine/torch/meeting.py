@@ -22,7 +22,7 @@ from torch.distributed import DistError
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch.transport import Presence, choose
 from orchestrator.engine.torch.verdict import obey
-from orchestrator.errors import RendezvousError, StopRequested, TransportError
+from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
 
 POLL_S = 0.02
 LINGER_S = 5.0  # how long rank 0 keeps the store for those who have not read a bad verdict yet
@@ -158,7 +158,7 @@ def join(spec: GroupSpec, until: float) -> TCPStore:
             _stop_file(spec).touch()
             raise StopRequested(f"rank {spec.rank} was asked to stop while it waited for rank 0")
         if time.monotonic() > until:
-            raise RendezvousError(
+            raise RanksMissing(
                 f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for rank 0, which "
                 + (
                     f"published an address in {path} but does not answer at it"
@@ -208,7 +208,7 @@ def await_verdict(spec: GroupSpec, store: TCPStore, me: Presence, until: float) 
         verdict = json.loads(store.get("verdict"))
         store.add("read", 1)
     except DistError as error:
-        raise RendezvousError(
+        raise RanksMissing(
             f"rank 0 went away while rank {spec.rank} on {spec.node} waited for the others"
         ) from error
     return verdict

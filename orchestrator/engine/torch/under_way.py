@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from orchestrator.engine.torch.held import Held
+from orchestrator.engine.waiting import for_others
 from orchestrator.errors import PeerLost
 
 # What gloo and NCCL say when a peer is gone or silent. Anything else is a defect, left as it is.
@@ -48,7 +49,8 @@ class Started:
         if self._work is None:
             return
         try:
-            self._work.wait()
+            with for_others():
+                self._work.wait()
         except RuntimeError as error:
             lost = as_peer_lost(error, self._operation, self._rank)
             if lost is None:

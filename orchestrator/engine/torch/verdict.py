@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.errors import RendezvousError, StopRequested, TransportError
+from orchestrator.errors import RanksMissing, StopRequested, TransportError
 
 
 def obey(spec: GroupSpec, verdict: dict[str, Any]) -> None:
@@ -14,7 +14,7 @@ def obey(spec: GroupSpec, verdict: dict[str, Any]) -> None:
     refusals: dict[str, Callable[[], Exception]] = {
         "stop": lambda: StopRequested("the run was asked to stop while its ranks came together"),
         "transport": lambda: TransportError(str(verdict["message"])),
-        "missing": lambda: RendezvousError(
+        "missing": lambda: RanksMissing(
             f"{in_words(verdict['ranks'])} of {spec.size} did not come within {spec.timeout_s:g} s"
         ),
     }

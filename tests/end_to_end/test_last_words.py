@@ -1,0 +1,87 @@
+"""A run is finished only if every rank said so; who left without a word, or stands still while the
+others wait, is the culprit, in every phase. Who is merely slow is let be.
+"""
+
+import re
+
+import pytest
+
+from tests import helpers
+from tests.helpers import SMALL
+
+LIVELY = "job._target_=tests.lively_jobs.Lively"
+COMMON = (
+    "tracker=none", "train.updates=4", "accumulation.global_batch=40", "accumulation.steps=2",
+    "train.evaluate_every=2",
+)  # fmt: skip
+WAIT = ("cluster.collective_timeout_s=8", "cluster.hang_timeout_s=600")
+HANG = ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=8")
+WORDLESS = r"exited with code {} before its training had ended"
+IN_VAIN = r"the others waited in vain: it was still at {}.*\(.*lively_jobs.py, line \d+\)"
+HANGS = r"it hangs: it has been at {} for \d+ s {}"
+
+# act, where, in which ranks, settings -> the culprit (None: any), its cause, a line of its stack
+ROWS = {
+    "every rank leaves before the group forms": (
+        "exit0", "init", "all", (), None, WORDLESS.format(0), ""),
+    "one of two leaves in a window": (
+        "exit0", "forward", 1, (), 1, WORDLESS.format(0), ""),
+    "the rank that evaluates leaves as if it were stopped": (
+        "exit3", "evaluate", 0, (), 0, WORDLESS.format(3), ""),
+    "a rank hangs in its loader": (
+        "sleep", "loader", 1, HANG, 1, HANGS.format("micro-step .*", "without using"),
+        "__getitem__"),
+    "a rank waits for a child that is stopped": (
+        "child", "forward", 1, ("cluster.heartbeat_timeout_s=3",), 1,
+        HANGS.format("micro-step .*", r"and its child process \d+ is stopped"), "in loss"),
+    "a rank is deadlocked with the interpreter in its hands": (
+        "interpreter", "forward", 1, ("cluster.heartbeat_timeout_s=3",), 1,
+        "it gave no sign of life for 3 s", "in loss"),
+    "the rank that evaluates is deadlocked, and the other gives up": (
+        "deadlock", "evaluate", 0, WAIT, 0, IN_VAIN.format("what follows update 2"), "evaluate"),
+    "a rank never gets to where ranks meet": (
+        "sleep", "init", 1, ("cluster.rendezvous_timeout_s=20", *WAIT), 1,
+        IN_VAIN.format("the start"), "__init__"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All of them at once: most of the time they wait."""
+    folder = tmp_path_factory.mktemp("lively")
+    begun = {}
+    for number, (words, row) in enumerate(ROWS.items()):
+        act, place, ranks, more, *_ = row
+        run = folder / str(number)
+        arguments = (f"+job.act={act}", f"+job.place={place}", f"+job.ranks={ranks}", *more)
+        begun[words] = run, helpers.begin(LIVELY, SMALL, *COMMON, *arguments, f"run.dir={run}")
+    yield {words: (run, *process.communicate(timeout=240)) for words, (run, process) in
+           begun.items()}  # fmt: skip
+    for _, process in begun.values():
+        process.kill()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("words", ROWS)
+def test_the_culprit_is_who_left_or_stands_still(runs, words):
+    *_, rank, cause, line = ROWS[words]
+    run, output, _ = runs[words]
+    ended = helpers.result(run)
+    assert ended["state"] == "failed", output
+    culprit = ended["culprit"]
+    assert rank in (None, culprit["rank"]), output
+    assert re.match(cause, culprit["cause"]), culprit["cause"]
+    assert not line or any(line in said for said in culprit["log_tail"])
+    assert not helpers.processes_of(run)
+
+
+@pytest.mark.timeout(120)
+def test_a_long_evaluation_is_spoken_of_and_let_be(tmp_path):
+    run = tmp_path / "run"
+    done = helpers.call(
+        LIVELY, SMALL, *COMMON, f"run.dir={run}", "+job.act=slow", "+job.place=evaluate",
+        "+job.ranks=0", "+job.seconds=9", "cluster.heartbeat_timeout_s=2", "train.evaluate_every=0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "it has stood at what follows update 4" in done.stdout
+    assert "in _at" in (run / "logs" / "rank-00000.log").read_text()
