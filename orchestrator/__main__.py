@@ -128,18 +128,23 @@ def status(
 ) -> None:
     """Say where runs stand: those that wait, run, or have ended, however and wherever they run."""
     del verbose
+    from orchestrator.report.run_view import points_wanted, print_run
     from orchestrator.report.status_table import print_status
-    from orchestrator.submit.status import expand, statuses
+    from orchestrator.submit.status import expand, losses_so_far, statuses
 
-    found, sentences = statuses(expand([path.absolute() for path in runs or []]))
+    asked = [path.absolute() for path in runs or []]
+    found, sentences = statuses(expand(asked))
+    console = Console()
     for sentence in sentences:
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
     if as_json:
         _print_json([status.to_json() for status in found])
+    elif len(asked) == 1 and [status.folder for status in found] == asked:
+        print_run(found[0], losses_so_far(found[0], points_wanted(console)), console)
     elif found:
-        print_status(found, Console(), Path.cwd())
+        print_status(found, console, Path.cwd())
     else:
-        say(Console(), "there are no runs in runs/")
+        say(console, "there are no runs in runs/")
 
 
 @verb()

@@ -19,6 +19,7 @@ import yaml
 from orchestrator.errors import RunFolderError
 
 PRIVATE = 0o700
+RESUMED = "resumed"  # why an attempt was needed, when a person asked for it
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -63,7 +63,7 @@ class Tail:
             text = line.decode("utf-8", "replace").strip("\0 \t\r\n")
             if not text:
                 continue
-            record = _record(text)
+            record = record_of(text)
             if record is None:
                 self.damaged += 1
                 # A torn line and the first one of the next attempt can share a line.
@@ -141,7 +141,7 @@ def read_metrics(path: Path) -> History:
     return history
 
 
-def _record(text: str) -> Record | None:
+def record_of(text: str) -> Record | None:
     """One line as a record, or None when it is not one."""
     try:
         value = json.loads(text)
@@ -158,7 +158,7 @@ def _record_at_end(text: str) -> Record | None:
     """The whole record with which a damaged line ends, if there is one."""
     start = text.find('{"', 1)
     while start != -1:
-        record = _record(text[start:])
+        record = record_of(text[start:])
         if record is not None:
             return record
         start = text.find('{"', start + 1)

@@ -1,15 +1,20 @@
 # ruff: noqa: RUF001 - the signs are meant, and have stand-ins where they cannot be shown.
-"""The table of `status`: a line for each run; below it why one waits, failed or started again."""
+"""What `status` shows of many runs: a table, or where that does not fit, a few lines for each run.
+
+Below each run stands why it waits, failed, started again, or cannot be read.
+"""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
 from orchestrator.report.terminal import literal, say
 from orchestrator.report.units import format_count, format_seconds, plural
@@ -18,15 +23,20 @@ WIDEST = 400
 STYLES = {
     "finished": "green", "running": "bold green", "starting": "cyan", "ending": "cyan",
     "pending": "yellow", "stopped": "yellow", "cancelled": "yellow", "failed": "bold red",
-    "lost": "bold red", "unknown": "red",
+    "lost": "bold red", "unknown": "red", "private": "dim", "damaged": "bold red",
 }  # fmt: skip
+URGENT = ("failed", "lost", "damaged")
 HEADINGS = (
     "run", "state", "job", "nodes", "updates", "samples/s", "last boundary", "restarts", "time left"
 )  # fmt: skip
+ALWAYS = ("run", "state", "updates")
+RIGHT = ("updates", "samples/s", "restarts")
+UNREADABLE = ("private", "damaged")
+NONE = "–"
 
 
 class Shown(Protocol):
-    """What the table shows of a run; see `orchestrator.submit.status.RunStatus`."""
+    """What is shown of a run; see `orchestrator.submit.folder_status.RunStatus`."""
 
     @property
     def folder(self) -> Path: ...
@@ -41,9 +51,19 @@ class Shown(Protocol):
     @property
     def total(self) -> int | None: ...
     @property
+    def loss(self) -> float | None: ...
+    @property
+    def learning_rate(self) -> float | None: ...
+    @property
+    def evaluation(self) -> dict[str, Any]: ...
+    @property
     def samples_per_second(self) -> float | None: ...
     @property
+    def seconds_left(self) -> float | None: ...
+    @property
     def boundary_age_s(self) -> float | None: ...
+    @property
+    def attempts(self) -> int: ...
     @property
     def restarts(self) -> int: ...
     @property
@@ -54,6 +74,8 @@ class Shown(Protocol):
     def time_left_s(self) -> float | None: ...
     @property
     def reason(self) -> str | None: ...
+    @property
+    def warnings(self) -> list[str]: ...
 
 
 def short_name(folder: Path, here: Path) -> str:
@@ -65,26 +87,34 @@ def short_name(folder: Path, here: Path) -> str:
     return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
 
 
-def _cells(run: Shown, here: Path) -> list[str]:
+def updates_done(run: Shown) -> str:
+    """Updates done, of how many where that is known."""
     of = f"/{format_count(run.total)}" if run.total is not None else ""
+    return f"{format_count(run.updates)}{of}"
+
+
+def _cells(run: Shown, here: Path) -> list[str]:
+    name = short_name(run.folder, here)
+    if run.state in UNREADABLE:
+        return [name, run.state, *[NONE] * (len(HEADINGS) - 2)]
     rate, age, left = run.samples_per_second, run.boundary_age_s, run.time_left_s
     return [
-        short_name(run.folder, here),
+        name,
         run.state,
-        run.job_id or "–",
-        run.nodes or "–",
-        f"{format_count(run.updates)}{of}",
-        f"{rate:,.0f}" if rate is not None else "–",
-        f"{format_seconds(age)} ago" if age is not None else "–",
-        format_count(run.restarts),
-        format_seconds(left) if left is not None else "–",
+        run.job_id or NONE,
+        run.nodes or NONE,
+        updates_done(run),
+        f"{rate:,.0f}" if rate is not None else NONE,
+        f"{format_seconds(age)} ago" if age is not None else NONE,
+        format_count(run.restarts) if run.restarts else NONE,
+        format_seconds(left) if left is not None else NONE,
     ]
 
 
-def _remark(run: Shown) -> str | None:
-    """What does not fit a column."""
+def remark(run: Shown) -> str | None:
+    """What does not fit a column: the reason of its state, or of its latest restart."""
     if run.reason:
-        return run.reason
+        return run.reason.replace(f"{run.folder}/", "").replace(str(run.folder), "it")
     if run.restarts and run.why:
         lost = f", {plural(run.lost_updates, 'update')} done again" if run.lost_updates else ""
         return f"last restart: {run.why}{lost}"
@@ -92,23 +122,70 @@ def _remark(run: Shown) -> str | None:
 
 
 def print_status(runs: Sequence[Shown], console: Console, here: Path) -> None:
-    """Print where runs stand."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in HEADINGS:
-        right = heading in ("updates", "samples/s", "restarts")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
-    for run in runs:
-        cells = [literal(text, console) for text in _cells(run, here)]
-        cells[1] = literal(run.state, console, STYLES.get(run.state, ""))
-        table.add_row(*cells)
-    # Names of runs and node lists stay whole and can be copied, however narrow the terminal.
-    wide = console.options.update(max_width=WIDEST)
+    """Print where runs stand. Names of runs stay whole, however narrow the terminal."""
+    rows = [_cells(run, here) for run in runs]
+    table = _table(runs, rows, console)
+    width = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
+    if console.is_terminal and width > console.width:
+        for run, cells in zip(runs, rows, strict=True):
+            _print_block(run, cells, console)
+        return
     present = console.width
-    console.width = max(present, Measurement.get(console, wide, table).maximum)
+    console.width = max(present, width)  # a log or a pipe has no width of its own
     console.print(table, crop=False)
     console.width = present
     for run in runs:
-        remark = _remark(run)
-        if remark:
-            style = STYLES.get(run.state, "") if run.state in ("failed", "lost") else "dim"
-            say(console, f"{short_name(run.folder, here)}: {remark}", style, prose=True)
+        if said := remark(run):
+            style = STYLES.get(run.state, "") if run.state in URGENT else "dim"
+            say(console, f"{short_name(run.folder, here)}: {said}", style, prose=True)
+
+
+def _table(runs: Sequence[Shown], rows: Sequence[Sequence[str]], console: Console) -> Table:
+    """A row for each run; columns in which nothing stands are left out."""
+    kept = [
+        place
+        for place, heading in enumerate(HEADINGS)
+        if heading in ALWAYS or any(row[place] != NONE for row in rows)
+    ]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for place in kept:
+        right = HEADINGS[place] in RIGHT
+        table.add_column(HEADINGS[place], justify="right" if right else "left", no_wrap=True)
+    for run, row in zip(runs, rows, strict=True):
+        cells = [literal(row[place], console) for place in kept]
+        cells[1] = literal(run.state, console, STYLES.get(run.state, ""))
+        table.add_row(*cells)
+    return table
+
+
+def _print_block(run: Shown, cells: Sequence[str], console: Console) -> None:
+    """One run where the table is too wide: its name, and below it what is known of it."""
+    say(console, cells[0], "bold")
+    facts = [literal(run.state, console, STYLES.get(run.state, ""))]
+    for heading, cell in zip(HEADINGS[2:], cells[2:], strict=True):
+        if cell != NONE:
+            named = cell if heading in ("nodes", "samples/s") else f"{heading} {cell}"
+            facts.append(literal(f"{cell} samples/s" if heading == "samples/s" else named, console))
+    for line in packed(facts, console.width - 2):
+        console.print(Text("  ").append_text(line), soft_wrap=True, highlight=False)
+    if said := remark(run):
+        style = STYLES.get(run.state, "") if run.state in URGENT else "dim"
+        # Long words, as paths are, stay whole.
+        width = max(8, console.width - 2)
+        for line in textwrap.wrap(said, width, break_long_words=False, break_on_hyphens=False):
+            say(console, f"  {line}", style)
+
+
+def packed(facts: Sequence[Text], width: int) -> list[Text]:
+    """Facts side by side, as many to a line as fit; none is ever broken.
+
+    >>> [line.plain for line in packed([Text("ab"), Text("cd"), Text("ef")], 7)]
+    ['ab  cd', 'ef']
+    """
+    lines: list[Text] = []
+    for fact in facts:
+        if lines and lines[-1].cell_len + 2 + fact.cell_len <= width:
+            lines[-1].append("  ").append_text(fact)
+        else:
+            lines.append(fact.copy())
+    return lines

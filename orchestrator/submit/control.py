@@ -13,9 +13,10 @@ from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import State
 from orchestrator.submit.ending import write_end
+from orchestrator.submit.folder_status import RunStatus, is_held
 from orchestrator.submit.slurm_jobs import queued
 from orchestrator.submit.slurm_watch import SlurmHandle
-from orchestrator.submit.status import RunStatus, is_held, statuses
+from orchestrator.submit.status import statuses
 
 FOLLOW_S = 0.2
 LOOK_S = 2.0

@@ -17,11 +17,11 @@ from orchestrator.errors import EXIT_FINISHED
 from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.submit.api import Culprit, State
 from orchestrator.submit.ending import write_end
+from orchestrator.submit.folder_status import recent_updates
 from orchestrator.submit.restarts import rule
 from orchestrator.submit.slurm_blame import blame_slurm
 from orchestrator.submit.slurm_client import SchedulerDown, SlurmClient
 from orchestrator.submit.slurm_jobs import shown
-from orchestrator.submit.status import recent_updates
 from orchestrator.worker.departure import ask_for_requeue, step_gone
 from orchestrator.worker.fence import Fence
 

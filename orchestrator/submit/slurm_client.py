@@ -127,20 +127,33 @@ class Asked:
         self._process.communicate()
 
 
+NO_FILE = "there is no such file"
+
+
+def _unreadable(path: str) -> str | None:
+    """Why a slurm.conf cannot be used from here; None when it can."""
+    try:
+        with Path(path).open("rb"):
+            return None
+    except (FileNotFoundError, NotADirectoryError):
+        return NO_FILE
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
+
+
 class SlurmClient:
     """SLURM's commands for one cluster: the one of `slurm_conf`, or the machine's own."""
 
     def __init__(self, slurm_conf: str | None = None) -> None:
         self._conf = str(Path(slurm_conf).expanduser()) if slurm_conf else None
-        if self._conf is not None and not Path(self._conf).is_file():
-            raise ClusterError(
-                f"cluster.slurm_conf={slurm_conf}: there is no such file; for the development "
-                f"cluster run `python -m slurm up` first"
-            )
+        # SLURM's commands would look for a file that they cannot read for a minute.
+        if self._conf is not None and (why := _unreadable(self._conf)):
+            absent = "; for the development cluster run `python -m slurm up` first"
+            hint = absent if why == NO_FILE else ""
+            raise ClusterError(f"cluster.slurm_conf={slurm_conf}: {why}{hint}")
         told = os.environ.get(CONF)
-        if self._conf is None and told is not None and not Path(told).is_file():
-            # SLURM's commands would look for it for a minute.
-            raise NoClient(f"{CONF}={told}: there is no such file; unset it, or correct it")
+        if self._conf is None and told is not None and (why := _unreadable(told)):
+            raise NoClient(f"{CONF}={told}: {why}; unset it, or correct it")
 
     def environment(self, command: str) -> dict[str, str]:
         """For a command: ours, without traces of an enclosing job. A job inherits sbatch's."""

@@ -6,69 +6,53 @@ forgotten a job. Where neither answers, the folders tell: a result, or hearts th
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from orchestrator.errors import ClusterError, RunFolderError
-from orchestrator.report.metrics import Record, only_warns
-from orchestrator.report.summary import seconds_per_update
+from orchestrator.report.metrics_glance import loss_course
+from orchestrator.report.status_table import UNREADABLE
 from orchestrator.rundir import RunDir, read_json
+from orchestrator.submit.folder_status import (
+    DAMAGE,
+    ENDED_STATES,
+    RunStatus,
+    from_folder,
+    looked_at,
+    of_local,
+    unknown,
+)
 from orchestrator.submit.slurm_client import NoClient, SlurmClient
 from orchestrator.submit.slurm_jobs import Job, accounted, queued
 from orchestrator.worker.heartbeat import ENDED, read_beat
 
-RECENT_BYTES = 64 * 1024
 LOOK_TWICE_S = 1.5
-ENDED_STATES = ("finished", "failed", "stopped")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunStatus:
-    """One run. None: not known, or it does not apply.
-
-    Attributes:
-        state: pending, starting, running, ending, finished, stopped, failed, cancelled, lost
-            (it left without a result), unknown (the scheduler does not answer and no heart beats).
-        boundary_age_s: since the last update boundary, by the clock of the run's file system.
-        restarts, lost_updates: over all attempts; why: of the latest restart.
-        reason: why it is pending, or why it failed.
-    """
-
-    folder: Path
-    state: str
-    cluster: str
-    job_id: str | None = None
-    nodes: str = ""
-    updates: int = 0
-    total: int | None = None
-    samples_per_second: float | None = None
-    boundary_age_s: float | None = None
-    restarts: int = 0
-    lost_updates: int = 0
-    why: str | None = None
-    time_left_s: float | None = None
-    reason: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "folder": str(self.folder)}
 
 
 def find_runs(below: Path) -> list[Path]:
-    """All run folders below a folder, those of sweeps included, oldest name first."""
+    """All run folders below a folder, those of sweeps included, oldest name first.
+
+    A folder that may not be looked into counts as one: somebody else's run, as far as we can know.
+    """
     found: list[Path] = []
 
     def search(folder: Path) -> None:
-        if (folder / "config.yaml").is_file() and (folder / "attempts").is_dir():
+        try:
+            within = {entry.name: entry for entry in os.scandir(folder)}
+        except FileNotFoundError:  # removed while we look
+            return
+        except PermissionError:
             found.append(folder)
             return
-        for entry in sorted(os.scandir(folder), key=lambda e: e.name):
-            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+        if "config.yaml" in within and "attempts" in within:
+            found.append(folder)
+            return
+        for name, entry in sorted(within.items()):
+            if entry.is_dir(follow_symlinks=False) and not name.startswith("."):
                 search(Path(entry.path))
 
     if below.is_dir():
@@ -90,94 +74,6 @@ def expand(paths: Sequence[Path]) -> list[RunDir]:
             raise RunFolderError(f"there is no run in {path}")
         runs += [RunDir(folder) for folder in found]
     return runs
-
-
-def recent_updates(run: RunDir) -> list[Record]:
-    """The latest updates in metrics.jsonl, however long it is."""
-    try:
-        with run.metrics.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - RECENT_BYTES))
-            lines = file.read().split(b"\n")[1 if size > RECENT_BYTES else 0 : -1]
-    except FileNotFoundError:
-        return []
-    records: list[Record] = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:  # a killed writer's last line
-            continue
-        if "evaluation" not in record and "update" in record and not only_warns(record):
-            records.append(record)
-    last = records[-1].get("attempt", 0) if records else 0
-    return [record for record in records if record.get("attempt", 0) == last]
-
-
-def _age_s(run: RunDir) -> float | None:
-    """Seconds since metrics.jsonl grew, both times by its own file system's clock."""
-    mark = run.path / ".clock"
-    if not run.metrics.exists():
-        return None
-    written = run.metrics.stat().st_mtime
-    try:
-        mark.touch(mode=0o600)
-        os.utime(mark)
-        now = mark.stat().st_mtime
-    except OSError:  # not ours to write in
-        now = time.time()
-    return max(0.0, now - written)
-
-
-def from_folder(run: RunDir) -> RunStatus:
-    """What the folder alone says."""
-    plan = run.read_plan()
-    result = run.read_result()
-    handle: dict[str, Any] = read_json(run.handle) or {}
-    updates = recent_updates(run)
-    pace = seconds_per_update(updates)
-    samples = [r["samples"] for r in updates if r.get("samples")]
-    attempts = run.attempts_made()
-    notes = run.restarts()
-    culprit: dict[str, Any] = (result or {}).get("culprit") or {}
-    ended = result is not None
-    kind = str(handle.get("kind") or (read_json(run.submission) or {}).get("cluster") or "local")
-    return RunStatus(
-        folder=run.path,
-        state=str(result["state"]) if result else "running",
-        cluster=kind,
-        job_id=handle.get("job_id"),
-        updates=result["updates"] if result else (updates[-1]["update"] + 1 if updates else 0),
-        total=plan.get("updates"),
-        samples_per_second=sum(samples) / len(samples) / pace if samples and pace else None,
-        boundary_age_s=None if ended else _age_s(run),
-        restarts=max(0, attempts - 1),
-        lost_updates=sum(int(note["lost_updates"]) for note in notes),
-        why=str(notes[-1]["why"]) if notes else None,
-        reason=culprit.get("cause"),
-    )
-
-
-def is_held(run: RunDir) -> bool:
-    """Whether a local launcher holds the run."""
-    try:
-        descriptor = os.open(run.lock, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def _local(run: RunDir, status: RunStatus) -> RunStatus:
-    if status.state in ENDED_STATES:
-        return status
-    if not is_held(run):
-        return replace(status, state="lost", reason="its launcher is gone, without a result")
-    return status if status.updates else replace(status, state="starting")
 
 
 def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
@@ -205,10 +101,17 @@ def _beats(run: RunDir) -> list[str]:
 
 def _by_hearts(runs: list[RunDir], found: dict[Path, RunStatus]) -> None:
     """Without a scheduler: whose heart beats, runs."""
-    before = {run.path: _beats(run) for run in runs}
+    before: dict[Path, list[str]] = {}
+    for run in runs:
+        try:
+            before[run.path] = _beats(run)
+        except DAMAGE as error:
+            found[run.path] = unknown(run, error)
     if any(before.values()):
         time.sleep(LOOK_TWICE_S)
     for run in runs:
+        if run.path not in before:
+            continue
         now = _beats(run)
         beating = any(a != b for a, b in zip(now, before[run.path], strict=False) if b != ENDED)
         state = "running" if beating else "unknown"
@@ -232,27 +135,43 @@ def _asked(conf: str | None, runs: list[RunDir], found: dict[Path, RunStatus]) -
     for job_id, run in ids.items():
         status = found[run.path]
         if job_id in jobs:
-            found[run.path] = with_job(run, status, jobs[job_id])
+            job = jobs[job_id]
+            found[run.path] = looked_at(run, partial(with_job, run, status, job))
         elif status.state not in ENDED_STATES:
             reason = f"job {job_id} has left the queue without a result"
             found[run.path] = replace(status, state="lost", reason=reason)
 
 
 def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
-    """Where all these runs stand, in their order, and sentences about what could not be asked."""
+    """Where all these runs stand, in their order, and sentences about what could not be asked.
+
+    A run that cannot be read is a row of its own, `private` or `damaged`, and hides no other.
+    """
     runs = list(runs)
-    found = {run.path: from_folder(run) for run in runs}
+    found: dict[Path, RunStatus] = {}
     clusters: dict[str | None, list[RunDir]] = {}
-    sentences: list[str] = []
     for run in runs:
-        status = found[run.path]
-        if status.cluster == "local":
-            found[run.path] = _local(run, status)
-        elif status.job_id is None:
-            found[run.path] = replace(status, state="lost", reason="it was never submitted")
-        else:
-            conf = (read_json(run.handle) or {}).get("slurm_conf")
-            clusters.setdefault(conf, []).append(run)
+        found[run.path] = looked_at(run, partial(_first_look, run, clusters))
+    sentences: list[str] = []
     for conf, members in clusters.items():
         sentences += _asked(conf, members, found)
     return [found[run.path] for run in runs], sentences
+
+
+def _first_look(run: RunDir, clusters: dict[str | None, list[RunDir]]) -> RunStatus:
+    """What can be said without a scheduler; a run that has one is put down for asking it."""
+    status = from_folder(run)
+    if status.cluster == "local":
+        return of_local(run, status)
+    if status.job_id is None:
+        return replace(status, state="lost", reason="it was never submitted")
+    conf = (read_json(run.handle) or {}).get("slurm_conf")
+    clusters.setdefault(None if conf is None else str(conf), []).append(run)
+    return status
+
+
+def losses_so_far(status: RunStatus, points: int) -> list[float]:
+    """A run's losses from its beginning to now; none where it cannot be read."""
+    if status.state in UNREADABLE:
+        return []
+    return loss_course(RunDir(status.folder).metrics, points)

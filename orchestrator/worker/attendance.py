@@ -12,7 +12,7 @@ import time
 
 from orchestrator.config import ClusterConfig, Config
 from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost, RankHangs
-from orchestrator.rundir import RunDir, read_json, write_json
+from orchestrator.rundir import RESUMED, RunDir, read_json, write_json
 from orchestrator.worker.departure import (
     await_verdict,
     depart,
@@ -146,7 +146,7 @@ class Attendance:
         """Why this attempt was needed, and what was lost of the one before it."""
         before = self._attempt - 1
         requeued = self._topology.scheduled and self._topology.restarts > 0
-        why = "resumed"
+        why = RESUMED
         if requeued or not self._topology.scheduled:
             why = why_restarted(self._run, self._attempt) or (NO_WORD if requeued else why)
         place = read_progress(self._run.progress(before))
