@@ -148,6 +148,21 @@ def status(
 
 
 @verb()
+def attach(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
+    from orchestrator.rundir import RunDir
+    from orchestrator.submit.attach import attach as show
+    from orchestrator.submit.manner import Manner
+
+    manner = Manner(console=Console(), verbose=verbose, quiet=quiet)
+    raise typer.Exit(show(RunDir(run.absolute()).existing(), manner).exit_code)
+
+
+@verb()
 def logs(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     rank: Annotated[int | None, typer.Option(min=0, help="Whose; rank 0's by default.")] = None,

@@ -41,10 +41,10 @@ def verb(*arguments, **more):
     return call(*arguments, module="orchestrator", **more)
 
 
-def begin(*arguments, cwd=None, **env):
+def begin(*arguments, module="orchestrator.launch", cwd=None, **env):
     """Start a command and leave it running; its output goes to the returned process's pipes."""
     return subprocess.Popen(
-        command(*arguments),
+        command(*arguments, module=module),
         cwd=cwd,
         env=environment(**env),
         stdout=subprocess.PIPE,

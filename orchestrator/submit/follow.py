@@ -19,9 +19,16 @@ from orchestrator.submit.slurm_watch import SlurmHandle
 from orchestrator.worker.progress import read_progress
 
 
-def follow(handle: SlurmHandle, run: RunDir, manner: Manner, interrupts: Interrupts) -> Ended:
-    """Show the run to its end; an interrupt only ends the showing."""
+def follow(
+    handle: SlurmHandle, run: RunDir, manner: Manner, interrupts: Interrupts, recent: int = 0
+) -> Ended:
+    """Show the run to its end; an interrupt only ends the showing.
+
+    Args:
+        recent: of what earlier attempts or hours wrote, so many bytes are shown, too.
+    """
     tail = Tail(run.metrics)
+    tail.skip_to_the_end(recent)
     news = _News(run, manner)
     plan = run.read_plan()
     attempt, warned = -1, NewWarnings(run.path)

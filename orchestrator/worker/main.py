@@ -185,7 +185,7 @@ def _run_rank(
             warn(sentence)
         write_json(run.environment, environment)
         write_json(run.plan, planned.to_json())
-        recorder = Recorder(run, attempt, config, engine)
+        recorder = Recorder(run, attempt, config, engine, planned.updates)
     began = time.perf_counter()
     train(
         engine=engine, windows=windows, settings=config.train,

@@ -14,6 +14,7 @@ from orchestrator.run_warnings import NewWarnings, warn
 from orchestrator.rundir import RunDir
 from orchestrator.worker import checkpoint
 from orchestrator.worker.progress import ProgressWriter
+from orchestrator.worker.update_lines import UpdateLines
 
 
 class Silent:
@@ -57,11 +58,13 @@ class Scalars:
 class Recorder:
     """Rank 0's. A line of metrics.jsonl is one `write`, so a reader sees whole lines but the last.
 
-    A full disk never ends a run: what cannot be written is said once in the log, and the last good
-    checkpoint stays.
+    Some of it stands in the rank's log as well. A full disk never ends a run: what cannot be
+    written is said once in the log, and the last good checkpoint stays.
     """
 
-    def __init__(self, run: RunDir, attempt: int, config: Config, engine: Engine) -> None:
+    def __init__(
+        self, run: RunDir, attempt: int, config: Config, engine: Engine, updates: int
+    ) -> None:
         self._run, self._attempt, self._engine = run, attempt, engine
         self._keep = config.train.keep_checkpoints
         self._metrics: TextIO = run.metrics.open("a", encoding="utf-8", buffering=1)
@@ -71,6 +74,7 @@ class Recorder:
         self.note: dict[str, Any] = {}  # goes with the next update's line, once
         self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
         self._update = -1
+        self._told = UpdateLines(updates)
 
     def micro_step(self, update: int, done: int, steps: int) -> None:
         self._place.write(update, done, steps)
@@ -112,6 +116,12 @@ class Recorder:
             }
         )
         self.note = {}
+        self._told.update(
+            window.update,
+            loss=report.loss,
+            learning_rate=window.learning_rate,
+            samples=window.samples,
+        )
         self._scalar(
             window.update,
             {
@@ -127,6 +137,7 @@ class Recorder:
             {"evaluation": figures, "update": update, "epoch": epoch, "time": time.time(),
              "attempt": self._attempt}
         )  # fmt: skip
+        self._told.evaluation(update, figures)
         self._scalar(update, {f"evaluation/{name}": value for name, value in figures.items()})
 
     def can_save(self) -> bool:

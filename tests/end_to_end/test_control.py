@@ -1,6 +1,8 @@
 """status, logs and cancel of local runs, from another shell."""
 
 import json
+import re
+import signal
 
 from tests.helpers import TINY, begin, result, until, verb
 
@@ -27,10 +29,28 @@ def test_a_local_run_is_seen_and_cancelled_from_another_shell(tmp_path):
     process = start(run)
     seen = found(run)
     assert (seen["state"], seen["cluster"], seen["total"]) == ("running", "local", 2000)
+
+    told = verb("status", run).stdout
+    for word in ("running", "/2,000", "loss", "so far", "learning rate", "samples/s"):
+        assert word in told, told
+    log = run / "logs" / "rank-00000.log"
+    until(lambda: log.read_text().count("update ") > 1, 30, "a second line in the log")
+    assert re.search(r"update \d+/2000  loss \d", verb("logs", run).stdout)
+
+    left, stays = (begin("attach", run, module="orchestrator") for _ in range(2))
+    assert re.match(r"starting|update", left.stdout.readline())
+    assert "update" in left.stdout.readline()
+    left.send_signal(signal.SIGINT)
+    assert "the run goes on" in left.communicate(timeout=30)[0]
+    assert left.returncode == 130
+    assert process.poll() is None
+
     done = verb("cancel", run)
     assert done.returncode == 0, done.stderr
     assert "next update boundary" in done.stdout
     assert ended(process) == 3
+    assert "to go on from here" in stays.communicate(timeout=30)[0]
+    assert stays.returncode == 3
     assert found(run)["state"] == "stopped"
     assert found(run)["updates"] == result(run)["updates"] > 0
     again = verb("cancel", run)
