@@ -76,6 +76,18 @@ class NonFiniteError(OrchestratorError):
     """The loss or a gradient became NaN or infinite; raised on all ranks in the same update."""
 
 
+class ReplicasDiffer(OrchestratorError):
+    """Ranks hold different weights; raised on all ranks together.
+
+    Attributes:
+        ranks: those that are unlike most.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
 class SilenceError(OrchestratorError):
     """A collective was called between two boundaries by a job that did not declare it."""
 

@@ -16,7 +16,7 @@ class Tiny(Job):
     Args:
         pause_s: sleep in every micro-step, so that a test can step in.
         fault: what happens to rank `fault_rank` when it has done `fault_after` micro-steps:
-            "raise", "kill", "exit", "nan", "memory", "silence", "hang".
+            "raise", "kill", "exit", "nan", "memory", "silence", "hang", "drift".
     """
 
     metric_names = ("error",)
@@ -65,6 +65,10 @@ class Tiny(Job):
         parameter = next(model.parameters())
         return {"loss": ((model(x.to(parameter)) - y.to(parameter)) ** 2).mean().item()}
 
+    def after_update(self, model, update):
+        if self._now("drift"):
+            model[0].weight[0, 0] += 1e-6
+
     def _now(self, fault):
         mine = int(os.environ["SLURM_PROCID"]) == self.fault_rank
         return self.fault == fault and mine and self.steps == self.fault_after
@@ -97,3 +101,12 @@ class Uneven(Tiny):
         x, y = super().dataset().tensors
         kept = len(x) - 40 * (os.environ["SLURM_PROCID"] == "1")
         return TensorDataset(x[:kept], y[:kept])
+
+
+class Other(Tiny):
+    """Has one other number in its data on rank 1, as after a copy that went wrong."""
+
+    def dataset(self):
+        x, y = super().dataset().tensors
+        y[-1] += 1e-6 * (os.environ["SLURM_PROCID"] == "1")
+        return TensorDataset(x, y)

@@ -243,7 +243,8 @@ class Engine(Protocol):
         """Reduce once, clip once, step once. Collective. `stop`: this rank was asked to stop.
 
         Raises `NonFiniteError`, on all ranks alike, when the loss or a gradient is NaN or infinite
-        and the settings say "stop".
+        and the settings say "stop", and `ReplicasDiffer` when ranks were seen to hold different
+        weights.
         """
         ...
 
@@ -256,6 +257,13 @@ class Engine(Protocol):
 
     def evaluate(self) -> dict[str, float]:
         """The job's held-out figures, the model in evaluation mode meanwhile. Rank 0 only."""
+        ...
+
+    def check_replicas(self) -> None:
+        """Compare the weights of all ranks. Collective; for between windows.
+
+        Raises `ReplicasDiffer`, on all ranks alike and with the names of those that differ.
+        """
         ...
 
     def parameter_count(self) -> int:

@@ -1,8 +1,9 @@
 """Numbers that ride along in the gradient's own reduction, exactly. No framework is imported.
 
-A trailer holds the sums of weight, loss and metrics, and six flags. A sum is a fixed-point integer
-that is cut into 12 signed limbs, small enough for limbs of all ranks to add up without rounding, in
-any order. So token counts above 2**24 come out exact from float32 numbers as well, and the bits of
+A trailer holds the sums of weight, loss and metrics, six flags, and what tells whether all ranks
+hold the same weights: the sums of a digest and of its square. A sum is a fixed-point integer that
+is cut into 12 signed limbs, small enough for limbs of all ranks to add up without rounding, in any
+order. So token counts above 2**24 come out exact from float32 numbers as well, and the bits of
 the loss do not depend on who computed what.
 
 | numbers are | ranks | bits of a limb | unit | reaches |
@@ -32,6 +33,10 @@ STOP, NON_FINITE, BAD_WEIGHT, USES_ALL, USES_CHANGED = range(5)
 """Flags, each a number of ranks: asked to stop; a loss that is not finite; a weight that is
 negative or not finite; every parameter had a gradient; the set of those that had differs from the
 last one told. The sixth is spare."""
+
+
+DIGEST_BITS = 26
+"""Of a digest that a trailer carries: its square is a whole float, and within a sum's reach."""
 
 
 def limb_bits(mantissa_bits: int, ranks: int) -> int:
@@ -109,24 +114,41 @@ class Trailer:
     loss: ExactSum = field(default_factory=ExactSum)
     metrics: tuple[ExactSum, ...] = ()
     flags: list[int] = field(default_factory=lambda: [0] * FLAGS)
+    digest: ExactSum = field(default_factory=ExactSum)
+    digest_squared: ExactSum = field(default_factory=ExactSum)
 
     @classmethod
     def empty(cls, metric_count: int) -> Trailer:
         """The trailer of a rank without samples."""
         return cls(metrics=tuple(ExactSum() for _ in range(metric_count)))
 
+    def tell(self, digest: int) -> None:
+        """Let a digest of `DIGEST_BITS` bits travel; every rank does, or none."""
+        self.digest.add(digest)
+        self.digest_squared.add(digest**2)
+
+    def alike(self, ranks: int) -> bool:
+        """Whether all `ranks` ranks told the same digest; the same answer on all of them.
+
+        By the sums alone: R times the sum of squares is the square of the sum where all numbers are
+        equal, and more than that where they are not (Cauchy and Schwarz).
+        """
+        total, squares = self.digest.units >> UNIT_BITS, self.digest_squared.units >> UNIT_BITS
+        return ranks * squares == total**2
+
     def add(self, other: Trailer) -> None:
         """Add what another rank has to say."""
-        self.weight.merge(other.weight)
-        self.loss.merge(other.loss)
-        for ours, theirs in zip(self.metrics, other.metrics, strict=True):
+        for ours, theirs in zip(self._sums(), other._sums(), strict=True):
             ours.merge(theirs)
         self.flags = [a + b for a, b in zip(self.flags, other.flags, strict=True)]
 
     def numbers(self, bits: int = NARROW) -> list[float]:
         """`trailer_numbers(metric_count)` numbers; those of several ranks may be added up."""
-        sums = (self.weight, self.loss, *self.metrics)
-        return [limb for s in sums for limb in s.limbs(bits)] + [float(f) for f in self.flags]
+        limbs = [limb for one in self._sums() for limb in one.limbs(bits)]
+        return limbs + [float(flag) for flag in self.flags]
+
+    def _sums(self) -> tuple[ExactSum, ...]:
+        return (self.weight, self.loss, self.digest, self.digest_squared, *self.metrics)
 
     @classmethod
     def of(cls, numbers: Sequence[float], metric_count: int, bits: int = NARROW) -> Trailer:
@@ -141,4 +163,5 @@ class Trailer:
             for place in range(0, len(numbers) - FLAGS, LIMBS)
         ]
         flags = [int(flag) for flag in numbers[-FLAGS:]]
-        return cls(sums[0], sums[1], tuple(sums[2:]), flags)
+        weight, loss, digest, squared, *metrics = sums
+        return cls(weight, loss, tuple(metrics), flags, digest, squared)

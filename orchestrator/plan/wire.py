@@ -13,6 +13,9 @@ from orchestrator.errors import PlanError
 LIMBS = 12
 """Numbers of the gradient's type that carry one sum exactly (its digits, so nothing is rounded)."""
 
+SUMS = 4
+"""Exact sums beside the metrics': weight, loss, and two that tell whether ranks still agree."""
+
 FLAGS = 6
 """Agreed yes-or-no facts that travel with every boundary (stop, overflow, out of memory, ...)."""
 
@@ -23,19 +26,19 @@ WHOLE, MOST_EARLY, SMALLEST, LARGEST = 3 * 2**20, 8, 2**20, 25 * 2**20
 def trailer_numbers(metric_count: int) -> int:
     """How many numbers follow the gradients in a boundary's payload.
 
-    The weight, the loss and each metric take `LIMBS` numbers, the flags `FLAGS` more.
+    `SUMS` sums and each metric take `LIMBS` numbers, the flags `FLAGS` more.
 
     >>> trailer_numbers(0)
-    30
+    54
     >>> trailer_numbers(1)
-    42
+    66
 
     Raises:
         PlanError: `metric_count` is negative.
     """
     if metric_count < 0:
         raise PlanError(f"the number of metrics is {metric_count}; it must be 0 or more")
-    return LIMBS * (2 + metric_count) + FLAGS
+    return LIMBS * (SUMS + metric_count) + FLAGS
 
 
 def padded(parameters: int, ranks: int) -> int:
@@ -160,7 +163,7 @@ def bytes_on_wire_per_update(
     the numbers of the trailer and a norm, in float64.
 
     >>> bytes_on_wire_per_update(1_000, itemsize=4, metric_count=0, ranks=4)
-    6180
+    6324
     >>> bytes_on_wire_per_update(1_000, itemsize=4, metric_count=0, ranks=4, wire_itemsize=2)
     3180
 

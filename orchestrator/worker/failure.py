@@ -11,6 +11,7 @@ from orchestrator.errors import (
     OrchestratorError,
     PeerLost,
     RanksMissing,
+    ReplicasDiffer,
     UsageError,
 )
 from orchestrator.rundir import RunDir, write_json
@@ -30,7 +31,8 @@ def exit_code(error: BaseException) -> int:
 
 
 def record_failure(run: RunDir, attempt: int, topology: Topology, error: BaseException) -> Path:
-    """Write this rank's failure. `secondary`: it failed only because a peer did."""
+    """Write this rank's failure. `secondary`: it failed only because a peer did, or differed."""
+    others = isinstance(error, ReplicasDiffer) and topology.rank not in error.ranks
     path = run.failure(attempt, topology.rank)
     write_json(
         path,
@@ -40,7 +42,7 @@ def record_failure(run: RunDir, attempt: int, topology: Topology, error: BaseExc
             "time": time.time(),
             "cause": describe(error),
             "usage": isinstance(error, UsageError),
-            "secondary": isinstance(error, PeerLost | RanksMissing),
+            "secondary": others or isinstance(error, PeerLost | RanksMissing),
             "exit_code": exit_code(error),
             "traceback": "".join(traceback.format_exception(error)),
         },

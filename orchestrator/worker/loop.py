@@ -99,10 +99,13 @@ def train(
         last = outcome.updates == updates
         leaving = report.stop_requested and not last
         epoch_ends = last or windows.epoch_of(update + 1) != epoch
+        saving = last or leaving or save.due(update + 1, epoch_ends=epoch_ends)
+        if saving:  # nothing is kept of which ranks do not agree what it is
+            engine.check_replicas()
         if rank == 0 and not leaving and (last or evaluate.due(update + 1, epoch_ends=epoch_ends)):
             outcome.evaluation = engine.evaluate()
             recorder.evaluation(update, epoch, outcome.evaluation)
-        if last or leaving or save.due(update + 1, epoch_ends=epoch_ends):
+        if saving:
             engine.gather_state()
             recorder.checkpoint(outcome.updates, outcome.samples)
         if leaving:

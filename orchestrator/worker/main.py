@@ -165,7 +165,7 @@ def _run_rank(
     planned = plan_of(
         config,
         nodes=topology.nodes,
-        dataset_samples=agreed_samples(engine, len(job.dataset())),
+        dataset_samples=agreed_samples(engine, job.dataset()),
         parameters=engine.parameter_count(),
         metric_count=len(getattr(job, "metric_names", ())),
         framework=written_for,

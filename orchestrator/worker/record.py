@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,6 +84,7 @@ class Recorder:
         self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
     ) -> None:
         self._update = window.update
+        _warn_of_metrics(report)
         self._line(
             {
                 "update": window.update,
@@ -184,3 +186,14 @@ class Recorder:
     def _scalar(self, step: int, values: Mapping[str, float]) -> None:
         if self._scalars is not None:
             self._scalars.write(step, values)
+
+
+def _warn_of_metrics(report: BoundaryReport) -> None:
+    """What `Loss.metrics` came to; a loss that is not finite is `train.on_non_finite`'s."""
+    for name, value in report.metrics.items():
+        if not math.isfinite(value):
+            warn(
+                f"metric '{name}' is {value} in update {report.update}: a sum in Loss.metrics was "
+                "not finite, on some rank in some micro-step",
+                kind=f"metric {name}",
+            )

@@ -168,8 +168,15 @@ def test_a_disk_that_fills_up_in_mid_run_keeps_the_last_good_checkpoint(small_di
     assert all(name.startswith("update-") for name in saved)
 
 
-def test_a_data_set_that_differs_between_ranks_is_told(tmp_path):
-    done = helpers.call("job._target_=tests.tiny_job.Uneven", "train.updates=2", cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        ("Uneven", "dataset() has 240 samples on most ranks, but 200 on rank 1"),
+        ("Other", "on rank 1 sample 239 has other values than on most ranks"),
+    ],
+)
+def test_a_data_set_that_differs_between_ranks_is_told(tmp_path, job, told):
+    done = helpers.call(f"job._target_=tests.tiny_job.{job}", "train.updates=2", cwd=tmp_path)
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == 2, said
-    assert "dataset() has 240 samples on most ranks, but 200 on rank 1" in said
+    assert told in said

@@ -51,6 +51,19 @@ def test_a_rank_that_raises_is_named_with_its_exception_and_log(run):
     assert "resume" in done.stdout
 
 
+def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(run):
+    done = helpers.call(
+        TINY, f"run.dir={run}", "job.fault=drift", "job.fault_rank=2", "job.fault_after=4",
+        "train.updates=20", "train.checkpoint_every=2", "accumulation.steps=2",
+    )  # fmt: skip
+    assert done.returncode == 1
+    found = helpers.result(run)
+    assert (found["state"], found["culprit"]["rank"]) == ("failed", 2)
+    assert "the weights of rank 2 are no longer those of most ranks" in found["culprit"]["cause"]
+    assert "first in parameter 0.weight" in found["culprit"]["cause"]
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == []
+
+
 def test_a_rank_that_just_exits_is_named_with_its_code(run):
     done = helpers.call(TINY, SMALL, f"run.dir={run}", "job.fault=exit", "train.updates=20")
     assert done.returncode == 1

@@ -39,7 +39,7 @@ def test_the_names_that_scripts_rely_on_are_there():
     assert data["updates"] == 8
     assert data["updates_per_epoch"] == 4
     assert data["collectives_per_update"] == 1
-    assert data["bytes_on_wire_per_update"] == 6 * (700_000 + 30)
+    assert data["bytes_on_wire_per_update"] == 6 * (700_000 + 54)
 
 
 @given(

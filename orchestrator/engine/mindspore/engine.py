@@ -14,6 +14,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
+from orchestrator.engine.figures import checked_figures
 from orchestrator.engine.mindspore import state
 from orchestrator.engine.mindspore.accumulator import Accumulator
 from orchestrator.engine.mindspore.advice import RANDOM, advice, layers
@@ -24,7 +25,8 @@ from orchestrator.engine.mindspore.norms import with_norms
 from orchestrator.engine.mindspore.optimizers import build_optimizer, state_of
 from orchestrator.engine.mindspore.precision import Precision
 from orchestrator.engine.mindspore.stepping import Applied, Stepper
-from orchestrator.engine.mindspore.tally import Tally, as_float
+from orchestrator.engine.mindspore.tally import Tally
+from orchestrator.engine.mindspore.weights_digest import replicas_of
 from orchestrator.engine.seeding import derived_seed
 from orchestrator.engine.trailer import STOP, Trailer
 from orchestrator.errors import JobError
@@ -80,12 +82,14 @@ class MindSporeEngine:
             bucket_bytes=settings.bucket_bytes,
             trailer_numbers=trailer_numbers(len(self._names)),
         )
+        self._replicas = replicas_of(self._model, self.gather, group.size)
         self._stepper = Stepper(
             self._accumulator,
             self._optimizer,
             clip_norm=settings.clip_norm,
             on_non_finite=settings.on_non_finite,
             where=self._where,
+            check=self._replicas.check,
         )
         floats = np.float64 if settings.precision == "float64" else None
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
@@ -141,6 +145,7 @@ class MindSporeEngine:
         began = time.perf_counter()
         trailer = self._tally.trailer()  # waits for the losses, so the rest is not computing
         trailer.flags[STOP] = int(stop)
+        self._replicas.tell(trailer, window.update)
         self._compute_s += time.perf_counter() - began
         if self._synchronises_each_step:
             while self._reductions < window.steps - 1:
@@ -224,7 +229,10 @@ class MindSporeEngine:
         finally:
             for cell, training in before:
                 cell.add_flags(training=training)
-        return {str(name): as_float(value) for name, value in figures.items()}
+        return checked_figures(figures, self._job)
+
+    def check_replicas(self) -> None:
+        self._replicas.check_all()
 
     def parameter_count(self) -> int:
         return sum(int(p.size) for p in self._accumulator.parameters)

@@ -42,6 +42,7 @@ class Stepper:
         clip_norm: largest norm of the averaged gradient, or None.
         on_non_finite: "stop" or "skip".
         where: names ranks and micro-steps, collectively, for messages.
+        check: raises where the ranks' weights were not the same before the step.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class Stepper:
         clip_norm: float | None,
         on_non_finite: str,
         where: Callable[[int | None], str],
+        check: Callable[[Trailer, int], None],
     ) -> None:
         self._accumulator, self._optimizer = accumulator, optimizer
-        self._clip_norm, self._policy, self._where = clip_norm, on_non_finite, where
+        self._clip_norm, self._policy = clip_norm, on_non_finite
+        self._where, self._check = where, check
         self._step = accumulator.compile(self._stepping(), "the optimizer's step")
 
     @property
@@ -73,10 +76,12 @@ class Stepper:
 
         Raises:
             JobError: weights that cannot be divided by.
+            ReplicasDiffer: ranks that have drifted apart.
             NonFiniteError: the loss or the gradient is not finite, and the policy is "stop". An
                 overflow under float16 is neither: the window is skipped, the loss scale halved.
         """
         totals = Trailer.of(self._accumulator.trailer_of(buckets), metric_count)
+        self._check(totals, update)
         if totals.flags[BAD_WEIGHT]:
             raise JobError(
                 f"Loss.weight was negative or not finite in update {update}, first on "

@@ -41,6 +41,7 @@ from orchestrator.engine.torch.step import Step
 from orchestrator.engine.torch.tally import Tally
 from orchestrator.engine.torch.used import UsedParameters
 from orchestrator.engine.torch.watch import WindowWatch
+from orchestrator.engine.torch.weights_digest import replicas_of
 from orchestrator.engine.torch.window import WindowState
 from orchestrator.engine.trailer import MOST_RANKS, STOP, Trailer
 from orchestrator.errors import ConfigError
@@ -107,6 +108,7 @@ class Accumulator:
         named = named_parameters(model)
         self._parameters = trained(named)
         self._watch = WindowWatch(named, self._parameters, group, silent=silent)
+        self._replicas = replicas_of(named, group)
         self.precision = Precision(precision, self._parameters[0][1].device)
         self._names = tuple(metric_names)
         self._rate = LearningRate(optimizer)
@@ -175,6 +177,14 @@ class Accumulator:
         """
         mine = state if self._shard is None else part_of(self._shard, state)
         restore_optimizer(self.optimizer, mine)
+
+    def check_replicas(self) -> None:
+        """Compare all parameters of all ranks, trained or not. Collective, for between windows.
+
+        Raises:
+            ReplicasDiffer: on all ranks alike.
+        """
+        self._replicas.check_all()
 
     def gradient_ready(self, parameter: int) -> None:
         """For the hooks of this accumulator's parameters."""
@@ -306,6 +316,7 @@ class Accumulator:
             NonFiniteError: on all ranks alike, when a loss or a gradient is not finite and the
                 policy is "stop". Weights are as before.
             JobError: on all ranks alike, when the weights add up to 0 or one is negative.
+            ReplicasDiffer: on all ranks alike, when their parameters are not the same any more.
             PeerLost: another rank went away.
         """
         with self._window.within("boundary()"):
@@ -329,7 +340,9 @@ class Accumulator:
             reached = time.perf_counter()
             trailer.flags[STOP] = int(stop)
             self._used.flag(trailer)
+            self._replicas.tell(trailer, self._window.update)
             totals = self._reduction.finish(trailer, norm_of_sum.add)
+            self._replicas.check(totals, self._window.update)
         waited = time.perf_counter()
         norm, applied = self._step.take(
             self._window.update,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections import Counter
 from collections.abc import Sequence
 
+from orchestrator.engine.replicas import unlike_most
 from orchestrator.engine.torch.versions import versions
 from orchestrator.errors import JobError
 
@@ -57,13 +57,6 @@ def machine_warning(rows: Sequence[Sequence[float]], reduction: str) -> list[str
         f"processor than the others: {price}"
     )
     return [sentence]
-
-
-def unlike_most(rows: Sequence[Sequence[float]]) -> list[int]:
-    """Ranks whose row is not the most common one; in a tie rank 0's counts as that."""
-    counts = Counter(tuple(row) for row in rows)
-    most = max(counts, key=lambda row: (counts[row], row == tuple(rows[0])))
-    return [rank for rank, row in enumerate(rows) if tuple(row) != most]
 
 
 def _ranks(numbers: list[int]) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch.nn import Module
 
 from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
+from orchestrator.engine.figures import checked_figures
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.advice import advice
@@ -204,7 +205,11 @@ class TorchEngine:
         finally:
             for layer, training in before.items():
                 layer.training = training
-        return {str(name): float(value) for name, value in figures.items()}
+        return checked_figures(figures, self._job)
+
+    def check_replicas(self) -> None:
+        """Compare the weights of all ranks. Collective."""
+        self._accumulator.check_replicas()
 
     def parameter_count(self) -> int:
         """Trained numbers of the model, shared ones counted once, complex ones as two."""

@@ -1,7 +1,9 @@
 """Small MindSpore jobs for tests, and the same mathematics in NumPy."""
 
+import os
 import time
 
+import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
 
@@ -148,3 +150,11 @@ def numpy_update(weights, rate):
         w2 - rate * g_out.T @ hidden,
         b2 - rate * g_out.sum(0),
     )
+
+
+class Drifting(Line):
+    """One weight changes on rank 1 alone."""
+
+    def after_update(self, model, update):
+        if os.environ["SLURM_PROCID"] == "1" and update == 2:
+            ops.assign_add(model.bias, ms.Tensor([1e-6], ms.float32))

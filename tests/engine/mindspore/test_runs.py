@@ -118,6 +118,17 @@ def test_killed_processes_are_named_within_five_seconds_and_cost_no_bit(tmp_path
     assert found["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
 
 
+def test_a_rank_that_drifts_from_the_other_is_named(tmp_path):
+    run = tmp_path / "run"
+    drifting = "job._target_=tests.engine.mindspore.jobs.Drifting"
+    done = helpers.call(*LINE, drifting, f"run.dir={run}", "engine.mode=pynative")
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = helpers.result(run)
+    assert (found["state"], found["culprit"]["rank"]) == ("failed", 1)
+    assert "the weights of rank 1 are no longer those of rank 0" in found["culprit"]["cause"]
+    assert "between the start of update 2 and the step of update 3" in found["culprit"]["cause"]
+
+
 def test_one_signal_stops_all_ranks_at_a_boundary(tmp_path):
     run = tmp_path / "run"
     process = helpers.begin(*LINE, f"run.dir={run}")

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.replicas import unlike_most
 from orchestrator.engine.torch import (
     Accumulator,
     TorchGroup,
@@ -19,7 +20,7 @@ from orchestrator.engine.torch import (
     run_in_threads,
     versions,
 )
-from orchestrator.engine.torch.agreement import as_numbers, machine_warning, unlike_most
+from orchestrator.engine.torch.agreement import as_numbers, machine_warning
 from orchestrator.engine.torch.placement import moved
 from orchestrator.engine.torch.seeds import derived_seed
 from orchestrator.errors import ConfigError, JobError, SilenceError

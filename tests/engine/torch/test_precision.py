@@ -90,6 +90,8 @@ def test_a_gradient_that_stays_infinite_at_scale_1_stops_the_run():
 
     def train(group):
         model = nn.Linear(1, 1)
+        nn.init.ones_(model.weight)  # the same on both ranks
+        nn.init.zeros_(model.bias)
         ours = Accumulator(
             model, torch.optim.SGD(model.parameters(), lr=0.1), group, precision="float16"
         )

@@ -110,7 +110,7 @@ def test_trailers_of_ranks_add_up(ranks, dtype):
 
 
 def test_a_trailer_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="a trailer with 1 metrics has 42 numbers, but 30"):
+    with pytest.raises(ValueError, match="a trailer with 1 metrics has 66 numbers, but 30"):
         Trailer.of([0.0] * 30, 1)
 
 
