@@ -85,7 +85,7 @@ def _key(override: str) -> str:
 
 # Values of SLURM's own notations, in which a comma or a bracket is not Hydra's.
 SCHEDULERS_WORDS = re.compile(
-    r"(\+{0,2}cluster\.(?:partition|account|qos|constraint|exclude|reservation|gpus_per_node"
+    r"(\+{0,2}cluster\.(?:partition|account|qos|constraint|exclude|reservation|gpus_per_node|interface"
     r"|slurm_flags\.[^=]+|srun_flags\.[^=]+))=([^'\"\[{$\s][^'\"$]*)"
 )
 

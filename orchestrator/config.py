@@ -67,6 +67,7 @@ class ClusterConfig:
     signal_ahead_s: int | None = None
     requeue: bool | None = None
     exclusive: bool | None = None
+    interface: str | None = None
     slurm_conf: str | None = None
     slurm_flags: dict[str, Any] = field(default_factory=dict[str, Any])
     srun_flags: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -78,8 +79,8 @@ class ClusterConfig:
 
 SLURM_ONLY = (
     "partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "memory_gib",
-    "time_min", "signal_ahead_s", "requeue", "exclusive", "slurm_conf", "slurm_flags", "srun_flags",
-    "preamble", "container", "container_runtime",
+    "time_min", "signal_ahead_s", "requeue", "exclusive", "interface", "slurm_conf", "slurm_flags",
+    "srun_flags", "preamble", "container", "container_runtime",
 )  # fmt: skip
 
 

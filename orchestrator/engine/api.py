@@ -81,6 +81,8 @@ class GroupSpec:
         transport: "auto", "gloo", "nccl", "mccl" or "hccl".
         timeout_s: how long to wait for ranks that do not come.
         collective_timeout_s: how long one collective may take.
+        devices_asked: who asked for accelerators, in words; "" when nobody did. With it, "auto"
+            never means CPUs.
         stop_requested: asked while waiting; True makes every rank raise `StopRequested` together.
     """
 
@@ -94,6 +96,7 @@ class GroupSpec:
     transport: str = "auto"
     timeout_s: float = 60.0
     collective_timeout_s: float = 1800.0
+    devices_asked: str = ""
     stop_requested: Callable[[], bool] = lambda: False
 
 

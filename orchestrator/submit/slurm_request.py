@@ -16,6 +16,7 @@ from orchestrator.config import ClusterConfig, Config, gpu_count, node_range
 from orchestrator.rundir import RunDir
 from orchestrator.submit.slurm_defaults import Default, obeyed
 from orchestrator.submit.slurm_values import quoted
+from orchestrator.worker.address import INTERFACE_VARIABLE
 from orchestrator.worker.topology import BASE_ATTEMPT_VARIABLE
 
 SIGNAL_AHEAD_S = 60
@@ -120,8 +121,10 @@ def _preamble(config: Config) -> Iterator[str]:
     yield end
 
 
-def _our_environment(here: Here, attempt: int) -> Iterator[str]:
+def _our_environment(config: Config, here: Here, attempt: int) -> Iterator[str]:
     """What ranks need from us, set last."""
+    if config.cluster.interface is not None:
+        yield f"export {INTERFACE_VARIABLE}={quoted(config.cluster.interface)}"
     yield "export SUBMITIT_EXECUTOR=slurm"
     yield f"export {BASE_ATTEMPT_VARIABLE}={attempt}"
     yield from _search_path(here)
@@ -226,7 +229,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         "(  # whatever is set, trapped or ended in here, what follows it is done",
         *_environment(config),
         *_preamble(config),
-        *_our_environment(here, attempt),
+        *_our_environment(config, here, attempt),
         *_lines(_srun(config, here, run), f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
         ")",
         "code=$?",

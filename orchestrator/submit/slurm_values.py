@@ -24,6 +24,7 @@ NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*")
 NODES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]*")
 FEATURES = re.compile(r"[A-Za-z0-9_(\[][A-Za-z0-9_.,@+&|*:()\[\]-]*")
 IMAGE = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@+#-]*")
+INTERFACES = re.compile(r"[A-Za-z0-9_*?][A-Za-z0-9_.,@*?-]*")
 FLAG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 QUOTING = frozenset("'\"\\`$")
@@ -34,6 +35,7 @@ PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
     "constraint": (FEATURES, "features of nodes, as in gpu&ib"),
     "exclude": (NODES, "node names, as in n[1-3],n7"),
     "reservation": (NAMES, "a reservation's name"),
+    "interface": (INTERFACES, "names of network interfaces, as in ib0 or ib*,eth0"),
     "container": (IMAGE, "a path or an address of an image"),
 }
 OWN_FLAGS = {

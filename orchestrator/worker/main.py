@@ -37,8 +37,10 @@ from orchestrator.run_warnings import warn, warn_into
 from orchestrator.rundir import RunDir, write_json
 from orchestrator.target import check_target
 from orchestrator.worker import checkpoint
+from orchestrator.worker.address import interface_variables
 from orchestrator.worker.attendance import Attendance
 from orchestrator.worker.dataset import agreed_samples
+from orchestrator.worker.devices_asked import devices_asked
 from orchestrator.worker.environment import describe_environment
 from orchestrator.worker.failure import exit_code, record_failure
 from orchestrator.worker.loop import Outcome, train
@@ -151,6 +153,7 @@ def _run_rank(
         transport=config.transport,
         timeout_s=config.cluster.rendezvous_timeout_s,
         collective_timeout_s=config.cluster.collective_timeout_s,
+        devices_asked=devices_asked(config.cluster, os.environ, scheduled=topology.scheduled),
         stop_requested=lambda: stop.requested,
     )
     _start_ahead(config, spec)
@@ -215,6 +218,8 @@ def run_rank(run_path: Path, attempt: int) -> int:
     os.environ.setdefault("GLOG_v", "3")
     run = RunDir(run_path)
     topology = Topology.from_env(os.environ)
+    if topology.scheduled:
+        os.environ.update(interface_variables(os.environ, topology.address))
     send_output_to(run.rank_log(topology.rank))
     warn_into(run.warnings(attempt, topology.node_index), topology.rank)
     attendance = Attendance(run, attempt, topology, stop)

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from orchestrator.errors import UsageError
+from orchestrator.worker.address import own_address
 
-ADDRESS_VARIABLE = "ORCHESTRATOR_NODE_ADDRESS"
 BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
 
 
@@ -69,29 +69,16 @@ class Topology:
             return int(text)
 
         node = env.get("SLURMD_NODENAME") or socket.gethostname()
+        node_index, nodes = number("SLURM_NODEID"), number("SLURM_JOB_NUM_NODES")
         return cls(
             rank=number("SLURM_PROCID"),
             size=number("SLURM_NTASKS"),
             local_rank=number("SLURM_LOCALID"),
-            node_index=number("SLURM_NODEID"),
-            nodes=number("SLURM_JOB_NUM_NODES"),
+            node_index=node_index,
+            nodes=nodes,
             node=node,
-            address=env.get(ADDRESS_VARIABLE) or address_of(node),
+            address=own_address(env, node=node, node_index=node_index, nodes=nodes),
             job_id=env.get("SLURM_JOB_ID", "0"),
             restarts=number("SLURM_RESTART_COUNT", 0),
             base_attempt=(number(BASE_ATTEMPT_VARIABLE) if BASE_ATTEMPT_VARIABLE in env else None),
         )
-
-
-def address_of(node: str) -> str:
-    """The node's IP address as its own resolver gives it: by node name, else by host name."""
-    for name in (node, socket.gethostname()):
-        try:
-            found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
-        except socket.gaierror:
-            continue
-        return str(found[0][4][0])
-    raise UsageError(
-        f"neither the node name {node!r} nor the host name resolves to an address; "
-        f"set {ADDRESS_VARIABLE} in cluster.environment"
-    )

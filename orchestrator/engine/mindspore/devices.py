@@ -25,10 +25,19 @@ def available(device: str) -> bool:
     return device == "CPU" or bool(ms.hal.is_available(device))
 
 
-def choose_transport(asked: str) -> str:
+def choose_transport(spec: GroupSpec) -> str:
     """The transport to use. Raises `TransportError` for what this machine cannot offer."""
+    asked = spec.transport
     if asked == "auto":
-        return next(t for t in ("hccl", "nccl", "mccl") if available(DEVICE_OF[t]))
+        found = next(t for t in ("hccl", "nccl", "mccl") if available(DEVICE_OF[t]))
+        if found == "mccl" and spec.devices_asked:
+            raise TransportError(
+                f"devices were asked for ({spec.devices_asked}), but MindSpore finds neither an "
+                f"Ascend NPU nor a GPU that it can use for rank {spec.rank} on {spec.node} (is "
+                f"CANN installed there, and its set_env.sh sourced?). Computing on CPUs instead "
+                f"has to be said: transport=mccl"
+            )
+        return found
     if asked not in DEVICE_OF:
         raise TransportError(
             f"transport={asked} is not one of MindSpore's; it has hccl (Ascend), nccl (GPU) and "

@@ -37,7 +37,7 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
         RendezvousError: ranks are missing (they are named), or the scheduler does not start.
         StopRequested: a rank was asked to stop meanwhile; raised on all.
     """
-    transport = choose_transport(spec.transport)
+    transport = choose_transport(spec)
     device = DEVICE_OF[transport]
     # Where the compiler leaves its files about code that it cannot compile; else beside the user's.
     os.environ.setdefault("MS_OM_PATH", str(spec.folder))
@@ -73,7 +73,7 @@ def _check_address(spec: GroupSpec) -> None:
     if not is_literal(spec.address):
         raise TransportError(
             f"MindSpore takes IP addresses only, but the address of {spec.node} is "
-            f"{spec.address!r}; set ORCHESTRATOR_NODE_ADDRESS to an IP address"
+            f"{spec.address!r}; choose its interface: cluster.interface=eth0, say"
         )
 
 

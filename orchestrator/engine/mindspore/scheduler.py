@@ -58,7 +58,7 @@ def free_port(address: str) -> int:
     except OSError as error:
         raise RendezvousError(
             f"rank 0 cannot listen at {address}: {error.strerror}; it must be an IP address of "
-            f"this node (ORCHESTRATOR_NODE_ADDRESS sets it)"
+            f"this node (cluster.interface chooses it)"
         ) from error
 
 

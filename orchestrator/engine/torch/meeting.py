@@ -161,13 +161,19 @@ def join(spec: GroupSpec, until: float) -> TCPStore:
             raise RanksMissing(
                 f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for rank 0, which "
                 + (
-                    f"published an address in {path} but does not answer at it"
+                    f"published an address in {path} but does not answer at it ({_at(path)}); "
+                    f"cluster.interface=eth0, say, chooses the network that nodes meet on"
                     if published
                     else f"never published its address in {path}: rank 0 did not start, or does "
                     "not see the same folder"
                 )
             )
         time.sleep(POLL_S)
+
+
+def _at(path: Path) -> str:
+    content = _read(path) or {}
+    return f"{content.get('address')} port {content.get('port')} of node {content.get('node')}"
 
 
 def _read(path: Path) -> dict[str, Any] | None:

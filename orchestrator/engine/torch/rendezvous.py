@@ -35,7 +35,7 @@ def form_group(spec: GroupSpec) -> TorchGroup:
         StopRequested: some rank was asked to stop meanwhile.
         TransportError: the transport that was asked for cannot be had.
     """
-    me = presence(rank=spec.rank, node=spec.node, local_rank=spec.local_rank, asked=spec.transport)
+    me = presence(spec)
     if spec.size == 1:
         if spec.stop_requested():
             raise StopRequested("the run was asked to stop before it began")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from orchestrator.engine.api import GroupSpec
 from orchestrator.errors import TransportError, did_you_mean
 
 KNOWN = ("auto", "gloo", "nccl", "hccl")
@@ -30,6 +31,8 @@ class Presence:
         asked: the transport that it was configured with.
         gpu: identity of its own GPU, unique in the world, or "" when it has none.
         nccl: whether this torch was built with NCCL.
+        devices_asked: who asked for accelerators, in words; "" when nobody did.
+        device_error: why this rank's device cannot be used, where it has one that fails.
     """
 
     rank: int
@@ -37,6 +40,8 @@ class Presence:
     asked: str
     gpu: str = ""
     nccl: bool = False
+    devices_asked: str = ""
+    device_error: str = ""
 
 
 def gpu_index(local_rank: int) -> int | None:
@@ -50,15 +55,29 @@ def gpu_index(local_rank: int) -> int | None:
     return 0 if count == 1 else None
 
 
-def presence(*, rank: int, node: str, local_rank: int, asked: str) -> Presence:
+def presence(spec: GroupSpec) -> Presence:
     """What this rank has to say of itself."""
-    index = gpu_index(local_rank) if torch.cuda.is_available() else None
-    gpu = "" if index is None else str(torch.cuda.get_device_properties(index).uuid)
-    return Presence(rank=rank, node=node, asked=asked, gpu=gpu, nccl=dist.is_nccl_available())
+    gpu, error = "", ""
+    index = gpu_index(spec.local_rank) if torch.cuda.is_available() else None
+    if index is not None:
+        try:
+            gpu = str(torch.cuda.get_device_properties(index).uuid)
+        except RuntimeError as failed:  # it is listed, and does not answer
+            error = f"GPU {index}: {str(failed).strip().splitlines()[0]}"
+    return Presence(
+        rank=spec.rank,
+        node=spec.node,
+        asked=spec.transport,
+        gpu=gpu,
+        nccl=dist.is_nccl_available(),
+        devices_asked=spec.devices_asked,
+        device_error=error,
+    )
 
 
 def choose(everyone: Sequence[Presence]) -> str:
-    """The transport for these ranks: NCCL where each has a GPU of its own, gloo otherwise.
+    """The transport for these ranks: NCCL where each has a GPU of its own, gloo where nobody asked
+    for devices.
 
     Raises:
         TransportError: ranks ask for different ones, or for one that cannot be had here.
@@ -81,6 +100,7 @@ def choose(everyone: Sequence[Presence]) -> str:
     if not lacking:
         return "nccl"
     if name == "auto":
+        _need_no_devices(everyone, lacking)
         return "gloo"
     raise TransportError(
         f"transport=nccl needs a GPU of its own for every rank, and a torch built with NCCL: "
@@ -94,12 +114,26 @@ def _without_own_gpu(everyone: Sequence[Presence]) -> str:
     for one in everyone:
         if not one.nccl:
             return f"torch {torch.__version__} on {one.node} was built without NCCL"
+        if one.device_error:
+            return f"rank {one.rank} on {one.node} cannot use its device: {one.device_error}"
         if not one.gpu:
-            return f"rank {one.rank} on {one.node} has no GPU"
+            return f"rank {one.rank} on {one.node} has no GPU that torch can use"
         first = owner.setdefault(one.gpu, one)
         if first is not one:
             return f"ranks {first.rank} and {one.rank} on {one.node} share one GPU"
     return ""
+
+
+def _need_no_devices(everyone: Sequence[Presence], lacking: str) -> None:
+    """CPUs are no answer where somebody asked for devices. Raises `TransportError`."""
+    asking = next((one for one in everyone if one.devices_asked), None)
+    if asking is None:
+        return
+    raise TransportError(
+        f"devices were asked for ({asking.devices_asked}), but transport=auto found that not every "
+        f"rank has one: {lacking}. Computing on CPUs instead has to be said: transport=gloo; NPUs "
+        f"are used with transport=hccl"
+    )
 
 
 def _need_npu() -> None:

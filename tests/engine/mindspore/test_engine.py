@@ -10,12 +10,13 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Model
 from safetensors.numpy import load_file
 
-from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
 from orchestrator.engine.loss_scale import FIRST_SCALE
 from orchestrator.engine.mindspore import build_engine, versions
 from orchestrator.engine.mindspore.advice import advice
+from orchestrator.engine.mindspore.devices import choose_transport
 from orchestrator.engine.mindspore.group import MindSporeGroup
-from orchestrator.errors import ConfigError, JobError, RunFolderError
+from orchestrator.errors import ConfigError, JobError, RunFolderError, TransportError
 from tests.engine.mindspore import jobs
 from tests.engine.mindspore.program import RATE, _distance
 
@@ -238,3 +239,14 @@ def test_batch_norms_may_be_frozen_or_replaced_so_that_splits_agree(mode, norm, 
 
 def test_versions_name_what_decides_the_bits():
     assert versions()["mindspore"].startswith("2.10")
+
+
+def test_cpus_never_stand_in_for_devices_that_were_asked_for(tmp_path):
+    def spec(asked, devices):
+        return GroupSpec(rank=3, size=4, local_rank=1, node="n1", address="127.0.0.1",
+                         folder=tmp_path, transport=asked, devices_asked=devices)  # fmt: skip
+
+    assert choose_transport(spec("auto", "")) == "mccl"
+    assert choose_transport(spec("mccl", "cluster.gpus_per_node=2")) == "mccl"
+    with pytest.raises(TransportError, match=r"gres=npu:8\), .* rank 3 on n1 .* transport=mccl"):
+        choose_transport(spec("auto", "cluster.slurm_flags.gres=npu:8"))

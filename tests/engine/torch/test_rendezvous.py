@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -161,6 +162,25 @@ def test_nccl_is_chosen_only_where_every_rank_has_a_gpu_of_its_own():
     assert choose(_ranks("auto", ["a", ""])) == "gloo"
     assert choose(_ranks("auto", ["a", "b"], nccl=False)) == "gloo"
     assert choose(_ranks("gloo", ["a", "b"])) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (_ranks("auto", ["a", ""]), r"rank 1 on n has no GPU that torch can use"),
+        (_ranks("auto", ["a", "a"]), "ranks 0 and 1 on n share one GPU"),
+        (_ranks("auto", ["a", "b"], nccl=False), "was built without NCCL"),
+        ([replace(one, device_error="GPU 3: lost") for one in _ranks("auto", ["", ""])],
+         "rank 0 on n cannot use its device: GPU 3: lost"),
+    ],
+)  # fmt: skip
+def test_cpus_never_stand_in_for_devices_that_were_asked_for(ranks, message):
+    assert choose(ranks) == "gloo"
+    asked = [replace(one, devices_asked="cluster.gpus_per_node=2") for one in ranks]
+    with pytest.raises(TransportError, match=message) as raised:
+        choose(asked)
+    assert "cluster.gpus_per_node=2" in str(raised.value)
+    assert choose([replace(one, asked="gloo") for one in asked]) == "gloo"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,147 @@
+"""Which of a node's addresses the other nodes can reach.
+
+A node's own name is no answer: Debian and Ubuntu map it to 127.0.1.1, on each node its own. The
+names of *other* nodes do mean something here, and so does the address that the step was started
+from; the kernel knows from which of our addresses a packet to them would leave. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import ipaddress
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+
+from orchestrator.errors import UsageError
+
+ADDRESS_VARIABLE = "ORCHESTRATOR_NODE_ADDRESS"
+INTERFACE_VARIABLE = "ORCHESTRATOR_INTERFACE"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+FABRIC_VARIABLES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
+STEP_CAME_FROM = "SLURM_LAUNCH_NODE_IPADDR"
+ASKED = 4  # other nodes whose names are looked up, at the most
+
+
+def own_address(env: Mapping[str, str], *, node: str, node_index: int, nodes: int) -> str:
+    """An IP address of this node that the job's other nodes reach.
+
+    `ORCHESTRATOR_NODE_ADDRESS` where a launcher gives it; that of `cluster.interface`, or of
+    GLOO_SOCKET_IFNAME; that of the route to another node; or else what the node's name means, which
+    is right for nodes that are all this machine.
+
+    Raises:
+        UsageError: there is no such interface, or no name that means an address.
+    """
+    if env.get(ADDRESS_VARIABLE):
+        return env[ADDRESS_VARIABLE]
+    named = env.get(INTERFACE_VARIABLE) or env.get(GLOO_INTERFACE)
+    if named:
+        return address_of_interface(named, node)
+    if nodes > 1:
+        for target in _elsewhere(env, node, node_index):
+            found = source_towards(target)
+            if found is not None:
+                return found
+    return _meaning_of(node)
+
+
+def _elsewhere(env: Mapping[str, str], node: str, node_index: int) -> Iterator[str]:
+    """Addresses that are not this node's own loopback, the likeliest first."""
+    names = [name for name in node_names(env) if name != node]
+    # Everybody meets on node 0; it looks towards its neighbour.
+    for name in names[:ASKED] if node_index else names[: ASKED + 1]:
+        yield from _resolved(name)
+    if env.get(STEP_CAME_FROM):
+        yield env[STEP_CAME_FROM]
+
+
+def node_names(env: Mapping[str, str]) -> Sequence[str]:
+    """The job's nodes in SLURM's order; () without a list."""
+    listed = env.get("SLURM_JOB_NODELIST")
+    if not listed:
+        return ()
+    from submitit.slurm.slurm import _parse_node_list  # pyright: ignore[reportPrivateUsage]
+
+    return _parse_node_list(listed)
+
+
+def _resolved(name: str) -> list[str]:
+    """A name's addresses, IPv4 first; [] when it means nothing here."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        return []
+    return [str(entry[4][0]) for entry in sorted(found, key=lambda e: e[0] != socket.AF_INET)]
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def source_towards(target: str) -> str | None:
+    """Our address on the way to `target`; None when that never leaves this machine's loopback."""
+    try:
+        family = socket.AF_INET6 if ":" in target else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))  # of a datagram socket: only the route is looked up
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return None  # no route
+    return None if is_loopback(own) else own
+
+
+def address_of_interface(names: str, node: str) -> str:
+    """The address of the first interface that `names` (patterns with commas) fits. `UsageError`."""
+    import psutil
+
+    there = {
+        interface: [
+            entry.address
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for entry in entries
+            if entry.family == family and not entry.address.startswith("fe80")
+        ]
+        for interface, entries in psutil.net_if_addrs().items()
+    }
+    for pattern in names.split(","):
+        for interface, addresses in sorted(there.items()):
+            if addresses and fnmatch.fnmatchcase(interface, pattern.strip().lstrip("=")):
+                return addresses[0]
+    known = ", ".join(f"{name} ({found[0]})" for name, found in sorted(there.items()) if found)
+    raise UsageError(
+        f"cluster.interface={names}: node {node} has no such network interface with an address; "
+        f"it has {known}"
+    )
+
+
+def _meaning_of(node: str) -> str:
+    """What the node's name means to itself, or else the host's name."""
+    for name in (node, socket.gethostname()):
+        found = _resolved(name)
+        if found:
+            return found[0]
+    raise UsageError(
+        f"no address of node {node} was found: neither its name nor the host's means one here, and "
+        f"there is no route to the job's other nodes; name its network interface: "
+        f"cluster.interface=eth0, say"
+    )
+
+
+def interface_variables(env: Mapping[str, str], address: str) -> dict[str, str]:
+    """What tells frameworks to use the same network, where the environment does not say another.
+
+    NCCL and HCCL find fabrics by themselves, so they are told only what a person stated.
+    """
+    import psutil
+
+    here = address.partition("%")[0]
+    own = next(
+        (
+            interface
+            for interface, entries in psutil.net_if_addrs().items()
+            if any(entry.address.partition("%")[0] == here for entry in entries)
+        ),
+        None,
+    )
+    told = FABRIC_VARIABLES if env.get(INTERFACE_VARIABLE) else (GLOO_INTERFACE,)
+    return {name: own for name in told if own and not env.get(name)}
