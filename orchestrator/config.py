@@ -19,6 +19,8 @@ from orchestrator.bounds import refuse_beyond, too_many_ranks
 from orchestrator.errors import ConfigError, did_you_mean
 
 GPUS = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.+-]*:)?([0-9]{1,6})")
+SIGNAL_AHEAD_S = 60
+"""`cluster.signal_ahead_s` where nobody says otherwise."""
 TRANSPORTS = ("auto", "nccl", "hccl", "gloo", "mccl")
 CHOICES: dict[str, tuple[str, ...]] = {
     "cluster.kind": ("local", "slurm"),

@@ -109,6 +109,15 @@ class RunDir:
         """What the ranks of one node warn of; see `run_warnings`, which reads all of an attempt."""
         return self.attempt(attempt) / f"warnings-{node_index:05d}.jsonl"
 
+    def node_ranks(self, attempt: int, node_index: int) -> Path:
+        """Which ranks an attempt had on a node."""
+        return self.attempt(attempt) / f"node-{node_index:05d}.json"
+
+    def nodes_of_ranks(self, attempt: int) -> dict[int, str]:
+        """Each rank's node by its name, node by node, as far as they said so."""
+        places = [read_json(path) or {} for path in sorted(self.attempt(attempt).glob("node-*"))]
+        return {rank: place["node"] for place in places for rank in place.get("ranks", ())}
+
     def srun_log(self, attempt: int) -> Path:
         return self.attempt(attempt) / "srun.log"
 

@@ -20,6 +20,7 @@ from orchestrator.submit.status import statuses
 
 FOLLOW_S = 0.2
 LOOK_S = 2.0
+CANCEL_S = 5.0
 OVER = ("finished", "failed", "stopped", "cancelled", "lost")
 
 
@@ -51,13 +52,24 @@ def _cancel_job(run: RunDir, *, now: bool) -> str:
     if now or job.waiting:
         handle.kill()
         if job.waiting:
-            write_end(run, State.STOPPED)
+            _await_the_end(run, handle)
         return f"job {handle.job_id} is cancelled; resume goes on from the newest checkpoint"
     handle.stop()
     return (
         f"job {handle.job_id} stops at its next update boundary, with a checkpoint; "
         f"--now ends it at once"
     )
+
+
+def _await_the_end(run: RunDir, handle: SlurmHandle) -> None:
+    """A job that has not begun ends at once, and has no batch script to say so."""
+    deadline = time.monotonic() + CANCEL_S
+    while time.monotonic() < deadline:
+        job = queued(handle.client, [handle.job_id]).get(handle.job_id)
+        if job is None or not job.alive:
+            write_end(run, State.STOPPED)
+            return
+        time.sleep(FOLLOW_S)
 
 
 def log_of(run: RunDir, rank: int | None) -> Path:

@@ -66,7 +66,8 @@ def place(
 ) -> Ended:
     """Queue the run and return, or follow it when `run.watch` says so."""
     submission: dict[str, Any] = read_json(run.submission) or {}
-    write_json(run.submission, {**submission, "grace_s": verdict.grace_s})
+    notice = {"preempt_grace_s": verdict.preempt_grace_s, "kill_wait_s": verdict.kill_wait_s}
+    write_json(run.submission, {**submission, **notice})
     run.cancel.unlink(missing_ok=True)
     run.result.unlink(missing_ok=True)
     cluster = cluster_of(config, manner)

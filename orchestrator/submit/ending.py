@@ -6,6 +6,7 @@ It could not when it failed, or was stopped before it began.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from orchestrator.report.metrics import read_metrics
@@ -32,27 +33,31 @@ class Ended:
 def write_end(
     run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
 ) -> None:
-    """Write it from what is known: the state, the culprit, and the updates in metrics.jsonl.
+    """Write result.json as `end_of` says it. For the run itself, and for who holds its lock."""
+    write_json(run.result, end_of(run, state, culprit, remark=remark))
+
+
+def end_of(
+    run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
+) -> dict[str, Any]:
+    """An end from what is known: the state, the culprit, and the updates in metrics.jsonl.
 
     Args:
         remark: why a failed run was not started again, where that needs saying.
     """
     history = read_metrics(run.metrics)
     last = history.updates[-1] if history.updates else {}
-    write_json(
-        run.result,
-        {
-            "state": state.value,
-            "updates": last.get("update", -1) + 1,
-            "samples": sum(record["samples"] for record in history.updates),
-            "loss": last.get("loss"),
-            "metrics": {},
-            "weights_sha256": None,
-            "peak_memory_bytes": [],
-            "collectives": sum(record["collectives"] for record in history.updates),
-            "bytes_on_wire": sum(record["bytes_on_wire"] for record in history.updates),
-            "seconds": sum(record["update_s"] for record in history.updates),
-            "restarts": run.restarts(),
-            "culprit": {**culprit.to_json(), "remark": remark} if culprit else None,
-        },
-    )
+    return {
+        "state": state.value,
+        "updates": last.get("update", -1) + 1,
+        "samples": sum(record["samples"] for record in history.updates),
+        "loss": last.get("loss"),
+        "metrics": {},
+        "weights_sha256": None,
+        "peak_memory_bytes": [],
+        "collectives": sum(record["collectives"] for record in history.updates),
+        "bytes_on_wire": sum(record["bytes_on_wire"] for record in history.updates),
+        "seconds": sum(record["update_s"] for record in history.updates),
+        "restarts": run.restarts(),
+        "culprit": {**culprit.to_json(), "remark": remark} if culprit else None,
+    }

@@ -2,7 +2,8 @@
 
 It runs on the first node, outside any container, when all ranks have ended. The scheduler is asked
 first what it thinks of the job: one that it has already taken back (requeued, cancelled) must not
-be touched, and a script that outlived its slurmd must not speak for a restarted job.
+be touched, and a script that outlived its slurmd must not speak for a restarted job. Where the
+script was killed itself, `slurm_settle` does the same later.
 """
 
 from __future__ import annotations
@@ -10,101 +11,152 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config import SIGNAL_AHEAD_S
 from orchestrator.errors import EXIT_FINISHED
 from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.submit.api import Culprit, State
 from orchestrator.submit.ending import write_end
 from orchestrator.submit.folder_status import recent_updates
 from orchestrator.submit.restarts import rule
-from orchestrator.submit.slurm_blame import blame_slurm
+from orchestrator.submit.slurm_blame import STOP_CODES, blame_slurm, stopped_only
 from orchestrator.submit.slurm_client import SchedulerDown, SlurmClient
-from orchestrator.submit.slurm_jobs import shown
+from orchestrator.submit.slurm_jobs import Standing, standing
+from orchestrator.submit.slurm_watch import CAUSES
 from orchestrator.worker.departure import ask_for_requeue, step_gone
 from orchestrator.worker.fence import Fence
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
-ASK_FOR_S = 300.0
-LIMIT_NEAR_S = 150.0
+LONGEST_PAUSE_S = 30.0
+LATE_S = 90.0
+"""SLURM sends its notice of a time limit up to a minute early, and minds limits twice a minute."""
 FRUITLESS = 10
-STOP_CODES = frozenset(128 + s for s in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
+KILLED = 128 + signal.SIGKILL
 
 
-def _job(client: SlurmClient, job_id: str) -> dict[str, str]:
-    """What the controller says of this job; waits for a controller that does not answer."""
-    deadline = time.monotonic() + ASK_FOR_S
+def _job(client: SlurmClient, job_id: str) -> Standing | None:
+    """What the controller says of this job. Waits for as long as it does not answer: without it
+    nobody else could use these nodes either, and what is known would be lost.
+    """
     pause = 1.0
     while True:
         try:
-            return shown(client, job_id)
-        except SchedulerDown:
-            if time.monotonic() > deadline:
-                raise
+            return standing(client, job_id)
+        except SchedulerDown as error:
+            print(f"{error}; asking again in {pause:g} s", flush=True)  # noqa: T201  # batch.log
             time.sleep(pause)
-            pause = min(2 * pause, 30.0)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def reason(job: dict[str, str], now: float) -> str | None:
-    """Why the scheduler wanted the job to stop; None when it does not show."""
-    if job.get("PreemptTime", "None") not in ("None", "N/A"):
+def reason(job: Standing, now: float, ahead_s: float) -> str | None:
+    """Why the scheduler wanted the job to stop; None when it does not show.
+
+    Args:
+        ahead_s: how long before a time limit the ranks are told.
+    """
+    if job.preempted_at is not None:
         return "preempted"
-    end = job.get("EndTime", "")
-    if end.isdigit() and float(end) - now < LIMIT_NEAR_S and job.get("TimeLimit") != "UNLIMITED":
+    if job.reason == "TimeLimit" or (job.ends_at and job.ends_at - now < ahead_s + LATE_S):
         return "near its time limit"
     return None
 
 
-def settle(path: Path, attempt: int, code: int) -> None:
-    """Finish what the ranks could not. Args: `code`: srun's exit code."""
+def cancelled_by_scheduler() -> Culprit:
+    return Culprit(rank=None, node="scheduler", cause=CAUSES["CANCELLED"])
+
+
+def settle(path: Path, attempt: int, code: int, told: str) -> None:
+    """Finish what the ranks could not.
+
+    Args:
+        code: srun's exit code.
+        told: the first signal that the batch script got, or "".
+    """
     run = RunDir(path)
-    if Fence(run.newest_attempt, attempt).superseded:
-        return
-    result = run.read_result()
-    if result is not None and code == EXIT_FINISHED:
+    if Fence(run.newest_attempt, attempt).superseded or run.read_result() is not None:
         return
     job_id = os.environ["SLURM_JOB_ID"]
     job = _job(SlurmClient(), job_id)
-    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-    if job.get("JobState") not in OURS or job.get("Restarts", restarts) != restarts:
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
+        return
+    if job.cancelled:
+        write_end(run, State.STOPPED, cancelled_by_scheduler())
         return
     departure = read_json(run.departure(attempt)) or step_gone(run, attempt)
-    stopped_early = code in STOP_CODES and not run.failures(attempt)
-    requeue = job.get("Requeue") == "1"
-    if run.cancel.exists() and (code == EXIT_FINISHED or stopped_early):
+    stopped_early = not run.failures(attempt) and (
+        (code in STOP_CODES and stopped_only(run, attempt))
+        or (bool(told) and code in STOP_CODES | {KILLED})
+    )
+    if departure is None and stopped_early:
+        why = f"its batch script was sent SIG{told}" if told else "stopped before it began"
+        departure = {"why": why, "updates": None, "time": time.time()}
+    conclude(
+        run,
+        attempt,
+        code,
+        job,
+        departure=departure,
+        culprit=lambda: _culprit(run, attempt, code),
+        again=lambda: ask_for_requeue(SlurmClient(), job_id),
+    )
+
+
+def conclude(
+    run: RunDir,
+    attempt: int,
+    code: int,
+    job: Standing,
+    *,
+    departure: dict[str, Any] | None,
+    culprit: Callable[[], Culprit],
+    again: Callable[[], None],
+) -> bool:
+    """Start the run again, or write its end, by what its attempt left.
+
+    Args:
+        departure: the note of an attempt that left in order, that was told to stop before it
+            could, or whose node fell silent.
+        culprit: finds who is to blame for a failure.
+        again: hands the job back to the queue.
+
+    Returns:
+        Whether it starts again.
+    """
+    if run.cancel.exists() and (departure is not None or code == EXIT_FINISHED):
         write_end(run, State.STOPPED)
-    elif stuck := _stuck(run, attempt):
+        return False
+    if stuck := _stuck(run, attempt):
         write_end(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
-    elif requeue and (departure is not None or stopped_early):
-        _requeue(run, attempt, departure or {"updates": None, "time": time.time()}, job, job_id)
-    elif departure is not None and departure.get("node"):
+        return False
+    if job.requeue and departure is not None:
+        _note(run, attempt, departure, job)
+        again()
+        return True
+    found = culprit()
+    if departure is not None and departure.get("node"):
         cause = "it stopped answering: the ranks there are gone, their step daemon with them"
-        _failed(
-            run, attempt, Culprit(rank=None, node=departure["node"], cause=cause), requeue, job_id
-        )
-    else:
-        _failed(run, attempt, _culprit(run, attempt, code), requeue, job_id)
-
-
-def _failed(run: RunDir, attempt: int, culprit: Culprit, requeue: bool, job_id: str) -> None:
-    """Hand the job back where `run.max_restarts` allows; else write the end."""
+        found = Culprit(rank=None, node=departure["node"], cause=cause)
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
     first = int((read_json(run.handle) or {}).get("attempt", 0))
-    most = allowed if requeue else 0
-    ruling = rule(run, attempt, culprit, first=first, most=most)
+    ruling = rule(run, attempt, found, first=first, most=allowed if job.requeue else 0)
     if ruling.again:
-        ask_for_requeue(job_id)
+        again()
     else:
-        write_end(run, State.FAILED, culprit, remark=ruling.words)
+        write_end(run, State.FAILED, found, remark=ruling.words)
+    return ruling.again
 
 
-def _requeue(
-    run: RunDir, attempt: int, departure: dict[str, Any], job: dict[str, str], job_id: str
-) -> None:
-    why = reason(job, time.time()) or departure.get("why") or "stopped before it began"
+def _note(run: RunDir, attempt: int, departure: dict[str, Any], job: Standing) -> None:
+    """Why the attempt left, where the scheduler knows that better than its ranks."""
+    why = departure.get("why")
+    if not departure.get("node"):  # a silent node needs no other reason
+        ahead_s = run.read_config()["cluster"].get("signal_ahead_s") or SIGNAL_AHEAD_S
+        why = reason(job, time.time(), float(ahead_s)) or why
     write_json(run.departure(attempt), {**departure, "why": why})
-    ask_for_requeue(job_id)
 
 
 def _stuck(run: RunDir, attempt: int) -> str | None:
@@ -128,14 +180,4 @@ def _culprit(run: RunDir, attempt: int, code: int) -> Culprit:
         return Culprit(
             rank=None, node="batch", cause="all ranks ended in order, but none wrote a result"
         )
-    return blame_slurm(run, attempt, _nodes_of_ranks(run), code)
-
-
-def _nodes_of_ranks(run: RunDir) -> dict[int, str]:
-    """Each rank's node by the scheduler's name; srun itself calls nodes by their host names."""
-    from submitit.slurm.slurm import SlurmJobEnvironment
-
-    nodes = SlurmJobEnvironment().hostnames
-    ranks = int(run.read_plan().get("ranks") or 0)
-    width = max(1, ranks // len(nodes))
-    return {rank: nodes[rank // width] for rank in range(width * len(nodes))}
+    return blame_slurm(run, attempt, run.nodes_of_ranks(attempt), code)

@@ -18,10 +18,10 @@ from orchestrator.report.summary import seconds_per_update
 from orchestrator.run_warnings import read_warnings
 from orchestrator.rundir import RESUMED, RunDir, read_json
 
-ENDED_STATES = ("finished", "failed", "stopped")
+ENDED_STATES = ("finished", "failed", "stopped", "cancelled")
 STATES = (
-    *ENDED_STATES, "pending", "starting", "running", "ending", "cancelled", "lost", "unknown",
-    "private", "damaged",
+    *ENDED_STATES, "pending", "starting", "running", "ending", "lost", "unknown", "private",
+    "damaged",
 )  # fmt: skip
 _TYPES: dict[str, Any] = {
     "Path": Path, "str": str, "int": int, "dict[str, Any]": dict, "list[str]": list,
@@ -118,7 +118,7 @@ def from_folder(run: RunDir) -> RunStatus:
     total = plan.get("updates")
     return RunStatus(
         folder=run.path,
-        state=str(result["state"]) if result else "running",
+        state=_state_of(result) if result else "running",
         cluster=kind,
         job_id=handle.get("job_id"),
         updates=done,
@@ -136,6 +136,12 @@ def from_folder(run: RunDir) -> RunStatus:
         reason=culprit.get("cause"),
         warnings=_warnings(run),
     )
+
+
+def _state_of(result: dict[str, Any]) -> str:
+    """An agreed stop has no culprit; one that has was not agreed: the job was cancelled."""
+    cancelled = result["state"] == "stopped" and result.get("culprit")
+    return "cancelled" if cancelled else str(result["state"])
 
 
 def _restarts(run: RunDir, notes: list[dict[str, Any]]) -> int:

@@ -12,7 +12,7 @@ from orchestrator.report.terminal import command, say
 from orchestrator.run_warnings import NewWarnings
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import POLL_S, State
-from orchestrator.submit.ending import EXIT_CODES, Ended
+from orchestrator.submit.ending import EXIT_CODES, Ended, end_of
 from orchestrator.submit.interrupts import Interrupts
 from orchestrator.submit.manner import Manner
 from orchestrator.submit.slurm_watch import SlurmHandle
@@ -57,7 +57,7 @@ def follow(
             "yellow",
         )
         return Ended(run=run, state=state, exit_code=EXIT_INTERRUPTED)
-    result = run.read_result() or {}
+    result = run.read_result() or end_of(run, state, handle.culprit)
     if not manner.quiet or state is State.FAILED:
         print_closing(result, read_metrics(run.metrics), run.path, manner.console, plan=plan)
     return Ended(run=run, state=state, exit_code=EXIT_CODES.get(state, EXIT_USAGE))

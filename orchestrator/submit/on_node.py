@@ -1,4 +1,4 @@
-"""What the batch script starts on a node: `on_node.py rank FOLDER | after RUN ATTEMPT CODE`.
+"""What the batch script starts on a node: `on_node.py rank FOLDER | after RUN ATTEMPT CODE TOLD`.
 
 Run as a file, so that the first entry of Python's path is this file's folder, which is taken away:
 with `-m` it would be the folder where the person stood, whose files may have been edited since.
@@ -6,8 +6,11 @@ with `-m` it would be the folder where the person stood, whose files may have be
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 
 
 def rank(folder: str) -> None:
@@ -16,16 +19,36 @@ def rank(folder: str) -> None:
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    _write_place(Path(folder).parent)
     from submitit.core.submission import process_job
 
     process_job(folder)
 
 
-def after(run: str, attempt: str, code: str) -> None:
-    """What is left to do once srun has ended."""
+def _write_place(run: Path) -> None:
+    """Which ranks are on this node, by the scheduler's own names and its own distribution: said
+    before anything can fail here, so that whoever fails can be found. One file a node.
+    """
+    if os.environ.get("SLURM_LOCALID") != "0":
+        return
+    from orchestrator.rundir import RunDir, write_json
+    from orchestrator.worker.topology import BASE_ATTEMPT_VARIABLE
+
+    attempt = int(os.environ[BASE_ATTEMPT_VARIABLE]) + int(os.environ.get(RESTARTS_VARIABLE, "0"))
+    write_json(
+        RunDir(run).node_ranks(attempt, int(os.environ["SLURM_NODEID"])),
+        {
+            "node": os.environ["SLURMD_NODENAME"],
+            "ranks": [int(rank) for rank in os.environ["SLURM_GTIDS"].split(",")],
+        },
+    )
+
+
+def after(run: str, attempt: str, code: str, told: str) -> None:
+    """What is left to do once srun has ended. `told`: the first signal the script got, or ""."""
     from orchestrator.submit.epilogue import settle
 
-    settle(Path(run), int(attempt), int(code))
+    settle(Path(run), int(attempt), int(code), told)
 
 
 if __name__ == "__main__":

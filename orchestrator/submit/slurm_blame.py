@@ -16,8 +16,11 @@ from typing import Any
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit
 from orchestrator.submit.blame import TAIL_LINES, describe_status, tail
+from orchestrator.worker.progress import read_progress
 
 EXITED = re.compile(r"Exited with exit code (\d+)")
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+STOP_CODES = frozenset(128 + number for number in STOP_SIGNALS)
 SIGNALS = {text: number for number in signal.valid_signals() if (text := signal.strsignal(number))}
 TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\-]+): (?P<what>.+)")
 OUT_OF_MEMORY = re.compile(
@@ -41,8 +44,18 @@ class TaskEnd:
         code = EXITED.fullmatch(self.what)
         if code is not None:
             return describe_status(int(code[1]))
-        number = SIGNALS.get(self.what.removesuffix(" (core dumped)"))
+        number = self.signal
         return describe_status(-number) if number else f"ended: {self.what}"
+
+    @property
+    def signal(self) -> int | None:
+        return SIGNALS.get(self.what.removesuffix(" (core dumped)"))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it was told to end, as srun tells all others when one has failed."""
+        code = EXITED.fullmatch(self.what)
+        return self.signal in STOP_SIGNALS or (code is not None and int(code[1]) in STOP_CODES)
 
 
 def numbers(listed: str) -> Iterator[int]:
@@ -65,6 +78,22 @@ def task_ends(log: str) -> list[TaskEnd]:
     ]
 
 
+def stopped_only(run: RunDir, attempt: int) -> bool:
+    """Whether no task ended otherwise than by a stop signal: then srun's code, which is the highest
+    of theirs, speaks for all. A task that crashes makes srun stop the others, whose code is higher.
+    """
+    return all(end.stopped for end in task_ends(_read(run.srun_log(attempt))))
+
+
+def describe_code(code: int) -> str:
+    """A code as a shell gives it.
+
+    >>> describe_code(137), describe_code(1)
+    ('was killed by signal 9 (SIGKILL)', 'ended with code 1')
+    """
+    return f"was {describe_status(128 - code)}" if code > 128 else f"ended with code {code}"
+
+
 def _read(path: Path) -> str:
     return "\n".join(tail(path, 400))
 
@@ -80,19 +109,18 @@ def blame_slurm(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int
     primary = [f for f in failures.values() if not f["secondary"]]
     said = _read(run.srun_log(attempt))
     ends = task_ends(said)
-    silent = [e for e in ends if e.rank not in failures]  # they had no time to say why
+    # Those that had no time to say why; those that were only stopped after another come last.
+    silent = sorted((e for e in ends if e.rank not in failures), key=lambda e: e.stopped)
     if primary:
         return _reported(run, min(primary, key=lambda f: f["time"]))
-    if silent:
-        end = silent[0]
-        node = node_of.get(end.rank, end.node)
-        cause = end.words
-        if KERNEL_OUT_OF_MEMORY.search(end.what) or KERNEL_OUT_OF_MEMORY.search(said):
-            cause = f"out of memory, killed by the kernel ({end.words}); {MEMORY_REMEDY}"
-        return Culprit(rank=end.rank, node=node, cause=cause, log_tail=_log(run, end.rank, node_of))
+    if silent and not (failures and silent[0].stopped):
+        began = bool(failures) or read_progress(run.progress(attempt)) is not None
+        return _silent(run, silent[0], node_of, said, began=began)
     if failures:
         return _reported(run, min(failures.values(), key=lambda f: f["time"]))
-    return _unreported(run, ends, node_of, said, code)
+    lines = tuple(line for line in said.splitlines() if line.strip()) or tail(run.batch_log)
+    cause = f"srun {describe_code(code)}" + (f": {lines[-1]}" if lines else "")
+    return Culprit(rank=None, node="batch", cause=cause, log_tail=lines[-TAIL_LINES:])
 
 
 MEMORY_REMEDY = "more accumulation.steps make the micro-batches smaller"
@@ -108,22 +136,24 @@ def _reported(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
     )  # fmt: skip
 
 
-def _unreported(
-    run: RunDir, ends: list[TaskEnd], node_of: Mapping[int, str], said: str, code: int
+def _silent(
+    run: RunDir, end: TaskEnd, node_of: Mapping[int, str], said: str, *, began: bool
 ) -> Culprit:
-    """Nobody got as far as reporting: the interpreter, an import, or srun itself failed."""
-    lines = tuple(line for line in said.splitlines() if line.strip())
-    if ends:
-        end = ends[0]
-        return Culprit(
-            rank=end.rank,
-            node=node_of.get(end.rank, end.node),
-            cause=f"{end.words}, before it began",
-            log_tail=_log(run, end.rank, node_of) or lines[-TAIL_LINES:],
-        )
-    lines = lines or tail(run.batch_log)
-    cause = f"srun ended with code {code}" + (f": {lines[-1]}" if lines else "")
-    return Culprit(rank=None, node="batch", cause=cause, log_tail=lines[-TAIL_LINES:])
+    """A rank that left no report: it was killed, or did not get as far as being able to report."""
+    log = _log(run, end.rank, node_of)
+    cause = end.words
+    if KERNEL_OUT_OF_MEMORY.search(end.what) or KERNEL_OUT_OF_MEMORY.search(said):
+        cause = f"out of memory, killed by the kernel ({end.words}); {MEMORY_REMEDY}"
+    elif not began:
+        log = log or tuple(line for line in said.splitlines() if line.strip())[-TAIL_LINES:]
+        cause += f" before the first update{_last_word(log)}"
+    return Culprit(rank=end.rank, node=node_of.get(end.rank, end.node), cause=cause, log_tail=log)
+
+
+def _last_word(log: tuple[str, ...]) -> str:
+    """What a process that could not begin said last: an exception, as a rule."""
+    said = [line.strip() for line in log if line.strip() and not line.startswith("srun: ")]
+    return f": {said[-1]}" if said else ""
 
 
 def _log(run: RunDir, rank: int, node_of: Mapping[int, str]) -> tuple[str, ...]:

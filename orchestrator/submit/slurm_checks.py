@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import getpass
 import math
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from orchestrator.config import Config
+from orchestrator.config import SIGNAL_AHEAD_S, Config
 from orchestrator.errors import ClusterError, did_you_mean
 from orchestrator.submit.slurm_client import Answer, SchedulerDown, SlurmClient, explained
 from orchestrator.submit.slurm_limits import (
@@ -29,9 +30,10 @@ from orchestrator.submit.slurm_limits import (
     read_limits,
     read_partitions,
 )
-from orchestrator.submit.slurm_request import SIGNAL_AHEAD_S
 
 ACCOUNTING_S = 15.0
+KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
+DEFAULT_KILL_WAIT_S = 30.0
 # What sbatch says of a thing that does not exist; waiting would not make it exist.
 NEVER = (
     "invalid partition", "invalid account", "invalid qos", "invalid generic resource",
@@ -47,13 +49,17 @@ class Verdict:
 
     Attributes:
         words: what it says of it.
-        grace_s: how long after a stop signal the job lives at the least.
+        grace_s: the shortest notice of a stop that is to be reckoned with.
         warnings: what may keep the job waiting, a sentence each.
+        preempt_grace_s: GraceTime; None where nobody is preempted.
+        kill_wait_s: KillWait, which follows it.
     """
 
     words: str
     grace_s: float
     warnings: tuple[str, ...] = ()
+    preempt_grace_s: float | None = None
+    kill_wait_s: float = DEFAULT_KILL_WAIT_S
 
 
 def chosen_partitions(job: Wanted, known: Mapping[str, Partition]) -> list[Partition]:
@@ -63,10 +69,30 @@ def chosen_partitions(job: Wanted, known: Mapping[str, Partition]) -> list[Parti
     return [known[name] for name in job.partitions if name in known]
 
 
-def grace_s(config: Config, partitions: list[Partition]) -> float:
-    """How long after a stop signal the job lives at the least, in seconds."""
+def preempt_grace_s(partitions: list[Partition]) -> float | None:
+    """From the signal of a preemption to SIGTERM, in seconds; None where nobody is preempted."""
+    return min((float(p.grace_s) for p in partitions if p.preemptible), default=None)
+
+
+def grace_s(config: Config, partitions: list[Partition], kill_wait_s: float = 0.0) -> float:
+    """How long after a stop signal the job lives at the least, in seconds.
+
+    A requeue by hand and a node set down give no notice but `kill_wait_s`; they are not reckoned
+    with here.
+    """
     ahead = config.cluster.signal_ahead_s or SIGNAL_AHEAD_S
-    return float(min([ahead, *(p.grace_s for p in partitions if p.preemptible)]))
+    preempted = preempt_grace_s(partitions)
+    return float(min(ahead, ahead if preempted is None else preempted + kill_wait_s))
+
+
+def read_kill_wait_s(text: str) -> float:
+    r"""KillWait in `scontrol show config`: between SIGTERM and SIGKILL, in seconds.
+
+    >>> read_kill_wait_s("KillOnBadExit = 0\nKillWait                = 30 sec\n")
+    30.0
+    """
+    found = KILL_WAIT.search(text)
+    return float(found[1]) if found else DEFAULT_KILL_WAIT_S
 
 
 def too_slow(config: Config, grace: float) -> str | None:
@@ -170,7 +196,8 @@ def _limits_of(quality: list[str]) -> Iterator[Limit]:
 
 def check_request(client: SlurmClient, config: Config, job: Wanted, script: str) -> Verdict:
     """Refuse what can never run. Raises `ClusterError`; `SchedulerDown` when nobody answers."""
-    with ThreadPoolExecutor(max_workers=2) as beside:
+    with ThreadPoolExecutor(max_workers=3) as beside:
+        shown = beside.submit(client.must, "scontrol", "show", "config")
         tested = beside.submit(client.ask, "sbatch", "--test-only", text=script)
         shapes = beside.submit(client.ask, *SHAPES)
         known = read_partitions(client.must(*PARTITIONS), shapes.result().out)
@@ -186,7 +213,14 @@ def check_request(client: SlurmClient, config: Config, job: Wanted, script: str)
         raise ClusterError("\n".join([said, *against] if answer.code else [*against, said]))
     warnings += _in_the_way(answer, partitions)
     words = answer.words.removeprefix("sbatch: ")
-    return Verdict(words=words, grace_s=grace_s(config, partitions), warnings=tuple(warnings))
+    kill_wait_s = read_kill_wait_s(shown.result())
+    return Verdict(
+        words=words,
+        grace_s=grace_s(config, partitions, kill_wait_s),
+        warnings=tuple(warnings),
+        preempt_grace_s=preempt_grace_s(partitions),
+        kill_wait_s=kill_wait_s,
+    )
 
 
 TAKEN_ALL_THE_SAME = "(the scheduler would take the job all the same, to wait for ever)"

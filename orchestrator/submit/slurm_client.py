@@ -31,6 +31,11 @@ DOWN = (
     "connect failure",
     "communications connection failure",
     "transport endpoint is not connected",
+    "connection reset",
+    "munge",  # the credentials' daemon is away: nothing can be asked, and nothing was said
+    "protocol authentication error",
+    "problem talking to the database",
+    "temporarily unable to",
 )
 MEANINGS = {
     "invalid partition": "there is no such partition; `sinfo` lists those that you may use",
@@ -81,6 +86,11 @@ class Answer:
     def down(self) -> bool:
         text = self.err.lower()
         return self.code != 0 and any(phrase in text for phrase in DOWN)
+
+    @property
+    def knows_no_such_job(self) -> bool:
+        """Whether the scheduler itself said that there is no such job."""
+        return self.code != 0 and "invalid job id" in self.err.lower()
 
     @property
     def homeless(self) -> bool:

@@ -10,10 +10,15 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from orchestrator.submit.slurm_client import Answer, SlurmClient
+from orchestrator.submit.slurm_client import Answer, SchedulerDown, SlurmClient
 
 QUEUE_FORMAT = "%i|%T|%N|%L|%M|%S|%r|%o"
 ACCOUNT_FORMAT = "JobIDRaw,State,ExitCode,NodeList,Start,End"
+# Columns of one job and their widths: a name or a comment can hold any text, a column only its own.
+STANDING = {
+    "State": 24, "RestartCnt": 12, "Requeue": 8, "PreemptTime": 24, "EndTime": 24, "exit_code": 12,
+    "Reason": 64,
+}  # fmt: skip
 SPAN = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
 ALIVE = frozenset({
     "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING",
@@ -73,7 +78,12 @@ def _number(text: str) -> float | None:
 
 
 def read_queue(answer: Answer) -> dict[str, Job]:
-    """The jobs in squeue's answer. An unknown id makes it an error; that job is then absent."""
+    """The jobs in squeue's answer; one whose id is unknown is absent.
+
+    Raises:
+        SchedulerDown: it is no answer. Only a scheduler that answers can say that a job is gone.
+    """
+    _heed(answer)
     jobs: dict[str, Job] = {}
     for line in answer.out.splitlines() if answer.code == 0 else ():
         job, state, nodes, left, _, start, reason, command = line.split("|", 7)
@@ -82,6 +92,12 @@ def read_queue(answer: Answer) -> dict[str, Job]:
             start=_number(start), reason="" if reason == "None" else reason, command=command,
         )  # fmt: skip
     return jobs
+
+
+def _heed(answer: Answer) -> None:
+    """Raises `SchedulerDown` unless it is the scheduler's word on jobs, be it "I know of none"."""
+    if answer.code and not answer.knows_no_such_job:
+        raise SchedulerDown(f"the scheduler gave no answer: {answer.words}")
 
 
 def queue_command(ids: Iterable[str]) -> tuple[str, ...]:
@@ -101,10 +117,16 @@ def mine(client: SlurmClient, user_id: int) -> dict[str, Job]:
 
 
 def accounted(client: SlurmClient, ids: Iterable[str]) -> dict[str, list[Job]] | None:
-    """Every run of these jobs by sacct, oldest first; None where there is no accounting."""
+    """Every run of these jobs by sacct, oldest first; None where there is no accounting.
+
+    Raises:
+        SchedulerDown: there is, but it does not answer.
+    """
     answer = client.ask("sacct", "-nPXD", "-j", ",".join(ids), "-o", ACCOUNT_FORMAT)
-    if answer.code:
+    if answer.code and "accounting storage is disabled" in answer.words.lower():
         return None
+    if answer.code:
+        raise SchedulerDown(f"the accounting gave no answer: {answer.words}")
     runs: dict[str, list[Job]] = {}
     for line in answer.out.splitlines():
         job, state, code, nodes, start, _ = line.split("|", 5)
@@ -122,8 +144,66 @@ def accounted(client: SlurmClient, ids: Iterable[str]) -> dict[str, list[Job]] |
     return runs
 
 
-def shown(client: SlurmClient, job: str) -> dict[str, str]:
-    """`scontrol show job` as a table; empty when the controller has forgotten the job."""
-    answer = client.ask("scontrol", "--oneliner", "show", "job", job)
-    pairs = (word.split("=", 1) for word in answer.out.split() if "=" in word)
-    return dict(pairs) if answer.code == 0 else {}
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """One job as its own batch script and ranks need to know it. Times: seconds since 1970.
+
+    Attributes:
+        state: SLURM's word; COMPLETING hides what it will be.
+        restarts: how often it was started again, or is about to be.
+        requeue: whether it may be.
+        preempted_at: when it was chosen to make room; None when it was not.
+        ends_at: its time limit, or when a preempted one is ended; None when there is no limit.
+        exit_code, exit_signal: of its batch script, once that has ended.
+        reason: why it is in this state; "" when there is nothing to say.
+    """
+
+    state: str
+    restarts: int = 0
+    requeue: bool = True
+    preempted_at: float | None = None
+    ends_at: float | None = None
+    exit_code: int = 0
+    exit_signal: int = 0
+    reason: str = ""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether a person has ended it: a job that completes by itself has a reason to, and one
+        that is preempted or out of time too. To be asked while its batch script still runs.
+        """
+        ending = self.state == "COMPLETING" and not self.reason and self.preempted_at is None
+        return ending or self.state == "CANCELLED"
+
+
+def read_standing(text: str) -> Standing | None:
+    """One line of squeue's answer to `standing_command`; None when it is empty."""
+    line = next((line for line in text.splitlines() if line.strip()), None)
+    if line is None:
+        return None
+    values: dict[str, str] = {}
+    for name, width in STANDING.items():
+        values[name], line = line[:width].strip(), line[width:]
+    status = int(values["exit_code"] or 0)  # as `wait` gives it
+    return Standing(
+        state=values["State"],
+        restarts=int(values["RestartCnt"] or 0),
+        requeue=values["Requeue"] not in ("0", "no"),
+        preempted_at=_number(values["PreemptTime"]),
+        ends_at=_number(values["EndTime"]),
+        exit_code=status >> 8,
+        exit_signal=status & 0x7F,
+        reason="" if values["Reason"] == "None" else values["Reason"],
+    )
+
+
+def standing_command(job: str) -> tuple[str, ...]:
+    columns = ",".join(f"{name}:{width}" for name, width in STANDING.items())
+    return ("squeue", "-h", "-a", "-t", "all", "-j", job, "-O", columns)
+
+
+def standing(client: SlurmClient, job: str) -> Standing | None:
+    """How a job stands; None when the controller knows it no more. Raises `SchedulerDown`."""
+    answer = client.ask(*standing_command(job))
+    _heed(answer)
+    return read_standing(answer.out) if answer.code == 0 else None

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.config import ClusterConfig, Config, gpu_count, node_range
+from orchestrator.config import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
 from orchestrator.rundir import RunDir
 from orchestrator.submit.slurm_defaults import Default, obeyed
+from orchestrator.submit.slurm_shell import heeding, unless_ended, unless_stopped, waiting
 from orchestrator.submit.slurm_values import quoted
 from orchestrator.worker.address import INTERFACE_VARIABLE
 from orchestrator.worker.topology import BASE_ATTEMPT_VARIABLE
 
-SIGNAL_AHEAD_S = 60
 STARTER = "submit/on_node.py"
 # Descriptors: srun's log, open before anything of the person's runs; and the preamble's text.
 SRUN_LOG, PREAMBLE = 9, 8
@@ -209,31 +209,32 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
     Args:
         attempt: number of the job's first start; a requeued job adds SLURM_RESTART_COUNT to it.
     """
-    starter = here.package / STARTER
+    starter = str(here.package / STARTER)
     lines = [
         "#!/bin/bash",
         *(_option(name, value) for name, value in options(config, run)),
         *_from_environment(config, run, here),
         "",
         "umask 077",
+        *heeding(),
         f"run={quoted(run.path)}",
         'if ! [ -w "$run/attempts" ]; then',
         '    echo "error: the run folder $run cannot be written on node $SLURMD_NODENAME" >&2',
         "    exit 1",
         "fi",
+        *unless_ended(here.python, container=config.cluster.container is not None),
         f"attempt=$(printf %03d $(({attempt} + ${{SLURM_RESTART_COUNT:-0}})))",
         'mkdir -p "$run/attempts/$attempt"',
         f'exec {SRUN_LOG}>>"$run/attempts/$attempt/srun.log"',
         *_unpacking(here),
         *_search_path(here),
         "(  # whatever is set, trapped or ended in here, what follows it is done",
+        *unless_stopped(),
         *_environment(config),
         *_preamble(config),
         *_our_environment(config, here, attempt),
         *_lines(_srun(config, here, run), f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
-        ")",
-        "code=$?",
-        f'{quoted(here.python)} {quoted(starter)} after "$run" "$attempt" "$code"',
-        "exit $code",
+        ") &",
+        *waiting(here.python, starter),
     ]
     return "\n".join(lines) + "\n"

@@ -4,15 +4,17 @@ the scheduler. Neither is waited for: a scheduler that does not answer holds not
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Generator
 from datetime import datetime
 from typing import Any
 
-from orchestrator.errors import RunFolderError
+from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.submit.api import Culprit, State
-from orchestrator.submit.blame import tail
-from orchestrator.submit.ending import write_end
+from orchestrator.submit.blame import describe_status, tail
+from orchestrator.submit.slurm_blame import blame_slurm
 from orchestrator.submit.slurm_client import Asked, SchedulerDown, SlurmClient
 from orchestrator.submit.slurm_jobs import Job, accounted, queue_command, queued, read_queue
 
@@ -29,6 +31,7 @@ CAUSES = {
     "BOOT_FAIL": "a node did not boot",
     "DEADLINE": "the job's deadline passed",
     "PREEMPTED": "preempted, and not requeued",
+    "GONE": "the scheduler has forgotten the job, and it left no result",
 }
 
 
@@ -40,24 +43,54 @@ def read_handle(run: RunDir) -> dict[str, Any]:
     return handle
 
 
-def ending(run: RunDir, job: Job) -> tuple[State, Culprit]:
-    """What a job that ended without a result means."""
-    node = job.nodes or "scheduler"
-    lines = tail(run.batch_log)
-    cause = CAUSES.get(job.state) or next(
-        (line.removeprefix(SAID) for line in lines[-1:] if line.startswith(SAID)), None
-    )
-    if cause is None:
-        # exit signal 53 is slurmd's own: it could not open the output file
-        unseen = job.exit_signal == 53 or not run.attempts_made()
-        cause = f"the job ended ({job.state}) without a result"
-        if unseen:
-            cause = (
-                f"the job ended ({job.state}) before it could write anything: the run folder "
-                f"{run.path} is probably not visible on {node}; keep runs on a shared file system"
-            )
+def ending(run: RunDir, job: Job, attempt: int | None = None) -> tuple[State, Culprit]:
+    """What a job that ended without a result means. Reads only.
+
+    Args:
+        attempt: the one that ended; the newest where it is not known.
+    """
+    attempt = max(0, run.attempts_made() - 1) if attempt is None else attempt
+    node, lines = job.nodes or "scheduler", tail(run.batch_log)
     state = State.STOPPED if job.state == "CANCELLED" else State.FAILED
-    return state, Culprit(rank=None, node=node, cause=cause, log_tail=lines)
+    said = next((line.removeprefix(SAID) for line in lines[-1:] if line.startswith(SAID)), None)
+    cause = CAUSES.get(job.state) or said
+    if cause is None and (run.failures(attempt) or run.srun_log(attempt).exists()):
+        found = _by_ranks(run, job, attempt)
+        if found is not None:
+            return state, found
+    return state, Culprit(
+        rank=None, node=node, cause=cause or _without_a_word(run, job, node), log_tail=lines
+    )
+
+
+def _by_ranks(run: RunDir, job: Job, attempt: int) -> Culprit | None:
+    """What the ranks left, where the batch script could not tell it any more."""
+    departure = read_json(run.departure(attempt))
+    if departure is not None:
+        cause = (
+            f"its ranks left in order ({departure['why']}), but the batch script "
+            f"{_how(job)} before it could hand the job back to the queue; resume goes on"
+        )
+        return Culprit(rank=None, node=departure.get("node") or "batch", cause=cause)
+    found = blame_slurm(run, attempt, run.nodes_of_ranks(attempt), job.exit_code or 0)
+    return None if found.rank is None else found
+
+
+def _how(job: Job) -> str:
+    if job.exit_signal:
+        return f"was {describe_status(-job.exit_signal)}"
+    return "ended" if job.exit_code is None else f"ended with code {job.exit_code}"
+
+
+def _without_a_word(run: RunDir, job: Job, node: str) -> str:
+    # exit signal 53 is slurmd's own: it could not open the output file
+    if job.exit_signal == 53 or not run.attempts_made():
+        return (
+            f"the job ended ({job.state}) before it could write anything: the run folder "
+            f"{run.path} is probably not visible on {node}; keep runs on a shared file system"
+        )
+    script = f": its batch script {_how(job)}" if job.exit_signal or job.exit_code else ""
+    return f"the job ended ({job.state}) without a result{script}"
 
 
 class SlurmHandle:
@@ -102,8 +135,7 @@ class SlurmHandle:
         self._ended_at = self._ended_at or time.monotonic()
         if time.monotonic() - self._ended_at < RESULT_GRACE_S:
             return State.RUNNING
-        state, self.culprit = ending(self._run, self.job)
-        write_end(self._run, state, self.culprit)
+        state, self.culprit = ending(self._run, self.job)  # told, not written: that is not ours
         return state
 
     def _ask(self, every_s: float) -> None:
@@ -116,19 +148,16 @@ class SlurmHandle:
         if answer is None:
             return
         self._asked, self._next = None, now + every_s
-        if answer.down:
+        try:
+            self.job = read_queue(answer).get(self.job_id) or self._past()
+        except SchedulerDown:  # whatever it said, it was not that the job is gone
             self.silent_since = self.silent_since or datetime.now().astimezone()
-            return
-        self.silent_since = None
-        found = read_queue(answer).get(self.job_id)
-        self.job = found or self._past()
+        else:
+            self.silent_since = None
 
     def _past(self) -> Job | None:
-        """A job that squeue has forgotten."""
-        try:
-            runs = (accounted(self.client, [self.job_id]) or {}).get(self.job_id)
-        except SchedulerDown:
-            return self.job
+        """A job that squeue has forgotten. Raises `SchedulerDown` when the accounting is silent."""
+        runs = (accounted(self.client, [self.job_id]) or {}).get(self.job_id)
         if runs:
             return runs[-1]
         if self.job is not None or time.monotonic() - self._began > UNSEEN_S:
@@ -137,21 +166,31 @@ class SlurmHandle:
 
     def stop(self) -> None:
         """Ask all ranks to stop together at the next boundary, with a checkpoint, for good."""
-        self._mark_cancelled("stop")
         job = queued(self.client, [self.job_id]).get(self.job_id)
         if job is None or job.waiting:
             self.kill()
-        else:
+            return
+        with self._marked_cancelled("stop"):
             self.client.must("scancel", "--signal=USR2", self.job_id)
 
     def kill(self) -> None:
         """End the job at once, queued or running; what follows the last checkpoint is lost."""
-        self._mark_cancelled("now")
-        self.client.must("scancel", self.job_id)
+        with self._marked_cancelled("now"):
+            self.client.must("scancel", self.job_id)
 
-    def _mark_cancelled(self, how: str) -> None:
-        """What makes the ranks end rather than depart. Written before they get any signal."""
+    @contextlib.contextmanager
+    def _marked_cancelled(self, how: str) -> Generator[None]:
+        """What makes the ranks end rather than depart: written before they get any signal, and
+        taken back when the signal could not be sent, for then the run was not cancelled.
+        """
+        before = read_json(self._run.cancel)
         write_json(self._run.cancel, {"how": how, "time": time.time()})
+        try:
+            yield
+        except ClusterError:
+            if before is None:
+                self._run.cancel.unlink(missing_ok=True)
+            raise
 
     def close(self) -> None:
         if self._asked is not None:

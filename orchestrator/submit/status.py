@@ -77,9 +77,10 @@ def expand(paths: Sequence[Path]) -> list[RunDir]:
 
 
 def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
-    """The folder's word and the scheduler's, together."""
+    """The folder's word and the scheduler's, together; a job that lives is the later word."""
     status = replace(status, nodes=job.nodes)
-    if status.state in ENDED_STATES:
+    ended = status.state in ENDED_STATES
+    if ended and not job.alive:
         cancelled = status.state == "stopped" and job.state == "CANCELLED"
         return replace(status, state="cancelled") if cancelled else status
     if not job.alive:
@@ -90,7 +91,9 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
         return replace(status, state=name, reason=culprit.cause, boundary_age_s=None)
     if job.waiting:
         return replace(status, state="pending", reason=job.reason, boundary_age_s=None)
-    name = "ending" if job.state == "COMPLETING" else "running" if status.updates else "starting"
+    name = "running" if status.updates else "starting"
+    if ended or job.state == "COMPLETING":
+        name = "ending"
     return replace(status, state=name, time_left_s=job.time_left_s)
 
 
@@ -119,27 +122,57 @@ def _by_hearts(runs: list[RunDir], found: dict[Path, RunStatus]) -> None:
 
 
 def _asked(conf: str | None, runs: list[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
-    """Fill in what one cluster's scheduler says; yields sentences about what it did not say."""
+    """Fill in what one cluster's scheduler says; yields sentences about what it did not say.
+
+    What squeue says holds whatever becomes of sacct, which is asked for those it has forgotten.
+    """
     ids = {str(found[run.path].job_id): run for run in runs}
-    client = None
     try:
         client = SlurmClient(conf)
         jobs = queued(client, ids)
-        gone = [job_id for job_id in ids if job_id not in jobs]
-        past = accounted(client, gone) if gone else {}
     except (NoClient, ClusterError) as error:
         yield str(error)
         _by_hearts([r for r in runs if found[r.path].state not in ENDED_STATES], found)
         return
-    jobs.update({job_id: rows[-1] for job_id, rows in (past or {}).items()})
+    gone = [i for i, run in ids.items() if i not in jobs and _open(found[run.path])]
+    silent = False
+    try:
+        past = (accounted(client, gone) if gone else None) or {}
+    except ClusterError as error:
+        yield str(error)
+        past, silent = {}, True
+    jobs.update({job_id: rows[-1] for job_id, rows in past.items()})
     for job_id, run in ids.items():
-        status = found[run.path]
         if job_id in jobs:
-            job = jobs[job_id]
-            found[run.path] = looked_at(run, partial(with_job, run, status, job))
-        elif status.state not in ENDED_STATES:
+            yield from _with_job(run, jobs[job_id], found)
+        elif _open(found[run.path]) and silent:
+            _by_hearts([run], found)
+        elif _open(found[run.path]):
             reason = f"job {job_id} has left the queue without a result"
-            found[run.path] = replace(status, state="lost", reason=reason)
+            found[run.path] = replace(found[run.path], state="lost", reason=reason)
+
+
+def _open(status: RunStatus) -> bool:
+    return status.state not in ENDED_STATES
+
+
+def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[str]:
+    """Take the scheduler's word on a run's job; finish what its batch script could not."""
+    if not job.alive and _open(found[run.path]):
+        from orchestrator.submit.slurm_settle import settle_ended
+
+        try:
+            sentence = settle_ended(run, job)
+        except DAMAGE as error:  # a scheduler that is silent again, a folder that is not whole
+            yield f"{run.path}: {error}"
+        else:
+            if sentence is not None:
+                yield sentence
+                job = replace(job, state="REQUEUED")
+            found[run.path] = looked_at(run, partial(from_folder, run))
+    if found[run.path].state not in UNREADABLE:
+        status = found[run.path]
+        found[run.path] = looked_at(run, partial(with_job, run, status, job))
 
 
 def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:

@@ -10,14 +10,18 @@ import signal
 import threading
 import time
 
-from orchestrator.config import ClusterConfig, Config
+from orchestrator.config import SIGNAL_AHEAD_S, ClusterConfig, Config
 from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost, RankHangs
 from orchestrator.rundir import RESUMED, RunDir, read_json, write_json
+from orchestrator.worker.deadline import Deadline, Notice
 from orchestrator.worker.departure import (
+    ask_standing,
     await_verdict,
     depart,
     goes_on,
+    hand_back,
     leave_silent_node,
+    script_is_gone,
     why_restarted,
 )
 from orchestrator.worker.failure import record_failure
@@ -60,7 +64,7 @@ class Attendance:
         self._life = Life(log, link_to_supervisor(), on_hang=self._hang).begin()
         self._fence = Fence(run.newest_attempt, attempt)
         self._heartbeat: Heartbeat | None = None
-        self._requeue, self._timeout_s = True, 0.0
+        self._requeue, self._timeout_s, self._ahead_s = True, 0.0, 0.0
         self._asking = threading.Lock()  # held while the scheduler is asked to start us again
 
     def begin(self, config: Config) -> None:
@@ -68,6 +72,7 @@ class Attendance:
         self._requeue = config.cluster.requeue is not False
         self._timeout_s = config.cluster.heartbeat_timeout_s
         self._life.expect(_patience(config.cluster))
+        self._ahead_s = float(config.cluster.signal_ahead_s or SIGNAL_AHEAD_S)
         topology = self._topology
         if not topology.scheduled:
             return
@@ -132,12 +137,17 @@ class Attendance:
             return inner
         if isinstance(inner, Silent):
             return Follower(self._stop, self._run.departure(self._attempt))
-        grace_s = (read_json(self._run.submission) or {}).get("grace_s")
+        submission = read_json(self._run.submission) or {}
+        job_id, cancelled = self._topology.job_id, self._run.cancel.exists
+        deadline = Deadline(
+            self._stop, Notice.read(submission, self._ahead_s), lambda: ask_standing(job_id)
+        )
         return Guard(
             inner,
             fence=self._fence,
             stop=self._stop,
-            hurry=lambda: grace_s if self._requeue and not self._run.cancel.exists() else None,
+            hurry=lambda: deadline.grace_s() if self._requeue and not cancelled() else None,
+            cancelled=cancelled,
             updates=updates,
             samples=samples,
         )
@@ -170,7 +180,10 @@ class Attendance:
         if not goes_on(self._run, self._topology, requeue=self._requeue):
             return False
         self._fence.check()
-        depart(self._run, self._attempt, self._stop, updates)
+        gone = script_is_gone(self._topology)
+        depart(self._run, self._attempt, self._stop, updates, script_gone=gone)
+        if gone:
+            hand_back(self._topology.job_id)
         return True
 
     def excused(self, error: BaseException) -> bool:

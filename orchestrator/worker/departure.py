@@ -12,12 +12,17 @@ import json
 import os
 import re
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ClusterError
 from orchestrator.rundir import RunDir, read_json, write_json
+from orchestrator.worker.deadline import Standing
 from orchestrator.worker.stop import StopFlag
-from orchestrator.worker.topology import Topology
+from orchestrator.worker.topology import BATCH_PID_VARIABLE, Topology
+
+if TYPE_CHECKING:
+    from orchestrator.submit.slurm_client import SlurmClient
 
 POLL_S = 0.05
 MARGIN_S = 10.0
@@ -37,15 +42,20 @@ def goes_on(run: RunDir, topology: Topology, *, requeue: bool) -> bool:
     return topology.scheduled and requeue and not run.cancel.exists()
 
 
-def depart(run: RunDir, attempt: int, stop: StopFlag, updates: int | None) -> None:
-    """Rank 0: note that this attempt ended by an agreed stop, after `updates` updates."""
+def depart(
+    run: RunDir, attempt: int, stop: StopFlag, updates: int | None, *, script_gone: bool = False
+) -> None:
+    """Rank 0: note that this attempt ended by an agreed stop, after `updates` updates.
+
+    Where a note says already why it ends (a silent node, perhaps this one while it stood still),
+    that is the reason, and the signal that followed is not.
+    """
+    why = "asked to stop" + (f" by {stop.signal.name}" if stop.signal else "")
+    if script_gone:  # SLURM ends the ranks of a job whose script is gone
+        why = "its batch script was killed"
+    earlier: dict[str, Any] = read_json(run.departure(attempt)) or {}
     write_json(
-        run.departure(attempt),
-        {
-            "why": "asked to stop" + (f" by {stop.signal.name}" if stop.signal else ""),
-            "updates": updates,
-            "time": time.time(),
-        },
+        run.departure(attempt), {"why": why, **earlier, "updates": updates, "time": time.time()}
     )
 
 
@@ -79,6 +89,43 @@ def _said_by_srun(run: RunDir, attempt: int, words: re.Pattern[str]) -> re.Match
 def _departure_of_silent(node: str) -> dict[str, Any]:
     why = f"node {node} stopped answering"
     return {"why": why, "node": node, "updates": None, "time": time.time()}
+
+
+def script_is_gone(topology: Topology) -> bool:
+    """Whether the batch script, which hands the job back, was killed. For a rank on its node."""
+    pid = os.environ.get(BATCH_PID_VARIABLE)
+    if pid is None or topology.node_index != 0:
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(") ")[2][:1]
+    except FileNotFoundError:
+        return True
+    return state in "ZX"
+
+
+def hand_back(job_id: str) -> None:
+    """What the batch script would do, for one that was killed. Where the scheduler cannot be asked
+    (a container without its commands), the departure stays for the next `status` or `resume`.
+    """
+    print("the batch script is gone; the job is handed back from here", flush=True)  # noqa: T201
+    try:
+        ask_for_requeue(_client(), job_id)
+    except ClusterError as error:
+        print(f"error: {error}", flush=True)  # noqa: T201  # goes to the rank's log
+
+
+def ask_standing(job_id: str) -> Standing | None:
+    """How the scheduler sees this job. Raises `ClusterError` when it cannot be asked."""
+    from orchestrator.submit.slurm_jobs import standing
+
+    return standing(_client(), job_id)
+
+
+def _client() -> SlurmClient:
+    """SLURM's commands, for those who need them. Raises `ClusterError` where there are none."""
+    from orchestrator.submit.slurm_client import SlurmClient
+
+    return SlurmClient()
 
 
 def await_verdict(run: RunDir, attempt: int, stop: StopFlag, timeout_s: float) -> bool:
@@ -118,7 +165,7 @@ def leave_silent_node(
         json.dump(value, file)
     if not requeue:
         raise ClusterError("the job ends, since it may not be requeued (cluster.requeue=false)")
-    ask_for_requeue(topology.job_id)
+    ask_for_requeue(_client(), topology.job_id)
 
 
 def node_name(index: int) -> str:
@@ -129,11 +176,10 @@ def node_name(index: int) -> str:
     return names[index] if index < len(names) else f"number {index}"
 
 
-def ask_for_requeue(job_id: str) -> None:
+def ask_for_requeue(client: SlurmClient, job_id: str) -> None:
     """`scontrol requeue` until it is accepted. Raises `ClusterError` when it never is."""
-    from orchestrator.submit.slurm_client import SchedulerDown, SlurmClient
+    from orchestrator.submit.slurm_client import SchedulerDown
 
-    client = SlurmClient()
     for attempt in range(REQUEUE_TRIES):
         try:
             client.must("scontrol", "requeue", job_id)

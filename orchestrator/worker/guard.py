@@ -1,6 +1,7 @@
 """What stands between the loop and rank 0's record under a scheduler: the fence, and the clock.
 
 - Nothing is written any more once a newer attempt has begun.
+- `cancel` counts whoever sent it, and however its signal fared: it is read at each boundary.
 - A stop that could not wait for the boundary is taken inside the window. Weights change at
   boundaries only, so what is saved then is the state after the last one: this window is lost, and
   nothing else; unless the optimizer is sharded, for its shards cannot be gathered in mid-window.
@@ -23,6 +24,7 @@ from orchestrator.worker.record import Recorder
 from orchestrator.worker.stop import StopFlag
 
 RECENT = 5
+LOOK_S = 1.0
 SAVE_MARGIN = 1.5
 LEAST_SAVE_S = 0.5
 
@@ -33,6 +35,7 @@ class Guard:
     Args:
         hurry: gives how long after a stop signal the scheduler waits before it kills, in seconds;
             None when there is no haste.
+        cancelled: whether the run was told to stop for good; asked once a second at the most.
         updates, samples: where the run stands.
     """
 
@@ -43,12 +46,14 @@ class Guard:
         fence: Fence,
         stop: StopFlag,
         hurry: Callable[[], float | None],
+        cancelled: Callable[[], bool] = lambda: False,
         updates: int,
         samples: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inner, self._fence, self._stop = inner, fence, stop
-        self._hurry, self._clock = hurry, clock
+        self._hurry, self._cancelled, self._clock = hurry, cancelled, clock
+        self._looked = -LOOK_S
         self._updates, self._samples = updates, samples
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._save_s = LEAST_SAVE_S
@@ -59,6 +64,8 @@ class Guard:
         self._inner.micro_step(update, done, steps)
         if done == 0:
             self._began = self._clock()
+        if done == steps:
+            self._look_for_cancel()
         if not self._stop.requested or done == steps:
             return
         grace_s = self._hurry()
@@ -74,13 +81,24 @@ class Guard:
             f"{grace_s:g} s{lost}"
         )
 
-    def _too_late(self, done: int, steps: int, deadline: float) -> bool:
-        """Whether the boundary, and a checkpoint after it, would come after the deadline."""
+    def _look_for_cancel(self) -> None:
         now = self._clock()
+        if now - self._looked >= LOOK_S:
+            self._looked = now
+            self._stop.asked = self._stop.asked or self._cancelled()
+
+    def _too_late(self, done: int, steps: int, deadline: float) -> bool:
+        """Whether the boundary, and a checkpoint after it, would come after the deadline.
+
+        Where nothing could be saved by leaving now, the boundary is hoped for up to the last
+        micro-step that can be done in time.
+        """
+        now = self._clock()
+        step_s = (now - self._began) / done if done else 0.0
+        if not self._inner.can_save():
+            return now + step_s + LEAST_SAVE_S > deadline
         ends = self._began + max(self._recent, default=0.0)
-        if done:
-            ends = max(ends, now + (now - self._began) / done * (steps - done))
-        return ends + SAVE_MARGIN * self._save_s > deadline
+        return max(ends, now + step_s * (steps - done)) + SAVE_MARGIN * self._save_s > deadline
 
     def boundary(
         self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float

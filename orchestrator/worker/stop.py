@@ -20,18 +20,22 @@ class StopFlag:
     Attributes:
         signal: the latest one, None before any.
         time: by `time.monotonic`, when the first one came; 0 before.
+        times: when the first of each kind came.
         received: how many came.
+        asked: it was asked for in another way than by a signal.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.time = 0.0
+        self.times: dict[signal.Signals, float] = {}
         self.received = 0
+        self.asked = False
         self._pid = os.getpid()
 
     @property
     def requested(self) -> bool:
-        return self.signal is not None
+        return self.asked or self.signal is not None
 
     def install(self) -> StopFlag:
         """Take the signals over. They may have been blocked since before this process began, so
@@ -49,5 +53,7 @@ class StopFlag:
             os.kill(os.getpid(), number)
             return
         self.signal = signal.Signals(number)
-        self.time = self.time or time.monotonic()
+        now = time.monotonic()
+        self.time = self.time or now
+        self.times.setdefault(self.signal, now)
         self.received += 1

@@ -14,6 +14,7 @@ from orchestrator.errors import UsageError
 from orchestrator.worker.address import own_address
 
 BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
+BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

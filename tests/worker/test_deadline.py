@@ -1,0 +1,89 @@
+"""How long a stop may take: by the scheduler's word, else by the shortest that its kind allows."""
+
+import signal
+import threading
+
+import pytest
+
+from orchestrator.submit.slurm_jobs import Standing
+from orchestrator.worker import deadline
+from orchestrator.worker.deadline import Deadline, Notice, killed_at
+from orchestrator.worker.stop import StopFlag
+
+TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
+NOTICE = Notice(kill_wait_s=30, preempt_s=20, ahead_s=60)
+EPOCH, CLOCK = 1_700_000_000.0, 1000.0  # now, by both clocks
+
+
+def told(**seconds_ago):
+    stop = StopFlag()
+    for name, ago in seconds_ago.items():
+        number = getattr(signal, f"SIG{name}")
+        stop.signal, stop.times[number] = number, CLOCK - ago
+        stop.received += 1
+    stop.time = min(stop.times.values(), default=0.0)
+    return stop
+
+
+def running(**more):
+    return Standing(state="RUNNING", **more)
+
+
+@pytest.mark.parametrize(
+    ("signals", "job", "left_s"),
+    [
+        # requeued by hand, a node set down, cancelled, the time limit reached: KillWait, not 60 s
+        ({"TERM": 0}, Standing(state="COMPLETING", restarts=1), 30),
+        ({"TERM": 2}, Standing(state="COMPLETING", reason="NodeDown"), 28),
+        ({"USR2": 50, "TERM": 1}, Standing(state="COMPLETING", reason="TimeLimit"), 29),
+        # preempted: the grace that this job really has, of its partition or QOS, then KillWait
+        ({"USR2": 0}, running(preempted_at=EPOCH, ends_at=EPOCH + 120), 150),
+        ({"TERM": 1}, running(preempted_at=EPOCH, ends_at=EPOCH + 20), 49),
+        ({"USR2": 0}, running(preempted_at=EPOCH), 50),  # no time limit: the partition's
+        ({"USR2": 0}, running(preempted_at=EPOCH, ends_at=EPOCH), 30),  # GraceTime=0 is not nothing
+        # notice of a time limit, however early it comes
+        ({"USR2": 0}, running(ends_at=EPOCH + 100), 130),
+        ({"USR2": 0}, running(ends_at=EPOCH + 5), 35),
+        # scancel --full -s TERM, an srun that gives up: the job runs on, its ranks are killed
+        ({"TERM": 0}, running(ends_at=EPOCH + 9999), 30),
+        ({"USR2": 1, "TERM": 0}, running(ends_at=EPOCH + 9999), 30),
+        # a signal by hand
+        ({"USR2": 0}, running(), None),
+        # the scheduler cannot be asked: the shortest that it can be
+        ({"TERM": 0}, None, 30),
+        ({"USR2": 0}, None, 50),
+    ],
+)
+def test_the_right_grace_is_chosen_for_each_cause(signals, job, left_s):
+    end = killed_at(told(**signals), job, NOTICE, EPOCH, CLOCK)
+    assert left_s == (None if end is None else end - CLOCK)
+
+
+def test_the_scheduler_is_asked_once_a_signal_and_again_when_another_comes():
+    answers = [running(), Standing(state="COMPLETING")]
+    stop = told(USR2=0)
+    asked = Deadline(stop, NOTICE, lambda: answers.pop(0))
+    assert asked.grace_s() is None
+    assert asked.grace_s() is None
+    stop.times[TERM], stop.received = stop.time + 5, 2
+    assert asked.grace_s() == 35
+    assert not answers
+
+
+def test_a_scheduler_that_does_not_answer_is_not_waited_for(monkeypatch, capfd):
+    monkeypatch.setattr(deadline, "ASK_S", 0.05)
+    silent = threading.Event()
+    assert Deadline(told(TERM=0), NOTICE, silent.wait).grace_s() == 30
+    silent.set()
+
+    def none():
+        raise OSError("no squeue here")
+
+    assert Deadline(told(USR2=0), NOTICE, none).grace_s() == pytest.approx(50)
+    assert "no squeue here" in capfd.readouterr().out
+
+
+def test_before_any_signal_the_shortest_notice_is_told():
+    assert Deadline(StopFlag(), NOTICE, lambda: None).grace_s() == 50
+    assert Notice(kill_wait_s=3, ahead_s=10).shortest_s == 10
+    assert Notice.read({"kill_wait_s": 3, "preempt_grace_s": 0}, 60).shortest_s == 3
