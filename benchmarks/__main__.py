@@ -24,12 +24,21 @@ MEASUREMENTS = (
     "one_rank",
 )
 
+BY_NAME = ("chaos",)  # only when asked for: it takes half an hour and breaks a cluster of its own
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*MEASUREMENTS, "tables", []])
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", choices=[*MEASUREMENTS, *BY_NAME, "tables", []]
+    )
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, ranks and steps")
+    parser.add_argument("--seed", type=int, default=0, help="chaos: which faults, and when")
+    parser.add_argument("--faults", type=int, default=40, help="chaos: how many runs to disturb")
     given = parser.parse_args()
+    if given.names == ["chaos"]:
+        _one("chaos", quick=given.quick, seed=given.seed, faults=given.faults)
+        return
     if len(given.names) == 1:
         _one(given.names[0], quick=given.quick)
         return
@@ -46,8 +55,8 @@ def main() -> None:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def _one(name: str, *, quick: bool) -> None:
-    importlib.import_module(f"benchmarks.{name}").main(quick=quick)
+def _one(name: str, *, quick: bool, **more: int) -> None:
+    importlib.import_module(f"benchmarks.{name}").main(quick=quick, **more)
     result = RESULTS / f"{name}.json"
     if result.exists():
         text = pages.page(name, kept(name))

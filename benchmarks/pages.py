@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import boundary, memory, one_rank_page, peers_page, reproducible
+from benchmarks import boundary, chaos, memory, one_rank_page, peers_page, reproducible
 from benchmarks.measure import RESULTS, kept
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,12 +62,14 @@ _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "reproducible": ("What equal bits cost", reproducible.body),
     "boundary": ("What a boundary costs beyond its reduction", boundary.body),
     "memory": ("Peak memory of a rank in a run", memory.body),
+    "chaos": ("Runs disturbed on purpose", chaos.body),
 }
 _BLOCKS: dict[str, Callable[[Result], str]] = {
     "peers": peers_page.summary,
     "peers.steps": peers_page.by_steps,
     "reproducible": reproducible.table,
     "boundary": boundary.table,
+    "chaos": chaos.table,
     "submission": tables,
     "mindspore_start": tables,
     "mindspore_steps": tables,

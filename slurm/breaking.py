@@ -3,8 +3,12 @@
 What follows each of them (who is signalled, after how long a job is requeued) is in README.md.
 """
 
+import signal
+
+import psutil
+
 from slurm import jobs, processes
-from slurm.daemons import CONTROLLER, daemons
+from slurm.daemons import ACCOUNTING, CONTROLLER, MUNGED, daemons
 from slurm.dev_cluster import DevCluster
 from slurm.errors import DevClusterError
 
@@ -30,6 +34,41 @@ def kill_jobs(cluster: DevCluster, node: str) -> None:
     jobs.kill_jobs(cluster.layout, node)
 
 
+def batch_script(cluster: DevCluster, job: str) -> int:
+    """The pid of a running job's batch script."""
+    for node in cluster.node_names:
+        for daemon in cluster.node_pids(node).step_daemons:
+            if (str(daemon.job), daemon.step) == (job, "batch"):
+                return psutil.Process(daemon.pid).children()[0].pid
+    raise DevClusterError(f"job {job} has no batch script running")
+
+
+def kill_batch_script(cluster: DevCluster, job: str) -> None:
+    """The shell alone dies: SLURM then ends the ranks, and calls the job FAILED."""
+    processes.kill([batch_script(cluster, job)])
+
+
+def signal_rank(cluster: DevCluster, job: str, rank: int, number: signal.Signals) -> str:
+    """Signal one rank's processes; the node it is on."""
+    for node in cluster.node_names:
+        found = [t for t in cluster.node_pids(node).tasks if (str(t.job), t.rank) == (job, rank)]
+        for task in found:
+            processes.send(task.pid, number)
+        if found:
+            return node
+    raise DevClusterError(f"job {job} has no rank {rank} running")
+
+
+def stop_munge(cluster: DevCluster) -> None:
+    """No credentials: every client command fails, and the daemons cannot talk to each other."""
+    _stop(cluster, MUNGED)
+
+
+def stop_accounting(cluster: DevCluster) -> None:
+    """Slurmdbd is away: sacct and sacctmgr fail, all else goes on."""
+    _stop(cluster, ACCOUNTING)
+
+
 def set_node_down(cluster: DevCluster, node: str, reason: str = "broken on purpose") -> None:
     """An administrator takes a node out: its jobs are signalled and requeued at once."""
     cluster.command("scontrol", "update", f"nodename={node}", "state=down", f"reason={reason}")
@@ -42,14 +81,18 @@ def set_node_up(cluster: DevCluster, node: str) -> None:
 
 def stop_controller(cluster: DevCluster) -> None:
     """No controller: jobs run on, every client command fails. `up()` starts it again."""
-    every = daemons(cluster.spec, cluster.layout)
-    processes.end(_present(processes.running_pid(every[CONTROLLER])), patience_seconds=20)
+    _stop(cluster, CONTROLLER)
 
 
 def kill_every_daemon(cluster: DevCluster) -> None:
     """All daemons die by SIGKILL; jobs' processes live on. Half-dead state, as after a crash."""
     every = daemons(cluster.spec, cluster.layout).values()
     processes.kill(pid for daemon in every for pid in _present(processes.running_pid(daemon)))
+
+
+def _stop(cluster: DevCluster, name: str) -> None:
+    daemon = daemons(cluster.spec, cluster.layout)[name]
+    processes.end(_present(processes.running_pid(daemon)), patience_seconds=20)
 
 
 def _present(pid: int | None) -> list[int]:

@@ -1,0 +1,130 @@
+"""Runs on the development cluster, each disturbed at a moment of its own: the end must not differ.
+
+    python -m benchmarks chaos --seed 1 --faults 40
+
+Every run trains the same plan. A run has one fault or two in a row, of a kind and at a moment drawn
+from the seed (at its start, in a window, at a checkpoint, near the last update, after its end).
+Checked: the weights are those of the undisturbed run; state and cause are right; no process and no
+job is left. Measured: seconds until the fault was noticed, until updates were done again, and how
+much of that the scheduler took; updates that were done twice.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos_faults import FAULTS
+from benchmarks.chaos_run import EVERY, MOMENTS, Disturbed, Draw, Outcome, undisturbed
+from benchmarks.measure import Spread, keep, machine
+from slurm.dev_cluster import DevCluster
+from slurm.testing import dev_cluster
+
+NOTE = f"""\
+A run of 40 updates on two nodes, a checkpoint every {EVERY}, disturbed at a moment drawn from the
+seed. *Noticed*: until a failure or a departure was written. *Updates again*: until the first update
+of the next attempt was done, with the start of its processes. Medians, and the highest."""
+
+
+def draws(seed: int, count: int) -> Iterator[Draw]:
+    """All kinds in turn, in an order of the seed's, each at a moment of the seed's."""
+    chance = random.Random(seed)  # noqa: S311  # it has to repeat
+    kinds: list[str] = []
+    for _ in range(count):
+        kinds = kinds or chance.sample(list(FAULTS), len(FAULTS))
+        chosen = [kinds.pop()]
+        if chance.random() < 0.15 and FAULTS[chosen[0]].ends is None:
+            chosen.append(chance.choice([k for k in FAULTS if FAULTS[k].ends is None]))
+        moments = [m for m in MOMENTS if m != "after" or FAULTS[chosen[0]].late]
+        faults = [(chosen[0], chance.choice(moments if len(chosen) == 1 else moments[:3]))]
+        faults += [(kind, chance.choice(MOMENTS[:4])) for kind in chosen[1:]]
+        yield Draw(faults=tuple(faults), seed=chance.randrange(1 << 30))
+
+
+def play(
+    cluster: DevCluster, folder: Path, chosen: Sequence[Draw], say: Callable[[str], None]
+) -> list[Outcome]:
+    """Disturb one run after another."""
+    expected = undisturbed(folder / "undisturbed")
+    outcomes: list[Outcome] = []
+    for number, draw in enumerate(chosen):
+        outcome = Disturbed(cluster, folder / f"{number:03d}", draw, expected).play()
+        outcomes.append(outcome)
+        figures = f"{sum(outcome.resumed_s):.1f} s, {outcome.redone} redone"
+        say(f"{number + 1:3d} {draw}: {'; '.join(outcome.wrong) or 'as undisturbed'} ({figures})")
+    return outcomes
+
+
+def summary(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
+    """The figures, over all faults and by kind."""
+
+    def spread(values: list[float]) -> dict[str, float | int] | None:
+        return Spread.of(values).rounded(3) if values else None
+
+    def of(chosen: Sequence[Outcome]) -> dict[str, Any]:
+        return {
+            "runs": len(chosen),
+            "as_undisturbed": sum(not o.wrong for o in chosen),
+            "noticed_s": spread([s for o in chosen for s in o.noticed_s]),
+            "resumed_s": spread([s for o in chosen for s in o.resumed_s]),
+            "scheduler_s": spread([s for o in chosen for s in o.scheduler_s]),
+            "redone": spread([float(o.redone) for o in chosen]),
+        }
+
+    alone = [o for o in outcomes if len(o.draw.faults) == 1]
+    kinds = {kind: [o for o in alone if o.draw.faults[0][0] == kind] for kind in FAULTS}
+    return {
+        "seed": seed,
+        "all": of(outcomes),
+        "kinds": {kind: of(found) for kind, found in kinds.items() if found},
+        "wrong": [f"{o.draw}: {'; '.join(o.wrong)}" for o in outcomes if o.wrong],
+    }
+
+
+def table(data: dict[str, Any]) -> str:
+    """A line for each kind of fault, and one for all."""
+    lines = [
+        "| fault | runs | as undisturbed | noticed (s) | updates again (s) | updates redone |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for kind, row in [*data["kinds"].items(), ("**all**", data["all"])]:
+        cells = [_cell(row[name]) for name in ("noticed_s", "resumed_s", "redone")]
+        lines.append(f"| {kind} | {row['runs']} | {row['as_undisturbed']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(spread: dict[str, float] | None) -> str:
+    """Median, and the highest where there is more than one."""
+    if spread is None:
+        return ""
+    most = f" (to {spread['high']:.3g})" if spread["count"] > 1 else ""
+    return f"{spread['median']:.3g}{most}"
+
+
+def body(data: dict[str, Any]) -> str:
+    """The page."""
+    wrong = [f"- {line}" for line in data["wrong"]] or ["None was otherwise."]
+    share = data["all"]["scheduler_s"]
+    said = (
+        f"Between a departure and the next attempt's first process the scheduler took "
+        f"{_cell(share)} s of that."
+        if share
+        else ""
+    )
+    return "\n\n".join([NOTE, table(data), said, "Not as undisturbed:", "\n".join(wrong)])
+
+
+def main(*, quick: bool, seed: int = 0, faults: int = 40) -> None:
+    """Play, print as it goes, keep the figures. Ends with 1 when one run was not as undisturbed."""
+    base = Path(tempfile.mkdtemp(prefix="chaos-"))
+    with dev_cluster("chaos", base=base, remove=True) as cluster:
+        chosen = list(draws(seed, 8 if quick else faults))
+        outcomes = play(cluster, base, chosen, lambda line: print(line, flush=True))
+    found = summary(outcomes, seed)
+    keep("chaos", {"machine": machine(), **found}, quick=quick)
+    if found["wrong"]:
+        sys.exit("\n".join(found["wrong"]))
