@@ -69,7 +69,12 @@ def plan(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="As for orchestrator.launch.")
     ] = None,
-    config_dir: Annotated[str | None, typer.Option(help="Folder of your own configs.")] = None,
+    config_dir: Annotated[
+        str | None, typer.Option("--config-dir", "-cd", help="Folder of your own configs.")
+    ] = None,
+    config_name: Annotated[
+        str, typer.Option("--config-name", "-cn", help="Your own primary configuration in it.")
+    ] = "config",
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -81,7 +86,7 @@ def plan(
     from orchestrator.submit.run import prepare
     from orchestrator.target import check_target
 
-    config = compose(overrides or [], config_dir)
+    config = compose(overrides or [], config_dir, config_name)
     made = prepare(config)
     told = notes(config, check_target(config.job).framework)
     placed: dict[str, Any] = {}

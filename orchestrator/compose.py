@@ -1,250 +1,206 @@
-"""From a command line to a checked `Config`: Hydra's composition, and its errors put into words.
+"""From a command line to a checked `Config`. The one place where configurations are composed.
 
-One place knows Hydra's ways: the schema's registration, the spellings we accept beside Hydra's own,
-and what its exceptions mean for the person who typed the overrides.
+A launch, a plan, a point of a sweep and `--cfg job` all come through `Composer`, so what one shows
+is what another runs. What a default file set gives way to what the user states here, in the
+composition itself; nothing is taken out of a configuration afterwards.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator.config import FREE_SECTIONS, Config, read_config, unknown_keys
-from orchestrator.errors import ConfigError, did_you_mean
-from orchestrator.hydra_input import check_arguments, guarded, register_checked_files
+from orchestrator.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
+from orchestrator.config import Config, read_config, unknown_keys
+from orchestrator.errors import ConfigError
+from orchestrator.hydra_input import check_arguments, guarded
+from orchestrator.hydra_loader import Loader
+from orchestrator.hydra_settings import refuse_unused
+from orchestrator.target import builds_optimizer
 
-HYDRA_VERSION_BASE = "1.3"
-GROUPS = ("experiment",)  # groups whose name is no key of the schema
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException)
-
-
-def dense_parameters(layers: Sequence[int]) -> int:
-    """Numbers in the weights and biases of dense layers of these sizes.
-
-    >>> dense_parameters([2, 3, 1])
-    13
-    """
-    return sum(a * b + b for a, b in itertools.pairwise(layers))
+IDENTITY = {"job": ("_target_",), "optimizer": ("_target_", "name")}
+"""What says which job or optimizer a section describes; its other keys are that one's arguments."""
 
 
-def transformer_parameters(width: int, layers: int, context: int, tokens: int = 256) -> int:
-    """Numbers in a transformer with biases, tied embeddings and learned places.
-
-    >>> transformer_parameters(64, 2, 128)
-    124672
-    """
-    return width * (tokens + context + 2) + layers * (12 * width**2 + 13 * width)
-
-
-def sum_of(*numbers: int) -> int:
-    """The sum (OmegaConf has no arithmetic of its own).
-
-    >>> sum_of(1, 2, 4)
-    7
-    """
-    return sum(numbers)
-
-
-def when_null(value: Any, then: Any, otherwise: Any) -> Any:
-    """`then` where a key is null, else `otherwise` (OmegaConf has no conditional of its own)."""
-    return then if value is None else otherwise
-
-
-def register() -> None:
-    """Make the schema and the resolvers known to Hydra. May be called twice."""
-    ConfigStore.instance().store(name="schema", node=Config)
-    register_checked_files(config_folder())
-    for resolver in (dense_parameters, transformer_parameters, sum_of, when_null):
-        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
-
-
-def config_folder() -> Path:
-    """The folder with the shipped configuration: in an installed wheel, or beside the package."""
-    package = Path(__file__).resolve().parent
-    for candidate in (package / "conf", package.parent / "conf"):
-        if (candidate / "config.yaml").is_file():
-            return candidate
-    raise ConfigError(
-        f"the shipped configuration is missing: there is no conf/config.yaml in {package}"
-    )
-
-
-def _key(override: str) -> str:
-    return override.split("=", 1)[0].lstrip("+~")
-
-
-# Values of SLURM's own notations, in which a comma or a bracket is not Hydra's.
-SCHEDULERS_WORDS = re.compile(
-    r"(\+{0,2}cluster\.(?:partition|account|qos|constraint|exclude|reservation|gpus_per_node|interface"
-    r"|slurm_flags\.[^=]+|srun_flags\.[^=]+))=([^'\"\[{$\s][^'\"$]*)"
-)
-
-
-def _as_the_scheduler_writes(argument: str) -> str:
-    """Quote a value such as `gpu[1-3],gpu7`, so that Hydra takes it for one text.
-
-    >>> _as_the_scheduler_writes("cluster.partition=long,short")
-    "cluster.partition='long,short'"
-    >>> _as_the_scheduler_writes("cluster.partition=long")
-    'cluster.partition=long'
-    """
-    found = SCHEDULERS_WORDS.fullmatch(argument)
-    if found is None or not set(found[2]) & set(",[]|&()*"):
-        return argument
-    return f"{found[1]}='{found[2]}'"
-
-
-def accept_spellings(arguments: Sequence[str]) -> list[str]:
-    """Rewrite what people type into what Hydra takes.
-
-    `cluster=slurm` means `+cluster=slurm` (the group is absent from the defaults); with an own
-    `job._target_` its arguments need no `+`; a sweep's `run.dir` is where its points are gathered;
-    outside of sweeps a comma in a partition's or a node's list is the scheduler's.
-
-    >>> accept_spellings(["cluster=slurm", "job._target_=a.B", "job.width=3"])
-    ['+cluster=slurm', 'job._target_=a.B', '++job.width=3']
-    """
-    own_job = any(_key(a) == "job._target_" for a in arguments)
-    own_primary = any(
-        a in {"-cn", "--config-name"} or a.startswith("--config-name=") for a in arguments
-    )
-    sweep = any(a in {"-m", "--multirun"} for a in arguments)
-    result: list[str] = []
-    for argument in arguments:
-        if argument.startswith("cluster=") and not own_primary:
-            result.append("+" + argument)
-        elif own_job and argument.startswith("job.") and _key(argument) != "job._target_":
-            result.append("++" + argument)
-        else:
-            # A sweep's commas are Hydra's.
-            result.append(argument if sweep else _as_the_scheduler_writes(argument))
-            if sweep and _key(argument) == "run.dir":
-                result.append("hydra.sweep.dir=" + argument.split("=", 1)[1])
-    return result
-
-
-def _forget_the_default_job(composed: DictConfig, stated: set[str]) -> None:
-    """With somebody's own `job._target_`, what conf/job/digits.yaml sets is not meant for it."""
-    for key in list(composed.job):
-        if f"job.{key}" not in stated:
-            OmegaConf.set_struct(composed.job, value=False)
-            del composed.job[key]
-    for dotted in ("facts.parameters", "facts.dataset_samples", "train.epochs"):
-        if dotted not in stated:
-            OmegaConf.update(composed, dotted, None)
-
-
-def to_config(composed: DictConfig, overrides: Iterable[str]) -> Config:
-    """Check a composed configuration against the schema and the rules; give it as a `Config`.
-
-    Raises:
-        ConfigError: unknown keys, wrong types, values that cannot be used.
-    """
-    stated = {_key(override) for override in overrides}
-    if "job._target_" in stated:
-        _forget_the_default_job(composed, stated)
-    with guarded():
-        values = OmegaConf.to_container(composed, resolve=True)
-        sentences = unknown_keys(values)  # type: ignore[arg-type]
-        if sentences:
-            raise ConfigError("\n".join(sentences))
-        return read_config(values)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Composed:
-    """A composed configuration, not yet checked; whether it asks for a sweep by itself."""
+    """A composed configuration as plain values, not yet checked.
 
-    values: DictConfig
-    overrides: list[str]
+    Attributes:
+        values: every interpolation resolved.
+        overrides: that it was composed with, as typed.
+        sweeps: whether a sweep is asked for, by -m or by the configuration itself.
+        sweep_folder: where its points are gathered, unless `run.dir` says otherwise.
+        point_folder: in it, this point's.
+    """
+
+    values: dict[str, Any]
+    overrides: tuple[str, ...]
     sweeps: bool
+    sweep_folder: Path
+    point_folder: Path
+
+    def config(self) -> Config:
+        """Checked against the schema and the rules.
+
+        Raises:
+            ConfigError: unknown keys, wrong types, values that cannot be used.
+        """
+        if sentences := unknown_keys(self.values):
+            raise ConfigError("\n".join(sentences))
+        with guarded():
+            return read_config(self.values)
 
 
-def composed(overrides: Sequence[str], config_dir: str | None = None) -> Composed:
-    """Compose without Hydra's application, which composes twice.
-
-    Args:
-        overrides: as on the command line of `orchestrator.launch`.
-        config_dir: a folder of the user's own configs, searched beside the shipped ones.
+class Composer:
+    """Composes what one command line asks for, and the points of its sweep.
 
     Raises:
-        ConfigError: what cannot be composed, in words.
+        ConfigError: `--config-dir` is no folder.
     """
-    import hydra
-    from hydra.types import RunMode
 
-    check_arguments(overrides)
-    register()
-    overrides = accept_spellings(overrides)
-    searched: list[str] = []
-    if config_dir is not None:
-        folder = Path(config_dir).expanduser().resolve()
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir must be a folder, but {config_dir} is not one")
-        searched = [f"hydra.searchpath=[file://{folder}]"]
-    with (
-        guarded(),
-        hydra.initialize_config_dir(str(config_folder()), version_base=HYDRA_VERSION_BASE),
-    ):
-        values = hydra.compose(
-            "config", overrides=[*overrides, *searched], return_hydra_config=True
+    def __init__(self, line: CommandLine) -> None:
+        check_arguments(line.overrides)
+        self.line = line
+        self.loader = Loader(line.config_dir)
+
+    def compose(self) -> Composed:
+        """The configuration of a run, or what all points of a sweep have in common.
+
+        Raises:
+            ConfigError: what cannot be composed, in words.
+        """
+        mode = RunMode.MULTIRUN if self.line.multirun else RunMode.RUN
+        with guarded():
+            found = self.load(self.overrides, mode)
+            asked = OmegaConf.select(found, "hydra.mode")
+            if asked == RunMode.RUN and self.line.multirun:
+                raise ConfigError("-m asks for a sweep, but hydra.mode=RUN for none; leave one out")
+            sweeps = self.line.multirun or asked == RunMode.MULTIRUN
+            if not sweeps:
+                self.loader.refuse_choices(self.overrides)
+            self._params = found.hydra.sweeper.params or {}
+            return self._composed(found, self.line.overrides, sweeps=sweeps)
+
+    @property
+    def overrides(self) -> list[str]:
+        """As Hydra takes them."""
+        sweep = self.line.multirun
+        return [spelled(override, sweep=sweep) for override in self.line.overrides]
+
+    def points(self) -> Iterator[Composed | ConfigError]:
+        """The points of the sweep that `compose` found, or why one cannot be composed."""
+        params = [spelled(f"{key}={value}") for key, value in self._params.items()]
+        with guarded():
+            every = self.loader.points([*params, *self.overrides])
+        for number, overrides in enumerate(every):
+            try:
+                point: Composed | ConfigError = self._point(number, overrides)
+            except ConfigError as error:
+                point = error
+            yield point
+
+    def _point(self, number: int, overrides: Sequence[str]) -> Composed:
+        with guarded():
+            found = self.load(overrides, RunMode.RUN)
+            with open_dict(found.hydra.job):
+                found.hydra.job.num, found.hydra.job.id = number, str(number)
+            return self._composed(found, overrides)
+
+    def load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
+        """Compose; again without each shipped default that the user's statements replace.
+
+        Args:
+            overrides: as Hydra takes them.
+        """
+        given = list(overrides)
+        while True:
+            found = self._loaded(given, mode)
+            group = next((g for g in IDENTITY if self._gives_way(g, found, given)), None)
+            if group is None:
+                return found
+            given.append(f"~{group}")
+
+    def _loaded(self, given: list[str], mode: RunMode) -> DictConfig:
+        name = self.line.config_name
+        try:
+            return self.loader.load_configuration(name, given, mode, validate_sweep_overrides=False)
+        except HydraException as error:
+            if "Multiple values for cluster" not in str(error):
+                raise
+        # The primary configuration lists the group after all: here Hydra wants no plus.
+        given[:] = [o.removeprefix("+") if key_of(o) == "cluster" else o for o in given]
+        return self.loader.load_configuration(name, given, mode, validate_sweep_overrides=False)
+
+    def _gives_way(self, group: str, found: DictConfig, given: Sequence[str]) -> bool:
+        """Whether a shipped file that nobody chose describes another job (or optimizer) than the
+        one that is stated, so that its keys are not meant for it.
+        """
+        section = OmegaConf.select(found, group)
+        if not section:
+            return False
+        keys = [key_of(override) for override in given]
+        typed = any(key == group or key.startswith(f"{group}.") for key in keys)
+        target = OmegaConf.select(found, "job._target_")
+        own = group == "optimizer" and isinstance(target, str) and builds_optimizer(target)
+        files = self.line.config_dir or OmegaConf.select(found, "hydra.searchpath")
+        if not (typed or own or files):
+            return False
+        origin = self.loader.origin(self.line.config_name, given, group)
+        if origin.default is None:
+            return False
+        default = OmegaConf.select(origin.default, group)
+        if any(OmegaConf.select(section, k) != default.get(k) for k in IDENTITY[group]):
+            return True
+        return bool(own and not origin.stated and not typed)
+
+    def _composed(
+        self, found: DictConfig, overrides: Sequence[str], *, sweeps: bool = False
+    ) -> Composed:
+        refuse_unused(found.hydra)
+        HydraConfig.instance().set_config(found)  # for ${hydra:…}
+        values: dict[str, Any] = {}
+        for key in found:
+            if key != "hydra":
+                node = found[key]
+                plain = (
+                    OmegaConf.to_container(node, resolve=True)
+                    if OmegaConf.is_config(node)
+                    else node
+                )
+                values[str(key)] = _at_home(plain) if key == "job" else plain
+        sweep = found.hydra.sweep
+        return Composed(
+            values=values,
+            overrides=tuple(overrides),
+            sweeps=sweeps,
+            sweep_folder=Path(sweep.dir),
+            point_folder=Path(
+                sweep.dir, "" if OmegaConf.is_missing(found.hydra.job, "num") else str(sweep.subdir)
+            ),
         )
-    sweeps = OmegaConf.select(values, "hydra.mode") == RunMode.MULTIRUN
-    with open_dict(values):
-        del values["hydra"]
-    return Composed(values, overrides, sweeps)
 
 
-def compose(overrides: Sequence[str], config_dir: str | None = None) -> Config:
-    """Compose and check: for verbs that only look. Raises `ConfigError`."""
-    found = composed(overrides, config_dir)
-    return to_config(found.values, found.overrides)
+def _at_home(value: Any) -> Any:
+    """`~/…` in a job's arguments, which are paths then, as the shell would have expanded it."""
+    if isinstance(value, str):
+        return str(Path(value).expanduser()) if value.startswith("~/") else value
+    if isinstance(value, dict):
+        return {key: _at_home(inner) for key, inner in value.items()}
+    return [_at_home(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _known_keys(dotted: str) -> list[str]:
-    node: Any = Config()
-    for part in dotted.split(".")[:-1]:
-        node = getattr(node, part, None)
-    return list(vars(node)) if node is not None and hasattr(node, "__dict__") else []
-
-
-def explained(error: BaseException) -> ConfigError:
-    """Put an exception of Hydra or OmegaConf into one clear message."""
-    text = str(error)
-    if found := re.search(r"Could not override '([^']+)'", text):
-        key = found.group(1)
-        section = key.split(".")[0]
-        if section in FREE_SECTIONS and "." in key:
-            return ConfigError(
-                f"the chosen {section} has no key '{key}'; to add it all the same, write +{key}=…"
-            )
-        known = _known_keys(key) if "." in key else [*_known_keys(key), *GROUPS]
-        return ConfigError(f"there is no key '{key}'{did_you_mean(key.split('.')[-1], known)}")
-    if found := re.search(r"Could not find '([^']+)/([^']+)'", text):
-        group, choice = found.groups()
-        offered = re.findall(r"^\t(?!provider=)(\S+)$", text, flags=re.MULTILINE)
-        return ConfigError(f"there is no {group} called '{choice}'{did_you_mean(choice, offered)}")
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key = getattr(cause, "full_key", None)
-    first = (
-        str(cause)
-        .split("\n    full_key", maxsplit=1)[0]
-        .split("\nSee https", maxsplit=1)[0]
-        .strip()
-    )
-    return ConfigError(f"{key}: {first}" if key else f"the command line cannot be read: {first}")
-
-
-def user_path(path: str) -> Path:
-    """A path as the user meant it: `~` expanded, relative to where they stand."""
-    return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100  # no symlink is followed
+def compose(
+    overrides: Sequence[str], config_dir: str | None = None, config_name: str = PRIMARY
+) -> Config:
+    """Compose and check, as a launch would. Raises `ConfigError`."""
+    check_overrides(overrides)
+    line = CommandLine(overrides=tuple(overrides), config_dir=config_dir, config_name=config_name)
+    return Composer(line).compose().config()

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.bounds import refuse_beyond, too_many_ranks
 from orchestrator.errors import ConfigError, did_you_mean
+from orchestrator.optimizer_rules import problems
 
 GPUS = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.+-]*:)?([0-9]{1,6})")
 SIGNAL_AHEAD_S = 60
@@ -27,7 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "accumulation.ragged": ("update", "drop", "carry"),
     "accumulation.sync": ("boundary", "every_step"),
     "accumulation.reduction": ("fast", "reproducible"),
-    "accumulation.balance": ("even", "measured"),
+    "accumulation.balance": ("even",),
     "schedule.scaling": ("linear", "sqrt", "none"),
     "schedule.decay": ("cosine", "linear", "none"),
     "train.precision": ("float32", "bfloat16", "float16", "float64"),
@@ -88,7 +89,10 @@ SLURM_ONLY = (
 
 @dataclass
 class AccumulationConfig:
-    """How the samples of one update are cut. Any two of the first three give the third."""
+    """How the samples of one update are cut. Any two of the first three give the third.
+
+    balance: `even`; `measured` (in proportion to each rank's speed) is not there yet.
+    """
 
     global_batch: int | None = None
     steps: int | None = None
@@ -188,7 +192,10 @@ class FactsConfig:
 
 @dataclass
 class Config:
-    """The whole configuration, as in config.yaml of a run folder."""
+    """The whole configuration, as in config.yaml of a run folder.
+
+    An empty `optimizer` is the job's own.
+    """
 
     job: dict[str, Any] = field(default_factory=dict[str, Any])
     optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -325,10 +332,7 @@ def check(config: Config) -> None:
         wrong.append(
             "job._target_ must be the dotted name of a job class, as in jobs.digits.Digits"
         )
-    if "_target_" not in config.optimizer and not isinstance(config.optimizer.get("name"), str):
-        wrong.append(
-            "optimizer.name must be sgd, adam or adamw, or optimizer._target_ a dotted name"
-        )
+    wrong += problems(config.optimizer)
     if wrong:
         raise ConfigError("\n".join(wrong))
 

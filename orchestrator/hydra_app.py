@@ -1,79 +1,55 @@
-"""The Hydra application proper: sweeps (`-m`), `--help`, `--cfg job` and Hydra's other flags.
+"""What Hydra itself answers about a configuration: --help, --info, --cfg hydra and completion.
 
-A plain launch does not come here: `application` composes once and starts. What Hydra would print
-as a traceback reaches the caller as an exception.
+Asked of the composer that composes everything else, so that it speaks of the same configuration.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from argparse import Namespace
 from typing import Any
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
+from hydra import __version__
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import get_args_parser
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from orchestrator.compose import HYDRA_VERSION_BASE, config_folder, register, to_config
-from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.compose import Composer
+from orchestrator.errors import EXIT_FINISHED
 from orchestrator.hydra_input import guarded
-from orchestrator.submit.manner import Manner
-from orchestrator.submit.run import start
-from orchestrator.submit.sweep import Sweep, SweepInterrupted, SweepRefused
 
 
-def run_hydra(arguments: Sequence[str], manner: Manner) -> int:
-    """Run Hydra with these arguments; give the exit code.
+class Answers(Hydra):
+    """Hydra's application, which composes as a launch does."""
 
-    Raises:
-        OrchestratorError, HydraException, OmegaConfBaseException: as they come.
-    """
-    register()
-    codes: list[int] = []
-    refused: list[OrchestratorError] = []
-    defects: list[Exception] = []
-    sweep = Sweep(manner)
+    def __init__(self, composer: Composer) -> None:
+        super().__init__(task_name="orchestrator.launch", config_loader=composer.loader)
+        self._composer = composer
 
-    def task(composed: DictConfig) -> None:
-        values = HydraConfig.get()
-        overrides = list(values.overrides.task)
-        if values.mode == RunMode.MULTIRUN:
-            folder = Path(values.sweep.dir).absolute()
-            sweep.point(lambda: to_config(composed, overrides), overrides, folder, values.job.num)
-            return
-        codes.append(start(to_config(composed, overrides), manner, overrides=overrides).exit_code)
+    def compose_config(
+        self, config_name: str | None, overrides: list[str], run_mode: RunMode, *_: Any, **__: Any
+    ) -> DictConfig:
+        if config_name is None:  # Hydra's own help, which is of no configuration
+            return super().compose_config(config_name, overrides, run_mode)
+        return self._composer.load(overrides, run_mode)
 
-    def kept(composed: DictConfig) -> None:
-        try:
-            task(composed)
-        except OrchestratorError as error:  # Hydra would print its own lines about it
-            refused.append(error)
-        except Exception as error:
-            defects.append(error)
-            raise
 
-    sys.argv = [sys.argv[0], *arguments]
-    # Without this Hydra prints its own report and exits; with it, exceptions reach the caller.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    app: Any = hydra.main(
-        config_path=str(config_folder()), config_name="config", version_base=HYDRA_VERSION_BASE
-    )(kept)
-    try:
-        with guarded(bounded=False):
-            app()
-    except SweepRefused as wrong:
-        raise wrong.error from wrong
-    except SweepInterrupted:
-        codes.append(sweep.finish(interrupted=True))
-    except ConfigError:
-        if defects:  # ours, not Hydra's: it keeps its traceback
-            raise defects[0] from None
-        raise
-    if refused:
-        raise refused[0]
-    if sweep.points and not codes:
-        codes.append(sweep.finish())
-    return codes[-1] if codes else 0
+def answer(composer: Composer) -> int:
+    """Print what a flag of Hydra's asks for; give the exit code."""
+    line, name, given = composer.line, composer.line.config_name, composer.overrides
+    parser, asked = get_args_parser(), Namespace(overrides=given, resolve=line.resolve)
+    with guarded():
+        hydra = Answers(composer)
+        if line.help:
+            hydra.app_help(config_name=name, args_parser=parser, args=asked)
+        elif line.hydra_help:
+            hydra.hydra_help(config_name=name, args_parser=parser, args=asked)
+        elif line.version:
+            print(f"Hydra {__version__}")  # noqa: T201  # as Hydra's own flag prints it
+        elif line.shell_completion:
+            hydra.shell_completion(config_name=name, overrides=list(line.overrides))
+        elif line.info:
+            hydra.show_info(line.info, config_name=name, overrides=given)
+        elif line.cfg:
+            hydra.show_cfg(name, given, line.cfg, line.package, line.resolve)
+    return EXIT_FINISHED

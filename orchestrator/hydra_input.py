@@ -101,7 +101,7 @@ def guarded(*, bounded: bool = True) -> Generator[None]:
     Raises:
         ConfigError: in place of any exception but our own errors.
     """
-    from orchestrator.compose import explained
+    from orchestrator.wording import explained
 
     rang: list[bool] = []
     try:

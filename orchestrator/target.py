@@ -8,8 +8,9 @@ workers, which check again with the class in hand.
 from __future__ import annotations
 
 import ast
+import builtins
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -29,6 +30,7 @@ class TargetFacts:
     framework: str | None = None
     metric_count: int | None = None
     coupled: bool = False
+    own_optimizer: bool | None = None
     source: Path | None = None
 
 
@@ -66,6 +68,7 @@ class _Module:
         self.name, self.source = name, source
         self.names: dict[str, ast.AST] = {}
         self.imports: dict[str, tuple[str, str | None]] = {}
+        self.stars: list[str] = []
         self.open_ended = False
         try:
             tree = ast.parse(source.read_text(encoding="utf-8"), filename=str(source))
@@ -100,8 +103,11 @@ class _Module:
         base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
         origin = ".".join([*base, *([node.module] if node.module else [])])
         for alias in node.names:
-            self.open_ended |= alias.name == "*"
-            self.imports[alias.asname or alias.name] = (origin, alias.name)
+            if alias.name == "*":
+                self.open_ended = True
+                self.stars.append(origin)
+            else:
+                self.imports[alias.asname or alias.name] = (origin, alias.name)
 
     def resolve(self, name: str, seen: frozenset[str] = frozenset()) -> _Class | ast.AST | None:
         """The class or statement behind a name here; None when the source does not tell."""
@@ -113,7 +119,23 @@ class _Module:
             other = load_module(origin) if original else None
             if other is not None and original is not None:
                 return other.resolve(original, seen | {f"{self.name}.{name}"})
+        for origin in self.stars if f"{self.name}.*" not in seen else ():
+            other = load_module(origin)
+            found = other.resolve(name, seen | {f"{self.name}.*"}) if other else None
+            if found is not None:
+                return found
         return None
+
+    def resolve_dotted(self, parts: Sequence[str]) -> _Class | ast.AST | None:
+        """The class behind `a.b.C` here, where `a` is an imported module."""
+        if len(parts) == 1:
+            return self.resolve(parts[0])
+        origin, original = self.imports.get(parts[0], (None, None))
+        if origin is None:
+            return None
+        base = origin if original is None else f"{origin}.{original}"
+        module = load_module(".".join([base, *parts[1:-1]]))
+        return module.resolve(parts[-1]) if module else None
 
 
 def load_module(dotted: str) -> _Module | None:
@@ -122,6 +144,15 @@ def load_module(dotted: str) -> _Module | None:
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     return _Module(dotted, Path(spec.origin))
+
+
+def _dotted(node: ast.AST) -> list[str]:
+    """["a", "b", "C"] for the expression `a.b.C`; empty for any other."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute) and (head := _dotted(node.value)):
+        return [*head, node.attr]
+    return []
 
 
 class _Lineage:
@@ -138,26 +169,18 @@ class _Lineage:
         ):
             return
         self.classes.append(found)
-        self.complete &= not found.node.keywords
+        self.complete &= all(
+            k.arg == "metaclass" and _dotted(k.value)[-1:] == ["ABCMeta"]
+            for k in found.node.keywords
+        )
         for base in found.node.bases:
-            name = base.value if isinstance(base, ast.Subscript) else base
-            if isinstance(name, ast.Attribute) and isinstance(name.value, ast.Name):
-                origin = found.module.imports.get(name.value.id)
-                module = (
-                    load_module(origin[0] if origin[1] is None else ".".join(map(str, origin)))
-                    if origin
-                    else None
-                )
-                resolved = module.resolve(name.attr) if module else None
-            elif isinstance(name, ast.Name):
-                resolved = found.module.resolve(name.id)
-                if name.id in {"object", "Protocol", "Generic", "ABC"}:
-                    continue
-            else:
-                resolved = None
+            parts = _dotted(base.value if isinstance(base, ast.Subscript) else base)
+            resolved = found.module.resolve_dotted(parts) if parts else None
             if isinstance(resolved, _Class):
                 self._add(resolved)
-            else:
+            elif parts[-1:] not in (["Protocol"], ["Generic"], ["ABC"]) and not (
+                len(parts) == 1 and hasattr(builtins, parts[0]) and resolved is None
+            ):
                 self.complete = False
 
     def members(self) -> dict[str, ast.stmt]:
@@ -226,6 +249,51 @@ def _framework(lineage: _Lineage) -> str | None:
     return "torch" if lineage.complete and not by_instance else None
 
 
+def _own_optimizer(lineage: _Lineage) -> bool | None:
+    """Whether the class builds its optimizer itself; None when its source does not tell.
+
+    A method that may give None leaves the choice to the configuration.
+    """
+    node = lineage.members().get("optimizer")
+    if node is None:
+        return False if lineage.complete else None
+    if not isinstance(node, DEFINITIONS) or not isinstance(node.body[-1], ast.Return | ast.Raise):
+        return None
+    returned = [item.value for item in ast.walk(node) if isinstance(item, ast.Return)]
+    undecided = any(
+        value is None
+        or any(isinstance(part, ast.Constant) and part.value is None for part in ast.walk(value))
+        or "super" in ast.dump(value)
+        for value in returned
+    )
+    return None if undecided else bool(returned)
+
+
+def _lineage_of(dotted: str) -> _Lineage | None:
+    """A class and its bases by its dotted name; None where there is none, or no source."""
+    module_name, _, name = dotted.rpartition(".")
+    module = load_module(module_name) if module_name else None
+    found = module.resolve(name) if module else None
+    return _Lineage(found) if isinstance(found, _Class) else None
+
+
+def builds_optimizer(dotted: str) -> bool | None:
+    """Whether the job of this name builds its own optimizer; None when that cannot be told.
+
+    Raises:
+        JobError: its file is no Python.
+    """
+    lineage = _lineage_of(dotted)
+    return _own_optimizer(lineage) if lineage else None
+
+
+def arguments_of(dotted: str) -> list[str] | None:
+    """What a class's constructor takes, by its source; None when that cannot be told."""
+    lineage = _lineage_of(dotted)
+    parameters = lineage.parameters() if lineage else None
+    return parameters[0] if parameters else None
+
+
 def check_target(job: Mapping[str, Any]) -> TargetFacts:
     """Check `job._target_` and the keys beside it. Nothing is imported, nothing is run.
 
@@ -233,35 +301,53 @@ def check_target(job: Mapping[str, Any]) -> TargetFacts:
         JobError: the module or class does not exist, is not a job, or takes other arguments.
     """
     dotted = str(job["_target_"])
+    if find_module(dotted.split(".", maxsplit=1)[0]) is None and "." in dotted:
+        raise JobError(_no_module(f"job._target_={dotted}", dotted.rpartition(".")[0]))
+    if sentence := absent(dotted, "job._target_"):
+        raise JobError(sentence)
     module_name, _, name = dotted.rpartition(".")
-    if not module_name:
-        raise JobError(f"job._target_ must be module.Class, but is '{dotted}'")
-    spec = find_module(module_name)
-    if spec is None:
-        raise JobError(
-            f"job._target_={dotted}: there is no module '{module_name}' on Python's path; run from "
-            f"the folder that holds it, or install it"
-        )
     module = load_module(module_name)
-    if module is None:
-        return TargetFacts()
-    found = module.resolve(name)
-    if found is None:
-        if module.open_ended or name in module.imports:
-            return TargetFacts(source=module.source)
-        classes = [n for n, node in module.names.items() if isinstance(node, ast.ClassDef)]
-        raise JobError(
-            f"job._target_={dotted}: {module.source} has no class '{name}'"
-            + did_you_mean(name, classes)
-        )
-    if not isinstance(found, _Class):
+    found = module.resolve(name) if module else None
+    if module is None or not isinstance(found, _Class):
         if isinstance(found, DEFINITIONS):
             raise JobError(
                 f"job._target_={dotted} is a function; it must be a class with "
                 + ", ".join(REQUIRED_METHODS)
             )
-        return TargetFacts(source=module.source)
+        return TargetFacts(source=module.source if module else None)
     return _check_class(dotted, found, job)
+
+
+def _no_module(spelled: str, module: str) -> str:
+    return (
+        f"{spelled}: there is no module '{module}' on Python's path; run from the folder that "
+        f"holds it, or install it"
+    )
+
+
+def absent(dotted: str, key: str) -> str | None:
+    """What is wrong with a class's dotted name; None if it is there, or if that cannot be told.
+
+    A package that is not installed may be there on the nodes, so it is not judged.
+    """
+    module_name, _, name = dotted.rpartition(".")
+    if not module_name:
+        return f"{key} must be module.Class, but is '{dotted}'"
+    if find_module(module_name.split(".", maxsplit=1)[0]) is None:
+        return None
+    if find_module(module_name) is None:
+        return _no_module(f"{key}={dotted}", module_name)
+    module = load_module(module_name)
+    if module is None or module.resolve(name) is not None:
+        return None
+    if module.open_ended or name in module.imports:
+        return None
+    classes = [n for n, node in module.names.items() if isinstance(node, ast.ClassDef)]
+    imported = [n for n in module.imports if n[:1].isupper()]
+    return (
+        f"{key}={dotted}: {module.source} has no class '{name}'"
+        f"{did_you_mean(name, [*classes, *imported])}"
+    )
 
 
 def _check_class(dotted: str, found: _Class, job: Mapping[str, Any]) -> TargetFacts:
@@ -293,5 +379,6 @@ def _check_class(dotted: str, found: _Class, job: Mapping[str, Any]) -> TargetFa
         framework=_framework(lineage),
         metric_count=len(names.elts) if isinstance(names, ast.Tuple | ast.List) else None,
         coupled=coupled,
+        own_optimizer=_own_optimizer(lineage),
         source=found.module.source,
     )

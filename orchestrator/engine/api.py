@@ -144,7 +144,8 @@ class EngineSettings:
         reduction: "fast" or "reproducible".
         sync: "boundary", or "every_step" (one reduction a micro-step; for comparison only).
         leaf_size: samples of a leaf in reproducible mode.
-        optimizer: `{"name": "adam", ...}` or `{"_target_": "...", ...}`; without the learning rate.
+        optimizer: `{"name": "adam", ...}` or `{"_target_": "...", ...}`; without the learning
+            rate. Empty: the job builds its own.
         metric_names: of the job, in the order in which they travel.
         bucket_bytes: size of a bucket of the flat gradient buffer; see `plan.wire.bucket_count`.
         wire: "own", or "bfloat16": what gradients travel as.
@@ -267,6 +268,10 @@ class Engine(Protocol):
 
         Raises `ReplicasDiffer`, on all ranks alike and with the names of those that differ.
         """
+        ...
+
+    def optimizer_used(self) -> dict[str, Any]:
+        """What steps the weights: its `class`, whom it is `from`, its `groups` of parameters."""
         ...
 
     def parameter_count(self) -> int:

@@ -34,20 +34,29 @@ def warnings_of(facts: Facts) -> tuple[str, ...]:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words, runs of them shortened: never longer than a line for any number of ranks.
+    """Ranks in words.
 
     >>> named_ranks([3]), named_ranks([1, 3, 4, 5])
     ('rank 3', 'ranks 1, 3-5')
     """
+    return named_numbers("rank", ranks)
+
+
+def named_numbers(noun: str, numbers: Sequence[int]) -> str:
+    """Numbered things in words, runs of them shortened: never longer than a line.
+
+    >>> named_numbers("point", [0, 1, 2])
+    'points 0-2'
+    """
     runs: list[list[int]] = []
-    for rank in ranks:
+    for rank in numbers:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
     words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
     more = f" and {len(words) - 8} more groups" if len(words) > 8 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words[:8])}{more}"
+    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(words[:8])}{more}"
 
 
 def _idle(facts: Facts) -> Iterator[str]:

@@ -27,6 +27,7 @@ from orchestrator.errors import (
     TransportError,
     UsageError,
 )
+from orchestrator.optimizer_rules import check_builder
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
 from orchestrator.report.terminal import say
@@ -46,6 +47,7 @@ def prepare(config: Config) -> Plan:
     """Everything that can be said before anything is written. Raises `UsageError`."""
     facts = check_target(config.job)
     refuse_unsupported(config, facts.framework, coupled=bool(facts.coupled))
+    check_builder(config.optimizer, str(config.job["_target_"]), own=facts.own_optimizer)
     plan = plan_of(
         config,
         metric_count=facts.metric_count or 0,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.compose import Composed
 from orchestrator.config import Config
 from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UsageError
+from orchestrator.plan.advice import named_numbers
 from orchestrator.report.metrics import read_metrics
 from orchestrator.report.sweep import Cell, print_sweep
 from orchestrator.report.terminal import command, say
@@ -15,7 +19,7 @@ from orchestrator.report.units import plural
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit, State
 from orchestrator.submit.manner import Manner
-from orchestrator.submit.run import start
+from orchestrator.submit.run import new_folder, prepare, start
 from orchestrator.worker.checkpoint import WEIGHTS, complete
 
 MAGNIFIES = (
@@ -24,16 +28,65 @@ MAGNIFIES = (
 )
 
 
-class SweepInterrupted(BaseException):
-    """Ends Hydra's loop over the points; Hydra swallows ordinary exceptions there."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One run of a sweep, checked, with its folder."""
+
+    number: int
+    overrides: tuple[str, ...]
+    config: Config
 
 
-class SweepRefused(BaseException):
-    """Ends it because the command line itself is wrong, and so every point; carries the error."""
+def run_sweep(found: Iterable[Composed | ConfigError], manner: Manner) -> int:
+    """Check all points, run them in turn, and print their table; give the exit code.
 
-    def __init__(self, error: UsageError) -> None:
-        super().__init__(str(error))
-        self.error = error
+    Raises:
+        ConfigError: what is wrong with any point. Nothing has run then, and nothing was written.
+    """
+    points = checked(found)
+    sweep = Sweep(manner)
+    for point in points:
+        if not sweep.run(point):
+            return sweep.finish(interrupted=True)
+    return sweep.finish()
+
+
+def checked(found: Iterable[Composed | ConfigError]) -> list[Point]:
+    """The points of a sweep, each with a folder of its own.
+
+    Raises:
+        ConfigError: all that is wrong with them, each thing once with the points that have it.
+    """
+    points: list[Point] = []
+    wrong: dict[str, list[int]] = {}
+    shared = list(found)
+    for number, item in enumerate(shared):
+        try:
+            if isinstance(item, ConfigError):
+                raise item
+            config = item.config()
+            prepare(config)
+            points.append(Point(number=number, overrides=item.overrides, config=config))
+        except UsageError as error:
+            wrong.setdefault(str(error), []).append(number)
+    if wrong:
+        raise ConfigError("\n".join(_told(wrong, of=len(shared))))
+    stated = Counter(point.config.run.dir for point in points)
+    for item, point in zip(shared, points, strict=True):
+        assert isinstance(item, Composed)  # noqa: S101  # errors were raised above
+        folder = point.config.run.dir
+        if folder is None:
+            point.config.run.dir = str(item.point_folder.absolute())
+        elif stated[folder] > 1:
+            point.config.run.dir = str(Path(folder) / str(point.number))
+    return points
+
+
+def _told(wrong: dict[str, list[int]], *, of: int) -> Iterator[str]:
+    yield f"nothing was started, for the sweep cannot run to its end (points 0 to {of - 1}):"
+    for sentences, numbers in wrong.items():
+        named = "all points" if len(numbers) == of else named_numbers("point", numbers)
+        yield from (f"{named}: {sentence}" for sentence in sentences.split("\n"))
 
 
 class Sweep:
@@ -45,28 +98,21 @@ class Sweep:
         self._refused: dict[int, UsageError] = {}
         self._queued: list[Path] = []
 
-    def point(
-        self, config: Callable[[], Config], overrides: Sequence[str], folder: Path, number: int
-    ) -> None:
-        """Run one point in `folder/number`. Raises `SweepInterrupted` when it was stopped."""
-        run = folder / str(number)
-        say(self._manner.console, f"point {number}: {' '.join(overrides)}", "bold")
+    def run(self, point: Point) -> bool:
+        """Run one point; give whether the sweep goes on."""
+        say(self._manner.console, f"point {point.number}: {' '.join(point.overrides)}", "bold")
+        run = new_folder(point.config)
         try:
-            made = config()
-            made.run.dir = str(run)
-            ended = start(made, self._manner, overrides=overrides)
-        except UsageError as error:
-            if isinstance(error, ConfigError) and number == 0:
-                raise SweepRefused(error) from error
-            self._refused[number] = error
-            self.points.append((list(overrides), run, error.exit_code))
+            ended = start(point.config, self._manner, overrides=point.overrides)
+        except UsageError as error:  # what only the attempt can tell: a folder, a scheduler
+            self._refused[point.number] = error
+            self.points.append((list(point.overrides), run, error.exit_code))
             say(self._manner.console, f"error: {error}", "bold red")
-            return
-        self.points.append((list(overrides), run, ended.exit_code))
+            return True
+        self.points.append((list(point.overrides), run, ended.exit_code))
         if ended.state is State.PENDING:
             self._queued.append(run)
-        if ended.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
-            raise SweepInterrupted
+        return ended.exit_code not in (EXIT_STOPPED, EXIT_INTERRUPTED)
 
     def finish(self, *, interrupted: bool = False) -> int:
         """Print the table; give the exit code: the worst of the points'."""

@@ -183,6 +183,7 @@ def _run_rank(
         copied = run.submitted_code(attempt) if topology.scheduled and config.run.snapshot else None
         code = copied or code_state(folder_of(type(job)))
         environment = describe_environment(framework.versions(), group.transport, code)
+        environment["optimizer"] = engine.optimizer_used()
         changed = warnings_of(environment, run.read_environment())
         for sentence in (*engine.warnings(), *changed, *planned.warnings):
             warn(sentence)

@@ -41,6 +41,7 @@ def result_of(
         "samples": outcome.samples,
         "loss": outcome.loss,
         "metrics": outcome.evaluation,
+        "optimizer": engine.optimizer_used(),
         "weights_sha256": engine.weights_sha256(),
         "peak_memory_bytes": memory["peak"],
         "memory": {name: max(sizes) for name, sizes in memory.items()},

@@ -60,7 +60,10 @@ def test_a_misspelled_word_is_answered_with_the_right_one(override, right):
         ("cluster.partition=gpu", "means nothing on a local cluster"),
         ("accumulation.reduction=reproducible", "needs accumulation.micro_batch"),
         ("train.updates=[1", "the command line cannot be read"),
-        ("optimizer.betaz=3", "the chosen optimizer has no key"),
+        (
+            "optimizer.betaz=3",
+            "adam takes no 'betaz' (from optimizer.betaz); did you mean 'betas'?",
+        ),
         ("job._target_=null", "job._target_ must be"),
     ],
 )

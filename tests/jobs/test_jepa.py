@@ -9,14 +9,15 @@ from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import TorchGroup, build_engine
 from tests.jobs.training import difference, train, windows
 
+OWN = {"optimizer": {}}  # Jepa builds its own
 SMALL = {"width": 16, "layers": 1, "horizon": 6}
 # Adam divides by a root that can be tiny, which magnifies the last bits.
 TOLERANCE = 1e-8
 
 
 def test_three_ranks_train_like_one_in_any_split():
-    (alone, reports, _), *_ = train(Jepa(**SMALL), 1, samples=14, updates=3, cap=14)
-    for found, found_reports, _ in train(Jepa(**SMALL), 3, samples=14, updates=3, cap=2):
+    (alone, reports, _), *_ = train(Jepa(**SMALL), 1, samples=14, updates=3, cap=14, **OWN)
+    for found, found_reports, _ in train(Jepa(**SMALL), 3, samples=14, updates=3, cap=2, **OWN):
         assert difference(found, alone) <= TOLERANCE
         assert [r.loss for r in found_reports] == pytest.approx([r.loss for r in reports])
         assert [r.collectives for r in found_reports] == [1, 1, 1]
@@ -24,10 +25,10 @@ def test_three_ranks_train_like_one_in_any_split():
 
 def test_the_target_is_the_moving_average_of_the_context_once_an_update():
     job = Jepa(**SMALL)
-    (start, *_), *_ = train(job, 1, samples=8, updates=0, cap=2)
+    (start, *_), *_ = train(job, 1, samples=8, updates=0, cap=2, **OWN)
     wanted = {n: t for n, t in start.items() if n.startswith("target.")}
     for updates in (1, 2, 3):
-        (found, *_), *_ = train(Jepa(**SMALL), 1, samples=8, updates=updates, cap=2)
+        (found, *_), *_ = train(Jepa(**SMALL), 1, samples=8, updates=updates, cap=2, **OWN)
         momentum = job.scheduled(job.momentum, updates - 1)
         for name, before in wanted.items():
             context = found["context." + name.removeprefix("target.")]
@@ -37,7 +38,7 @@ def test_the_target_is_the_moving_average_of_the_context_once_an_update():
 
 def test_a_resumed_run_has_the_bits_of_one_that_went_through(tmp_path):
     def begun():
-        settings = EngineSettings(metric_names=(), leaf_size=4)
+        settings = EngineSettings(metric_names=(), leaf_size=4, **OWN)
         return build_engine(Jepa(**SMALL), settings, TorchGroup.alone(), 0)
 
     def go_on(engine, first, last):
@@ -69,7 +70,7 @@ def test_schedules_go_along_half_a_cosine_and_stay_at_their_end():
 
 def test_weight_decay_rises_with_the_updates_for_matrices_only():
     job = Jepa(**SMALL)
-    (*_, engine), *_ = train(job, 1, samples=8, updates=3, cap=4)
+    (*_, engine), *_ = train(job, 1, samples=8, updates=3, cap=4, **OWN)
     matrices, vectors = engine.accumulator.optimizer.param_groups
     assert matrices["weight_decay"] == pytest.approx(job.scheduled(job.weight_decay, 3))
     assert vectors["weight_decay"] == 0.0

@@ -31,6 +31,7 @@ from orchestrator.engine.seeding import derived_seed
 from orchestrator.engine.trailer import STOP, Trailer
 from orchestrator.errors import JobError
 from orchestrator.job import Job
+from orchestrator.optimizer_rules import chosen, described
 from orchestrator.plan.wire import trailer_numbers
 
 SEED_BITS = 0x7FFFFFFF
@@ -62,7 +63,8 @@ class MindSporeEngine:
         self._job, self._settings, self._group = job, settings, group
         ms.set_context(mode=ms.GRAPH_MODE if settings.mode == "graph" else ms.PYNATIVE_MODE)
         self._model = self._built_model()
-        own = getattr(job, "optimizer", lambda _: None)(self._model)
+        given = getattr(job, "optimizer", lambda _: None)(self._model)
+        own = chosen(given, settings.optimizer, type(job).__name__)
         trainable = self._model.trainable_params()
         if not trainable:
             raise JobError("model() has no trainable parameters")
@@ -233,6 +235,10 @@ class MindSporeEngine:
 
     def check_replicas(self) -> None:
         self._replicas.check_all()
+
+    def optimizer_used(self) -> dict[str, Any]:
+        """What steps the weights: its class, who chose it, and its groups of parameters."""
+        return described(self._optimizer, self._settings.optimizer)
 
     def parameter_count(self) -> int:
         return sum(int(p.size) for p in self._accumulator.parameters)

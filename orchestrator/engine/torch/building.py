@@ -20,6 +20,7 @@ from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.engine.torch.trial import loss_warning
 from orchestrator.errors import JobError
 from orchestrator.job import Job, Loss
+from orchestrator.optimizer_rules import chosen
 
 
 def built_model(job: Job, settings: EngineSettings, device: torch.device) -> Module:
@@ -35,7 +36,8 @@ def built_model(job: Job, settings: EngineSettings, device: torch.device) -> Mod
 
 def built_optimizer(job: Job, model: Module, settings: EngineSettings) -> Optimizer:
     """The job's own, or the one that the configuration names. Raises `ConfigError`."""
-    own = getattr(job, "optimizer", lambda _: None)(model)
+    given = getattr(job, "optimizer", lambda _: None)(model)
+    own = chosen(given, settings.optimizer, type(job).__name__)
     if own is None:
         return build_optimizer(model, settings.optimizer)
     return usable(own, f"{type(job).__name__}.optimizer")

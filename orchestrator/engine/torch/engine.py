@@ -41,6 +41,7 @@ from orchestrator.engine.torch.state import (
 from orchestrator.engine.torch.whole import whole_windows
 from orchestrator.errors import ConfigError
 from orchestrator.job import Job, is_coupled
+from orchestrator.optimizer_rules import described
 
 
 def build_engine(
@@ -210,6 +211,10 @@ class TorchEngine:
     def check_replicas(self) -> None:
         """Compare the weights of all ranks. Collective."""
         self._accumulator.check_replicas()
+
+    def optimizer_used(self) -> dict[str, Any]:
+        """What steps the weights: its class, who chose it, and its groups of parameters."""
+        return described(self._accumulator.optimizer, self._settings.optimizer)
 
     def parameter_count(self) -> int:
         """Trained numbers of the model, shared ones counted once, complex ones as two."""

@@ -86,7 +86,7 @@ def test_the_gradient_is_clipped_once_after_averaging():
         (jobs.Weighted, {"name": "sgd"}),
         (jobs.Weighted, {"name": "adamw"}),
         (jobs.Weighted, {"_target_": "mindspore.nn.Momentum", "momentum": 0.9}),
-        (jobs.OwnOptimizer, {"name": "sgd"}),
+        (jobs.OwnOptimizer, {}),
     ],
 )
 def test_the_learning_rate_of_each_update_is_the_one_it_steps_with(job, optimizer, mode):

@@ -373,7 +373,7 @@ class OwnOptimizer(Curve):
 
 
 def test_a_jobs_own_optimizer_keeps_its_groups():
-    [(engine, _)] = _train(assign([SAMPLES], steps=1), OwnOptimizer())
+    [(engine, _)] = _train(assign([SAMPLES], steps=1), OwnOptimizer(), optimizer={})
     rates = [group["lr"] for group in engine.accumulator.optimizer.param_groups]
     assert rates == pytest.approx([0.1 * 0.1 / 3, 0.1 / 3])
 
@@ -392,7 +392,14 @@ class NoTorchOptimizer(Curve):
     ("job", "settings", "kind", "message"),
     [
         (NoModel(), {}, JobError, r"must give a torch\.nn\.Module, but gives str"),
-        (NoTorchOptimizer(), {}, ConfigError, r"NoTorchOptimizer\.optimizer gives a str"),
+        (
+            NoTorchOptimizer(),
+            {"optimizer": {}},
+            ConfigError,
+            r"NoTorchOptimizer\.optimizer gives a str",
+        ),
+        (OwnOptimizer(), {"optimizer": {"name": "adam"}}, ConfigError, "add optimizer=null"),
+        (Curve(), {"optimizer": {}}, ConfigError, "add optimizer=adam"),
         (Curve(), {"reduction": "reproducible"}, ConfigError, "needs accumulation.micro_batch"),
         (Curve(), {"precision": "int8"}, ConfigError, "there is no train.precision=int8"),
     ],
