@@ -4,30 +4,46 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RUN_STAMP := $(VENV)/.run-installed
 BENCH_STAMP := $(VENV)/.bench-installed
+, := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test lint unit bench slurm-up slurm-down clean
+.PHONY: help setup run test test-quick lint unit bench slurm-up slurm-down clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
+# $(call install,EXTRAS): .venv with the project and these extras, in the versions of constraints.txt.
+define install
+@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+    { echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13; try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
+@$(BIN)/python -m compileall -q orchestrator jobs slurm
+endef
+
+$(RUN_STAMP): pyproject.toml constraints.txt
+	@echo "== setting up $(VENV): what a run with torch needs (make setup installs the rest)"
+	$(call install,torch)
+	@touch $@
+
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== setting up $(VENV): Python packages with the versions of constraints.txt"
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
-	    { echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13; try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,mindspore,report,dev]'
-	@$(BIN)/python -m compileall -q orchestrator jobs slurm
-	@touch $(STAMP)
+	$(call install,torch$(,)mindspore$(,)report$(,)dev)
+	@touch $(RUN_STAMP) $@
 
 setup: $(STAMP)  ## make .venv and install everything into it
 
-run: setup  ## train the digits on 2 pretended nodes x 2 ranks, four micro-steps an update
+run: $(RUN_STAMP)  ## train the digits on 2 pretended nodes x 2 ranks, four micro-steps an update
 	@echo "== python -m orchestrator.launch (2 pretended nodes x 2 ranks, 4 micro-steps an update)"
 	@$(BIN)/python -m orchestrator.launch
 
 test: lint unit  ## lint, types, import directions and every test
+
+test-quick: setup  ## the tests of the inner loop: no SLURM, no MindSpore, no whole runs
+	@echo "== pytest, two files at a time"
+	@$(BIN)/python -m pytest $(addprefix --ignore=tests/,slurm engine/mindspore end_to_end docs hostile) -n 2 --dist loadfile
 
 lint: setup  ## ruff, pyright, import-linter
 	@echo "== ruff"
