@@ -185,9 +185,8 @@ def logs(
             sys.stdout.write(text)
             sys.stdout.flush()
         return
-    path = control.log_of(folder, rank)
-    if path.exists():
-        sys.stdout.write(path.read_text(encoding="utf-8", errors="replace"))
+    for text in control.text_of(control.log_of(folder, rank)):
+        sys.stdout.write(text)
 
 
 @verb()

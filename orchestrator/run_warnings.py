@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from orchestrator.errors import RunFolderError
+from orchestrator.files import open_regular
+
 PATTERN = "warnings-*.jsonl"
 MOST_KINDS = 50  # of one rank
 LONGEST = 1000  # characters of a sentence
@@ -80,15 +83,14 @@ class _Rank:
         """
         try:
             print(text, flush=True)  # noqa: T201  # a rank's standard output is its log
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
-            descriptor = os.open(self._path, flags, 0o600)
+            descriptor = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
                 while self._unwritten:
                     os.write(descriptor, self._unwritten[0])  # one call: lines of ranks never mix
                     self._unwritten.popleft()
             finally:
                 os.close(descriptor)
-        except OSError:
+        except (OSError, RunFolderError):
             return
 
 
@@ -147,8 +149,8 @@ _FIELDS: dict[str, Any] = {"sentence": str, "times": int, "rank": int, "time": (
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # it is somebody else's, or gone
+        descriptor = open_regular(path)
+    except (OSError, RunFolderError):  # it is somebody else's, or gone, or no file
         return
     with os.fdopen(descriptor, "rb") as file:
         text = file.read(MOST_BYTES).decode("utf-8", errors="replace")

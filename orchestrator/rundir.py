@@ -1,32 +1,55 @@
 """The run folder: every file name, private creation, atomic writes, reading back.
 
 Nobody else spells a file name. The folder is the only channel from a run back to people, and all
-that `resume`, `status` and `compare` need.
+that `resume`, `status` and `compare` need. What may be trusted of it: docs/security.md.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
+import functools
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from orchestrator.errors import RunFolderError
+from orchestrator.files import (
+    PRIVATE,
+    PRIVATE_FILE,
+    is_folder,
+    make_folder,
+    names_in,
+    open_regular,
+    read_text,
+    remove,
+)
+from orchestrator.seal import identity_in, new_identity, sealed_config, sealed_json, unsealed_json
+from orchestrator.shapes import SHAPES, check_shape
+from orchestrator.strict_yaml import load_table
 
-PRIVATE = 0o700
+CONFIG_BYTES = 1 << 20
 RESUMED = "resumed"  # why an attempt was needed, when a person asked for it
+CONFIG_SECTIONS = (
+    "job", "optimizer", "cluster", "accumulation", "schedule", "train", "engine", "run",
+    "transport",
+)  # fmt: skip
+SEALED = "sealed"  # in submission.json: config.yaml has a seal, so one that has none is cut short
+JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
+ATTEMPT = re.compile(r"[0-9]{1,9}")
+FAILURE = re.compile(r"failure-[0-9]+\.json")
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Write so that a reader, or a crash at any point, sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        descriptor = os.open(temporary, flags, PRIVATE_FILE)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -37,18 +60,29 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomically` of a value as JSON."""
-    write_atomically(path, json.dumps(value, indent=1) + "\n")
+    """`write_atomically` of a value as JSON, with a seal (see `seal`) where it is a table."""
+    write_atomically(path, sealed_json(path.name, value))
 
 
-def read_json(path: Path) -> Any | None:
-    """The file's value; None when there is no such file. Raises `RunFolderError` on broken JSON."""
+def read_json(path: Path, *, sealed: bool = False) -> Any | None:
+    """The file's value; None when there is no such file.
+
+    Args:
+        sealed: the file has to have a seal.
+
+    Raises:
+        RunFolderError: it is damaged, in whatever way, or no regular file.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = read_text(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except json.JSONDecodeError as error:
-        raise RunFolderError(f"{path} is damaged: {error}") from error
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror}") from error
+    value = unsealed_json(path, text, must=sealed)
+    if path.name in SHAPES:
+        check_shape(path, value, SHAPES[path.name])
+    return value
 
 
 def code_state_beside(snapshot: Path) -> Path:
@@ -79,6 +113,7 @@ class RunDir:
         self.batch_log = self.logs / "batch.log"
         self.cancel = path / "cancel"
         self.newest_attempt = self.attempts / "newest"
+        self._made = self._claimed = False  # by this object's `create`
 
     def attempt(self, number: int) -> Path:
         """Folder of one attempt (a start or restart): rendezvous, failures, progress."""
@@ -138,75 +173,172 @@ class RunDir:
 
     def attempts_made(self) -> int:
         """How many attempts were begun, judged by their folders."""
-        if not self.attempts.is_dir():
-            return 0
-        return max(
-            (int(p.name) + 1 for p in self.attempts.iterdir() if p.name.isdigit()), default=0
-        )
+        numbers = [
+            int(name)
+            for name in names_in(self.attempts)
+            if ATTEMPT.fullmatch(name) and is_folder(self.attempts / name)
+        ]
+        return max(numbers, default=-1) + 1
 
     def create(self) -> None:
-        """Make the folder, private to its owner.
+        """Make the folder, private to its owner, and claim it: of many that try, one succeeds.
 
         Raises:
             RunFolderError: it holds another run, is not empty, or cannot be written.
         """
         path = self.path
-        fresh = not path.exists()
         try:
-            if not fresh:
-                if not path.is_dir():
-                    raise RunFolderError(
-                        f"run.dir={path} is a file; it must be a new or empty folder"
-                    )
-                if self.config.exists():
-                    raise RunFolderError(
-                        f"run.dir={path} holds another run; to continue that one: "
-                        f"python -m orchestrator resume {path}; for a new run choose another folder"
-                    )
-                if any(path.iterdir()):
-                    raise RunFolderError(
-                        f"run.dir={path} is not empty; it must be a new or empty folder"
-                    )
-            path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            try:
+                make_folder(path)
+                self._made = True
+            except FileExistsError:
+                self._check_empty()
+            # Whoever makes the lock's file owns the folder; what happens to the others happens to
+            # them alone.
+            os.close(open_regular(self.lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            self._claimed = True
             path.chmod(PRIVATE)
             for folder in (self.logs, self.checkpoints, self.attempts):
-                folder.mkdir(mode=PRIVATE)
+                make_folder(folder)
+        except FileExistsError as error:
+            raise RunFolderError(
+                f"run.dir={path} was taken by another start in this moment; choose another folder"
+            ) from error
         except OSError as error:
-            if fresh:
-                shutil.rmtree(path, ignore_errors=True)
+            self.withdraw()
             raise RunFolderError(f"run.dir={path} cannot be written: {error.strerror}") from error
+
+    def _check_empty(self) -> None:
+        path = self.path
+        if not path.is_dir():
+            raise RunFolderError(f"run.dir={path} is a file; it must be a new or empty folder")
+        if self.config.exists():
+            raise RunFolderError(
+                f"run.dir={path} holds another run; to continue that one: "
+                f"python -m orchestrator resume {path}; for a new run choose another folder"
+            )
+        if any(path.iterdir()):
+            raise RunFolderError(f"run.dir={path} is not empty; it must be a new or empty folder")
+
+    def withdraw(self) -> None:
+        """Take back what `create` made, and all that was written since; never another's folder.
+
+        The folder goes by one rename, so that nobody claims it while it is being emptied.
+        """
+        if not self._claimed:
+            return
+        self._claimed = False
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed it already
+            if not self._made:
+                for entry in self.path.iterdir():
+                    remove(entry)
+                return
+            gone = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
+            self.path.rename(gone)
+            shutil.rmtree(gone)
 
     def begin_attempt(self) -> int:
         """Make the next attempt's folder; its number counts from 0."""
         number = self.attempts_made()
         try:
-            self.attempt(number).mkdir(mode=PRIVATE, parents=True)
+            make_folder(self.attempt(number))
         except OSError as error:
             raise RunFolderError(f"{self.path} cannot be written: {error.strerror}") from error
         return number
 
     def existing(self) -> RunDir:
-        """Itself, once it is sure that a run lives here. Raises `RunFolderError` otherwise."""
+        """Itself, once it is sure that a run lives here, in folders of its own.
+
+        Raises:
+            RunFolderError: there is none, or some folder in it is a link to elsewhere.
+        """
         if not self.path.is_dir():
             raise RunFolderError(f"there is no run folder {self.path}")
-        if not self.config.is_file():
-            raise RunFolderError(f"{self.path} is not a run folder: it has no {self.config.name}")
+        try:
+            if not self.config.is_file():
+                raise RunFolderError(
+                    f"{self.path} is not a run folder: it has no {self.config.name}"
+                )
+            for folder in self._folders():
+                is_folder(folder)
+        except OSError as error:
+            raise RunFolderError(f"{self.path} cannot be read: {error.strerror}") from error
         return self
 
+    def _folders(self) -> list[Path]:
+        """Folders that a run writes in; a link in their place would lead its writes elsewhere."""
+        own = [
+            self.logs, self.checkpoints, self.attempts, self.tensorboard, self.code, self.submitit,
+        ]  # fmt: skip
+        within = [self.attempts / name for name in names_in(self.attempts) if name.isdigit()]
+        return own + within
+
+    def write_config(self, text: str) -> None:
+        """Write config.yaml and its seal; the run keeps its identity, or gets one."""
+        before = self._config_text() if self.config.exists() else ""
+        identity = identity_in(self.config, before) or new_identity()
+        write_atomically(self.config, sealed_config(text, identity))
+
     def read_config(self) -> dict[str, Any]:
-        """The plain values of config.yaml; `config.read_config` makes a `Config` of them."""
-        return yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        """The plain values of config.yaml; `config.read_config` makes a `Config` of them.
+
+        Raises:
+            RunFolderError: it is damaged.
+        """
+        text = self._config_text()
+        self._identity_in(text)
+        return load_table(self.config, text, needed=CONFIG_SECTIONS)
+
+    def _config_text(self) -> str:
+        try:
+            return read_text(self.config, at_most=CONFIG_BYTES)
+        except OSError as error:
+            raise RunFolderError(f"{self.config} cannot be read: {error.strerror}") from error
+
+    def _identity_in(self, text: str) -> str | None:
+        """Raises `RunFolderError` when the text is not as it was written."""
+        identity = identity_in(self.config, text)
+        if identity is None and (read_json(self.submission) or {}).get(SEALED):
+            raise RunFolderError(f"{self.config} is damaged: its digest is missing")
+        return identity
+
+    @functools.cached_property
+    def identity(self) -> str | None:
+        """What tells this run from others; None for one made before files had digests.
+
+        Raises:
+            RunFolderError: config.yaml, which holds it, is damaged.
+        """
+        return self._identity_in(self._config_text())
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the files of this run have to have seals: all that were made since they exist."""
+        return self.config.exists() and self.identity is not None
 
     def read_plan(self) -> dict[str, Any]:
-        return read_json(self.plan) or {}
+        return read_json(self.plan, sealed=self.sealed) or {}
+
+    def read_submission(self) -> dict[str, Any]:
+        return read_json(self.submission, sealed=self.sealed) or {}
+
+    def read_handle(self) -> dict[str, Any] | None:
+        """Where a run on a scheduler was placed; None for one that never was."""
+        handle = read_json(self.handle, sealed=self.sealed)
+        if handle is not None and not JOB_ID.fullmatch(handle["job_id"]):
+            # it becomes a word of scancel's command line
+            raise RunFolderError(f"{self.handle} is damaged: {handle['job_id']!r} is no job's id")
+        return handle
 
     def read_result(self) -> dict[str, Any] | None:
-        return read_json(self.result)
+        return read_json(self.result, sealed=self.sealed)
 
     def read_environment(self) -> dict[str, Any] | None:
         return read_json(self.environment)
 
     def failures(self, attempt: int) -> list[Mapping[str, Any]]:
         """What the attempt's ranks wrote when they failed."""
-        found = sorted(self.attempt(attempt).glob("failure-*.json"))
+        folder = self.attempt(attempt)
+        found = [folder / name for name in names_in(folder) if FAILURE.fullmatch(name)]
         return [value for path in found if (value := read_json(path)) is not None]

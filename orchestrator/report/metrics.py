@@ -8,9 +8,13 @@ Nothing here writes, waits or prints.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
+
+from orchestrator.files import open_regular
+from orchestrator.shapes import fits_record
 
 Record = dict[str, Any]
 
@@ -46,7 +50,7 @@ class Tail:
         `History` takes without counting anything twice.
         """
         try:
-            with self.path.open("rb") as file:
+            with os.fdopen(open_regular(self.path), "rb") as file:
                 if file.seek(0, 2) < self._offset:
                     self._offset = 0
                 file.seek(self._offset)
@@ -60,7 +64,7 @@ class Tail:
     def rest(self) -> list[Record]:
         """A last line without its line feed, if it is a whole record. For runs that have ended."""
         try:
-            with self.path.open("rb") as file:
+            with os.fdopen(open_regular(self.path), "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
@@ -157,13 +161,9 @@ def record_of(text: str) -> Record | None:
     """One line as a record, or None when it is not one."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict):
-        return None
-    record = cast("Record", value)
-    update = record.get("update")
-    return record if isinstance(update, int) and not isinstance(update, bool) else None
+    return cast("Record", value) if fits_record(value) else None
 
 
 def _record_at_end(text: str) -> Record | None:

@@ -9,13 +9,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from orchestrator.files import open_regular
 from orchestrator.report.metrics import Record, only_warns, record_of
 
 RECENT_BYTES = 64 * 1024
 WHOLE_BYTES = 256 * 1024  # up to here all of the file is read
 PIECE_BYTES = 4 * 1024  # a few lines
-NUMBERS = ("update", "attempt", "time", "samples", "update_s")
-NUMBERS_OR_NONE = ("loss", "learning_rate")
 
 
 def recent_records(path: Path) -> list[Record]:
@@ -67,7 +66,7 @@ def _first_line(piece: bytes) -> bytes:
 def _piece(path: Path, start: int, length: int = RECENT_BYTES) -> bytes:
     """Bytes of the file from `start`, counted from its end where negative."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = open_regular(path)
     except FileNotFoundError:
         return b""
     with os.fdopen(descriptor, "rb") as file:
@@ -82,9 +81,5 @@ def _piece(path: Path, start: int, length: int = RECENT_BYTES) -> bytes:
 def _records(content: bytes) -> Iterable[Record]:
     for line in content.split(b"\n")[:-1]:
         record = record_of(line.decode("utf-8", errors="replace").strip("\0 \t\r"))
-        if record is None:
-            continue
-        numbers = [record[name] for name in NUMBERS if name in record]
-        numbers += [value for name in NUMBERS_OR_NONE if (value := record.get(name)) is not None]
-        if all(isinstance(value, int | float) for value in numbers):
+        if record is not None:
             yield record

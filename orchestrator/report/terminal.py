@@ -8,6 +8,7 @@ what the stream's encoding cannot carry is replaced instead of raising in the mi
 
 from __future__ import annotations
 
+import codecs
 import re
 import shlex
 from pathlib import Path
@@ -18,6 +19,7 @@ from rich.text import Text
 # CSI and OSC sequences (ECMA-48), then any other two-character escape.
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+LONGEST_LINE = 1 << 16
 _PLAIN_SYMBOLS = str.maketrans(
     {"●": "*", "○": ".", "━": "=", "─": "-", "–": "-", "×": "x", "…": "~", "≤": "<="}
     | dict(zip("▁▂▃▄▅▆▇█", "_.,-=+*#", strict=True))
@@ -34,6 +36,34 @@ def harmless(text: object) -> str:
     'red [bold]x\n        back'
     """
     return _CONTROLS.sub("", _ESCAPES.sub("", str(text))).expandtabs(8)
+
+
+class HarmlessStream:
+    r"""`harmless` for text that comes piece by piece, from whatever bytes, in bounded memory.
+
+    >>> stream = HarmlessStream()
+    >>> pieces = (b"on\x1b[3", b"1me\ntwo\xc3", b"\xbc")
+    >>> "".join(map(stream.feed, pieces)) + stream.rest()
+    'one\ntwoü'
+    """
+
+    def __init__(self) -> None:
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace")
+        self._line = ""
+
+    def feed(self, content: bytes) -> str:
+        """What is whole by now: lines, or a part of one that is very long."""
+        self._line += self._decode.decode(content)
+        end = self._line.rfind("\n") + 1
+        if len(self._line) - end > LONGEST_LINE:
+            end = len(self._line)
+        whole, self._line = self._line[:end], self._line[end:]
+        return harmless(whole)
+
+    def rest(self) -> str:
+        """The last line, which has no end."""
+        rest, self._line = self._line + self._decode.decode(b"", final=True), ""
+        return harmless(rest)
 
 
 def legible(text: object, console: Console) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED
+from orchestrator.files import read_end
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit
 
@@ -58,9 +59,7 @@ def behind_of(rank: int, node: str, said: Mapping[str, Any]) -> Behind:
 def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
     """The last lines of a text file; none when there is no such file."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
+        text = read_end(path, TAIL_BYTES).decode("utf-8", errors="replace")
     except FileNotFoundError:
         return ()
     return tuple(text.splitlines()[-lines:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -10,17 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.files import BLOCK, blocks, names_in, open_regular
+from orchestrator.report.terminal import HarmlessStream
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import State
 from orchestrator.submit.ending import write_end
-from orchestrator.submit.folder_status import RunStatus, is_held
-from orchestrator.submit.slurm_jobs import queued
+from orchestrator.submit.folder_status import RunStatus
+from orchestrator.submit.holder import signal_holder
+from orchestrator.submit.slurm_jobs import Job, queued
 from orchestrator.submit.slurm_watch import SlurmHandle
 from orchestrator.submit.status import statuses
 
 FOLLOW_S = 0.2
 LOOK_S = 2.0
 CANCEL_S = 5.0
+RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 OVER = ("finished", "failed", "stopped", "cancelled", "lost")
 
 
@@ -32,13 +37,11 @@ def cancel(run: RunDir, *, now: bool = False) -> str:
     """
     if run.handle.exists():
         return _cancel_job(run, now=now)
-    if not is_held(run):
-        raise ClusterError(f"{run.path} is not running; there is nothing to cancel")
-    pid = int(run.lock.read_text(encoding="ascii"))
-    os.kill(pid, signal.SIGINT)
     if now:
-        os.kill(pid, signal.SIGTERM)  # a second one, of another kind, so that both are delivered
+        # two of different kinds, so that both are delivered
+        signal_holder(run, signal.SIGINT, signal.SIGTERM)
         return f"every process of {run.path} is being ended"
+    signal_holder(run, signal.SIGINT)
     return f"{run.path} stops at its next update boundary, with a checkpoint"
 
 
@@ -48,6 +51,11 @@ def _cancel_job(run: RunDir, *, now: bool) -> str:
     if job is None or not job.alive:
         raise ClusterError(
             f"{run.path} is not queued or running (job {handle.job_id}); there is nothing to cancel"
+        )
+    if not _is_job_of(run, job):
+        raise ClusterError(
+            f"job {handle.job_id}, which {run.handle} names, is not this run's: it runs "
+            f"{job.command}; nothing was sent"
         )
     if now or job.waiting:
         handle.kill()
@@ -72,6 +80,12 @@ def _await_the_end(run: RunDir, handle: SlurmHandle) -> None:
         time.sleep(FOLLOW_S)
 
 
+def _is_job_of(run: RunDir, job: Job) -> bool:
+    """Whether a job's batch script, as the scheduler knows it, is one in this run's folder."""
+    script = os.path.realpath(job.command)
+    return Path(script).is_relative_to(os.path.realpath(run.submitit))
+
+
 def log_of(run: RunDir, rank: int | None) -> Path:
     """The log to show: a rank's, or rank 0's, or before there is one, the batch script's.
 
@@ -79,18 +93,31 @@ def log_of(run: RunDir, rank: int | None) -> Path:
         RunFolderError: the rank has no log.
     """
     path = run.rank_log(rank or 0)
-    if path.exists():
+    if os.path.lexists(path):
         return path
     if rank is not None:
-        there = sorted(int(p.stem.split("-")[1]) for p in run.logs.glob("rank-*.log"))
+        found = (RANK_LOG.fullmatch(name) for name in names_in(run.logs))
+        there = sorted(int(name[1]) for name in found if name)
         known = f"there are logs of ranks {there[0]} to {there[-1]}" if there else "no rank began"
         raise RunFolderError(f"{run.path} has no log of rank {rank}; {known}")
     return run.batch_log if run.batch_log.exists() else path
 
 
+def text_of(path: Path) -> Iterator[str]:
+    """A log's text, made harmless, in bounded memory; nothing when there is no such file."""
+    harmless = HarmlessStream()
+    try:
+        for block in blocks(path):
+            yield harmless.feed(block)
+    except FileNotFoundError:
+        return
+    yield harmless.rest()
+
+
 def follow(run: RunDir, rank: int | None) -> Iterator[str]:
-    """A log's text as it grows, until the run has ended."""
+    """A log's text as it grows, made harmless, until the run has ended."""
     offset, path, look = 0, None, 0.0
+    harmless = HarmlessStream()
     status: RunStatus | None = None
     while True:
         over = status is not None and status.state in OVER
@@ -98,13 +125,13 @@ def follow(run: RunDir, rank: int | None) -> Iterator[str]:
         if path is None and current.exists():
             path = current
         if path is not None:
-            with path.open("rb") as file:
+            with os.fdopen(open_regular(path), "rb") as file:
                 file.seek(offset)
-                content = file.read()
-            offset += len(content)
-            if content:
-                yield content.decode("utf-8", errors="replace")
+                while content := file.read(BLOCK):
+                    offset += len(content)
+                    yield harmless.feed(content)
         if over:
+            yield harmless.rest()
             return
         if time.monotonic() >= look:
             [status], _ = statuses([run])

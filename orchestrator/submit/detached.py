@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.config import Config
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir import RunDir, read_json, write_json
+from orchestrator.rundir import RunDir, write_json
 from orchestrator.submit.api import State
 from orchestrator.submit.ending import Ended
 from orchestrator.submit.interrupts import Interrupts
@@ -18,8 +18,8 @@ from orchestrator.submit.manner import Manner
 from orchestrator.submit.run import new_folder
 from orchestrator.submit.slurm import SlurmCluster
 from orchestrator.submit.slurm_checks import Verdict, too_slow
-from orchestrator.submit.slurm_client import SlurmClient
 from orchestrator.submit.slurm_jobs import queued
+from orchestrator.submit.slurm_trust import client_of
 from orchestrator.submit.slurm_watch import read_handle
 from orchestrator.worker.fence import read_newest
 
@@ -65,9 +65,8 @@ def place(
     attempt: int = 0,
 ) -> Ended:
     """Queue the run and return, or follow it when `run.watch` says so."""
-    submission: dict[str, Any] = read_json(run.submission) or {}
     notice = {"preempt_grace_s": verdict.preempt_grace_s, "kill_wait_s": verdict.kill_wait_s}
-    write_json(run.submission, {**submission, **notice})
+    write_json(run.submission, {**run.read_submission(), **notice})
     run.cancel.unlink(missing_ok=True)
     run.result.unlink(missing_ok=True)
     cluster = cluster_of(config, manner)
@@ -99,7 +98,7 @@ def refuse_while_queued(run: RunDir) -> None:
     """Raises `RunFolderError` while the run's job is queued or running."""
     handle = read_handle(run)
     job_id = str(handle["job_id"])
-    job = queued(SlurmClient(handle["slurm_conf"]), [job_id]).get(job_id)
+    job = queued(client_of(run, handle.get("slurm_conf")), [job_id]).get(job_id)
     if job is not None and job.alive:
         raise RunFolderError(
             f"{run.path} is in progress (job {job_id}, {job.state.lower()}); to stop it first: "

@@ -141,7 +141,7 @@ def conclude(
         cause = "it stopped answering: the ranks there are gone, their step daemon with them"
         found = Culprit(rank=None, node=departure["node"], cause=cause)
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
-    first = int((read_json(run.handle) or {}).get("attempt", 0))
+    first = int((run.read_handle() or {}).get("attempt", 0))
     ruling = rule(run, attempt, found, first=first, most=allowed if job.requeue else 0)
     if ruling.again:
         again()

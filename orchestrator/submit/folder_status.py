@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -16,7 +14,8 @@ from orchestrator.report.metrics import Record
 from orchestrator.report.metrics_glance import recent_records, updates_of
 from orchestrator.report.summary import seconds_per_update
 from orchestrator.run_warnings import read_warnings
-from orchestrator.rundir import RESUMED, RunDir, read_json
+from orchestrator.rundir import RESUMED, RunDir
+from orchestrator.submit.holder import is_held
 
 ENDED_STATES = ("finished", "failed", "stopped", "cancelled")
 STATES = (
@@ -103,7 +102,7 @@ def from_folder(run: RunDir) -> RunStatus:
     """What the folder alone says. Raises one of `DAMAGE` where it holds what no run writes."""
     plan = run.read_plan()
     result = run.read_result()
-    handle: dict[str, Any] = read_json(run.handle) or {}
+    handle = run.read_handle() or {}
     records = recent_records(run.metrics)
     updates = updates_of(records)
     last = updates[-1] if updates else {}
@@ -113,7 +112,7 @@ def from_folder(run: RunDir) -> RunStatus:
     notes = run.restarts()
     culprit: dict[str, Any] = (result or {}).get("culprit") or {}
     ended = result is not None
-    kind = str(handle.get("kind") or (read_json(run.submission) or {}).get("cluster") or "local")
+    kind = str(handle.get("kind") or run.read_submission().get("cluster") or "local")
     done = int(result["updates"]) if result else (last["update"] + 1 if last else 0)
     total = plan.get("updates")
     return RunStatus(
@@ -158,8 +157,9 @@ def _warnings(run: RunDir) -> list[str]:
 
 def unknown(run: RunDir, error: BaseException) -> RunStatus:
     """The row of a run that cannot be read: somebody else's, or damaged, and why."""
-    if isinstance(error, PermissionError):
-        why = f"{error.filename or run.path} may be read by its owner only"
+    refused = next((e for e in (error, error.__cause__) if isinstance(e, PermissionError)), None)
+    if refused is not None:
+        why = f"{refused.filename or run.path} may be read by its owner only"
         return RunStatus(folder=run.path, state="private", cluster="", reason=why)
     known = isinstance(error, RunFolderError | ClusterError)
     why = str(error) if known else f"a file of it holds what no run writes ({_words(error)})"
@@ -180,21 +180,6 @@ def looked_at(run: RunDir, look: Callable[[], RunStatus]) -> RunStatus:
         return look()
     except DAMAGE as error:
         return unknown(run, error)
-
-
-def is_held(run: RunDir) -> bool:
-    """Whether a local launcher holds the run."""
-    try:
-        descriptor = os.open(run.lock, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def of_local(run: RunDir, status: RunStatus) -> RunStatus:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import shutil
 import sys
 import time
 from collections.abc import Generator, Sequence
@@ -22,6 +20,7 @@ from orchestrator.config import Config, read_config, to_yaml
 from orchestrator.engine_rules import refuse_unsupported
 from orchestrator.errors import (
     EXIT_FINISHED,
+    ConfigError,
     RunFailed,
     RunFolderError,
     TransportError,
@@ -31,11 +30,13 @@ from orchestrator.optimizer_rules import check_builder
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
 from orchestrator.report.terminal import say
-from orchestrator.rundir import RunDir, read_json, write_atomically, write_json
+from orchestrator.rundir import SEALED, RunDir, write_json
 from orchestrator.submit.api import State
 from orchestrator.submit.ending import Ended
+from orchestrator.submit.holder import held
 from orchestrator.submit.interrupts import Interrupts
 from orchestrator.submit.manner import Manner
+from orchestrator.submit.owned import check_own
 from orchestrator.target import check_target
 
 DISK_ERRORS = (
@@ -102,26 +103,6 @@ def writing(run: RunDir) -> Generator[None]:
         raise RunFolderError(sentence) from error
 
 
-@contextlib.contextmanager
-def held(run: RunDir) -> Generator[None]:
-    """Hold the run for this launcher alone. Raises `RunFolderError` while another one does."""
-    descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(descriptor, 32).decode() or "another process"
-        os.close(descriptor)
-        raise RunFolderError(
-            f"{run.path} is in progress (process {holder}); stop that one first"
-        ) from None
-    try:
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> Ended:
     """Start a new run, and follow it to its end unless it goes on without us."""
     plan = prepare(config)
@@ -129,32 +110,38 @@ def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> E
     way = _way(config)
     verdict = way.check(config, run, manner)
     with Interrupts() as interrupts:
-        fresh = not run.path.exists()
         run.create()
+        if config.cluster.slurm_conf is not None:
+            from orchestrator.submit.slurm_trust import remember
+
+            remember(config.cluster.slurm_conf)
         for sentence in () if manner.quiet else plan.warnings:
             say(manner.console, f"warning: {sentence}", "yellow")
         try:
             with writing(run):
-                write_atomically(run.config, to_yaml(config))
+                run.write_config(to_yaml(config))
                 write_json(run.plan, plan.to_json())
                 write_json(run.submission, _submission(config, overrides))
                 with held(run):
                     return way.place(config, run, manner, interrupts, verdict)
         except UsageError:  # before anything was trained; the message says all
-            if fresh and not run.metrics.exists() and not run.handle.exists():
-                shutil.rmtree(run.path, ignore_errors=True)  # it may be gone already
+            if not run.metrics.exists() and not run.handle.exists():
+                run.withdraw()
             raise
 
 
 def resume(path: Path, manner: Manner) -> Ended:
     """Go on with a run from its newest sound checkpoint, or from the start when it has none."""
     run = RunDir(path).existing()
-    config = read_config(run.read_config())
+    check_own(run)
+    config = _config_of(run)
     result = run.read_result()
     if result and result["state"] == "finished":
         say(manner.console, f"{path} has finished already; there is nothing to resume")
         return Ended(run=run, state=State.FINISHED, exit_code=EXIT_FINISHED)
     with at_home(run), Interrupts() as interrupts, writing(run), held(run):
+        for sentence in _of_checkpoints(run, contents=config.cluster.kind == "local"):
+            say(manner.console, f"warning: {sentence}", "yellow")
         return _way(config).resume(config, run, manner, interrupts)
 
 
@@ -166,7 +153,7 @@ def at_home(run: RunDir) -> Generator[None]:
         RunFolderError: that folder is gone.
     """
     stood = Path.cwd()
-    home = Path((read_json(run.submission) or {}).get("folder") or stood)
+    home = Path(run.read_submission().get("folder") or stood)
     try:
         os.chdir(home)
     except OSError as error:
@@ -181,6 +168,38 @@ def at_home(run: RunDir) -> Generator[None]:
     finally:
         sys.path[:] = before
         os.chdir(stood)
+
+
+def _config_of(run: RunDir) -> Config:
+    """Raises `RunFolderError` when config.yaml holds what no run was ever started with."""
+    values = run.read_config()
+    try:
+        return read_config(values)
+    except ConfigError as error:
+        raise RunFolderError(f"{run.config} is damaged: {error}") from error
+
+
+def _of_checkpoints(run: RunDir, *, contents: bool) -> list[str]:
+    """What is to be said of what the run goes on from, before anything starts.
+
+    Args:
+        contents: read all of them; else only what is quickly read, and the ranks do the rest.
+
+    Raises:
+        RunFolderError: there are checkpoints, but none that is sound.
+    """
+    from orchestrator.worker.checkpoint import newest
+
+    sentences: list[str] = []
+    if not run.sealed:
+        sentences.append(
+            f"{run.path} was made before run folders had digests: damage of {run.config.name} or "
+            f"of a checkpoint's state would go unnoticed"
+        )
+    found, passed_over = newest(run.checkpoints, run.identity, contents=contents)
+    if found is None and run.attempts_made():
+        sentences.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
+    return sentences + passed_over
 
 
 def _way(config: Config) -> ModuleType:
@@ -204,4 +223,5 @@ def _submission(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
         "overrides": list(overrides),
         "folder": str(Path.cwd()),
         "cluster": config.cluster.kind,
+        SEALED: True,
     }

@@ -16,9 +16,9 @@ from orchestrator.rundir import RunDir, read_json
 from orchestrator.submit.api import State
 from orchestrator.submit.ending import write_end
 from orchestrator.submit.epilogue import cancelled_by_scheduler, conclude
-from orchestrator.submit.run import held
-from orchestrator.submit.slurm_client import SlurmClient
+from orchestrator.submit.holder import held
 from orchestrator.submit.slurm_jobs import ALIVE, Job, Standing, standing
+from orchestrator.submit.slurm_trust import client_of
 from orchestrator.submit.slurm_watch import ending, read_handle
 from orchestrator.worker.departure import ask_for_requeue
 from orchestrator.worker.fence import read_newest
@@ -45,7 +45,7 @@ def settle_ended(run: RunDir, job: Job) -> str | None:
 
 def _settle(run: RunDir, seen: Job) -> str | None:
     handle = read_handle(run)
-    client = SlurmClient(handle["slurm_conf"])
+    client = client_of(run, handle.get("slurm_conf"))
     job = standing(client, seen.id) if str(handle["job_id"]) == seen.id else None
     list(run.path.iterdir())  # a file system of a network then looks for a result once more
     if job is None or job.state in ALIVE or run.read_result() is not None:

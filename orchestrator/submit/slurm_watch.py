@@ -15,8 +15,9 @@ from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.submit.api import Culprit, State
 from orchestrator.submit.blame import describe_status, tail
 from orchestrator.submit.slurm_blame import blame_slurm
-from orchestrator.submit.slurm_client import Asked, SchedulerDown, SlurmClient
+from orchestrator.submit.slurm_client import Asked, SchedulerDown
 from orchestrator.submit.slurm_jobs import Job, accounted, queue_command, queued, read_queue
+from orchestrator.submit.slurm_trust import client_of
 
 QUERY_S = 2.0
 ENDING_QUERY_S = 0.3
@@ -37,7 +38,7 @@ CAUSES = {
 
 def read_handle(run: RunDir) -> dict[str, Any]:
     """Where a SLURM run was placed. Raises `RunFolderError` when the folder does not say."""
-    handle = read_json(run.handle)
+    handle = run.read_handle()
     if handle is None:
         raise RunFolderError(f"{run.path} was never submitted: it has no {run.handle.name}")
     return handle
@@ -105,7 +106,7 @@ class SlurmHandle:
         handle = read_handle(run)
         self._run = run
         self.job_id = str(handle["job_id"])
-        self.client = SlurmClient(handle["slurm_conf"])
+        self.client = client_of(run, handle.get("slurm_conf"))
         self.job: Job | None = None
         self.silent_since: datetime | None = None
         self.culprit: Culprit | None = None

@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.files import names_in
 from orchestrator.report.metrics_glance import loss_course
 from orchestrator.report.status_table import UNREADABLE
-from orchestrator.rundir import RunDir, read_json
+from orchestrator.rundir import RunDir
 from orchestrator.submit.folder_status import (
     DAMAGE,
     ENDED_STATES,
@@ -26,8 +27,9 @@ from orchestrator.submit.folder_status import (
     of_local,
     unknown,
 )
-from orchestrator.submit.slurm_client import NoClient, SlurmClient
+from orchestrator.submit.slurm_client import SlurmClient
 from orchestrator.submit.slurm_jobs import Job, accounted, queued
+from orchestrator.submit.slurm_trust import client_of
 from orchestrator.worker.heartbeat import ENDED, read_beat
 
 LOOK_TWICE_S = 1.5
@@ -99,7 +101,7 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
 
 def _beats(run: RunDir) -> list[str]:
     folder = run.attempt(max(0, run.attempts_made() - 1))
-    return [read_beat(path) for path in sorted(folder.glob("heartbeat-*"))]
+    return [read_beat(folder / name) for name in names_in(folder) if name.startswith("heartbeat-")]
 
 
 def _by_hearts(runs: list[RunDir], found: dict[Path, RunStatus]) -> None:
@@ -121,20 +123,27 @@ def _by_hearts(runs: list[RunDir], found: dict[Path, RunStatus]) -> None:
         found[run.path] = replace(found[run.path], state=state)
 
 
-def _asked(conf: str | None, runs: list[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
+def _unasked(
+    error: ClusterError, runs: list[RunDir], found: dict[Path, RunStatus]
+) -> Iterator[str]:
+    """Go by the hearts; yields why the scheduler was not asked."""
+    yield str(error)
+    _by_hearts([run for run in runs if _open(found[run.path])], found)
+
+
+def _asked(client: SlurmClient, runs: list[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
     """Fill in what one cluster's scheduler says; yields sentences about what it did not say.
 
     What squeue says holds whatever becomes of sacct, which is asked for those it has forgotten.
     """
-    ids = {str(found[run.path].job_id): run for run in runs}
+    ids = sorted({str(found[run.path].job_id) for run in runs})
     try:
-        client = SlurmClient(conf)
         jobs = queued(client, ids)
-    except (NoClient, ClusterError) as error:
-        yield str(error)
-        _by_hearts([r for r in runs if found[r.path].state not in ENDED_STATES], found)
+    except ClusterError as error:
+        yield from _unasked(error, runs, found)
         return
-    gone = [i for i, run in ids.items() if i not in jobs and _open(found[run.path])]
+    still = {str(found[run.path].job_id) for run in runs if _open(found[run.path])}
+    gone = sorted(still - jobs.keys())
     silent = False
     try:
         past = (accounted(client, gone) if gone else None) or {}
@@ -142,7 +151,8 @@ def _asked(conf: str | None, runs: list[RunDir], found: dict[Path, RunStatus]) -
         yield str(error)
         past, silent = {}, True
     jobs.update({job_id: rows[-1] for job_id, rows in past.items()})
-    for job_id, run in ids.items():
+    for run in runs:
+        job_id = str(found[run.path].job_id)
         if job_id in jobs:
             yield from _with_job(run, jobs[job_id], found)
         elif _open(found[run.path]) and silent:
@@ -187,19 +197,23 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
         found[run.path] = looked_at(run, partial(_first_look, run, clusters))
     sentences: list[str] = []
     for conf, members in clusters.items():
-        sentences += _asked(conf, members, found)
+        try:
+            client = client_of(members[0], conf)
+        except ClusterError as error:
+            sentences += _unasked(error, members, found)
+        else:
+            sentences += _asked(client, members, found)
     return [found[run.path] for run in runs], sentences
 
 
 def _first_look(run: RunDir, clusters: dict[str | None, list[RunDir]]) -> RunStatus:
     """What can be said without a scheduler; a run that has one is put down for asking it."""
-    status = from_folder(run)
+    status = from_folder(run.existing())
     if status.cluster == "local":
         return of_local(run, status)
     if status.job_id is None:
         return replace(status, state="lost", reason="it was never submitted")
-    conf = (read_json(run.handle) or {}).get("slurm_conf")
-    clusters.setdefault(None if conf is None else str(conf), []).append(run)
+    clusters.setdefault((run.read_handle() or {}).get("slurm_conf"), []).append(run)
     return status
 
 

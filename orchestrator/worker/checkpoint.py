@@ -1,7 +1,8 @@
 """Checkpoints: written so that a crash at any point leaves the last good one, checked when read.
 
 A checkpoint is a folder `update-<n>`: after n updates. It is made under another name, every file
-and the folder are forced to disk, and one rename makes it appear. `state.json` holds the digests.
+and the folder are forced to disk, and one rename makes it appear. `state.json` is sealed, names the
+run, and holds the digests of all other files.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,13 @@ from typing import Any, Protocol
 from safetensors import SafetensorError
 
 from orchestrator.errors import RunFolderError
+from orchestrator.files import blocks, is_folder, make_folder, names_in, remove
 from orchestrator.rundir import read_json, write_json
 
 STATE = "state.json"
 WEIGHTS = "weights.safetensors"
 PREFIX = "update-"
+NAME = re.compile(rf"{PREFIX}([0-9]{{1,18}})")
 
 
 class Saves(Protocol):
@@ -42,9 +46,8 @@ class Checkpoint:
 
 def _digest(path: Path) -> str:
     whole = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            whole.update(block)
+    for block in blocks(path):
+        whole.update(block)
     return whole.hexdigest()
 
 
@@ -56,28 +59,46 @@ def _to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def save(checkpoints: Path, engine: Saves, *, updates: int, samples: int, keep: int) -> Path:
+def folder_of(checkpoints: Path, updates: int) -> Path:
+    """Where the checkpoint after so many updates is."""
+    return checkpoints / f"{PREFIX}{updates:09d}"
+
+
+def save(
+    checkpoints: Path,
+    engine: Saves,
+    *,
+    updates: int,
+    samples: int,
+    keep: int,
+    run: str | None = None,
+) -> Path:
     """Write a checkpoint and remove all but the newest `keep`. Raises `OSError` (a full disk, say)
     with nothing but the earlier checkpoints left.
+
+    Args:
+        run: the run's identity; None for one that was made before runs had any.
     """
-    final = checkpoints / f"{PREFIX}{updates:09d}"
-    if final.exists():  # met again after a resume from an earlier one
+    final = folder_of(checkpoints, updates)
+    if os.path.lexists(final):  # met again after a resume from an earlier one
         try:
-            load(final)
+            load(final, run)
         except RunFolderError:  # it was damaged and passed over; what is written now replaces it
-            shutil.rmtree(final)
+            remove(final)
         else:
             return final
     partial = checkpoints / f".partial-{updates:09d}-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(mode=0o700)
+        make_folder(partial)
         extra = engine.save_state(partial)
         files = sorted(partial.iterdir())
         for path in files:
             _to_disk(path)
         digests = {path.name: _digest(path) for path in files}
-        state = {"updates": updates, "samples": samples, "files": digests, "extra": extra}
+        state = {
+            "updates": updates, "samples": samples, "run": run, "files": digests, "extra": extra,
+        }  # fmt: skip
         write_json(partial / STATE, state)
         _to_disk(partial)
         partial.rename(final)
@@ -94,30 +115,75 @@ def save(checkpoints: Path, engine: Saves, *, updates: int, samples: int, keep: 
 
 
 def complete(checkpoints: Path) -> list[Path]:
-    """Folders of complete checkpoints, oldest first."""
-    return sorted(p for p in checkpoints.glob(f"{PREFIX}*") if (p / STATE).is_file())
+    """Folders of checkpoints, oldest first. They appear whole, so what lacks a file is damaged."""
+    found = [name for name in names_in(checkpoints) if NAME.fullmatch(name)]
+    return [checkpoints / name for name in sorted(found, key=lambda name: int(name[len(PREFIX) :]))]
 
 
-def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint's state and check every digest. Raises `RunFolderError` when one is off."""
-    state = read_json(folder / STATE)
+def load(folder: Path, run: str | None = None, *, contents: bool = True) -> Checkpoint:
+    """Read a checkpoint's state and check every digest.
+
+    Args:
+        run: the identity of the run that it has to be of; None for a run that has none.
+        contents: also read the files whose digests the state holds.
+
+    Raises:
+        RunFolderError: it is damaged, or another run's, or one after other updates.
+    """
+    try:
+        return _load(folder, run, contents=contents)
+    except OSError as error:
+        raise RunFolderError(f"{folder} cannot be read: {error.strerror}") from error
+
+
+def _load(folder: Path, run: str | None, *, contents: bool) -> Checkpoint:
+    is_folder(folder)
+    state = read_json(folder / STATE, sealed=run is not None)
     if state is None:
-        raise RunFolderError(f"{folder} is not a checkpoint: it has no {STATE}")
+        raise RunFolderError(f"{folder} is damaged: it has no {STATE}")
+    found = NAME.fullmatch(folder.name)
+    if found and int(found[1]) != state["updates"]:
+        raise RunFolderError(
+            f"{folder} is damaged: its {STATE} is of the checkpoint after {state['updates']} "
+            "updates"
+        )
+    if state.get("run") != run:
+        raise RunFolderError(f"{folder} is a checkpoint of another run, or its {STATE} is damaged")
+    there = {name for name in names_in(folder) if name != STATE}
+    if there != state["files"].keys():
+        odd = min(there ^ state["files"].keys())
+        raise RunFolderError(f"{folder / odd} is damaged: {STATE} and the folder differ about it")
     for name, expected in state["files"].items():
-        path = folder / name
-        if not path.is_file() or _digest(path) != expected:
-            raise RunFolderError(f"{path} is damaged: its digest is not the one in {STATE}")
+        if contents and _digest(folder / name) != expected:
+            raise RunFolderError(
+                f"{folder / name} is damaged: its digest is not the one in {STATE}"
+            )
     return Checkpoint(
         folder=folder, updates=state["updates"], samples=state["samples"], extra=state["extra"]
     )
 
 
-def newest(checkpoints: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest sound checkpoint, and a sentence for each newer one that had to be passed over."""
+def newest(
+    checkpoints: Path, run: str | None = None, *, contents: bool = True
+) -> tuple[Checkpoint | None, list[str]]:
+    """The newest sound checkpoint, and a sentence for each newer one that had to be passed over.
+
+    None: no checkpoint was written yet. The arguments are those of `load`.
+
+    Raises:
+        RunFolderError: there are checkpoints, but none is sound. To begin again from nothing is
+            not what somebody wants who goes on with a run.
+    """
     passed_over: list[str] = []
     for folder in reversed(complete(checkpoints)):
         try:
-            return load(folder), passed_over
+            return load(folder, run, contents=contents), passed_over
         except RunFolderError as error:
             passed_over.append(f"{error}; going on from an earlier checkpoint")
+    if passed_over:
+        first = passed_over[0].removesuffix("; going on from an earlier checkpoint")
+        raise RunFolderError(
+            f"no checkpoint in {checkpoints} is sound, so there is nothing to go on from: {first}. "
+            f"Bring one back from a copy; or remove them all, and the run begins again at update 0"
+        )
     return None, passed_over

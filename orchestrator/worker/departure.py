@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ClusterError
+from orchestrator.files import read_end
 from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.worker.deadline import Standing
 from orchestrator.worker.stop import StopFlag
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 MARGIN_S = 10.0
 REQUEUE_TRIES = 20
+SAID_BYTES = 16 * 2**20
 NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 # The scheduler has found out, from the node's slurmd, that a step is there no more. It does not
 # call that a node failure, and does not start the job again. Nodes are numbered as in the step.
@@ -82,8 +84,11 @@ def step_gone(run: RunDir, attempt: int) -> dict[str, Any] | None:
 
 
 def _said_by_srun(run: RunDir, attempt: int, words: re.Pattern[str]) -> re.Match[str] | None:
-    log = run.srun_log(attempt)
-    return words.search(log.read_text("utf-8", "replace")) if log.exists() else None
+    try:
+        said = read_end(run.srun_log(attempt), SAID_BYTES)
+    except FileNotFoundError:
+        return None
+    return words.search(said.decode("utf-8", errors="replace"))
 
 
 def _departure_of_silent(node: str) -> dict[str, Any]:

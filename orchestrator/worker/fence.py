@@ -11,9 +11,11 @@ that asks the server for its newest content; a look into a folder may be answere
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-from orchestrator.errors import OrchestratorError
+from orchestrator.errors import OrchestratorError, RunFolderError
+from orchestrator.files import open_regular, read_text
 
 WIDTH = 12
 
@@ -25,10 +27,12 @@ class Superseded(OrchestratorError):
 def read_newest(path: Path) -> int:
     """The newest attempt that was published; -1 before the first."""
     try:
-        text = path.read_text(encoding="ascii").strip()
+        text = read_text(path, at_most=WIDTH + 1).strip()
     except FileNotFoundError:
         return -1
-    return int(text) if text.isdigit() else -1
+    if not re.fullmatch(r"[0-9]*", text):
+        raise RunFolderError(f"{path} is damaged: it is not the number of an attempt")
+    return int(text or -1)
 
 
 class Fence:
@@ -40,7 +44,7 @@ class Fence:
     def take(self) -> None:
         """Publish this attempt as the newest. Raises `Superseded` if a newer one was here first."""
         self.check()
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        descriptor = open_regular(self._path, os.O_WRONLY | os.O_CREAT)
         try:
             os.pwrite(descriptor, f"{self._attempt:<{WIDTH}}".encode("ascii"), 0)
             os.fsync(descriptor)

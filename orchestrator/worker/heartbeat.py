@@ -15,18 +15,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from orchestrator.files import open_regular, read_text
 from orchestrator.run_warnings import warn
 from orchestrator.rundir import RunDir
 
 BEAT_S = 1.0
 FENCE_EVERY = 3
 ENDED = "ended"
+MOST_BYTES = 64
 
 
 def read_beat(path: Path) -> str:
     """The node's present beat: a number, `ended`, or "" before the first."""
     try:
-        return path.read_text(encoding="ascii").strip()
+        return read_text(path, at_most=MOST_BYTES).strip()
     except FileNotFoundError:
         return ""
 
@@ -99,7 +101,7 @@ class Heartbeat:
 
     def _write(self, beat: str) -> None:
         try:
-            descriptor = os.open(self._own, os.O_WRONLY | os.O_CREAT, 0o600)
+            descriptor = open_regular(self._own, os.O_WRONLY | os.O_CREAT)
             try:
                 os.pwrite(descriptor, f"{beat:<{12}}".encode("ascii"), 0)
             finally:

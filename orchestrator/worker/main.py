@@ -113,13 +113,14 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
 
 def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
     """Load the newest sound checkpoint, the same on every rank: rank 0 chooses."""
-    found, passed_over = checkpoint.newest(run.checkpoints) if rank == 0 else (None, [])
+    own = run.identity
+    found, passed_over = checkpoint.newest(run.checkpoints, own) if rank == 0 else (None, [])
     for sentence in passed_over:
         warn(sentence)
     updates = int(engine.gather([found.updates if found else -1])[0][0])
     if updates < 0:
         return
-    chosen = found or checkpoint.load(run.checkpoints / f"{checkpoint.PREFIX}{updates:09d}")
+    chosen = found or checkpoint.load(checkpoint.folder_of(run.checkpoints, updates), own)
     engine.load_state(chosen.folder, chosen.extra)
     outcome.updates, outcome.samples = chosen.updates, chosen.samples
 

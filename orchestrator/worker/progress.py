@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.files import open_regular, read_bytes
+
 _LAYOUT = struct.Struct("<qqqd")
 
 
@@ -29,7 +31,7 @@ class ProgressWriter:
     """Owned by one rank."""
 
     def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(descriptor, _LAYOUT.size)
             self._memory = mmap.mmap(descriptor, _LAYOUT.size)
@@ -43,7 +45,7 @@ class ProgressWriter:
 def read_progress(path: Path) -> Place | None:
     """The latest place; None before the first."""
     try:
-        content = path.read_bytes()
+        content = read_bytes(path, at_most=_LAYOUT.size)
     except FileNotFoundError:
         return None
     if len(content) < _LAYOUT.size:

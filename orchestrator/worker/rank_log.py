@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from orchestrator.files import open_regular
+
 
 class LossyFile(io.RawIOBase):
     """A file that takes what it is given, and says later what it could not keep."""
@@ -46,7 +48,7 @@ class LossyFile(io.RawIOBase):
 
 def send_output_to(path: Path) -> None:
     """Make `path` this process's standard output and error, in whole lines."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, TextIO
 
 from orchestrator.config import Config
 from orchestrator.engine.api import BoundaryReport, Engine, Window
+from orchestrator.files import open_regular
 from orchestrator.run_warnings import NewWarnings, warn
 from orchestrator.rundir import RunDir
 from orchestrator.worker import checkpoint
@@ -68,8 +70,9 @@ class Recorder:
     ) -> None:
         self._run, self._attempt, self._engine = run, attempt, engine
         self._keep = config.train.keep_checkpoints
-        self._metrics: TextIO = run.metrics.open("a", encoding="utf-8", buffering=1)
-        run.metrics.chmod(0o600)
+        self._identity = run.identity
+        descriptor = open_regular(run.metrics, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._metrics: TextIO = os.fdopen(descriptor, "a", encoding="utf-8", buffering=1)
         self._place = ProgressWriter(run.progress(attempt))
         self._scalars = Scalars(run.tensorboard) if config.tracker.kind == "tensorboard" else None
         self.note: dict[str, Any] = {}  # goes with the next update's line, once
@@ -154,6 +157,7 @@ class Recorder:
                 updates=updates,
                 samples=samples,
                 keep=self._keep,
+                run=self._identity,
             )
         except OSError as error:
             warn(

@@ -177,9 +177,10 @@ def test_somebody_elses_run_is_a_private_row_among_the_others(somebody_elses):
     assert alone.state == "private"
 
 
-def test_an_unreadable_slurm_conf_is_a_sentence(somebody_elses):
+def test_an_unreadable_slurm_conf_is_a_sentence(somebody_elses, monkeypatch):
     run = RunDir(somebody_elses / "mine")
     conf = somebody_elses / "theirs" / "slurm.conf"
+    monkeypatch.setenv("SLURM_CONF", str(conf))
     run.result.unlink()
     write_json(run.handle, {"kind": "slurm", "job_id": "7", "slurm_conf": str(conf)})
     [status], sentences = statuses([run])

@@ -5,6 +5,7 @@ import errno
 import pytest
 
 from orchestrator.errors import RunFolderError
+from orchestrator.rundir import write_json
 from orchestrator.worker import checkpoint
 
 
@@ -21,9 +22,9 @@ class Engine:
         return {"scale": 2.0}
 
 
-def save(folder, updates, engine=None, keep=10):
+def save(folder, updates, engine=None, keep=10, run=None):
     return checkpoint.save(
-        folder, engine or Engine(), updates=updates, samples=10 * updates, keep=keep
+        folder, engine or Engine(), updates=updates, samples=10 * updates, keep=keep, run=run
     )
 
 
@@ -62,6 +63,35 @@ def test_a_missing_file_is_damage(tmp_path):
     (folder / checkpoint.WEIGHTS).unlink()
     with pytest.raises(RunFolderError, match="is damaged"):
         checkpoint.load(folder)
+
+
+def test_where_no_checkpoint_is_sound_a_run_does_not_begin_again_in_silence(tmp_path):
+    for updates in (1, 2):
+        (save(tmp_path, updates) / checkpoint.STATE).write_text("7")
+    with pytest.raises(RunFolderError, match=r"no checkpoint .* is sound"):
+        checkpoint.newest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../update-000000001/weights.safetensors", "/etc/hostname"])
+def test_a_state_that_names_files_outside_its_folder_is_damage(tmp_path, name):
+    folder = save(tmp_path, 2)
+    digest = checkpoint._digest(folder / checkpoint.WEIGHTS)
+    state = {"updates": 2, "samples": 20, "run": None, "files": {name: digest}, "extra": {}}
+    write_json(folder / checkpoint.STATE, state)
+    with pytest.raises(RunFolderError, match="is damaged"):
+        checkpoint.load(folder)
+
+
+def test_a_checkpoint_that_is_a_link_is_passed_over_and_what_it_points_to_stays(tmp_path):
+    (tmp_path / "c").mkdir()
+    save(tmp_path / "c", 1)
+    elsewhere = save(tmp_path, 2)
+    (tmp_path / "c" / elsewhere.name).symlink_to(elsewhere)
+    found, passed_over = checkpoint.newest(tmp_path / "c")
+    assert (found.updates, "is a link" in passed_over[0]) == (1, True)
+    save(tmp_path / "c", 2)
+    assert not (tmp_path / "c" / elsewhere.name).is_symlink()
+    assert checkpoint.load(elsewhere).updates == 2
 
 
 def test_only_the_newest_are_kept(tmp_path):

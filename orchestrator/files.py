@@ -1,0 +1,126 @@
+"""The one door to files of a run folder: regular files only, no links, bounded, never waiting.
+
+What lies in a run folder may have been damaged, or made by somebody else. A link could lead out of
+it, a fifo would hold a reader for ever, a device has no end. So every file is opened here: without
+following a link, without waiting, and only if it turns out to be a regular file. What is asked of a
+run folder as a whole stands in docs/security.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from orchestrator.errors import RunFolderError
+
+PRIVATE = 0o700
+PRIVATE_FILE = 0o600
+LIMIT_BYTES = 64 * 2**20
+BLOCK = 1 << 20
+
+_HARMLESS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a fifo",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file, made private to its owner where `flags` create it.
+
+    Truncate through the descriptor, never with O_TRUNC: only then it is known what is cut.
+
+    Raises:
+        RunFolderError: it is a link, a fifo, a device, a folder.
+        OSError: it is not there, or may not be read.
+    """
+    try:
+        descriptor = os.open(path, flags | _HARMLESS, PRIVATE_FILE)
+    except OSError as error:
+        # a link; a fifo opened for writing, or a socket; a folder opened for writing
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise _strange(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _strange(path)
+    return descriptor
+
+
+def _strange(path: Path) -> RunFolderError:
+    kind = _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "no regular file")
+    return RunFolderError(f"{path} is {kind}; a run folder holds regular files and folders only")
+
+
+def read_bytes(path: Path, *, at_most: int = LIMIT_BYTES) -> bytes:
+    """All of a regular file. Raises as `open_regular` does, and when it is larger than `at_most`
+    bytes.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        content = file.read(at_most + 1)
+    if len(content) > at_most:
+        raise RunFolderError(f"{path} is damaged: it is larger than {at_most} bytes")
+    return content
+
+
+def read_text(path: Path, *, at_most: int = LIMIT_BYTES) -> str:
+    """`read_bytes` of a UTF-8 text. Raises `RunFolderError` when it is none."""
+    try:
+        return read_bytes(path, at_most=at_most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RunFolderError(f"{path} is damaged: it is not UTF-8 ({error.reason})") from error
+
+
+def blocks(path: Path) -> Iterator[bytes]:
+    """A regular file piece by piece, in bounded memory."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        while block := file.read(BLOCK):
+            yield block
+
+
+def read_end(path: Path, at_most: int) -> bytes:
+    """The last bytes of a regular file."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - at_most))
+        return file.read(at_most)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a real folder is there; not a link to one. Raises `RunFolderError` when something
+    else is.
+    """
+    try:
+        kind = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISDIR(kind):
+        raise _strange(path)
+    return True
+
+
+def names_in(folder: Path) -> list[str]:
+    """What lies in a real folder, sorted; nothing where there is none."""
+    return sorted(p.name for p in folder.iterdir()) if is_folder(folder) else []
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it; what a link points to stays."""
+    if stat.S_ISDIR(path.lstat().st_mode):
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder private to its owner, whatever the umask. Raises `FileExistsError`."""
+    path.mkdir(mode=PRIVATE)
+    path.chmod(PRIVATE)

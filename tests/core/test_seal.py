@@ -1,0 +1,172 @@
+"""Every bit that a resume reads is under a digest: damage is refused, or passed over and said."""
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import RunFolderError
+from orchestrator.rundir import RunDir, read_json, write_json
+from orchestrator.worker import checkpoint
+from tests.core.test_files import made
+from tests.worker.test_checkpoint import Engine, save
+
+OLD = Path(__file__).parent.parent / "data" / "run_of_f3b2971"
+READ = ("config.yaml", "submission.json", "plan.json", "result.json")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run with two checkpoints; what a resume reads of it."""
+    run = made(tmp_path_factory.mktemp("seal") / "run")
+    write_json(run.result, {"state": "stopped", "updates": 2, "restarts": []})
+    for updates in (1, 2):
+        engine = Engine(bytes(range(40 * updates)))
+        save(run.checkpoints, updates, engine, run=run.identity)
+    return run
+
+
+def read(run):
+    """All that decides how a run goes on; config.yaml as text, since YAML is slow to parse."""
+    run = RunDir(run.path).existing()
+    config = (run.identity, run.config.read_bytes())
+    told = (config, run.read_submission(), run.read_plan(), run.read_result())
+    found, passed_over = checkpoint.newest(run.checkpoints, run.identity)
+    return told, found.updates, found.samples, found.extra, passed_over
+
+
+def files_of(run):
+    states = [f for c in checkpoint.complete(run.checkpoints) for f in sorted(c.iterdir())]
+    return [run.path / name for name in READ] + states
+
+
+def test_no_flipped_bit_of_any_file_changes_how_a_run_goes_on(whole):
+    told, updates, *_ = undisturbed = read(whole)
+    chance, outcomes = random.Random(3), set()
+    for path in files_of(whole):
+        content = path.read_bytes()
+        for place in range(0, len(content), 5 if path == whole.config else 1):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << chance.randrange(8)
+            path.write_bytes(flipped)
+            try:
+                found = read(whole)
+            except RunFolderError as error:
+                assert path.name in str(error)  # noqa: PT017
+                outcomes.add("refused")
+                continue
+            finally:
+                path.write_bytes(content)
+            if found == undisturbed:
+                outcomes.add("the same")
+                continue
+            # an earlier checkpoint, which leads to the same bits, and somebody is told
+            assert found[0] == told, (path, place)
+            assert (found[1], len(found[-1])) == (updates - 1, 1), (path, place)
+            outcomes.add("fell back")
+    assert {"refused", "fell back"} <= outcomes
+    assert read(whole) == undisturbed
+
+
+def test_no_file_cut_short_changes_how_a_run_goes_on(whole):
+    told, updates, *_ = read(whole)
+    for path in files_of(whole):
+        content = path.read_bytes()
+        for length in range(0, len(content), 11):
+            path.write_bytes(content[:length])
+            try:
+                found = read(whole)
+            except RunFolderError:
+                continue
+            finally:
+                path.write_bytes(content)
+            assert found[0] == told, (path, length)
+            assert found[1] == updates - (path.parent.name == "update-000000002")
+
+
+def test_no_file_stands_in_for_another_or_for_another_runs(whole, tmp_path):
+    other = made(tmp_path / "other")
+    save(other.checkpoints, 2, Engine(b"of another run"), run=other.identity)
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    submission = run.submission.read_bytes()
+    shutil.copy(run.plan, run.submission)
+    with pytest.raises(RunFolderError, match=r"submission\.json is damaged"):
+        run.read_submission()
+    run.submission.write_bytes(submission)
+    newest, before = run.checkpoints / "update-000000002", run.checkpoints / "update-000000001"
+    shutil.copy(before / "state.json", newest / "state.json")
+    assert "after 1 updates" in checkpoint.newest(run.checkpoints, run.identity)[1][0]
+    shutil.rmtree(newest)
+    shutil.copytree(other.checkpoints / newest.name, newest)
+    found, passed_over = checkpoint.newest(run.checkpoints, run.identity)
+    assert found.updates == 1
+    assert "of another run" in passed_over[0]
+    shutil.rmtree(newest)
+    shutil.copy(other.config, run.config)
+    run = RunDir(run.path)
+    with pytest.raises(RunFolderError, match=r"no checkpoint .* is sound"):
+        checkpoint.newest(run.checkpoints, run.identity)
+
+
+def test_a_rewritten_config_keeps_the_runs_identity(whole, tmp_path):
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    text = run.config.read_text()
+    run.write_config(text[: text.rindex("#")].replace("updates: 3", "updates: 30"))
+    assert run.identity == whole.identity
+    assert run.read_config()["train"]["updates"] == 30
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"7", b"null", b'"text"', b"[1, 2]", b"", b"\xff\xfe\x00", b"[" * 200_000, b"{}",
+     b'{"updates": 1e999}', b'{"updates": ' + b"9" * 6000 + b"}", b'{"updates": true}',
+     b'{"updates": 1, "samples": 1, "files": [], "extra": {}}'],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["state.json", "plan.json", "result.json", "handle.json"])
+def test_whatever_stands_in_a_file_is_a_value_or_one_sentence(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    try:
+        assert isinstance(read_json(path), dict)
+    except RunFolderError as error:
+        assert str(error).startswith(f"{path} is damaged: ")  # noqa: PT017
+        assert len(str(error)) < 400  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda text: text[:400], "digest is missing"),
+        (lambda text: "a: &a [1]\n" + text, "digest is not that"),
+        (lambda _: "7\n", "digest is missing"),
+        (lambda _: "", "digest is missing"),
+    ],
+)
+def test_a_damaged_config_is_one_sentence_and_never_defaults(whole, tmp_path, damage, says):
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    run.config.write_text(damage(run.config.read_text()))
+    with pytest.raises(RunFolderError, match=f"config.yaml is damaged: its {says}"):
+        run.read_config()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda text: text[:400], "it has no accumulation"),
+        (lambda text: text + "a: &a [1]\nb: *a\n", "it has an alias"),
+        (lambda text: text + "job: {}\n", "the key 'job' twice"),
+        (lambda text: text.replace("seed: 0", "seed: " + "9" * 6000), "."),
+        (lambda text: text.replace("{}", "{" * 9000, 1), "."),
+        (lambda _: "- 1\n", "not a table"),
+        (lambda text: text.replace("job:", "\tjob:"), "."),
+        (lambda text: text.replace("Tiny", "T\x00iny"), "."),
+    ],
+)
+def test_an_old_config_without_digest_is_read_strictly(tmp_path, damage, says):
+    run = RunDir(shutil.copytree(OLD, tmp_path / "run"))
+    assert run.read_config()["train"]["updates"] == 12
+    assert not run.sealed
+    run.config.write_text(damage(run.config.read_text()))
+    with pytest.raises(RunFolderError, match=f"config.yaml is damaged: .*{says}"):
+        run.read_config()

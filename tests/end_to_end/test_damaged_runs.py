@@ -1,0 +1,79 @@
+"""Runs that were damaged, or made before files had digests: gone on with as far as can be sure."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import SMALL, TINY, call, result, verb
+
+OLD = Path(__file__).parent.parent / "data" / "run_of_f3b2971"
+SHAPE = (
+    TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "accumulation.steps=2",
+    "train.updates=12", "train.checkpoint_every=4",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def broken_off(tmp_path_factory):
+    """Left after update 9 of 12, with checkpoints after 4 and 8."""
+    run = tmp_path_factory.mktemp("damaged") / "run"
+    done = call(*SHAPE, "job.fault=kill", "job.fault_after=19", f"run.dir={run}")
+    assert done.returncode == 1, done.stdout + done.stderr
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(broken_off):
+    whole = broken_off.with_name("whole")
+    shutil.copytree(broken_off, whole)
+    assert verb("resume", whole, "-q").returncode == 0
+    return result(whole)["weights_sha256"]
+
+
+def flip(path, find):
+    content = path.read_bytes()
+    assert find in content
+    path.write_bytes(content.replace(find, bytes([find[0] ^ 1]) + find[1:], 1))
+
+
+def test_a_damaged_newest_checkpoint_is_said_on_the_terminal_and_costs_no_bit(
+    broken_off, undisturbed, tmp_path
+):
+    run = shutil.copytree(broken_off, tmp_path / "run")
+    flip(run / "checkpoints" / "update-000000008" / "state.json", b"0.999")
+    done = verb("resume", run)
+    assert done.returncode == 0, done.stderr
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "state.json is damaged" in said
+    assert "going on from an earlier checkpoint" in said
+    assert result(run)["weights_sha256"] == undisturbed
+
+
+def test_where_every_checkpoint_is_damaged_nothing_starts_and_nothing_is_touched(
+    broken_off, tmp_path
+):
+    run = shutil.copytree(broken_off, tmp_path / "run")
+    for weights in run.glob("checkpoints/*/weights.safetensors"):
+        weights.write_bytes(weights.read_bytes()[:-1])
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    done = verb("resume", run)
+    assert done.returncode == 2
+    assert "no checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
+    after = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert after == before
+
+
+def test_a_run_made_before_there_were_digests_goes_on_and_says_so(undisturbed, tmp_path):
+    run = shutil.copytree(OLD, tmp_path / "run")
+    submission = json.loads((run / "submission.json").read_text())
+    (run / "submission.json").write_text(json.dumps({**submission, "folder": str(tmp_path)}))
+    done = verb("resume", run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "was made before run folders had digests" in " ".join(done.stdout.split())
+    found = result(run)
+    assert (found["state"], found["updates"]) == ("finished", 12)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert next(line for line in lines if "restart" in line)["restart"]["resumed_from"] == 8

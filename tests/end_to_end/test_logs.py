@@ -1,0 +1,60 @@
+"""Logs are read as text, whatever is in them and however long they are."""
+
+import os
+import resource
+import subprocess
+
+import pytest
+
+from tests.core.test_files import made
+from tests.helpers import command, environment, verb
+
+NASTY = (
+    b"plain\n\x1b]0;title\x07\x1b[2J\x1b[31mred\x1b[0m \x9b31m\xc2\x9b0m\xff\n"
+    b"\x1b]52;c;ZXZpbA==\x07end"
+)
+
+
+def test_nothing_that_steers_a_terminal_gets_through(tmp_path):
+    run = made(tmp_path / "run")
+    run.rank_log(0).write_bytes(NASTY * 30_000)
+    done = subprocess.run(
+        command("logs", run.path, module="orchestrator"), env=environment(), capture_output=True,
+        check=True,
+    )  # fmt: skip
+    text = done.stdout.decode()
+    assert not set(text) & {"\x1b", "\x07", "\x9b"}
+    assert text.count("plain\n") == 30_000
+    assert "evil" not in text
+    assert "ZXZpbA" not in text
+
+
+def test_a_log_larger_than_memory_is_printed(tmp_path):
+    run = made(tmp_path / "run")
+    with run.rank_log(0).open("wb") as file:
+        for _ in range(150):
+            file.write(b"x" * (1 << 20))  # one line without an end
+
+    def little_memory():
+        resource.setrlimit(resource.RLIMIT_AS, (300 << 20, 300 << 20))
+
+    with (tmp_path / "shown").open("wb") as shown:
+        done = subprocess.run(
+            command("logs", run.path, module="orchestrator"), env=environment(), stdout=shown,
+            stderr=subprocess.PIPE, check=False, preexec_fn=little_memory,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-500:]
+    assert (tmp_path / "shown").stat().st_size == 150 << 20
+
+
+@pytest.mark.parametrize("what", ["link", "fifo"])
+def test_a_log_that_is_none_is_refused_in_one_sentence(tmp_path, what):
+    run = made(tmp_path / "run")
+    if what == "link":
+        run.rank_log(0).symlink_to("/etc/passwd")
+    else:
+        os.mkfifo(run.rank_log(0))
+    done = verb("logs", run.path, timeout=20)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"is a {what}" in done.stderr
+    assert "Traceback" not in done.stderr
