@@ -7,7 +7,9 @@ import contextlib
 import warnings
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from orchestrator.engine.torch import Accumulator, Loss, TorchGroup, run_in_threads
@@ -51,6 +53,16 @@ def accumulated(group=None, model=None, **more):
 
 def loss_of(model, samples=2):
     return Loss(model(torch.ones(samples, 4)).square().sum(), weight=samples)
+
+
+@contextlib.contextmanager
+def one_process_group():
+    """What torch's own wrappers want: its default group, of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def on_two_ranks(function):
@@ -324,3 +336,103 @@ def _():
     with torch.no_grad():
         model[0].weight.mul_(0.9)
     ours.boundary()
+
+
+@misuse("ranks that start from other weights")
+@on_two_ranks
+def _(group):
+    torch.manual_seed(group.rank)
+    model = nn.Linear(4, 3)
+    accumulated(group, model)
+
+
+@misuse("ranks with another setting, optimizer or model")
+@on_two_ranks
+def _(group):
+    accumulated(group, clip_norm=1.0 + group.rank)
+
+
+@misuse("an optimizer of another model")
+def _():
+    Accumulator(net(), torch.optim.SGD(net().parameters(), lr=0.1), TorchGroup.alone())
+
+
+@misuse("an optimizer that lacks some parameters")
+def _():
+    model = net()
+    Accumulator(model, torch.optim.SGD(model[2].parameters(), lr=0.1), TorchGroup.alone())
+
+
+@misuse("several optimizers")
+def _():
+    model = net()
+    both = {part: torch.optim.SGD(model[int(part)].parameters(), lr=0.1) for part in "02"}
+    Accumulator(model, both, TorchGroup.alone())
+
+
+@misuse("a model in DistributedDataParallel")
+def _():
+    with one_process_group():
+        accumulated(model=nn.parallel.DistributedDataParallel(net()))
+
+
+@misuse("a model in FSDP2 (`fully_shard`), or of DTensors")
+def _():
+    from torch.distributed.fsdp import fully_shard
+
+    with one_process_group():
+        accumulated(model=fully_shard(net(), mesh=init_device_mesh("cpu", (1,))))
+
+
+@misuse("a lazy layer that was not called yet")
+def _():
+    accumulated(model=nn.Sequential(nn.LazyLinear(3)))
+
+
+@misuse("a model on the meta device")
+def _():
+    with torch.device("meta"):
+        model = nn.Linear(4, 3)
+    accumulated(model=model)
+
+
+@misuse("batch norm in training mode (a warning)")
+def _():
+    accumulated(model=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+
+
+@misuse("batch norm set to training mode later (a warning)")
+def _():
+    ours, model = accumulated(model=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval())
+    model.train()
+    ours.begin_window()
+
+
+@misuse("`model.half()` or `model.to(...)` after the accumulator was built")
+def _():
+    ours, model = accumulated()
+    model.double()
+    ours.begin_window()
+
+
+@misuse("a layer that was added or replaced later")
+def _():
+    ours, model = accumulated()
+    model[2] = nn.Linear(5, 7)
+    ours.begin_window()
+
+
+@misuse("`load_state_dict(assign=True)`")
+def _():
+    ours, model = accumulated()
+    model.load_state_dict(net().state_dict(), assign=True)
+    ours.begin_window()
+
+
+@misuse("a parameter that was unfrozen later")
+def _():
+    model = net()
+    model[0].requires_grad_(requires_grad=False)
+    ours, _ = accumulated(model=model)
+    model[0].requires_grad_()
+    ours.begin_window()

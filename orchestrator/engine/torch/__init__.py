@@ -18,6 +18,7 @@ from orchestrator.engine.torch.collectives import (
 from orchestrator.engine.torch.engine import TorchEngine, build_engine
 from orchestrator.engine.torch.group import TorchGroup
 from orchestrator.engine.torch.in_process import InProcessGroup, run_in_threads
+from orchestrator.engine.torch.norms import with_norms
 from orchestrator.engine.torch.rendezvous import form_group
 from orchestrator.engine.torch.versions import versions
 from orchestrator.job import Loss
@@ -39,4 +40,5 @@ __all__ = [
     "form_group",
     "run_in_threads",
     "versions",
+    "with_norms",
 ]

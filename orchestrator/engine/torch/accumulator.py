@@ -24,11 +24,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import BoundaryReport
+from orchestrator.engine.torch.alike import start_alike
 from orchestrator.engine.torch.arrivals import listen
 from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.buffer import GradientBuffers
 from orchestrator.engine.torch.clipping import GradientNorm
-from orchestrator.engine.torch.layout import named_parameters, trained
 from orchestrator.engine.torch.optimizers import LearningRate, usable
 from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.reductions import reduction_for
@@ -38,6 +38,7 @@ from orchestrator.engine.torch.shardable import check_shardable
 from orchestrator.engine.torch.sharded import ShardedBoundary
 from orchestrator.engine.torch.state import restore_optimizer
 from orchestrator.engine.torch.step import Step
+from orchestrator.engine.torch.supported import served
 from orchestrator.engine.torch.tally import Tally
 from orchestrator.engine.torch.used import UsedParameters
 from orchestrator.engine.torch.watch import WindowWatch
@@ -75,10 +76,14 @@ class Accumulator:
         shard_optimizer: each rank keeps and steps 1/R of the optimizer, for reduction="fast" with
             sync="boundary". Parameters move into flat buffers, and `optimizer` holds pieces of them
             from then on: save it with `optimizer_state`. After a boundary every `.grad` is None.
+        broadcast: begin with rank 0's parameters and buffers on all ranks, as DDP does.
+        advise: warn, once, of layers that do not do what one big batch would.
+
+    To build one is collective: ranks compare what has to be the same on all of them.
 
     Raises:
-        JobError: the model has nothing to train.
-        ConfigError: settings that cannot be used, or an optimizer that cannot accumulate.
+        JobError: the model has nothing to train, or ranks do not start alike.
+        ConfigError: settings, a model or an optimizer that cannot be used.
     """
 
     def __init__(
@@ -99,15 +104,25 @@ class Accumulator:
         wire: str = "own",
         order: Sequence[int] | None = None,
         shard_optimizer: bool = False,
+        broadcast: bool = False,
+        advise: bool = True,
     ) -> None:
         if group.size > MOST_RANKS:
             raise ConfigError(
                 f"sums stay exact up to {MOST_RANKS} ranks, but there are {group.size}"
             )
         self.group, self.optimizer = group, usable(optimizer, "the optimizer")
-        named = named_parameters(model)
-        self._parameters = trained(named)
-        self._watch = WindowWatch(named, self._parameters, group, silent=silent)
+        named, self._parameters = served(model, self.optimizer)
+        settings = {
+            "clip_norm": clip_norm, "metric_names": tuple(metric_names), "wire": wire,
+            "bucket_bytes": bucket_bytes, "reduction": reduction, "sync": sync, "order": order,
+            "on_non_finite": on_non_finite, "precision": precision,
+            "shard_optimizer": shard_optimizer,
+        }  # fmt: skip
+        start_alike(group, model, named, optimizer, settings, broadcast=broadcast)
+        self._watch = WindowWatch(
+            model, named, self._parameters, group, silent=silent, advise=advise
+        )
         self._replicas = replicas_of(named, group)
         self.precision = Precision(precision, self._parameters[0][1].device)
         self._names = tuple(metric_names)

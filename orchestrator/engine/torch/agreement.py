@@ -1,4 +1,4 @@
-"""Checks at the start that ranks agree: on the model's bits, and on what computes it."""
+"""Which ranks differ from the others: in what computes (asked at the start), or in anything."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from orchestrator.engine.replicas import unlike_most
 from orchestrator.engine.torch.versions import versions
-from orchestrator.errors import JobError
 
 _WORD_BITS = 48  # float64 carries 53 exactly
 _WORDS = 5
@@ -24,21 +23,6 @@ def machine_digest() -> str:
     """Digest of what decides the bits of a kernel: versions, threads, kind of processor."""
     facts = {**versions(), "machine": platform.machine()}
     return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
-
-
-def check_replicas(rows: Sequence[Sequence[float]]) -> None:
-    """Raise `JobError`, on all ranks alike, naming ranks whose model is not the most common one.
-
-    Args:
-        rows: each rank's `as_numbers` of its weights' digest.
-    """
-    odd = unlike_most(rows)
-    if odd:
-        verb = "differs" if len(odd) == 1 else "differ"
-        raise JobError(
-            f"model() does not give the same weights on every rank: {_ranks(odd)} {verb} from the "
-            "others. It must depend on nothing but the job's arguments and the random seed"
-        )
 
 
 def machine_warning(rows: Sequence[Sequence[float]], reduction: str) -> list[str]:

@@ -7,6 +7,8 @@ own again; with `exact` the statistics are those of the whole window, at the pri
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]  # the common base
@@ -42,9 +44,16 @@ class FrozenBatchNorm(Module):
         )
 
 
+def batch_norms_of(model: Any) -> dict[str, Module]:
+    """The batch norms in `model` by name, "" if it is one itself; none in what is no module."""
+    if not isinstance(model, Module):
+        return {}
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+
+
 def batch_norms(model: Module) -> list[str]:
-    """Names of the batch norms in `model`, "" if it is one itself."""
-    return [name for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+    """Names of the batch norms in `model`."""
+    return list(batch_norms_of(model))
 
 
 def listed(names: list[str]) -> str:

@@ -68,6 +68,14 @@ def _can_fuse(parameters: Sequence[Tensor]) -> bool:
 
 def usable(optimizer: Any, spelled: str) -> Optimizer:
     """`optimizer`, if it can step on accumulated dense gradients, or else `ConfigError`."""
+    if isinstance(optimizer, (Mapping, list, tuple)):
+        several: Mapping[str, Any] | Sequence[Any] = optimizer
+        raise ConfigError(
+            f"{spelled} gives {len(several)} optimizers, and an accumulator has one, which steps "
+            "at its boundary. Where there are several, each with its loss (generator and "
+            "discriminator, say), write a loop of your own with an accumulator for each: "
+            "docs/library.md, 'Several optimizers'"
+        )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"{spelled} gives a {type(optimizer).__name__}, not a torch Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):

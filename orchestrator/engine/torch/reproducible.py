@@ -132,6 +132,9 @@ class Reproducible:
         Raises:
             PlanError: on all ranks alike, when the ranks' leaves are not each of the update's once.
         """
+        if self._spent:
+            self._current.settle()
+            self._current.verify()
         rows = self._exchange_rows(trailer)
         owned = [(int(row[0]), int(row[1])) for row in rows]
         if wrong := gap_in(owned, self._leaves):

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.buffer import view_of
 from orchestrator.engine.torch.layout import Place
 from orchestrator.engine.torch.shard import OptimizerShard
 from orchestrator.engine.torch.shardable import SCALARS
+from orchestrator.engine.torch.texts import texts_of_all
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -108,7 +108,7 @@ def _told_by_all(shard: OptimizerShard) -> dict[int, dict[str, Any]]:
         if (state := shard.optimizer.state.get(piece.weight))
     }
     told: dict[int, dict[str, Any]] = {}
-    for text in _texts(shard.group, json.dumps(mine)):
+    for text in texts_of_all(shard.group, json.dumps(mine)):
         for number, held in json.loads(text).items():
             buffer = shard.buffers.places[int(number)].buffer
             told.setdefault(
@@ -141,14 +141,6 @@ def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)  # noqa: S101  # it was a dtype's name when it was told
     return found
-
-
-def _texts(group: BaseGroup, text: str) -> list[str]:
-    """Every rank's text. Collective."""
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(group.device)
-    sizes: list[int] = group.all_gather(torch.tensor([len(data)], device=group.device)).tolist()
-    parts = group.all_gather(data, sizes).cpu().split(sizes)
-    return [bytes(part.tolist()).decode() for part in parts]
 
 
 # ------------------------------------------------------------------ numbers

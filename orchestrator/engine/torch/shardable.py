@@ -44,15 +44,6 @@ def check_shardable(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor
             f"the {kind.__name__} has state already, which engine.shard_optimizer=true cannot "
             "cut up: build the accumulator before the first step, and load a saved state into it"
         )
-    ours = {id(parameter) for _, parameter in parameters}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and id(parameter) not in ours:
-                raise ConfigError(
-                    f"the {kind.__name__} has a parameter of shape {tuple(parameter.shape)} that "
-                    "the accumulator does not train; with engine.shard_optimizer=true it steps "
-                    "what the accumulator reduces, and nothing else"
-                )
     _refuse_shared_memory(parameters)
 
 

@@ -6,12 +6,17 @@ update another one than was asked for, without any error.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from orchestrator.engine.torch.advice import IN_A_LOOP, norm_advice
 from orchestrator.engine.torch.base_group import BaseGroup
+from orchestrator.engine.torch.norms import batch_norms_of
+from orchestrator.engine.torch.same_model import SameModel
 from orchestrator.errors import JobError, SilenceError
 
 _COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
@@ -21,21 +26,28 @@ class WindowWatch:
     """Looks at one accumulator's windows.
 
     Args:
+        model: what the accumulator was given.
         named: all parameters of the model, trained or not.
         trained: those that are.
         group: the ranks.
         silent: whether collectives on `group` are refused, and looked for.
+        advise: warn of batch norms, once, when they are in training mode.
     """
 
     def __init__(
         self,
+        model: Any,
         named: Sequence[tuple[str, Tensor]],
         trained: Sequence[tuple[str, Tensor]],
         group: BaseGroup,
         *,
         silent: bool,
+        advise: bool,
     ) -> None:
         self._trained, self._group, self._silent = trained, group, silent
+        self._same = SameModel(model, trained)
+        self._norms = batch_norms_of(model) if advise else {}
+        self._advise()
         known = {id(parameter) for _, parameter in trained}
         self._others = [(name, p) for name, p in named if id(p) not in known]
         self._versions: list[int] = []
@@ -47,8 +59,10 @@ class WindowWatch:
         """A window begins; silence is kept from now on.
 
         Raises:
-            JobError: a parameter began to require gradients since the accumulator was built.
+            JobError: the model is not the one any more that the accumulator was built for.
         """
+        self._same.check()
+        self._advise()
         for name, parameter in self._others:
             if parameter.requires_grad:
                 raise JobError(
@@ -63,6 +77,11 @@ class WindowWatch:
         self._transport_mark = self._group.transport_collectives() or 0
         if self._silent:
             self._group.silence.keep(f"in mid-window of update {update}")
+
+    def _advise(self) -> None:
+        if any(layer.training for layer in self._norms.values()):
+            warnings.warn(norm_advice(list(self._norms)) + IN_A_LOOP, stacklevel=4)
+            self._norms = {}
 
     def end(self, update: int) -> None:
         """The boundary is reached; collectives are allowed again.

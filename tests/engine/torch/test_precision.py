@@ -89,6 +89,7 @@ def test_a_gradient_that_stays_infinite_at_scale_1_stops_the_run():
     assert not precision.may_overflow
 
     def train(group):
+        torch.manual_seed(0)
         model = nn.Linear(1, 1)
         nn.init.ones_(model.weight)  # the same on both ranks
         nn.init.zeros_(model.bias)
