@@ -13,12 +13,13 @@ No framework is imported here: an engine says how a piece of a parameter is dige
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from orchestrator.engine.trailer import DIGEST_BITS, Trailer
-from orchestrator.errors import ReplicasDiffer
+from orchestrator.errors import JobError, ReplicasDiffer
 from orchestrator.plan.advice import named_ranks
 
 MOST_SHARES = 32
@@ -102,12 +103,24 @@ class Replicas:
         self._shares = shares_of(sizes, itemsizes)
         self._update = -1  # the latest
         self._alike: list[int | None] = [None] * len(self._shares)  # last before which update
+        self._agreed: Mapping[str, float] = {}
 
-    def tell(self, trailer: Trailer, update: int) -> None:
-        """Put this rank's digest of the update's share into what travels. Not collective."""
-        self._update = update
+    def tell(
+        self, trailer: Trailer, update: int, agreed: Mapping[str, float] | None = None
+    ) -> None:
+        """Put this rank's digest of the update's share into what travels. Not collective.
+
+        Args:
+            trailer: that of this rank.
+            update: its number.
+            agreed: further numbers of this window that have to be the same on all ranks, by what
+                they are: the same names on all of them.
+        """
+        self._update, self._agreed = update, agreed or {}
         if self._ranks > 1:
-            trailer.tell(folded(self._digests(self._share(update)), DIGEST_BITS))
+            words = [_bits(number) for number in self._agreed.values()]
+            words += self._digests(self._share(update))
+            trailer.tell(folded(words, DIGEST_BITS))
 
     def check(self, totals: Trailer, update: int) -> None:
         """Look at what came back. Collective only where it raises.
@@ -115,11 +128,14 @@ class Replicas:
         Raises:
             ReplicasDiffer: on all ranks alike, when weights differed before this update's step; it
                 names ranks, the first parameter, and since when.
+            JobError: on all ranks alike, when they were told different numbers of this window.
         """
         place = update % len(self._shares)
         if totals.alike(self._ranks):
             self._alike[place] = update
             return
+        if self._agreed:
+            self._check_agreed(update)
         pieces = self._share(update)
         raise self._error(pieces, self._alike[place], f"the step of update {update}")
 
@@ -137,6 +153,21 @@ class Replicas:
             if any(row[place] != rows[0][place] for row in rows):
                 raise self._error(share, self._alike[place], f"the end of update {self._update}")
         self._alike = [self._update + 1] * len(self._shares)
+
+    def _check_agreed(self, update: int) -> None:
+        rows = self._gather(list(self._agreed.values()))
+        odd = unlike_most(rows)
+        if odd:
+            usual = next(row for rank, row in enumerate(rows) if rank not in odd)
+            name, theirs, ours = next(
+                (name, theirs, ours)
+                for name, theirs, ours in zip(self._agreed, rows[odd[0]], usual, strict=True)
+                if theirs != ours
+            )
+            raise JobError(
+                f"ranks do not agree on update {update}: {name} is {theirs:.17g} on "
+                f"{named_ranks(odd)}, and {ours:.17g} on others; it has to be the same on all ranks"
+            )
 
     def _share(self, update: int) -> list[Piece]:
         return self._shares[update % len(self._shares)]
@@ -157,6 +188,10 @@ class Replicas:
             "processors and numbers of threads, which decide the last bits",
             odd,
         )
+
+
+def _bits(number: float) -> int:
+    return int.from_bytes(struct.pack("<d", number), "little")
 
 
 def unlike_most(rows: Sequence[Sequence[float]]) -> list[int]:

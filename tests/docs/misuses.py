@@ -436,3 +436,32 @@ def _():
     ours, _ = accumulated(model=model)
     model[0].requires_grad_()
     ours.begin_window()
+
+
+@misuse("ranks with another `expected_weight`, learning rate or number of the update")
+@on_two_ranks
+def _(group):
+    ours, model = accumulated(group)
+    ours.begin_window(expected_weight=2 + group.rank)
+    ours.backward(loss_of(model))
+    ours.boundary()
+
+
+@misuse("parameters frozen later on one rank only")
+@on_two_ranks
+def _(group):
+    ours, model = accumulated(group)
+    model[0].requires_grad_(requires_grad=group.rank == 0)
+    ours.backward(loss_of(model))
+    ours.boundary()
+
+
+@misuse("weights changed between windows on one rank only")
+@on_two_ranks
+def _(group):
+    ours, model = accumulated(group)
+    ours.backward(loss_of(model), last=True)
+    ours.boundary()
+    model[0].weight.data.mul_(1.0 + group.rank)
+    ours.backward(loss_of(model), last=True)
+    ours.boundary()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, softplus
 
 from tests.docs.scripts import torchrun
 
@@ -32,6 +32,37 @@ def test_the_loop_with_torchrun_takes_the_big_batchs_steps(processes, tmp_path):
     rows = torchrun("library.md", "loop.py", processes, tmp_path)
     assert [number for row in rows for number in row[:2]] == pytest.approx(wanted, rel=1e-4)
     assert {row[2] for row in rows} == {1.0 if processes > 1 else 0.0}
+
+
+def _gan():
+    """(loss of the critic, loss of the generator) of five updates in plain torch."""
+    torch.manual_seed(0)
+    generator = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+    critic = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    both = [torch.optim.Adam(net.parameters(), 0.01) for net in (generator, critic)]
+    drawn, found = torch.Generator().manual_seed(1), []
+    for _ in range(5):
+        real = torch.randn(60, 2, generator=drawn) + 3
+        noise = torch.randn(60, 4, generator=drawn)
+        scores = critic(torch.cat([real, generator(noise).detach()]))
+        wanted = torch.cat([torch.ones(60, 1), torch.zeros(60, 1)])
+        told = binary_cross_entropy_with_logits(scores, wanted)
+        both[1].zero_grad()
+        told.backward()
+        both[1].step()
+        fooled = softplus(-critic(generator(noise))).mean()
+        both[0].zero_grad()
+        fooled.backward()
+        both[0].step()
+        found += [told.item(), fooled.item()]
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_generator_and_discriminator_take_the_big_batchs_steps(processes, tmp_path):
+    rows = torchrun("library.md", "gan.py", processes, tmp_path)
+    assert [number for row in rows for number in row[:2]] == pytest.approx(_gan(), rel=1e-4)
+    assert {row[2] for row in rows} == {2.0 if processes > 1 else 0.0}
 
 
 def test_two_stages_on_two_replicas_take_the_big_batchs_steps_with_one_reduction(tmp_path):

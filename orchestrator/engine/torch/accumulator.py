@@ -355,9 +355,9 @@ class Accumulator:
             reached = time.perf_counter()
             trailer.flags[STOP] = int(stop)
             self._used.flag(trailer)
-            self._replicas.tell(trailer, self._window.update)
+            self._replicas.tell(trailer, self._window.update, self._agreed())
             totals = self._reduction.finish(trailer, norm_of_sum.add)
-            self._replicas.check(totals, self._window.update)
+        self._replicas.check(totals, self._window.update)
         waited = time.perf_counter()
         norm, applied = self._step.take(
             self._window.update,
@@ -379,6 +379,15 @@ class Accumulator:
             wait_s=waited - reached + spread_s,
             optimizer_s=stepped - waited,
         )
+
+    def _agreed(self) -> dict[str, float]:
+        """What ranks were told of this window, and has to be the same on all of them."""
+        return {
+            "the number of the update": self._window.update,
+            "expected_weight": self._expected,
+            "the learning rate": self._rate.of_first_group,
+            "the digest of which parameters are frozen": self._watch.frozen,
+        }
 
     def _report(self, totals: Trailer, **figures: Any) -> BoundaryReport:
         weight = totals.weight.value

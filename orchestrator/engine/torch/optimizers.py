@@ -68,10 +68,10 @@ def _can_fuse(parameters: Sequence[Tensor]) -> bool:
 
 def usable(optimizer: Any, spelled: str) -> Optimizer:
     """`optimizer`, if it can step on accumulated dense gradients, or else `ConfigError`."""
-    if isinstance(optimizer, (Mapping, list, tuple)):
-        several: Mapping[str, Any] | Sequence[Any] = optimizer
+    several = _several(optimizer)
+    if several:
         raise ConfigError(
-            f"{spelled} gives {len(several)} optimizers, and an accumulator has one, which steps "
+            f"{spelled} gives {several} optimizers, and an accumulator has one, which steps "
             "at its boundary. Where there are several, each with its loss (generator and "
             "discriminator, say), write a loop of your own with an accumulator for each: "
             "docs/library.md, 'Several optimizers'"
@@ -83,6 +83,14 @@ def usable(optimizer: Any, spelled: str) -> Optimizer:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(f"{spelled} takes sparse gradients only; here they are dense: use adam")
     return optimizer
+
+
+def _several(given: Any) -> int:
+    """How many optimizers are in a mapping or a list."""
+    values: list[Any] = list(given.values()) if isinstance(given, Mapping) else []  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(given, (list, tuple)):
+        values = list(given)  # pyright: ignore[reportUnknownArgumentType]
+    return sum(isinstance(value, Optimizer) for value in values)
 
 
 def _imported(dotted: str) -> Callable[..., Any]:
@@ -128,6 +136,12 @@ class LearningRate:
         self._optimizer = optimizer
         base = float(optimizer.defaults.get("lr") or 0.0)
         self._ratios = [float(group["lr"]) / base for group in optimizer.param_groups if base]
+
+    @property
+    def of_first_group(self) -> float:
+        """Its rate now; 0 where it has none, or keeps it on a device, where a look would wait."""
+        rate = self._optimizer.param_groups[0].get("lr", 0.0)
+        return 0.0 if isinstance(rate, Tensor) else float(rate)
 
     def set(self, rate: float) -> None:
         """Use `rate` from the next step on.

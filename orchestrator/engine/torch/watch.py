@@ -7,7 +7,9 @@ update another one than was asked for, without any error.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from orchestrator.engine.torch.norms import batch_norms_of
 from orchestrator.engine.torch.same_model import SameModel
 from orchestrator.errors import JobError, SilenceError
 
+_TRAINS = attrgetter("requires_grad")
 _COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
 
 
@@ -32,6 +35,9 @@ class WindowWatch:
         group: the ranks.
         silent: whether collectives on `group` are refused, and looked for.
         advise: warn of batch norms, once, when they are in training mode.
+
+    Attributes:
+        frozen: tells which of the trained parameters were frozen at this window's start.
     """
 
     def __init__(
@@ -50,6 +56,8 @@ class WindowWatch:
         self._advise()
         known = {id(parameter) for _, parameter in trained}
         self._others = [(name, p) for name, p in named if id(p) not in known]
+        self._parameters = [parameter for _, parameter in trained]
+        self.frozen = 0.0
         self._versions: list[int] = []
         self._looked_at: tuple[str, Tensor, Tensor] | None = None
         self._mark = group.mark()
@@ -63,6 +71,8 @@ class WindowWatch:
         """
         self._same.check()
         self._advise()
+        trains = bytes(map(_TRAINS, self._parameters))
+        self.frozen = float(zlib.crc32(trains)) if 0 in trains else 0.0
         for name, parameter in self._others:
             if parameter.requires_grad:
                 raise JobError(

@@ -337,7 +337,7 @@ def test_buckets_fill_up_in_the_order_in_which_gradients_come():
             ours.close()
             ours = Accumulator(
                 engine.model, ours.optimizer, group, metric_names=Curve.metric_names,
-                bucket_bytes=100,
+                bucket_bytes=100, advise=False,
             )  # fmt: skip
         x, y = job.dataset().tensors
         ours.begin_window()
