@@ -10,7 +10,7 @@ import importlib.metadata
 import platform
 import sys
 
-from orchestrator.config import Config, node_range
+from orchestrator.config import Config, ScheduleConfig, node_range
 from orchestrator.errors import ConfigError, JobError
 
 MINDSPORE = "2.10"
@@ -62,6 +62,21 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
         raise ConfigError("\n".join(wrong))
     if config.cluster.kind == "local":
         check_installed(framework)
+
+
+def refuse_schedule(job: str, schedule: ScheduleConfig) -> None:
+    """Raise `ConfigError` for a schedule beside a job's own rates: one would be a lie."""
+    plain = ScheduleConfig()
+    stated = [
+        f"schedule.{name}={value}"
+        for name, value in vars(schedule).items()
+        if value != getattr(plain, name)
+    ]
+    if stated:
+        raise ConfigError(
+            f"{job}.learning_rate(update) gives the rate of each update, so {', '.join(stated)} "
+            f"would have no effect; leave {'it' if len(stated) == 1 else 'them'} out"
+        )
 
 
 def notes(config: Config, framework: str | None) -> list[str]:

@@ -44,6 +44,10 @@ class Job:
             call the same ones equally often. Otherwise ranks are silent between boundaries.
         augments: set it to True when `dataset[i]` draws random numbers: every sample then gets
             its own generator state from (seed, update, place in the update), whoever computes it.
+
+    A job may define `learning_rate(self, update) -> float` as well: the rate of update number
+    `update`, from 0, in the place of the configuration's schedule, which is refused beside it. It
+    must depend on that number alone. Parameter groups keep their ratios to it.
     """
 
     framework: ClassVar[str] = "torch"
@@ -115,3 +119,8 @@ class Coupled(Protocol):
 def is_coupled(job: Any) -> bool:
     """Whether a job, or its class, defines `embed` and `loss_of_embeddings`."""
     return all(callable(getattr(job, name, None)) for name in COUPLED_METHODS)
+
+
+def has_own_rate(job: Any) -> bool:
+    """Whether a job, or its class, defines `learning_rate(update)`."""
+    return callable(getattr(job, "learning_rate", None))

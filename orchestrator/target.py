@@ -31,6 +31,7 @@ class TargetFacts:
     metric_count: int | None = None
     coupled: bool = False
     own_optimizer: bool | None = None
+    own_rate: bool = False
     source: Path | None = None
 
 
@@ -380,5 +381,6 @@ def _check_class(dotted: str, found: _Class, job: Mapping[str, Any]) -> TargetFa
         metric_count=len(names.elts) if isinstance(names, ast.Tuple | ast.List) else None,
         coupled=coupled,
         own_optimizer=_own_optimizer(lineage),
+        own_rate=isinstance(members.get("learning_rate"), DEFINITIONS),
         source=found.module.source,
     )

@@ -21,6 +21,7 @@ def plan_of(
     framework: str | None = None,
     coupled: bool = False,
     collectives_beside: int | None = None,
+    own_rate: bool = False,
 ) -> Plan:
     """Plan with what is known: the workers know all of it, the submitting side what `facts` says.
 
@@ -30,6 +31,7 @@ def plan_of(
         coupled: the job's loss is one of all embeddings, which are gathered once an update.
         collectives_beside: of each update, besides the gradient's reduction, as the engine counts
             them; None when there is none yet.
+        own_rate: the job gives the learning rates itself.
 
     Raises:
         PlanError: a batch, a schedule or a data set that cannot be planned.
@@ -61,6 +63,7 @@ def plan_of(
         wire_itemsize=WIRE_ITEMSIZE[config.engine.wire],
         shard_optimizer=config.engine.shard_optimizer,
         early=framework != "mindspore",
+        own_rate=own_rate,
     )
     beside = int(coupled and planned.ranks > 1)
     if collectives_beside is not None:

@@ -41,7 +41,8 @@ class Plan:
         epochs: stated, or what `updates` amount to; None when not known.
         updates_per_epoch: see `DataOrder`; None when the data set is not known.
         dataset_samples, parameters: of the data set and the model; None when not known.
-        learning_rate_first, _peak, _last: of update 0, at the top, of the last update (or None).
+        learning_rate_first, _peak, _last: of update 0, at the top, of the last update; None when
+            not known beforehand, as where the job gives its own.
         schedule: the whole schedule; None when it needs the number of updates and that is unknown.
         collectives_per_update: 0 on one rank; None when not known beforehand, which is so without
             `parameters` and in reproducible mode.
@@ -67,8 +68,8 @@ class Plan:
     updates_per_epoch: int | None
     dataset_samples: int | None
     parameters: int | None
-    learning_rate_first: float
-    learning_rate_peak: float
+    learning_rate_first: float | None
+    learning_rate_peak: float | None
     learning_rate_last: float | None
     schedule: Schedule | None
     collectives_per_update: int | None
@@ -137,6 +138,7 @@ def make_plan(
     wire_itemsize: int | None = None,
     shard_optimizer: bool = False,
     early: bool = True,
+    own_rate: bool = False,
 ) -> Plan:
     """Make the plan of a run from values as stated (None: not stated, or not known).
 
@@ -144,7 +146,7 @@ def make_plan(
     gradient number, `metric_count` the job's metrics, `bucket_bytes` the size of a
     bucket (see `wire.bucket_count`), `wire_itemsize` the bytes of a gradient number while it
     travels, where those are fewer. `shard_optimizer`: each rank steps 1/R of the weights.
-    `early`: buckets leave during the backward.
+    `early`: buckets leave during the backward. `own_rate`: the job gives the learning rates.
 
     Raises:
         PlanError: values that are out of range or do not agree.
@@ -210,9 +212,9 @@ def make_plan(
         updates_per_epoch=None if dataset_samples is None else order.updates_per_epoch,
         dataset_samples=dataset_samples,
         parameters=parameters,
-        learning_rate_first=rates.learning_rate(0),
-        learning_rate_peak=rates.peak,
-        learning_rate_last=None if total is None else rates.learning_rate(total - 1),
+        learning_rate_first=None if own_rate else rates.learning_rate(0),
+        learning_rate_peak=None if own_rate else rates.peak,
+        learning_rate_last=None if own_rate or total is None else rates.learning_rate(total - 1),
         schedule=rates if rates.decay == decay else None,
         collectives_per_update=collectives,
         bytes_on_wire_per_update=bytes_on_wire_per_update(

@@ -87,7 +87,7 @@ def _wire(plan: Mapping[str, Any]) -> str:
 def _learning_rate(plan: Mapping[str, Any]) -> str:
     """First, highest and last, or one number when it stays as it is."""
     if plan.get("learning_rate_first") is None:
-        return "unknown"
+        return "the job's own: learning_rate(update)"
     marks = [
         (name, plan.get(f"learning_rate_{name}"))
         for name in ("first", "peak", "last")

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from orchestrator.config import Config, read_config, to_yaml
-from orchestrator.engine_rules import refuse_unsupported
+from orchestrator.engine_rules import refuse_schedule, refuse_unsupported
 from orchestrator.errors import (
     EXIT_FINISHED,
     ConfigError,
@@ -49,8 +49,11 @@ def prepare(config: Config) -> Plan:
     facts = check_target(config.job)
     refuse_unsupported(config, facts.framework, coupled=bool(facts.coupled))
     check_builder(config.optimizer, str(config.job["_target_"]), own=facts.own_optimizer)
+    if facts.own_rate:
+        refuse_schedule(str(config.job["_target_"]), config.schedule)
     plan = plan_of(
         config,
+        own_rate=facts.own_rate,
         metric_count=facts.metric_count or 0,
         framework=facts.framework,
         coupled=facts.coupled,

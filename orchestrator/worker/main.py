@@ -30,7 +30,7 @@ from orchestrator.errors import (
     RunFolderError,
     StopRequested,
 )
-from orchestrator.job import REQUIRED_METHODS, Job, is_coupled
+from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.plan.from_config import plan_of
 from orchestrator.report.computed_with import warnings_of
 from orchestrator.run_warnings import warn, warn_into
@@ -46,6 +46,7 @@ from orchestrator.worker.failure import exit_code, record_failure
 from orchestrator.worker.loop import Outcome, train
 from orchestrator.worker.node_watch import FAILED, FINISHED, STOPPED
 from orchestrator.worker.rank_log import send_output_to
+from orchestrator.worker.rates import own_rates
 from orchestrator.worker.record import Recorder, Silent
 from orchestrator.worker.result import memory_of_ranks, result_of
 from orchestrator.worker.stop import StopFlag
@@ -174,9 +175,11 @@ def _run_rank(
         metric_count=len(getattr(job, "metric_names", ())),
         framework=written_for,
         collectives_beside=engine.collectives_beside(),
+        own_rate=has_own_rate(job),
     )
     assert planned.updates is not None  # noqa: S101  # the data set is known here
-    windows = RankWindows(planned, topology.rank)
+    rates = own_rates(job, config.schedule, engine, planned.updates)
+    windows = RankWindows(planned, topology.rank, rates)
     outcome = Outcome()
     _restore(run, engine, outcome, topology.rank)
     recorder = Silent()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from orchestrator.engine.api import MicroBatch, Window
@@ -12,11 +13,14 @@ from orchestrator.plan.window import planner_of
 class RankWindows:
     """The planner seen from one rank. The loop and the loader ask for the same window, one ahead of
     the other, so the latest few are kept.
+
+    Args:
+        rates: of the job, in the place of the plan's.
     """
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int, rates: Callable[[int], float] | None = None) -> None:
         self._planner = planner_of(plan)
-        self._rank = rank
+        self._rank, self._rates = rank, rates
         self.window = lru_cache(maxsize=4)(self._window)
 
     def _window(self, update: int) -> Window:
@@ -29,7 +33,7 @@ class RankWindows:
                 for start, indices in mine.micro_batches
             ),
             steps=mine.steps,
-            learning_rate=mine.learning_rate,
+            learning_rate=self._rates(update) if self._rates else mine.learning_rate,
             samples_per_rank=mine.samples_per_rank,
         )
 

@@ -132,3 +132,25 @@ def test_a_number_of_restarts_that_cannot_be_is_refused(tmp_path, override, word
     done = helpers.verb("plan", *FEW[:1], *override.split())
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def test_a_jobs_own_rates_are_those_of_every_attempt_and_cost_no_bit(tmp_path):
+    runs = [tmp_path / "undisturbed", tmp_path / "killed"]
+    own = (
+        "job._target_=tests.tiny_job.OwnRate",
+        *FEW[1:],
+        "train.updates=8",
+        "accumulation.steps=1",
+    )
+    faults = ((), ("job.fault=kill", "job.fault_after=6", "run.max_restarts=1"))
+    for run, fault in zip(runs, faults, strict=True):
+        done = helpers.call(*own, f"run.dir={run}", *fault)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for record in helpers.records(run):
+            assert record["learning_rate"] == 0.01 / (1 + record["update"])
+    assert [len(helpers.result(run)["restarts"]) for run in runs] == [0, 1]
+    assert len({helpers.result(run)["weights_sha256"] for run in runs}) == 1
+    assert json.loads((runs[0] / "plan.json").read_text())["learning_rate_first"] is None
+    done = helpers.call(*own, "schedule.decay=cosine", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "OwnRate.learning_rate(update) gives the rate of each update" in done.stderr

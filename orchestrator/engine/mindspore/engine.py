@@ -15,6 +15,7 @@ from mindspore import Tensor, nn
 
 from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
 from orchestrator.engine.figures import checked_figures
+from orchestrator.engine.hyperparameters import Hyperparameters, refuse_scheduler
 from orchestrator.engine.mindspore import state
 from orchestrator.engine.mindspore.accumulator import Accumulator
 from orchestrator.engine.mindspore.advice import RANDOM, advice, layers
@@ -22,7 +23,7 @@ from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.engine.mindspore.loader import Loader
 from orchestrator.engine.mindspore.losses import compiled_loss, python_loss
 from orchestrator.engine.mindspore.norms import with_norms
-from orchestrator.engine.mindspore.optimizers import build_optimizer, state_of
+from orchestrator.engine.mindspore.optimizers import build_optimizer, hyperparameters_of, state_of
 from orchestrator.engine.mindspore.precision import Precision
 from orchestrator.engine.mindspore.stepping import Applied, Stepper
 from orchestrator.engine.mindspore.tally import Tally
@@ -65,10 +66,12 @@ class MindSporeEngine:
         self._model = self._built_model()
         given = getattr(job, "optimizer", lambda _: None)(self._model)
         own = chosen(given, settings.optimizer, type(job).__name__)
+        refuse_scheduler(getattr(own, "param_groups", ()), job)
         trainable = self._model.trainable_params()
         if not trainable:
             raise JobError("model() has no trainable parameters")
         self._optimizer = self._built_optimizer(own, trainable)
+        self._hyperparameters = Hyperparameters(hyperparameters_of(self._optimizer))
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
         self._accumulator = Accumulator(
@@ -117,7 +120,9 @@ class MindSporeEngine:
         self._mark = (counters.collectives, counters.bytes_on_wire)
         self._tally.begin()
         self._accumulator.clear()
+        self._hyperparameters.check(f"before update {window.update}")
         self._stepper.set_rate(window.learning_rate)
+        self._hyperparameters.keep()
         self._group.silence.keep(f"in mid-window of update {window.update}")
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
@@ -144,6 +149,7 @@ class MindSporeEngine:
         window = self._window
         if window is None:
             raise RuntimeError("a boundary without a window")
+        self._hyperparameters.check("inside a window")
         began = time.perf_counter()
         trailer = self._tally.trailer()  # waits for the losses, so the rest is not computing
         trailer.flags[STOP] = int(stop)
@@ -159,8 +165,10 @@ class MindSporeEngine:
         applied = self._stepper.apply(window.update, buckets, len(self._names), self._tally)
         optimizer_s = time.perf_counter() - began
         self._window, self._held = None, None
+        self._hyperparameters.keep()
         if applied.stepped:
             getattr(self._job, "after_update", nothing)(self._model, window.update)
+            self._hyperparameters.check(f"in after_update of update {window.update}")
         return self._report(window, applied, scale, optimizer_s)
 
     def _reduce(self, trailer: Trailer) -> list[Tensor]:
@@ -264,6 +272,7 @@ class MindSporeEngine:
         state.load(folder / state.WEIGHTS, weights)
         state.load(folder / state.OPTIMIZER, state_of(self._optimizer, weights))
         self._accumulator.precision.load(extra["precision"])
+        self._hyperparameters.keep()
 
     def weights_sha256(self) -> str:
         return state.digest(self._model.parameters_dict())

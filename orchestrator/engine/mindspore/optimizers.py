@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
@@ -103,6 +103,30 @@ def set_rate(optimizer: Any, rate: float) -> None:
             f"schedule.*, one clock for all ranks: build it with a plain number"
         )
     ops.assign(own, Tensor(rate, own.dtype))
+
+
+def hyperparameters_of(optimizer: Any) -> Callable[[], dict[tuple[int, str], Any]]:
+    """A function that gives an optimizer's hyperparameters as they are then, as plain values.
+
+    Of `mindspore.nn`'s optimizers that is the rate alone: all else is compiled into their steps.
+    """
+
+    def read() -> dict[tuple[int, str], Any]:
+        groups = getattr(optimizer, "param_groups", None)
+        if groups is None:
+            return {(0, "lr"): _plain(getattr(optimizer, "learning_rate", None))}
+        return {
+            (number, str(name)): _plain(value)
+            for number, group in enumerate(groups)
+            for name, value in group.items()
+            if name != "params"
+        }
+
+    return read
+
+
+def _plain(value: Any) -> Any:
+    return value.asnumpy().tolist() if isinstance(value, Tensor) else value
 
 
 def state_of(optimizer: Any, weights: Mapping[str, Parameter]) -> dict[str, Parameter]:

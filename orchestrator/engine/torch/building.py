@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import EngineSettings
+from orchestrator.engine.hyperparameters import refuse_scheduler
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.optimizers import build_optimizer, usable
@@ -35,12 +36,19 @@ def built_model(job: Job, settings: EngineSettings, device: torch.device) -> Mod
 
 
 def built_optimizer(job: Job, model: Module, settings: EngineSettings) -> Optimizer:
-    """The job's own, or the one that the configuration names. Raises `ConfigError`."""
+    """The job's own, or the one that the configuration names.
+
+    Raises:
+        ConfigError: it cannot be built, or used.
+        JobError: a scheduler hangs on it.
+    """
     given = getattr(job, "optimizer", lambda _: None)(model)
     own = chosen(given, settings.optimizer, type(job).__name__)
     if own is None:
         return build_optimizer(model, settings.optimizer)
-    return usable(own, f"{type(job).__name__}.optimizer")
+    found = usable(own, f"{type(job).__name__}.optimizer")
+    refuse_scheduler(found.param_groups, job)
+    return found
 
 
 def tried_loss(

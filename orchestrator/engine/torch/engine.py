@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
 from orchestrator.engine.figures import checked_figures
+from orchestrator.engine.hyperparameters import Hyperparameters
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.advice import advice
@@ -26,6 +27,7 @@ from orchestrator.engine.torch.building import LossLines, built_model, built_opt
 from orchestrator.engine.torch.leaves import Leaves
 from orchestrator.engine.torch.memory import memory_bytes, peak_memory_bytes
 from orchestrator.engine.torch.norms import with_norms
+from orchestrator.engine.torch.optimizers import hyperparameters_of
 from orchestrator.engine.torch.order import agreed_order
 from orchestrator.engine.torch.placement import be_deterministic, moved
 from orchestrator.engine.torch.precision import Precision
@@ -101,6 +103,7 @@ class TorchEngine:
             shard_optimizer=settings.shard_optimizer,
             advise=False,  # `warnings` does, in the run's own words
         )
+        self._hyperparameters = Hyperparameters(hyperparameters_of(self._accumulator.optimizer))
         self._gathered: dict[str, Any] | None = None  # the optimizer's state, until it is saved
         self._whole = whole_windows(
             job, self._model, self._accumulator, group, settings,
@@ -140,6 +143,7 @@ class TorchEngine:
     def begin_window(self, window: Window) -> None:
         """Start an update: gradients are zero, the learning rate is set. Not collective."""
         self._window, self._done, self._gathered = window, 0, None
+        self._hyperparameters.check(f"before update {window.update}")
         if self._whole is not None:
             self._whole.begin()
         self._accumulator.begin_window(
@@ -149,6 +153,7 @@ class TorchEngine:
             leaves=self._leaves.of_update(window.samples),
             expected_weight=window.samples,  # right wherever the weight is the number of samples
         )
+        self._hyperparameters.keep()
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Forward and backward of one micro-batch."""
@@ -180,13 +185,16 @@ class TorchEngine:
         gather_s = 0.0
         if self._whole is not None and window is not None:
             gather_s = self._whole.finish(window)
+        self._hyperparameters.check("inside a window")
         report = self._accumulator.boundary(stop=stop)
+        self._hyperparameters.keep()  # some optimizers count in them
         report = replace(report, wait_s=report.wait_s + gather_s)
         if report.applied:
             if self._whole is not None:
                 self._whole.applied()
             with torch.no_grad():
                 getattr(self._job, "after_update", _nothing)(self._model, report.update)
+            self._hyperparameters.check(f"in after_update of update {report.update}")
         return report
 
     # ------------------------------------------------------------------ around updates
@@ -247,6 +255,7 @@ class TorchEngine:
         load_model(self._model, folder, extra["model"])
         load_optimizer(folder, extra["optimizer"], self._accumulator.load_optimizer_state)
         self._accumulator.precision.load(extra["precision"])
+        self._hyperparameters.keep()
 
     def weights_sha256(self) -> str:
         """Digest over the bytes of the weights, tensor by tensor in the order of the names."""

@@ -159,3 +159,17 @@ class LearningRate:
                 group["lr"].fill_(rate * ratio)
             else:
                 group["lr"] = rate * ratio
+
+
+def hyperparameters_of(optimizer: Optimizer) -> Callable[[], dict[tuple[int, str], Any]]:
+    """A function that gives an optimizer's hyperparameters as they are then, as plain values."""
+
+    def read() -> dict[tuple[int, str], Any]:
+        return {
+            (number, str(name)): value.tolist() if isinstance(value, Tensor) else value
+            for number, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params"
+        }
+
+    return read

@@ -6,6 +6,7 @@ import time
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
+from mindspore.experimental import optim
 
 from jobs.line import Line
 from orchestrator import Job, Loss
@@ -158,3 +159,21 @@ class Drifting(Line):
     def after_update(self, model, update):
         if os.environ["SLURM_PROCID"] == "1" and update == 2:
             ops.assign_add(model.bias, ms.Tensor([1e-6], ms.float32))
+
+
+class Reschedules(Weighted):
+    """Changes its optimizer's rate by itself: at once, or after an update."""
+
+    def __init__(self, scheduler=False):
+        super().__init__()
+        self.scheduler = scheduler
+
+    def optimizer(self, model):
+        self.built = optim.SGD(model.trainable_params(), lr=0.1)
+        if self.scheduler:
+            self.steps = optim.lr_scheduler.StepLR(self.built, 1)
+        return self.built
+
+    def after_update(self, model, update):
+        rate = self.built.param_groups[0]["lr"]
+        ops.assign(rate, rate * 0.5)

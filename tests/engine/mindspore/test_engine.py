@@ -250,3 +250,11 @@ def test_cpus_never_stand_in_for_devices_that_were_asked_for(tmp_path):
     assert choose_transport(spec("mccl", "cluster.gpus_per_node=2")) == "mccl"
     with pytest.raises(TransportError, match=r"gres=npu:8\), .* rank 3 on n1 .* transport=mccl"):
         choose_transport(spec("auto", "cluster.slurm_flags.gres=npu:8"))
+
+
+def test_a_rate_that_is_changed_behind_the_engines_back_is_refused():
+    with pytest.raises(JobError, match=r"Reschedules\.optimizer has a learning-rate scheduler"):
+        built(jobs.Reschedules(scheduler=True), mode="pynative")
+    engine = built(jobs.Reschedules(), mode="pynative")
+    with pytest.raises(JobError, match=r"was changed from .* in after_update of update 0"):
+        update(engine, [61])

@@ -1,0 +1,80 @@
+"""An optimizer's hyperparameters belong to the run. No framework is imported.
+
+The learning rate is set at the start of each update, all else when the optimizer is built. What
+somebody changes in between (a scheduler of the framework's that is stepped in `after_update`, say)
+would be overwritten in silence, or be unknown to whoever reads the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from orchestrator.errors import JobError
+
+Values = Mapping[tuple[int, str], Any]
+"""By parameter group and name; what compares with `==`."""
+
+
+class Hyperparameters:
+    """Looks whether somebody else has changed them.
+
+    Args:
+        read: gives them as they are now.
+        rate: the name of the learning rate among them.
+    """
+
+    def __init__(self, read: Callable[[], Values], rate: str = "lr") -> None:
+        self._read, self._rate = read, rate
+        self._kept = read()
+
+    def keep(self) -> None:
+        """They are as they should be: the engine, or the optimizer's own step, has set them."""
+        self._kept = self._read()
+
+    def check(self, when: str) -> None:
+        """Raise `JobError` if they are not as they were kept.
+
+        Args:
+            when: since then, in words: "in after_update of update 3".
+        """
+        found = self._read()
+        if found == self._kept:
+            return
+        groups = {group for group, _ in found}, {group for group, _ in self._kept}
+        if groups[0] != groups[1]:
+            raise JobError(
+                f"the optimizer had {len(groups[1])} parameter groups and has {len(groups[0])} "
+                f"now, {when}; build it with all of them"
+            )
+        for group, name in sorted(found.keys() | self._kept.keys()):
+            before, after = (held.get((group, name)) for held in (self._kept, found))
+            if before != after:
+                raise JobError(self._told(group, name, before, after, when))
+
+    def _told(self, group: int, name: str, before: Any, after: Any, when: str) -> str:
+        changed = (
+            f"{name} of the optimizer's parameter group {group} was changed from {before!r:.40} to "
+            f"{after!r:.40} {when}, behind the engine's back"
+        )
+        if name in (self._rate, f"initial_{self._rate}"):  # a scheduler's own mark
+            return (
+                f"{changed}, where it would have no effect: each update sets the rate. Let the job "
+                "define learning_rate(self, update) in the place of a scheduler, or use schedule.*"
+            )
+        return f"{changed}; it stays as the optimizer was built, so that a run is what it says"
+
+
+def refuse_scheduler(groups: Iterable[Mapping[str, Any]], job: Any) -> None:
+    """Raise `JobError` when a scheduler of the framework's hangs on a job's own optimizer.
+
+    Args:
+        groups: the optimizer's; both frameworks' schedulers leave their mark in them.
+        job: its `optimizer` built it.
+    """
+    if any("initial_lr" in group for group in groups):
+        raise JobError(
+            f"{type(job).__name__}.optimizer has a learning-rate scheduler, which would have no "
+            "effect: each update sets the rate. Leave it out and define learning_rate(self, "
+            "update) in the job, or use schedule.*"
+        )
