@@ -316,6 +316,10 @@ class Engine(Protocol):
         """Largest memory of this rank so far: the device's if there is one, else the process's."""
         ...
 
-    def warnings(self) -> list[str]:
-        """What a user should know of this model (batch norm, say), each with its remedies."""
+    def warnings(self, micro_batches: int | None = None) -> list[str]:
+        """What a user should know of this model (batch norm, say), each with its remedies.
+
+        Args:
+            micro_batches: of an update, over all ranks; None for many.
+        """
         ...

@@ -11,7 +11,10 @@ from orchestrator.plan.split import Split
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What the warnings are read from: the first window's split, and the values beside it."""
+    """What the warnings are read from: the first window's split, and the values beside it.
+
+    `own_rate`: the job gives the learning rates, so nothing is true of the schedule.
+    """
 
     split: Split
     batch: Batch
@@ -20,6 +23,8 @@ class Facts:
     dataset_samples: int | None
     warmup_updates: int
     updates: int | None
+    scaling: str = "none"
+    own_rate: bool = False
 
 
 def warnings_of(facts: Facts) -> tuple[str, ...]:
@@ -70,11 +75,20 @@ def _idle(facts: Facts) -> Iterator[str]:
 
 
 def _empty_steps(facts: Facts) -> Iterator[str]:
-    taken = facts.split.micro_steps
-    if taken < facts.batch.steps:
+    split, batch = facts.split, facts.batch
+    taken = split.micro_steps
+    if taken >= batch.steps:
+        return
+    takes = f"it takes {taken} micro-step{'s' * (taken > 1)}"
+    if batch.micro_batch_cap is None:
         yield (
-            f"{STEPS}={facts.batch.steps} is more than the samples of a rank, which are {taken} at "
-            f"most: it takes {taken} micro-step{'s' * (taken > 1)}"
+            f"{STEPS}={batch.steps} is more than the samples of a rank, which are {taken} at "
+            f"most: {takes}"
+        )
+    else:
+        yield (
+            f"an update holds {split.samples} samples, fewer than {GLOBAL_BATCH}="
+            f"{batch.global_batch}: {takes} of at most {batch.micro_batch_cap}, not {batch.steps}"
         )
 
 
@@ -84,11 +98,12 @@ def _uneven_leaves(facts: Facts) -> Iterator[str]:
         return
     counts = [len(sizes) for sizes in facts.split.micro_batches]
     if min(counts) != max(counts):
-        even = facts.split.ranks * leaf * max(counts)
+        even, total = facts.split.ranks * leaf * max(counts), facts.dataset_samples
+        fits = total is None or even <= total or facts.ragged == "carry"
         yield (
             f"{sum(counts)} leaves do not divide evenly: {counts.count(max(counts))} of "
-            f"{facts.split.ranks} ranks take {max(counts)} and the others wait for them; "
-            f"{GLOBAL_BATCH}={even} would fill all ranks at {MICRO_BATCH}={leaf}"
+            f"{facts.split.ranks} ranks take {max(counts)} and the others wait for them"
+            + (f"; {GLOBAL_BATCH}={even} would fill all ranks at {MICRO_BATCH}={leaf}" * fits)
         )
 
 
@@ -96,25 +111,29 @@ def _data(facts: Facts) -> Iterator[str]:
     total, size = facts.dataset_samples, facts.batch.global_batch
     if total is None:
         return
+    scaled = facts.scaling != "none" and not facts.own_rate
     if size > total and facts.ragged == "update":
         yield (
             f"{GLOBAL_BATCH}={size} is more than the {total} samples of the data set: an update "
-            f"holds {total}, while the learning rate is scaled for {size}"
+            f"holds {total}" + f", while the learning rate is scaled for {size}" * scaled
         )
     if size > total and facts.ragged == "carry":
         yield (
             f"{GLOBAL_BATCH}={size} is more than the {total} samples of the data set: an update "
             "holds some samples more than once"
         )
-    if facts.ragged == "drop" and total % size:
+    epochs = (facts.updates or 0) // max(1, total // size)
+    if facts.ragged == "drop" and total % size and epochs:
         yield (
-            f"accumulation.ragged=drop leaves {total % size} of {total} samples out of each epoch "
-            "(others each time)"
+            f"accumulation.ragged=drop leaves {total % size} of {total} samples out of each epoch"
+            + " (others each time)" * (epochs > 1)
         )
 
 
 def _warm_up(facts: Facts) -> Iterator[str]:
-    if facts.updates is not None and facts.warmup_updates > facts.updates:
+    if facts.own_rate or facts.updates is None:
+        return
+    if facts.warmup_updates > facts.updates:
         yield (
             f"schedule.warmup_updates={facts.warmup_updates} is more than the {facts.updates} "
             "updates of the run: the learning rate never reaches its peak"

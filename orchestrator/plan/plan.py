@@ -240,6 +240,8 @@ def make_plan(
                 dataset_samples=dataset_samples,
                 warmup_updates=warmup_updates,
                 updates=total,
+                scaling=scaling,
+                own_rate=own_rate,
             )
         ),
     )

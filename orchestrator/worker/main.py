@@ -32,6 +32,7 @@ from orchestrator.errors import (
 )
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.plan.from_config import plan_of
+from orchestrator.plan.plan import Plan
 from orchestrator.report.computed_with import warnings_of
 from orchestrator.run_warnings import warn, warn_into
 from orchestrator.rundir import RunDir, write_json
@@ -42,6 +43,7 @@ from orchestrator.worker.attendance import Attendance
 from orchestrator.worker.dataset import agreed_samples
 from orchestrator.worker.devices_asked import devices_asked
 from orchestrator.worker.environment import describe_environment
+from orchestrator.worker.facts import compare_facts
 from orchestrator.worker.failure import exit_code, record_failure
 from orchestrator.worker.loop import Outcome, train
 from orchestrator.worker.node_watch import FAILED, FINISHED, STOPPED
@@ -167,16 +169,21 @@ def _run_rank(
     engine: Engine = framework.build_engine(
         job, engine_settings(config, job), group, topology.local_rank
     )
-    planned = plan_of(
-        config,
-        nodes=topology.nodes,
-        dataset_samples=agreed_samples(engine, job.dataset()),
-        parameters=engine.parameter_count(),
-        metric_count=len(getattr(job, "metric_names", ())),
-        framework=written_for,
-        collectives_beside=engine.collectives_beside(),
-        own_rate=has_own_rate(job),
-    )
+
+    def plan_with(parameters: int | None, samples: int | None) -> Plan:
+        return plan_of(
+            config,
+            nodes=topology.nodes,
+            dataset_samples=samples,
+            parameters=parameters,
+            metric_count=len(getattr(job, "metric_names", ())),
+            framework=written_for,
+            collectives_beside=engine.collectives_beside(),
+            own_rate=has_own_rate(job),
+        )
+
+    planned = plan_with(engine.parameter_count(), agreed_samples(engine, job.dataset()))
+    compare_facts(config.facts, planned, plan_with)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     rates = own_rates(job, config.schedule, engine, planned.updates)
     windows = RankWindows(planned, topology.rank, rates)
@@ -189,7 +196,8 @@ def _run_rank(
         environment = describe_environment(framework.versions(), group.transport, code)
         environment["optimizer"] = engine.optimizer_used()
         changed = warnings_of(environment, run.read_environment())
-        for sentence in (*engine.warnings(), *changed, *planned.warnings):
+        micro_batches = sum(map(len, planned.micro_batches))
+        for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
             warn(sentence)
         write_json(run.environment, environment)
         write_json(run.plan, planned.to_json())

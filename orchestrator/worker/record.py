@@ -16,6 +16,7 @@ from orchestrator.files import open_regular
 from orchestrator.run_warnings import NewWarnings, warn
 from orchestrator.rundir import RunDir
 from orchestrator.worker import checkpoint
+from orchestrator.worker.facts import UpdateTime
 from orchestrator.worker.progress import ProgressWriter
 from orchestrator.worker.update_lines import UpdateLines
 
@@ -78,6 +79,7 @@ class Recorder:
         self.note: dict[str, Any] = {}  # goes with the next update's line, once
         self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
         self._update = -1
+        self._pace = UpdateTime(config.facts.update_s)
         self._told = UpdateLines(updates)
 
     def micro_step(self, update: int, done: int, steps: int) -> None:
@@ -88,6 +90,7 @@ class Recorder:
     ) -> None:
         self._update = window.update
         _warn_of_metrics(report)
+        self._pace.see(update_s)
         self._line(
             {
                 "update": window.update,
@@ -162,7 +165,9 @@ class Recorder:
         except OSError as error:
             warn(
                 f"the checkpoint after update {updates} could not be written: "
-                f"{error.strerror or error}; the run goes on, the last good checkpoint is kept",
+                f"{error.strerror or error}; the run goes on"
+                + ", the last good checkpoint is kept"
+                * any(self._run.checkpoints.glob("update-*")),
                 kind="checkpoint not written",
             )
 

@@ -28,18 +28,24 @@ def batch_norms(model: nn.Cell) -> dict[str, Any]:
     }
 
 
-def advice(model: nn.Cell) -> list[str]:
-    """Sentences about layers of `model` that do not do what one big batch would."""
+def advice(model: nn.Cell, *, ranks: int = 2, micro_batches: int | None = None) -> list[str]:
+    """Sentences about layers of `model` that do not do what one big batch would.
+
+    Args:
+        ranks: how many train it.
+        micro_batches: of an update, over all ranks; None for many.
+    """
     found: list[str] = []
     norms = list(batch_norms(model))
-    if norms:
+    if norms and micro_batches != 1:
+        apart = ", and running statistics differ between ranks" * (ranks > 1)
         found.append(
             f"batch norm in {listed(norms)} sees one micro-batch at a time, so the update is not "
-            f"that of one big batch, and running statistics differ between ranks. Use "
+            f"that of one big batch{apart}. Use "
             f"engine.norm=group or engine.norm=frozen, LayerNorm, or one micro-step of the whole "
             f"batch on one rank"
         )
-    dropouts = layers(model, RANDOM)
+    dropouts = [name for name, cell in model.cells_and_names() if _draws(cell)]
     if dropouts:
         found.append(
             f"dropout in {listed(dropouts)} draws from a state inside MindSpore's operator, which "
@@ -47,6 +53,12 @@ def advice(model: nn.Cell) -> list[str]:
             f"undisturbed one. Regularise by weight decay, or draw masks in the data set"
         )
     return found
+
+
+def _draws(cell: Any) -> bool:
+    """A dropout that drops something."""
+    drops = getattr(cell, "p", None) != 0 and getattr(cell, "keep_prob", None) != 1
+    return isinstance(cell, RANDOM) and drops
 
 
 def listed(names: list[str]) -> str:

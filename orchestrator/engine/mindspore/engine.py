@@ -293,8 +293,9 @@ class MindSporeEngine:
             return int(ms.runtime.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def warnings(self) -> list[str]:
-        return [*self._told, *advice(self._model)]
+    def warnings(self, micro_batches: int | None = None) -> list[str]:
+        found = advice(self._model, ranks=self._group.size, micro_batches=micro_batches)
+        return [*self._told, *found]
 
     # ------------------------------------------------------------------ parts
 

@@ -31,9 +31,9 @@ def machine_warning(rows: Sequence[Sequence[float]], reduction: str) -> list[str
     if not odd:
         return []
     price = (
-        "the bits of the result will depend on who computes which leaf"
+        "the bits of the result may depend on who computes which leaf"
         if reduction == "reproducible"
-        else "results will not repeat to the bit"
+        else "results may not repeat to the bit"
     )
     verb = "computes" if len(odd) == 1 else "compute"
     sentence = (

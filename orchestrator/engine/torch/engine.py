@@ -111,7 +111,7 @@ class TorchEngine:
         )  # fmt: skip
         self._window: Window | None = None
         self._done, self._lines = 0, LossLines(settings.log_every)
-        self._warnings = norms + advice(self._model) + self._agree()
+        self._warnings = norms + self._agree()
         if not (talks or is_coupled(job)):
             self._warnings += tried_loss(
                 job, self._model, group, self._accumulator.precision, self._prepared
@@ -273,9 +273,10 @@ class TorchEngine:
         """Largest memory of this rank so far: its GPU's if it computes there, or the process's."""
         return peak_memory_bytes(self._group.device)
 
-    def warnings(self) -> list[str]:
+    def warnings(self, micro_batches: int | None = None) -> list[str]:
         """What a user should know of this model and these ranks, each with its remedies."""
-        return list(self._warnings)
+        found = advice(self._model, ranks=self._group.size, micro_batches=micro_batches)
+        return [*self._warnings, *found]
 
     # ------------------------------------------------------------------ parts
 

@@ -71,7 +71,7 @@ def loss_warning(
         if once and abs(twice - once) < _NEARLY * abs(once):
             sentence = (
                 f"Loss.{what} does not grow with the number of samples ({once:.4g} for two of "
-                f"them, {twice:.4g} for the same two twice), so it is not a sum: the update will "
+                f"them, {twice:.4g} for the same two twice), so it is not a sum: the update may "
                 "depend on how it is split. Use reduction='sum', and the number of samples as the "
                 "weight"
             )

@@ -90,7 +90,8 @@ class WindowWatch:
 
     def _advise(self) -> None:
         if any(layer.training for layer in self._norms.values()):
-            warnings.warn(norm_advice(list(self._norms)) + IN_A_LOOP, stacklevel=4)
+            told = norm_advice(list(self._norms), apart=self._group.size > 1)
+            warnings.warn(told + IN_A_LOOP, stacklevel=4)
             self._norms = {}
 
     def end(self, update: int) -> None:
