@@ -254,7 +254,7 @@ def test_cpus_never_stand_in_for_devices_that_were_asked_for(tmp_path):
 
 def test_a_rate_that_is_changed_behind_the_engines_back_is_refused():
     with pytest.raises(JobError, match=r"Reschedules\.optimizer has a learning-rate scheduler"):
-        built(jobs.Reschedules(scheduler=True), mode="pynative")
-    engine = built(jobs.Reschedules(), mode="pynative")
+        built(jobs.Reschedules(scheduler=True), mode="pynative", optimizer={})
+    engine = built(jobs.Reschedules(), mode="pynative", optimizer={})
     with pytest.raises(JobError, match=r"was changed from .* in after_update of update 0"):
         update(engine, [61])
