@@ -465,3 +465,27 @@ def _(group):
     model[0].weight.data.mul_(1.0 + group.rank)
     ours.backward(loss_of(model), last=True)
     ours.boundary()
+
+
+@misuse('leaves told on one rank only (`reduction="reproducible"`)')
+@on_two_ranks
+def _(group):
+    ours, model = accumulated(group, reduction="reproducible")
+    ours.begin_window(leaves=2 if group.rank == 0 else None)
+    ours.backward(loss_of(model), leaf=0 if group.rank == 0 else None)
+    ours.boundary()
+
+
+@misuse("a leaf that two ranks computed")
+@on_two_ranks
+def _(group):
+    ours, model = accumulated(group, reduction="reproducible")
+    ours.begin_window(leaves=2)
+    ours.backward(loss_of(model), leaf=0)
+    ours.boundary()
+
+
+@misuse("`leaf=` without `leaves=`")
+def _():
+    ours, model = accumulated(reduction="reproducible")
+    ours.backward(loss_of(model), leaf=0)

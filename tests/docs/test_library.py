@@ -34,6 +34,12 @@ def test_the_loop_with_torchrun_takes_the_big_batchs_steps(processes, tmp_path):
     assert {row[2] for row in rows} == {1.0 if processes > 1 else 0.0}
 
 
+def test_a_loop_of_ones_own_gives_the_same_bits_on_one_and_on_three_ranks(tmp_path):
+    alone, three = (torchrun("library.md", "same_bits.py", n, tmp_path) for n in (1, 3))
+    assert len(alone) == 5
+    assert alone == three
+
+
 def _gan():
     """(loss of the critic, loss of the generator) of five updates in plain torch."""
     torch.manual_seed(0)

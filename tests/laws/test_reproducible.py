@@ -24,8 +24,11 @@ def _model():
     )
 
 
-def _train(group, edges, samples, updates=3):
-    """Train with leaves edges[r]..edges[r+1]-1 on rank r; digest, losses, norms and memory."""
+def _train(group, edges, samples, updates=3, counted=False):
+    """Train with leaves edges[r]..edges[r+1]-1 on rank r; digest, losses, norms and memory.
+
+    `counted`: the accumulator is not told which leaves those are.
+    """
     made = torch.Generator().manual_seed(1)
     x = torch.randn(samples, 6, generator=made)
     y = torch.randn(samples, 2, generator=made)
@@ -39,12 +42,12 @@ def _train(group, edges, samples, updates=3):
     )
     reports = []
     for update in range(updates):
-        ours.begin_window(leaves=-(-samples // LEAF))
+        ours.begin_window(leaves=None if counted else -(-samples // LEAF))
         for leaf in range(edges[group.rank], edges[group.rank + 1]):
             seed_everything(1000 * update + leaf)
             here = slice(leaf * LEAF, (leaf + 1) * LEAF)
             total = ((model(x[here]) - y[here]) ** 2).sum()
-            ours.backward(Loss(total, weight=0.1 * len(x[here])), leaf=leaf)
+            ours.backward(Loss(total, weight=0.1 * len(x[here])), leaf=None if counted else leaf)
         report = ours.boundary()
         reports.append((report.loss, report.weight, report.gradient_norm))
     ours.close()
@@ -64,6 +67,24 @@ def test_one_digest_for_any_assignment_in_threads(data, samples):
     edges = _edges(leaves, inner)
     for found in run_in_threads(len(edges) - 1, lambda g: _train(g, edges, samples)):
         assert found[:2] == wanted
+
+
+@given(data=st.data(), samples=st.integers(1, 40))
+@settings(max_examples=25, deadline=None)
+def test_leaves_that_are_counted_as_they_come_give_the_bits_of_those_that_are_told(data, samples):
+    leaves = -(-samples // LEAF)
+    wanted = run_in_threads(1, lambda group: _train(group, [0, leaves], samples)[:2])[0]
+    edges = _edges(leaves, data.draw(st.lists(st.integers(0, leaves), max_size=4)))
+    for found in run_in_threads(len(edges) - 1, lambda g: _train(g, edges, samples, counted=True)):
+        assert found[:2] == wanted
+
+
+def test_ranks_of_which_some_count_and_some_are_told_are_refused_by_all():
+    def train(group):
+        with pytest.raises(PlanError, match="ranks do not agree on the update's leaves"):
+            _train(group, [0, 4, 10], 29, counted=group.rank == 1)
+
+    run_in_threads(2, train)
 
 
 def _assignments():
@@ -137,8 +158,10 @@ def test_leaves_out_of_turn_are_refused():
         run_in_threads(1, lambda group: group)[0],
         reduction="reproducible",
     )
-    with pytest.raises(ValueError, match=r"needs begin_window\(leaves"):
-        ours.begin_window()
+    with pytest.raises(ValueError, match=r"the update's leaves over all ranks, 1 or more"):
+        ours.begin_window(leaves=0)
+    with pytest.raises(ValueError, match=r"leaf=0\) goes with begin_window\(leaves"):
+        ours.backward(Loss(model(torch.ones(1, 6)).sum(), 1.0), leaf=0)
     ours.begin_window(leaves=4)
     total = model(torch.ones(1, 6)).sum()
     ours.backward(Loss(total, 1.0), leaf=0)

@@ -62,7 +62,7 @@ class Accumulator:
         bucket_bytes: the gradient travels in equal slices of at most this size; None: about
             eight (see `plan.wire.bucket_count`).
         reduction: "fast", or "reproducible": the same bits for any contiguous assignment of whole
-            leaves to ranks.
+            leaves (micro-steps that are the same whoever computes them) to ranks.
         sync: "boundary", or "every_step" (for comparison).
         on_non_finite: "stop" raises `NonFiniteError` on all ranks; "skip" skips the update on all.
         precision: see `EngineSettings`; only the loss scale of "float16" matters here. Run the
@@ -232,7 +232,8 @@ class Accumulator:
             update: its number, for messages and the report; one more than the last by default.
             learning_rate: to set; None leaves the optimizer's.
             steps: micro-steps of the rank that has most; needed with sync="every_step".
-            leaves: leaves of this update over all ranks; needed with reduction="reproducible".
+            leaves: leaves of this update over all ranks, for reduction="reproducible"; without it
+                they are counted as they come, in the order of ranks, for more memory.
             expected_weight: what the window's weights will probably add up to over all ranks, the
                 same number on all. Losses are divided by it before their backward, which costs
                 nothing; where it proves right, the boundary need not divide the gradient. The
@@ -274,8 +275,8 @@ class Accumulator:
             loss: its `total` is back-propagated as it is; averaging is the boundary's.
             last: this rank has no further micro-step in this window, so buckets may leave already.
                 Leaving it False is always right, and slower.
-            leaf: the micro-step's global number in the update; needed with
-                reduction="reproducible", where a rank's come in order.
+            leaf: the micro-step's global number in the update, where `leaves` was given; a rank's
+                come in order.
 
         Raises:
             JobError: `loss` is not what the job's contract says; a micro-step marked `last` was
