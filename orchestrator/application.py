@@ -18,6 +18,7 @@ from orchestrator.errors import (
     UsageError,
     standing_somewhere,
 )
+from orchestrator.hydra_input import check_arguments
 from orchestrator.report.terminal import say_error
 from orchestrator.submit.manner import Manner
 from orchestrator.wording import no_such_key
@@ -25,6 +26,7 @@ from orchestrator.wording import no_such_key
 
 def run_app(arguments: Sequence[str]) -> int:
     """Do what the arguments say; give the exit code. Raises our errors."""
+    check_arguments(arguments)
     line = read_command_line(arguments)
     composer = Composer(line)
     if line.cfg == "job":

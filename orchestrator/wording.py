@@ -91,6 +91,9 @@ def _unknown_key(error: BaseException, text: str) -> str | None:
     if found := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
         key = found.group(1)
         return f"'{key}' is there already: to change it, leave the + out, as in {key}=…"
+    if found := re.search(r"Multiple values for ([^ .]+)\.", text):
+        group = found.group(1)
+        return f"'{group}' is chosen from a list already: leave the + out, as in {group}=…"
     return None
 
 
@@ -117,6 +120,8 @@ def _unreadable(error: BaseException, text: str) -> str | None:
     override = getattr(error, "override", None)
     first = text.split("\nSee https", maxsplit=1)[0].strip()
     if override is not None:
+        if first.startswith("LexerNoViableAlt"):  # ANTLR's name for it, and the whole text again
+            first = "a quote or a bracket is not closed"
         return (
             f"the command line cannot be read at {override}: {first}; text with other letters than "
             f"a-z, 0-9 and ./_- is put in quotes, as in KEY=\"'VALUE'\""

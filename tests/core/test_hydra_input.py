@@ -106,3 +106,15 @@ def test_a_window_of_too_many_micro_batches_is_refused_before_its_table_is_made(
     with pytest.raises(PlanError, match="micro-batches; at most"):
         resolve_batch(global_batch=10**12, steps=None, micro_batch=1, ranks=4)
     resolve_batch(global_batch=10**12, steps=4, micro_batch=None, ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("+experiment=jepa_240", "leave the + out, as in experiment="),
+        ('train.seed="', "a quote or a bracket is not closed"),
+    ],
+)
+def test_what_the_parsers_say_is_put_into_words(override, words):
+    with pytest.raises(ConfigError, match=words):
+        compose([override])

@@ -80,7 +80,7 @@ FILES = {
     "self": b"job: {a: '${job.a}'}\n", "defaults_cycle": b"defaults: [defaults_cycle]\n",
     "defaults_odd": b"defaults: 3\n", "defaults_deep": b"defaults: [{job: {a: b}}]\n",
     "defaults_two": b"defaults: [{job: digits}, {job: line}]\n", "defaults_none": b"defaults: [null]\n",
-    "digits": f"train: {{seed: {DIGITS}}}\n".encode(), "float": f"schedule: {{base_lr: 1e{DIGITS}}}\n".encode(),
+    "long_int": f"train: {{seed: {DIGITS}}}\n".encode(), "long_float": f"schedule: {{base_lr: 1e{DIGITS}}}\n".encode(),
     "bomb": BOMB.encode(), "deep": b"job: " + b"[" * DEEP + b"]" * DEEP, "deep_map": b"{a: " * DEEP,
     "indented": b"\n".join(b" " * n + b"a:" for n in range(500)), "list": b"- 1\n- 2\n", "scalar": b"3\n",
     "text": b"hello\n", "python": f"!!python/object/apply:os.system ['touch {CANARY}']\n".encode(),

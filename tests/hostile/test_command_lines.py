@@ -4,8 +4,9 @@ import pytest
 
 import orchestrator.application
 import orchestrator.hydra_app  # noqa: F401  # so that each child finds it imported
+from orchestrator.compose import compose
 from tests.hostile.arena import run
-from tests.hostile.lines import lines
+from tests.hostile.lines import FILES, FOLDERS, lines
 
 SEED, SHARES, EACH = 20261121, 2, 30
 
@@ -30,3 +31,13 @@ def test_the_same_seed_gives_the_same_lines(tmp_path):
         return [[a.replace(str(folder), "") for a in line.arguments] for line in found]
 
     assert first("one") == first("two")
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_config_folder_of_any_name_is_read(tmp_path, name):
+    configs = tmp_path / name
+    (configs / "experiment").mkdir(parents=True)
+    (configs / "experiment" / "fine.yaml").write_bytes(FILES["fine"])
+    if "\n" in name:  # no command line of ours can hold it
+        return
+    assert compose(["experiment=fine"], str(configs)).train.seed == 5
