@@ -14,9 +14,9 @@ from orchestrator.report.metrics import Tail, read_metrics
 from orchestrator.report.progress import Progress
 from orchestrator.report.terminal import say
 from orchestrator.run_warnings import NewWarnings
-from orchestrator.rundir import RunDir
+from orchestrator.rundir import RunDir, write_json
 from orchestrator.submit.api import POLL_S, Culprit, Handle, State
-from orchestrator.submit.ending import EXIT_CODES, Ended, write_end
+from orchestrator.submit.ending import EXIT_CODES, Ended, end_of
 from orchestrator.submit.interrupts import Interrupts
 from orchestrator.submit.local import LocalCluster
 from orchestrator.submit.manner import Manner
@@ -55,13 +55,17 @@ def resume(config: Config, run: RunDir, manner: Manner, interrupts: Interrupts) 
     if interrupted:
         cause = "interrupted twice: every process was ended at once"
         culprit = Culprit(rank=None, node="launcher", cause=cause)
-    if state is State.FAILED or not run.result.exists():  # rank 0 could not write it
-        write_end(run, state, culprit, remark=ruling.words)
+    result = run.read_result() or {}
+    if state is State.FAILED or not result:  # rank 0 could not write it
+        result = end_of(run, state, culprit, remark=ruling.words)
+        try:
+            write_json(run.result, result)
+        except OSError as error:
+            say(manner.console, f"{run.result} cannot be written: {error.strerror}", "bold red")
     code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
     if culprit is not None and culprit.usage and not run.metrics.exists():
         raise UsageError(culprit.cause)
     if not manner.quiet or state is State.FAILED:
-        result = run.read_result() or {}
         print_closing(
             result, read_metrics(run.metrics), run.path, manner.console, plan=run.read_plan()
         )

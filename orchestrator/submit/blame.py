@@ -80,10 +80,16 @@ def describe_status(status: int) -> str:
     return f"exited with code {status}"
 
 
-def blame(run: RunDir, attempt: int, ends: Sequence[End], behind: Sequence[Behind] = ()) -> Culprit:
+def blame(
+    run: RunDir,
+    told: Sequence[Mapping[str, Any]],
+    ends: Sequence[End],
+    behind: Sequence[Behind] = (),
+) -> Culprit:
     """The culprit of a failed attempt: never a rank that only waited for another.
 
     Args:
+        told: what failing ranks said of their failures.
         ends: who was seen to end, at least one.
         behind: who stood still meanwhile.
 
@@ -92,7 +98,7 @@ def blame(run: RunDir, attempt: int, ends: Sequence[End], behind: Sequence[Behin
     secondary. So the first that ended is blamed, unless its own failure is secondary, and another's
     is not: one that failed of itself, else one that ended without a word, else one that is behind.
     """
-    failures = {f["rank"]: f for f in run.failures(attempt)}
+    failures = {f["rank"]: f for f in told}
     ordered = sorted(ends, key=lambda end: end.time)
     first = ordered[0]
     own = None if first.rank is None else failures.get(first.rank)

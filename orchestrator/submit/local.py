@@ -84,6 +84,7 @@ class LocalHandle:
         self._ends: list[End] = []  # those that should not have been
         self._words: dict[int, str] = {}  # the last of those that ended
         self._behind: dict[int, Behind] = {}
+        self._failures: list[dict[str, Any]] = []
         self._give_up_at: float | None = None
         self._ending = False
         self._frozen: dict[int, tuple[str, float]] = {}  # rank: node, when it counts as lost
@@ -217,6 +218,8 @@ class LocalHandle:
         """One rank. An end without a last word is a failure, whatever its status."""
         rank, word = event["rank"], event["word"]
         self._words[rank] = word
+        if event["failure"] is not None:
+            self._failures.append(event["failure"])
         if word not in (FINISHED, STOPPED):
             self._failed(End(time=event["time"], node=node, rank=rank, status=event["status"]))
 
@@ -254,7 +257,8 @@ class LocalHandle:
         words = set(self._words.values())
         if self._culprit is None and self._ends:
             behind = list(self._behind.values())
-            self._culprit = blame(self._run, self._request.attempt, self._ends, behind)
+            told = [*self._run.failures(self._request.attempt), *self._failures]
+            self._culprit = blame(self._run, told, self._ends, behind)
         if self._culprit is not None or not words <= {FINISHED, STOPPED}:
             self._state = State.FAILED
         elif STOPPED in words:

@@ -140,7 +140,8 @@ class Node:
                 for link in [link for link, of in self.links.items() if of == rank]:
                     self.hear(link)
                 code = os.waitstatus_to_exitcode(status)
-                _report("exit", rank=rank, status=code, word=self._watch.ranks[rank].word)
+                known = self._watch.ranks[rank]
+                _report("exit", rank=rank, status=code, word=known.word, failure=known.failure)
 
     @property
     def running(self) -> bool:

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 from orchestrator.config import SIGNAL_AHEAD_S, ClusterConfig, Config
 from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost, RankHangs
@@ -24,7 +25,7 @@ from orchestrator.worker.departure import (
     script_is_gone,
     why_restarted,
 )
-from orchestrator.worker.failure import record_failure
+from orchestrator.worker.failure import failure_of, write_failure
 from orchestrator.worker.fence import Fence
 from orchestrator.worker.guard import Follower, Guard
 from orchestrator.worker.heartbeat import Heartbeat
@@ -61,6 +62,7 @@ class Attendance:
     def __init__(self, run: RunDir, attempt: int, topology: Topology, stop: StopFlag) -> None:
         self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
         log = run.rank_log(topology.rank).name
+        self._failure: dict[str, Any] | None = None
         self._life = Life(log, link_to_supervisor(), on_hang=self._hang).begin()
         self._fence = Fence(run.newest_attempt, attempt)
         self._heartbeat: Heartbeat | None = None
@@ -96,11 +98,9 @@ class Attendance:
         error = RankHangs(sentence)
         error.add_note(f"its stack:\n{stack}")
         print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)  # noqa: T201  # the rank's log
-        try:
-            record_failure(self._run, self._attempt, self._topology, error)
-        finally:
-            self._life.say(FAILED)
-            os._exit(EXIT_FAILED)
+        self.failed(error)
+        self._life.say(FAILED, self._failure)
+        os._exit(EXIT_FAILED)
 
     def _heed_signals(self) -> None:
         """End at once when a signal finds this rank waiting for one that has failed.
@@ -196,6 +196,11 @@ class Attendance:
         """The loop is done; what follows is the result, and goodbye."""
         self._life.at("the end (result, goodbye to the others)")
 
+    def failed(self, error: BaseException) -> None:
+        """Record what ended this rank."""
+        self._failure = failure_of(self._topology, error)
+        write_failure(self._run, self._attempt, self._failure)
+
     def end(self, word: str) -> None:
         """The last word: how this rank ended. Returns once a request to start again, if one is
         under way, was heard: with this process it would be lost, and srun would wait for the silent
@@ -205,7 +210,7 @@ class Attendance:
             self._heartbeat.end()
         with self._asking:
             pass
-        self._life.say(word)
+        self._life.say(word, self._failure)
 
     def _node_is_silent(self, node_index: int) -> None:
         with self._asking:

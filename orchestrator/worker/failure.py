@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
-from pathlib import Path
+from typing import Any
 
 from orchestrator.errors import (
     EXIT_FAILED,
@@ -30,21 +31,27 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, OrchestratorError) else EXIT_FAILED
 
 
-def record_failure(run: RunDir, attempt: int, topology: Topology, error: BaseException) -> Path:
-    """Write this rank's failure. `secondary`: it failed only because a peer did, or differed."""
+def failure_of(topology: Topology, error: BaseException) -> dict[str, Any]:
+    """What is kept of this rank's failure.
+
+    `secondary`: it failed only because a peer did, or differed.
+    """
     others = isinstance(error, ReplicasDiffer) and topology.rank not in error.ranks
-    path = run.failure(attempt, topology.rank)
-    write_json(
-        path,
-        {
-            "rank": topology.rank,
-            "node": topology.node,
-            "time": time.time(),
-            "cause": describe(error),
-            "usage": isinstance(error, UsageError),
-            "secondary": others or isinstance(error, PeerLost | RanksMissing),
-            "exit_code": exit_code(error),
-            "traceback": "".join(traceback.format_exception(error)),
-        },
-    )
-    return path
+    return {
+        "rank": topology.rank,
+        "node": topology.node,
+        "time": time.time(),
+        "cause": describe(error),
+        "usage": isinstance(error, UsageError),
+        "secondary": others or isinstance(error, PeerLost | RanksMissing),
+        "exit_code": exit_code(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def write_failure(run: RunDir, attempt: int, failure: dict[str, Any]) -> None:
+    """Into the attempt's folder. Where that is full or gone, it is all in the last word."""
+    try:
+        write_json(run.failure(attempt, failure["rank"]), failure)
+    except OSError as error:
+        print(f"the failure could not be recorded: {error}", file=sys.stderr)  # noqa: T201  # the log

@@ -47,6 +47,10 @@ class Silence:
     _since: float = 0.0
     _looked: float = field(default=0.0)
 
+    def forget(self) -> None:
+        """What was seen so far means nothing."""
+        self._beat = ""
+
     def exceeded(self, beat: str) -> bool:
         """Take the latest beat; whether the silence has lasted too long."""
         now = self.clock()
@@ -106,8 +110,10 @@ class Heartbeat:
                 os.pwrite(descriptor, f"{beat:<{12}}".encode("ascii"), 0)
             finally:
                 os.close(descriptor)
-        except OSError as error:  # a full disk: the others will see silence if it lasts
-            warn(f"no heartbeat could be written: {error}")
+        except OSError as error:
+            # Where the disk is full, the others' beats do not get there either: nobody is judged.
+            self._silence.forget()
+            warn(f"no heartbeat could be written: {error.strerror}", kind="no heartbeat")
 
     def _beat_on(self) -> None:
         count = 0

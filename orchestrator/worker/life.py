@@ -180,10 +180,10 @@ class Life:
         """
         self._place = (time.monotonic(), words, numbers, waits)
 
-    def say(self, word: str) -> None:
+    def say(self, word: str, failure: dict[str, Any] | None = None) -> None:
         """The last word: how this rank ended. Without it, it counts as lost."""
         self._over.set()
-        self._send({"word": word})
+        self._send({"word": word, "failure": failure})
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._link is None:

@@ -27,7 +27,6 @@ from orchestrator.errors import (
     EXIT_STOPPED,
     JobError,
     OrchestratorError,
-    RunFolderError,
     StopRequested,
 )
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
@@ -44,7 +43,7 @@ from orchestrator.worker.dataset import agreed_samples
 from orchestrator.worker.devices_asked import devices_asked
 from orchestrator.worker.environment import describe_environment
 from orchestrator.worker.facts import compare_facts
-from orchestrator.worker.failure import exit_code, record_failure
+from orchestrator.worker.failure import exit_code
 from orchestrator.worker.loop import Outcome, train
 from orchestrator.worker.node_watch import FAILED, FINISHED, STOPPED
 from orchestrator.worker.rank_log import send_output_to
@@ -214,7 +213,7 @@ def _run_rank(
     attendance.at_the_end()
     memory = memory_of_ranks(engine)
     if isinstance(recorder, Recorder):
-        recorder.close()
+        recorder.close(finished=outcome.state == "finished")
         attendance.allow_result()
         if outcome.state == "finished" or not attendance.leave(outcome.updates):
             result = result_of(run, outcome, engine, planned, seconds=seconds, memory=memory)
@@ -261,9 +260,6 @@ def _train(
             traceback.print_exception(error)
         else:
             print(f"error: {error}", file=sys.stderr)  # noqa: T201  # goes to the rank's log
-        try:
-            record_failure(run, attempt, topology, error)
-        except (OSError, RunFolderError) as unwritable:
-            print(f"the failure could not be recorded: {unwritable}", file=sys.stderr)  # noqa: T201
+        attendance.failed(error)
         return exit_code(error)
     return EXIT_FINISHED if outcome.state == "finished" else EXIT_STOPPED

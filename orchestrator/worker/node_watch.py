@@ -52,6 +52,7 @@ class Neighbour:
     heard: float = 0.0
     used_s: float = 0.0
     word: str = ""
+    failure: dict[str, Any] | None = None
     behind: dict[str, Any] | None = None
     told: bool = False
     unread: bytes = b""
@@ -80,6 +81,7 @@ class NodeWatch:
         news = [json.loads(line) for line in lines if line]
         for line in news:
             neighbour.word = line.get("word", neighbour.word)
+            neighbour.failure = line.get("failure", neighbour.failure)
             neighbour.behind = line.get("behind", neighbour.behind)
         return news
 

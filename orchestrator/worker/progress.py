@@ -33,7 +33,9 @@ class ProgressWriter:
     def __init__(self, path: Path) -> None:
         descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
-            os.ftruncate(descriptor, _LAYOUT.size)
+            # Written, not only made that long: a page without room on the disk would be fatal
+            # when it is touched, where this raises.
+            os.pwrite(descriptor, bytes(_LAYOUT.size), 0)
             self._memory = mmap.mmap(descriptor, _LAYOUT.size)
         finally:
             os.close(descriptor)

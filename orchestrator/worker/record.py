@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from orchestrator.config import Config
 from orchestrator.engine.api import BoundaryReport, Engine, Window
-from orchestrator.files import open_regular
+from orchestrator.errors import RunFolderError
 from orchestrator.run_warnings import NewWarnings, warn
 from orchestrator.rundir import RunDir
 from orchestrator.worker import checkpoint
 from orchestrator.worker.facts import UpdateTime
+from orchestrator.worker.line_file import LineFile
 from orchestrator.worker.progress import ProgressWriter
 from orchestrator.worker.update_lines import UpdateLines
 
@@ -62,8 +62,9 @@ class Scalars:
 class Recorder:
     """Rank 0's. A line of metrics.jsonl is one `write`, so a reader sees whole lines but the last.
 
-    Some of it stands in the rank's log as well. A full disk never ends a run: what cannot be
-    written is said once in the log, and the last good checkpoint stays.
+    Some of it stands in the rank's log as well. A full disk never ends a training: lines wait for
+    room, a checkpoint that cannot be written is said, the last good one kept, and the next one
+    tried when it is due. Only at the end (`close`) does it matter.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class Recorder:
         self._run, self._attempt, self._engine = run, attempt, engine
         self._keep = config.train.keep_checkpoints
         self._identity = run.identity
-        descriptor = open_regular(run.metrics, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._metrics: TextIO = os.fdopen(descriptor, "a", encoding="utf-8", buffering=1)
+        self._metrics = LineFile(run.metrics)
+        self._unsaved: str | None = None  # why the latest checkpoint could not be written
         self._place = ProgressWriter(run.progress(attempt))
         self._scalars = Scalars(run.tensorboard) if config.tracker.kind == "tensorboard" else None
         self.note: dict[str, Any] = {}  # goes with the next update's line, once
@@ -163,38 +164,75 @@ class Recorder:
                 run=self._identity,
             )
         except OSError as error:
+            reason = error.strerror or str(error)
+            self._unsaved = f"the checkpoint after update {updates} could not be written: {reason}"
             warn(
-                f"the checkpoint after update {updates} could not be written: "
-                f"{error.strerror or error}; the run goes on"
+                f"{self._unsaved}; the run goes on"
                 + ", the last good checkpoint is kept"
                 * any(self._run.checkpoints.glob("update-*")),
                 kind="checkpoint not written",
             )
+            return
+        if self._unsaved is not None:
+            warn(f"there is room again: the checkpoint after update {updates} was written")
+        self._unsaved = None
 
-    def close(self) -> None:
-        """Write down what was warned of after the last boundary, in a line of its own."""
+    def close(self, *, finished: bool) -> None:
+        """Write down what was warned of after the last boundary, in a line of its own.
+
+        Args:
+            finished: nothing comes later, so that what is not written now never will be.
+
+        Raises:
+            RunFolderError: it is finished, but its last checkpoint or its metrics are not written.
+        """
         if late := self._warned(now=True):
             update = max(0, self._update)
             self._line(
                 {"update": update, "time": time.time(), "attempt": self._attempt, **late}
             )  # fmt: skip
-        self._metrics.close()
-        if self._scalars is not None:
-            self._scalars.close()
+        unwritten = self._unsaved
+        try:
+            self._metrics.close()
+        except OSError as error:
+            unwritten = unwritten or f"metrics.jsonl could not be written: {error.strerror}"
+        self._with_scalars(lambda scalars: scalars.close())
+        if finished and unwritten:
+            raise RunFolderError(f"trained to the end, but {unwritten}; make room, and resume")
 
     def _warned(self, *, now: bool = False) -> dict[str, list[str]]:
         found = self._warnings.read(now=now)
         return {"warnings": found} if found else {}
 
     def _line(self, record: Mapping[str, Any]) -> None:
+        waited = self._metrics.waiting
         try:
-            self._metrics.write(json.dumps(record) + "\n")
+            self._metrics.write(json.dumps(record))
         except OSError as error:
-            warn(f"metrics.jsonl could not be written: {error.strerror}")
+            warn(
+                f"metrics.jsonl could not be written: {error.strerror}; its lines are kept, and "
+                f"follow as soon as there is room",
+                kind="metrics not written",
+            )
+            return
+        if waited:
+            lost = f", {self._metrics.lost} had to be given up" if self._metrics.lost else ""
+            warn(f"there is room again: {waited} lines of metrics.jsonl that waited follow{lost}")
 
     def _scalar(self, step: int, values: Mapping[str, float]) -> None:
-        if self._scalars is not None:
-            self._scalars.write(step, values)
+        self._with_scalars(lambda scalars: scalars.write(step, values))
+
+    def _with_scalars(self, write: Callable[[Scalars], None]) -> None:
+        """TensorBoard's writer cannot go on after an error, so the scalars end with the first."""
+        try:
+            if self._scalars is not None:
+                write(self._scalars)
+        except OSError as error:
+            self._scalars = None
+            warn(
+                f"TensorBoard's events could not be written: {error.strerror}; no more of them "
+                f"follow in this attempt, metrics.jsonl has all of it"
+            )
 
 
 def _warn_of_metrics(report: BoundaryReport) -> None:

@@ -24,7 +24,7 @@ def test_a_rank_that_wrote_no_failure_is_heard_by_its_logs_last_word(tmp_path, l
     run.create()
     run.logs.mkdir(exist_ok=True)
     run.rank_log(1).write_text(log)
-    culprit = blame(run, 0, [seen("node1", 1, status)])
+    culprit = blame(run, run.failures(0), [seen("node1", 1, status)])
     assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", cause)
     assert culprit.log_tail == tuple(log.splitlines())
 
@@ -50,25 +50,25 @@ def test_of_several_primary_failures_the_first_in_time_is_the_cause(begun):
     written(begun, 3, 4.0, secondary=False, cause="ValueError: later")
     written(begun, 1, 2.0, secondary=False, cause="ValueError: first")
     written(begun, 2, 1.0, secondary=True, cause="PeerLost: earliest, but only followed")
-    culprit = blame(begun, 0, [seen("node0", 0, 1)])
+    culprit = blame(begun, begun.failures(0), [seen("node0", 0, 1)])
     assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", "ValueError: first")
 
 
 def test_a_primary_failure_that_was_seen_first_is_not_passed_on_to_an_earlier_one(begun):
     written(begun, 0, 5.0, secondary=False, cause="ValueError: mine")
     written(begun, 1, 2.0, secondary=False, cause="ValueError: another")
-    assert blame(begun, 0, [seen("node0", 0, 1)]).cause == "ValueError: mine"
+    assert blame(begun, begun.failures(0), [seen("node0", 0, 1)]).cause == "ValueError: mine"
 
 
 def test_where_all_only_followed_the_one_seen_first_is_named(begun):
     written(begun, 0, 5.0, secondary=True, cause="PeerLost: a")
     written(begun, 1, 2.0, secondary=True, cause="PeerLost: b")
-    assert blame(begun, 0, [seen("node0", 0, 1)]).rank == 0
+    assert blame(begun, begun.failures(0), [seen("node0", 0, 1)]).rank == 0
 
 
 def test_a_node_that_went_away_is_named_without_a_rank(begun):
     begun.node_log("node1").write_text("last\n")
-    culprit = blame(begun, 0, [seen("node1", None, -9)])
+    culprit = blame(begun, begun.failures(0), [seen("node1", None, -9)])
     assert (culprit.rank, culprit.node, culprit.log_tail) == (None, "node1", ("last",))
     assert "its supervisor was killed by signal 9 (SIGKILL)" in culprit.cause
 
@@ -79,7 +79,7 @@ def test_who_left_without_a_word_is_named_and_never_who_waited(begun, status, la
     """The one that waited may be seen first, and may have written of it first."""
     written(begun, 0, 1.0, secondary=True, cause="PeerLost: rank 0 lost a peer")
     ends = [seen("node0", 0, 1, 1.0), seen("node1", 1, status, later)]
-    culprit = blame(begun, 0, ends, [standing(2, 0.5)])
+    culprit = blame(begun, begun.failures(0), ends, [standing(2, 0.5)])
     assert culprit.rank == 1
     if status in (0, 3):
         assert f"exited with code {status} before its training had ended" in culprit.cause
@@ -95,7 +95,7 @@ def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
     begun.logs.mkdir(exist_ok=True)
     begun.rank_log(3).write_text("error: rank 1 went away\n")  # stuck in a framework, and told so
     ends = [seen("node0", 0, 1, 1.0), seen("node3", 3, 1, 2.0)]
-    culprit = blame(begun, 0, ends, [standing(2, 8.0), standing(1, 7.0)])
+    culprit = blame(begun, begun.failures(0), ends, [standing(2, 8.0), standing(1, 7.0)])
     assert (culprit.rank, culprit.log_tail) == (1, ("in loss",))
     assert "the others waited in vain: it was still at micro-step 1 of 2" in culprit.cause
-    assert blame(begun, 0, ends).rank == 0
+    assert blame(begun, begun.failures(0), ends).rank == 0
