@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -16,8 +17,8 @@ from orchestrator.report.terminal import HarmlessStream
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import State
 from orchestrator.submit.ending import write_end
-from orchestrator.submit.folder_status import RunStatus
 from orchestrator.submit.holder import signal_holder
+from orchestrator.submit.slurm_client import NoClient
 from orchestrator.submit.slurm_jobs import Job, queued
 from orchestrator.submit.slurm_watch import SlurmHandle
 from orchestrator.submit.status import statuses
@@ -116,11 +117,9 @@ def text_of(path: Path) -> Iterator[str]:
 
 def follow(run: RunDir, rank: int | None) -> Iterator[str]:
     """A log's text as it grows, made harmless, until the run has ended."""
-    offset, path, look = 0, None, 0.0
+    offset, path, standing = 0, None, _Standing(run)
     harmless = HarmlessStream()
-    status: RunStatus | None = None
     while True:
-        over = status is not None and status.state in OVER
         current = run.rank_log(rank or 0)
         if path is None and current.exists():
             path = current
@@ -130,12 +129,43 @@ def follow(run: RunDir, rank: int | None) -> Iterator[str]:
                 while content := file.read(BLOCK):
                     offset += len(content)
                     yield harmless.feed(content)
-        if over:
+        if standing.over:
             yield harmless.rest()
             return
-        if time.monotonic() >= look:
-            [status], _ = statuses([run])
-            if path is None and status.state == "pending":
-                sys.stderr.write(f"pending ({status.reason})\n")
-            look = time.monotonic() + LOOK_S
+        standing.look()
+        if path is None and standing.news:
+            sys.stderr.write(f"pending ({standing.news})\n")
+
+
+class _Standing:
+    """Whether a run is over, asked of the scheduler no more often than watchers may."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._handle: SlurmHandle | None = None
+        self._next, self._said = 0.0, ""
+        self.over, self.news = False, ""
+        if run.handle.exists():
+            with contextlib.suppress(ClusterError):  # no scheduler here: the folder has to tell
+                self._handle = SlurmHandle(run)
+
+    def look(self) -> None:
+        """Wait a moment; `news` is then why it is pending, where that was not told before."""
+        self.news = ""
+        try:
+            if self._handle is not None:
+                self.over = self._handle.poll(FOLLOW_S).ended
+                job = self._handle.job
+                self._tell(job.reason if job is not None and job.waiting else "")
+                return
+        except NoClient:
+            self._handle = None
         time.sleep(FOLLOW_S)
+        if time.monotonic() >= self._next:
+            [status], _ = statuses([self._run])
+            self.over = status.state in OVER
+            self._next = time.monotonic() + LOOK_S
+
+    def _tell(self, reason: str) -> None:
+        if reason != self._said:
+            self._said = self.news = reason

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -115,21 +116,23 @@ class Asked:
     def __init__(self, argv: tuple[str, ...], environment: Mapping[str, str]) -> None:
         self._argv = argv
         self._deadline = time.monotonic() + TIMEOUT_S
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe's buffer holds 64 KiB only
         self._process = subprocess.Popen(
-            argv, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            argv, env=dict(environment), stdin=subprocess.DEVNULL, stdout=self._out,
             stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
 
     def answer(self) -> Answer | None:
-        """The answer once there is one. Small outputs only: a pipe's buffer has to hold it."""
+        """The answer once there is one."""
         if self._process.poll() is None:
             if time.monotonic() < self._deadline:
                 return None
-            self._process.kill()
-            self._process.communicate()
+            self.forget()
             return Answer(124, "", f"{self._argv[0]}: socket timed out after {TIMEOUT_S:g} s")
-        out, err = self._process.communicate()
-        return Answer(self._process.returncode, out, err)
+        _, err = self._process.communicate()
+        with self._out as file:
+            file.seek(0)
+            return Answer(self._process.returncode, file.read().decode("utf-8", "replace"), err)
 
     def forget(self) -> None:
         if self._process.poll() is None:

@@ -109,11 +109,14 @@ def queued(client: SlurmClient, ids: Iterable[str]) -> dict[str, Job]:
     return read_queue(client.ask(*queue_command(ids)))
 
 
+def queue_of_user(user_id: int) -> tuple[str, ...]:
+    """The command that tells of all jobs of a user."""
+    return ("squeue", "-h", "-a", "-t", "all", "-u", str(user_id), "-o", QUEUE_FORMAT)
+
+
 def mine(client: SlurmClient, user_id: int) -> dict[str, Job]:
     """All jobs of a user. Raises `SchedulerDown`."""
-    return read_queue(
-        client.ask("squeue", "-h", "-a", "-t", "all", "-u", str(user_id), "-o", QUEUE_FORMAT)
-    )
+    return read_queue(client.ask(*queue_of_user(user_id)))
 
 
 def accounted(client: SlurmClient, ids: Iterable[str]) -> dict[str, list[Job]] | None:

@@ -5,6 +5,7 @@ the scheduler. Neither is waited for: a scheduler that does not answer holds not
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Generator
 from datetime import datetime
@@ -15,12 +16,19 @@ from orchestrator.rundir import RunDir, read_json, write_json
 from orchestrator.submit.api import Culprit, State
 from orchestrator.submit.blame import describe_status, tail
 from orchestrator.submit.slurm_blame import blame_slurm
-from orchestrator.submit.slurm_client import Asked, SchedulerDown
-from orchestrator.submit.slurm_jobs import Job, accounted, queue_command, queued, read_queue
+from orchestrator.submit.slurm_client import SchedulerDown
+from orchestrator.submit.slurm_jobs import (
+    Job,
+    accounted,
+    queue_command,
+    queue_of_user,
+    queued,
+    read_queue,
+)
+from orchestrator.submit.slurm_shared import Pace, SharedQueue
 from orchestrator.submit.slurm_trust import client_of
 
-QUERY_S = 2.0
-ENDING_QUERY_S = 0.3
+FRESH_S = 2.5  # a job that was just queued has no news before
 RESULT_GRACE_S = 5.0
 UNSEEN_S = 15.0
 SAID = "error: "  # how the batch script says why it gives up
@@ -110,8 +118,15 @@ class SlurmHandle:
         self.job: Job | None = None
         self.silent_since: datetime | None = None
         self.culprit: Culprit | None = None
-        self._asked: Asked | None = None
-        self._next = 0.0
+        # All of one's own runs are asked about at once; somebody else's by its job alone.
+        own = run.handle.stat().st_uid == os.getuid()
+        self._queue = SharedQueue(
+            self.client, *(queue_of_user(os.getuid()) if own else queue_command([self.job_id]))
+        )
+        submitted = handle.get("time")
+        just_submitted = isinstance(submitted, float) and time.time() - submitted < FRESH_S
+        self._pace, self._heard_at = Pace(FRESH_S if just_submitted else 0.0), 0.0
+        self._seen = (run.attempts_made(), False)
         self._ended_at: float | None = None
         self._began = time.monotonic()
 
@@ -124,7 +139,7 @@ class SlurmHandle:
         """Look at the folder and, now and then, ask the scheduler. Never waits for its answer."""
         time.sleep(timeout_s)
         result = self._run.read_result()
-        self._ask(ENDING_QUERY_S if result else QUERY_S)
+        self._ask(ended=result is not None)
         if result is not None:
             over = self.silent_since is not None or (self.job is not None and not self.job.alive)
             return State(result["state"]) if over else State.RUNNING
@@ -139,19 +154,24 @@ class SlurmHandle:
         state, self.culprit = ending(self._run, self.job)  # told, not written: that is not ours
         return state
 
-    def _ask(self, every_s: float) -> None:
-        now = time.monotonic()
-        if self._asked is None:
-            if now >= self._next:
-                self._asked = self.client.start(*queue_command([self.job_id]))
+    def _ask(self, *, ended: bool) -> None:
+        """Heed the scheduler's newest word, where one is due."""
+        seen = (self._run.attempts_made(), ended)
+        if seen != self._seen:
+            self._seen = seen
+            if ended or self.job is None or self.job.waiting:  # else it is known to run
+                self._pace.changed()
+        if not self._pace.due:
             return
-        answer = self._asked.answer()
-        if answer is None:
+        found = self._queue.look(newer_than=max(self._heard_at, self._pace.since))
+        if found is None:
             return
-        self._asked, self._next = None, now + every_s
+        self._heard_at, answer = found
+        self._pace.looked()
         try:
             self.job = read_queue(answer).get(self.job_id) or self._past()
         except SchedulerDown:  # whatever it said, it was not that the job is gone
+            self._pace.unanswered()
             self.silent_since = self.silent_since or datetime.now().astimezone()
         else:
             self.silent_since = None
@@ -194,5 +214,4 @@ class SlurmHandle:
             raise
 
     def close(self) -> None:
-        if self._asked is not None:
-            self._asked.forget()
+        self._queue.close()
