@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.notice import Backoff, Notice
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested
 
-POLL_S = 0.02
 LINGER_S = 5.0
 """How much longer than rank 0 the others wait: it decides, they only guard against its absence."""
 
@@ -32,13 +32,6 @@ def _publish(path: Path, content: Any) -> None:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     partial.write_text(json.dumps(content), encoding="utf-8")
     partial.replace(path)
-
-
-def _read(path: Path) -> Any | None:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
 
 
 def arrival_file(spec: GroupSpec, rank: int) -> Path:
@@ -101,6 +94,7 @@ def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
     path = _folder(spec) / "verdict.json"
     endpoint: Endpoint | None = None
     verdict: Endpoint
+    backoff = Backoff()
     while True:
         there = _arrived(spec)
         if spec.stop_requested() or (_folder(spec) / "stop").exists():
@@ -121,7 +115,7 @@ def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
                 message = f"MindSpore's scheduler did not start within {spec.timeout_s:g} s"
                 verdict = {"verdict": "failed", "message": message}
             break
-        time.sleep(POLL_S)
+        time.sleep(backoff.next())
     _publish(path, verdict)
     refusal = _refusal(spec, verdict)
     if refusal is not None:
@@ -134,7 +128,8 @@ def obey(spec: GroupSpec) -> Endpoint:
     _arrive(spec)
     until = time.monotonic() + spec.timeout_s
     path = _folder(spec) / "verdict.json"
-    while (verdict := _read(path)) is None:
+    notice = Notice(path, node=spec.node, first=spec.local_rank == 0)
+    while (verdict := notice.wait()) is None:
         if spec.stop_requested():
             (_folder(spec) / "stop").touch()
             # Written before looking: either rank 0 sees the stop, or it has arrived and is seen.
@@ -148,7 +143,6 @@ def obey(spec: GroupSpec) -> Endpoint:
                 f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for a verdict of "
                 f"rank 0, which came but does not answer"
             )
-        time.sleep(POLL_S)
     refusal = _refusal(spec, verdict)
     if refusal is not None:
         raise refusal

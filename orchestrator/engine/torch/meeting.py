@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.notice import Backoff, Notice
 from orchestrator.engine.torch.transport import Presence, choose
 from orchestrator.engine.torch.verdict import obey
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
@@ -105,8 +106,12 @@ def host(spec: GroupSpec) -> TCPStore:
 def decide(spec: GroupSpec, store: TCPStore, me: Presence, until: float) -> dict[str, Any]:
     """Wait for everybody, or for a reason not to; tell all, and see that they have read it."""
     _arrive(store, me)
+    backoff, look = Backoff(), 0.0
     while True:
-        told = store.add("stop", 0) > 0 or _stop_file(spec).exists()
+        told = store.add("stop", 0) > 0
+        if time.monotonic() >= look:
+            look = time.monotonic() + backoff.next()
+            told = told or _stop_file(spec).exists()
         if told or spec.stop_requested():
             verdict: dict[str, Any] = {"verdict": "stop"}
             break
@@ -144,9 +149,10 @@ def _choose_transport(spec: GroupSpec, store: TCPStore) -> dict[str, Any]:
 def join(spec: GroupSpec, until: float) -> TCPStore:
     """Connect to the store as soon as its address is there and somebody answers at it."""
     path = rendezvous_file(spec.folder, spec.generation)
-    published = False
+    notice = Notice(path, node=spec.node, first=spec.local_rank == 0)
+    backoff, published = Backoff(), False
     while True:
-        content = _read(path)
+        content = notice.wait()
         if content is not None:
             if "verdict" in content:
                 obey(spec, content)
@@ -154,6 +160,7 @@ def join(spec: GroupSpec, until: float) -> TCPStore:
             store = _connect(content)
             if store is not None:
                 return store
+            time.sleep(backoff.next())
         if spec.stop_requested():
             _stop_file(spec).touch()
             raise StopRequested(f"rank {spec.rank} was asked to stop while it waited for rank 0")
@@ -168,7 +175,6 @@ def join(spec: GroupSpec, until: float) -> TCPStore:
                     "not see the same folder"
                 )
             )
-        time.sleep(POLL_S)
 
 
 def _at(path: Path) -> str:
@@ -200,7 +206,7 @@ def _connect(content: dict[str, Any]) -> TCPStore | None:
 def await_verdict(spec: GroupSpec, store: TCPStore, me: Presence, until: float) -> dict[str, Any]:
     try:
         _arrive(store, me)
-        told = False
+        told, backoff = False, Backoff()
         while not store.check(["verdict"]):
             if not told and spec.stop_requested():
                 store.add("stop", 1)
@@ -210,7 +216,7 @@ def await_verdict(spec: GroupSpec, store: TCPStore, me: Presence, until: float) 
                     f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for a verdict of "
                     "rank 0, which is there but does not answer"
                 )
-            time.sleep(POLL_S)
+            time.sleep(backoff.next())
         verdict = json.loads(store.get("verdict"))
         store.add("read", 1)
     except DistError as error:

@@ -1,0 +1,124 @@
+"""What one rank publishes in the run folder, read by all others without wearing it out.
+
+Of each node only the first rank looks, ever more rarely; its neighbours ask it, over a socket that
+has no file. Where it cannot be asked (it died, or a container hides it) they look for themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+FIRST_S, MOST_S = 0.05, 0.75
+ALONE_AFTER_S = 3.0
+ASK_S = 0.5
+
+
+class Backoff:
+    """Pauses that double: quick at first, then at most `MOST_S` apart."""
+
+    def __init__(self, first_s: float = FIRST_S, most_s: float = MOST_S) -> None:
+        self._pause, self._most = first_s, most_s
+
+    def next(self) -> float:
+        """How long to pause now, in seconds."""
+        pause, self._pause = self._pause, min(2 * self._pause, self._most)
+        return pause
+
+
+class Notice:
+    """One file that is published once, or a few times, as JSON.
+
+    Args:
+        node: the node's name; with the path it names the socket.
+        first: whether this rank is its node's reader.
+    """
+
+    def __init__(self, path: Path, *, node: str, first: bool) -> None:
+        self._path, self._began = path, time.monotonic()
+        digest = hashlib.sha256(f"{os.getuid()} {node} {path.absolute()}".encode()).hexdigest()
+        self._address = f"\0orchestrator-{digest[:32]}"
+        self._relay = _Relay(self._address) if first else None
+        self._looks, self._backoff = first, Backoff()
+
+    def wait(self) -> Any | None:
+        """Look, or be told; pause for a moment when there is nothing yet, and give None then."""
+        if not self._looks:
+            return self._ask()
+        found = self._look()
+        if found is None:
+            time.sleep(self._backoff.next())
+        return found
+
+    def _look(self) -> Any | None:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        if self._relay is not None:
+            self._relay.tell(text)
+        return json.loads(text)
+
+    def _ask(self) -> Any | None:
+        """What the node's first rank knows; it answers as soon as it does."""
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+                asking.settimeout(ASK_S)
+                asking.connect(self._address)
+                if _other_users(asking):
+                    raise ConnectionRefusedError
+                text = b"".join(iter(lambda: asking.recv(65536), b""))
+                return json.loads(text) if text else None
+        except TimeoutError:
+            return None
+        except OSError:  # it is not there yet, or never will be
+            if time.monotonic() - self._began > ALONE_AFTER_S:
+                self._looks = True
+            time.sleep(FIRST_S)
+            return None
+
+
+def _other_users(connection: socket.socket) -> bool:
+    """Whether somebody else holds the other end."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return user != os.getuid()
+
+
+class _Relay:
+    """Tells a node's other ranks the text, once there is one. Lives as long as the process."""
+
+    def __init__(self, address: str) -> None:
+        self._text, self._known = b"", threading.Event()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.bind(address)
+            self._socket.listen(socket.SOMAXCONN)
+        except OSError:  # held by a forgotten process: the neighbours look for themselves
+            self._socket.close()
+            return
+        threading.Thread(target=self._serve, name="notice", daemon=True).start()
+
+    def tell(self, text: str) -> None:
+        self._text = text.encode()
+        self._known.set()
+
+    def _serve(self) -> None:
+        while True:
+            asked, _ = self._socket.accept()
+            self._known.wait()
+            with asked:
+                if not _other_users(asked):
+                    try:
+                        asked.sendall(self._text)
+                    except OSError:  # it gave up meanwhile
+                        continue
