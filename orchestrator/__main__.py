@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 from rich.console import Console
 
+from orchestrator.completion import complete_overrides
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -24,12 +25,11 @@ from orchestrator.errors import (
     standing_somewhere,
     unreadable,
 )
-from orchestrator.report.terminal import say, say_error
+from orchestrator.report.terminal import say, say_error, while_somebody_reads
 
 app = typer.Typer(
-    help="Plan, follow, compare and resume runs. To start one: python -m orchestrator.launch",
+    help="Plan, follow, compare and resume runs. To start one: python -m orchestrator launch",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -47,6 +47,8 @@ def verb(**settings: Any) -> Callable[[Verb], Verb]:
             try:
                 standing_somewhere()
                 return function(*args, **kwargs)
+            except BrokenPipeError:
+                raise
             except (OrchestratorError, OSError) as error:
                 if kwargs.get("verbose"):
                     raise
@@ -64,10 +66,24 @@ def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
+@app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+def launch(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(help="KEY=VALUE, -m, …", autocompletion=complete_overrides),
+    ] = None,
+) -> None:
+    """Start a run, or with -m a sweep of runs; the same as python -m orchestrator.launch."""
+    from orchestrator.launch import main as start
+
+    raise typer.Exit(start(arguments or []))
+
+
 @verb(context_settings={"ignore_unknown_options": False})
 def plan(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="As for orchestrator.launch.")
+        list[str] | None,
+        typer.Argument(help="As for launch.", autocompletion=complete_overrides),
     ] = None,
     config_dir: Annotated[
         str | None, typer.Option("--config-dir", "-cd", help="Folder of your own configs.")
@@ -253,8 +269,11 @@ def compare(
 
 
 def main() -> None:
+    """The verbs, as `python -m orchestrator` and as the console script `orchestrator`."""
+    script = Path(sys.argv[0]).name == "orchestrator"
     try:
-        app(prog_name="python -m orchestrator")
+        with while_somebody_reads():
+            app(prog_name="orchestrator" if script else "python -m orchestrator")
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
 

@@ -19,7 +19,7 @@ from orchestrator.errors import (
     standing_somewhere,
 )
 from orchestrator.hydra_input import check_arguments
-from orchestrator.report.terminal import say_error
+from orchestrator.report.terminal import say_error, while_somebody_reads
 from orchestrator.submit.manner import Manner
 from orchestrator.wording import no_such_key
 
@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbose = any(a in {"-v", "--verbose"} for a in given)
     try:
         standing_somewhere()
-        return run_app(given)
+        with while_somebody_reads():
+            return run_app(given)
     except OrchestratorError as error:
         if verbose and (error.__cause__ or not isinstance(error, UsageError)):
             raise

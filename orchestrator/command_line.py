@@ -20,7 +20,7 @@ PRIMARY = "config"
 
 SHOWN = ("job", "hydra", "all")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-VERBS = ("plan", "resume", "status", "logs", "cancel", "compare")
+VERBS = ("plan", "resume", "status", "logs", "attach", "cancel", "compare")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +185,6 @@ def spelled(override: str, *, sweep: bool = False) -> str:
 
 
 def _quoted_home(value: str) -> str:
-    if not re.search(r"(^|,)~", value) or re.search(r"['\"(\[{\\]", value):
+    if "'" in value or '"' in value:
         return value
-    return ",".join(f"'{v}'" if v.startswith("~") else v for v in value.split(","))
+    return re.sub(r"(^|[,\[{:]\s*)(~[^,\[\]{}()\s\\]*)", r"\1'\2'", value)

@@ -107,7 +107,7 @@ def guarded(*, bounded: bool = True) -> Generator[None]:
     try:
         with _alarm(rang) if bounded else contextlib.nullcontext():
             yield
-    except OrchestratorError:
+    except (OrchestratorError, BrokenPipeError):  # the latter: nobody reads what Hydra prints
         raise
     except (Exception, RecursionError) as error:
         if rang:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 from orchestrator.errors import EXIT_INTERRUPTED
 
@@ -21,12 +22,16 @@ def _leave(*_: object) -> None:
     os._exit(EXIT_INTERRUPTED)
 
 
-def main() -> int:
-    """The command; gives its exit code."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; gives its exit code.
+
+    Args:
+        arguments: in place of the process's own.
+    """
     signal.signal(signal.SIGINT, _leave)
     from orchestrator import application
 
-    return application.main()
+    return application.main(arguments)
 
 
 if __name__ == "__main__":

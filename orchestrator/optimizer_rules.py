@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from orchestrator.errors import ConfigError, did_you_mean, nearest
+from orchestrator.errors import ConfigError, did_you_mean
 from orchestrator.target import absent, arguments_of
 
 RATES = ("lr", "learning_rate")
@@ -60,11 +60,12 @@ def _arguments(optimizer: Mapping[str, Any]) -> Iterator[str]:
     if written is None and not known:
         return  # the ranks see, with the class in hand
     known += [k for k in (written or [])[1:] if k not in known and k not in RATES]
-    for key in (key for key in unknown if key not in known):
+    unknown = [key for key in unknown if key not in known]
+    for key in unknown:
         taken = [
             f"{other} does: optimizer={other}"
             for other, arguments in ARGUMENTS.items()
-            if set(given) - set(RATES) <= set(arguments) and nearest(key, known) != key
+            if set(unknown) <= set(arguments)
         ]
         yield f"{spelled} takes no '{key}' (from optimizer.{key})" + (
             f"; {taken[0]} optimizer.{key}={optimizer[key]}" if taken else did_you_mean(key, known)

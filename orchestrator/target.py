@@ -315,6 +315,8 @@ def check_target(job: Mapping[str, Any]) -> TargetFacts:
                 f"job._target_={dotted} is a function; it must be a class with "
                 + ", ".join(REQUIRED_METHODS)
             )
+        if module is None and dotted.split(".", maxsplit=1)[0] in sys.stdlib_module_names:
+            raise JobError(f"job._target_={dotted} is a part of Python, not a job")
         return TargetFacts(source=module.source if module else None)
     return _check_class(dotted, found, job)
 
@@ -364,7 +366,8 @@ def _check_class(dotted: str, found: _Class, job: Mapping[str, Any]) -> TargetFa
             f"(see docs/your-own-job.md)"
         )
     parameters = lineage.parameters()
-    if parameters is not None:
+    # Of a class that shows no part of a job, the ranks say so, with the class in hand.
+    if parameters is not None and (lineage.complete or len(missing) < len(REQUIRED_METHODS)):
         known, required = parameters
         given = [key for key in job if key != "_target_"]
         for key in given:

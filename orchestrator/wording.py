@@ -87,7 +87,7 @@ def _unknown_key(error: BaseException, text: str) -> str | None:
         return no_such_key(key)
     if found := re.search(r"Could not delete(?: from config\.)? '([^']+)'", text):
         key = found.group(1)
-        return f"there is no '{key}' to delete; leave ~{key} out"
+        return f"there is nothing at '{key}' to delete; leave ~{key} out"
     if found := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
         key = found.group(1)
         return f"'{key}' is there already: to change it, leave the + out, as in {key}=…"
@@ -117,6 +117,12 @@ def _unknown_choice(error: BaseException, text: str) -> str | None:
 
 
 def _unreadable(error: BaseException, text: str) -> str | None:
+    if found := re.search(r"Ambiguous value for argument '([^'=]+)=(.*)'", text):
+        key, values = found.groups()
+        return (
+            f"{key}={values} holds commas: to sweep over its values add -m, for a list write "
+            f"{key}=[{values}], for one text {key}=\"'{values}'\""
+        )
     override = getattr(error, "override", None)
     first = text.split("\nSee https", maxsplit=1)[0].strip()
     if override is not None:

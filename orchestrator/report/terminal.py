@@ -9,8 +9,13 @@ what the stream's encoding cannot carry is replaced instead of raising in the mi
 from __future__ import annotations
 
 import codecs
+import contextlib
+import os
 import re
 import shlex
+import signal
+import sys
+from collections.abc import Generator
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +32,23 @@ _PLAIN_SYMBOLS = str.maketrans(
 
 
 LONGEST_MESSAGE = 4000
+EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell has it for a program that this signal ends
+
+
+@contextlib.contextmanager
+def while_somebody_reads() -> Generator[None]:
+    """End without a word when the reader of our output goes away, as in `… --help | head -2`.
+
+    What is still unwritten is written within, where it can fail, rather than at Python's exit.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_UNREAD)
 
 
 def harmless(text: object) -> str:

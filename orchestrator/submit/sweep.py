@@ -68,7 +68,8 @@ def checked(found: Iterable[Composed | ConfigError]) -> list[Point]:
             prepare(config)
             points.append(Point(number=number, overrides=item.overrides, config=config))
         except UsageError as error:
-            wrong.setdefault(str(error), []).append(number)
+            for sentence in str(error).split("\n"):
+                wrong.setdefault(sentence, []).append(number)
     if wrong:
         raise ConfigError("\n".join(_told(wrong, of=len(shared))))
     stated = Counter(point.config.run.dir for point in points)
@@ -84,9 +85,9 @@ def checked(found: Iterable[Composed | ConfigError]) -> list[Point]:
 
 def _told(wrong: dict[str, list[int]], *, of: int) -> Iterator[str]:
     yield f"nothing was started, for the sweep cannot run to its end (points 0 to {of - 1}):"
-    for sentences, numbers in wrong.items():
+    for sentence, numbers in wrong.items():
         named = "all points" if len(numbers) == of else named_numbers("point", numbers)
-        yield from (f"{named}: {sentence}" for sentence in sentences.split("\n"))
+        yield f"{named}: {sentence}"
 
 
 class Sweep:
