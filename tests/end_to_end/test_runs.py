@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from orchestrator import application
 from tests import helpers
 from tests.helpers import ROOT, SMALL, TINY
 
@@ -43,10 +44,14 @@ def test_the_placement_of_the_ranks_does_not_change_the_digits_weights(tmp_path,
         assert helpers.compare(other, runs[0])["max_relative_difference"] <= bound
 
 
-def test_a_run_does_as_planned_and_says_so(tmp_path):
+def test_a_run_does_as_planned_and_says_so(tmp_path, capsys):
     run = tmp_path / "run"
-    done = helpers.call(TINY, "train.epochs=2", "accumulation.global_batch=50", f"run.dir={run}")
+    asked = [TINY, "train.epochs=2", "accumulation.global_batch=50", f"run.dir={run}"]
+    done = helpers.call(*asked)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert application.main([*asked, "--cfg", "job"]) == 0
+    written = (run / "config.yaml").read_text()
+    assert capsys.readouterr().out == written.rpartition("# run ")[0], "all but the seal"
     plan = json.loads((run / "plan.json").read_text())
     records = helpers.records(run)
     assert plan["updates"] == len(records) == 10
@@ -58,6 +63,9 @@ def test_a_run_does_as_planned_and_says_so(tmp_path):
     assert (result["state"], result["updates"], result["samples"]) == ("finished", 10, 480)
     assert len(result["peak_memory_bytes"]) == 4
     assert result["culprit"] is None
+    used = json.loads((run / "environment.json").read_text())["optimizer"]
+    assert result["optimizer"] == used
+    assert (used["class"], used["from"]) == ("torch.optim.adam.Adam", "the configuration")
     assert re.search(r"collectives per update +1, as planned", done.stdout)
     environment = json.loads((run / "environment.json").read_text())
     assert environment["packages"]["torch"]
