@@ -12,6 +12,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from orchestrator.secret_files import git_without_secrets
+
 GIT_TIMEOUT_S = 20
 DIFF_LIMIT_BYTES = 1 << 20
 
@@ -30,9 +32,12 @@ def folder_of(target: type) -> Path:
 
 
 def code_state(folder: Path) -> dict[str, Any]:
-    """The folder's commit and its difference from it; `commit` is None where git knows neither."""
+    """The folder's commit and its difference from it; `commit` is None where git knows neither.
+
+    What `secret_files` names is in no diff.
+    """
     commit = _git(folder, "rev-parse", "HEAD")
-    diff = _git(folder, "diff", "HEAD") or ""
+    diff = _git(folder, "diff", "--no-ext-diff", "HEAD", *git_without_secrets()) or ""
     return {
         "folder": str(folder),
         "commit": commit.strip() if commit else None,

@@ -18,6 +18,7 @@ import submitit
 from orchestrator.config import Config, node_range
 from orchestrator.errors import ClusterError
 from orchestrator.rundir import RunDir, write_atomically, write_json
+from orchestrator.secret_files import told
 from orchestrator.submit import snapshot
 from orchestrator.submit.api import Request
 from orchestrator.submit.slurm_checks import Verdict, check_request
@@ -173,7 +174,12 @@ class SlurmCluster:
         client = SlurmClient(config.cluster.slurm_conf)
         if config.run.snapshot:
             target = str(config.job["_target_"])
-            snapshot.take(target, run.path, run.snapshot(request.attempt))
+            left_out = snapshot.take(target, run.path, run.snapshot(request.attempt))
+            if left_out:
+                self._tell(
+                    f"the copy of the code leaves out what holds secrets by its name, and links "
+                    f"that lead elsewhere: {told(left_out)}"
+                )
         run.submitit.mkdir(mode=0o700, exist_ok=True)
         executor = Executor(
             run.submitit, str(request.details["sbatch"]), client, f"{request.attempt:03d}"

@@ -11,6 +11,7 @@ shared file system is slowest at, and what quotas count.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import stat
@@ -24,6 +25,7 @@ from orchestrator.code_state import code_state, is_installed
 from orchestrator.errors import RunFolderError
 from orchestrator.report.units import format_bytes
 from orchestrator.rundir import code_state_beside, write_json
+from orchestrator.secret_files import is_secret
 from orchestrator.target import find_module
 
 LIMIT_BYTES = 64 * 2**20
@@ -85,24 +87,36 @@ def _walked(root: Path, tops: set[str]) -> Iterator[str]:
             )
 
 
-def _files(root: Path, tops: set[str], run: Path) -> dict[str, int]:
-    """Names below `root` of the files to copy, with their sizes."""
+def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[str]]:
+    """Names below `root` of the files to copy, with their sizes; and of those that are left out:
+    secrets, and links that lead out of `root`.
+    """
     listed = _git_files(root)
     wanted = {*tops, *(f"{top}.py" for top in tops)}
     if listed is None or not any(name.split("/")[0] in wanted for name in listed):
         listed = list(_walked(root, tops))  # no repository, or one that ignores this folder
     own = f"{os.path.relpath(run, root)}/"
     found: dict[str, int] = {}
+    left_out: list[str] = []
     for name in listed:
         if name.startswith(("runs/", own)):
             continue
         try:
-            facts = os.stat(f"{root}/{name}")  # noqa: PTH116  # hundreds of times a submission
+            facts = os.lstat(f"{root}/{name}")  # hundreds of times a submission
         except FileNotFoundError:  # deleted, but git still has it
             continue
-        if stat.S_ISREG(facts.st_mode):
+        if is_secret(name) or (stat.S_ISLNK(facts.st_mode) and _leads_out(root, name)):
+            left_out.append(name)
+        elif stat.S_ISREG(facts.st_mode) or stat.S_ISLNK(facts.st_mode):
             found[name] = facts.st_size
-    return found
+    return found, left_out
+
+
+def _leads_out(root: Path, name: str) -> bool:
+    """Whether a link would lead elsewhere from the copy than from here."""
+    link = root / name
+    inside = Path(os.path.realpath(link)).is_relative_to(os.path.realpath(root))
+    return not inside or os.path.isabs(os.readlink(link))  # noqa: PTH115, PTH117  # text is enough
 
 
 def copies(job_target: str, into: Path) -> dict[Path, Path]:
@@ -110,19 +124,24 @@ def copies(job_target: str, into: Path) -> dict[Path, Path]:
     return {root: into / str(i) for i, root in enumerate(source_roots(job_target))}
 
 
-def take(job_target: str, run: Path, into: Path) -> None:
+def take(job_target: str, run: Path, into: Path) -> list[str]:
     """Copy the code of the run `run` into `into`.tar, which unpacks as the folder `into`.
+
+    Returns:
+        The names of files that were left out: secrets, and links that lead elsewhere.
 
     Raises:
         RunFolderError: there is too much of it.
     """
     files = size = 0
+    left_out: list[str] = []
     places = copies(job_target, into)
     into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = archive_of(into).with_suffix(".part")
     with tarfile.open(part, "w") as archive:
         for root, tops in source_roots(job_target).items():
-            sizes = _files(root, tops, run)
+            sizes, omitted = _files(root, tops, run)
+            left_out += omitted
             files, size = files + len(sizes), size + sum(sizes.values())
             if size > LIMIT_BYTES or files > LIMIT_FILES:
                 _refuse(root, sizes, files, size)
@@ -130,6 +149,7 @@ def take(job_target: str, run: Path, into: Path) -> None:
                 _add(archive, f"{root}/{name}", f"{places[root].name}/{name}")
     part.replace(archive_of(into))
     write_json(code_state_beside(into), code_state(next(reversed(places), PACKAGE.parent)))
+    return left_out
 
 
 def archive_of(into: Path) -> Path:
@@ -138,10 +158,18 @@ def archive_of(into: Path) -> Path:
 
 
 def _add(archive: tarfile.TarFile, path: str, name: str) -> None:
-    """Add a file: its contents as they are at this moment, nothing of its owner."""
-    with open(path, "rb") as file:  # noqa: PTH123  # hundreds of times a submission
-        data = file.read()
-        entry = tarfile.TarInfo(name)
+    """Add a file or a link: its contents as they are at this moment, nothing of its owner."""
+    entry = tarfile.TarInfo(name)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(path)  # noqa: PTH115  # as text
+        archive.addfile(entry)
+        return
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(LIMIT_BYTES)
         entry.size, entry.mode = len(data), 0o600
         entry.mtime = int(os.fstat(file.fileno()).st_mtime)
     archive.addfile(entry, io.BytesIO(data))
