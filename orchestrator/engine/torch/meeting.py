@@ -1,7 +1,7 @@
 """The store that ranks meet at: rank 0 hosts it and gives the verdict, the others join and wait.
 
-See `rendezvous.py` for the whole. The store holds `rank-<n>` (who arrived), the counters `arrived`,
-`stop` and `read`, and at last `verdict`.
+See `rendezvous.py` for the whole. The store holds `rank-<n>` (who arrived), `stop` when somebody
+was asked to, the counters `arrived` and `read`, and at last `verdict`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ from torch.distributed import DistError
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.notice import Backoff, Notice
+from orchestrator.engine.torch.secret_store import SecretStore
 from orchestrator.engine.torch.transport import Presence, choose
 from orchestrator.engine.torch.verdict import obey
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
+from orchestrator.files import open_regular, read_text
+from orchestrator.rundir import write_atomically
 
 POLL_S = 0.02
+HERE = "here"
+MOST_BYTES = 1 << 20
 LINGER_S = 5.0  # how long rank 0 keeps the store for those who have not read a bad verdict yet
 _STORE_TIMEOUT_S = 10.0
 
@@ -40,9 +45,9 @@ def _stop_file(spec: GroupSpec) -> Path:
     return spec.folder / f"rendezvous-{spec.generation}.stop"
 
 
-def _arrive(store: TCPStore, me: Presence) -> None:
-    store.set(f"rank-{me.rank}", json.dumps(asdict(me)))
-    store.add("arrived", 1)
+def _arrive(store: SecretStore, me: Presence) -> None:
+    store.tell(f"rank-{me.rank}", asdict(me))
+    store.count("arrived", 1)
 
 
 # ------------------------------------------------------------------ rank 0
@@ -63,12 +68,10 @@ def _listen(address: str) -> socket.socket:
 
 def _publish(spec: GroupSpec, content: dict[str, Any]) -> None:
     path = rendezvous_file(spec.folder, spec.generation)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, json.dumps(content))  # private: it holds the secret
 
 
-def host(spec: GroupSpec) -> TCPStore:
+def host(spec: GroupSpec) -> SecretStore:
     try:
         listener = _listen(spec.address)
     except OSError as error:
@@ -87,8 +90,9 @@ def host(spec: GroupSpec) -> TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    token = secrets.token_hex(8)
-    store.set("token", token)
+    token = secrets.token_hex(16)
+    ours = SecretStore(store, token)
+    ours.tell(HERE, True)
     _publish(
         spec,
         {
@@ -100,45 +104,49 @@ def host(spec: GroupSpec) -> TCPStore:
             "token": token,
         },
     )
-    return store
+    return ours
 
 
-def decide(spec: GroupSpec, store: TCPStore, me: Presence, until: float) -> dict[str, Any]:
+def decide(spec: GroupSpec, store: SecretStore, me: Presence, until: float) -> dict[str, Any]:
     """Wait for everybody, or for a reason not to; tell all, and see that they have read it."""
     _arrive(store, me)
     backoff, look = Backoff(), 0.0
     while True:
-        told = store.add("stop", 0) > 0
+        told = bool(store.told("stop"))
         if time.monotonic() >= look:
             look = time.monotonic() + backoff.next()
-            told = told or _stop_file(spec).exists()
+            told = told or os.path.lexists(_stop_file(spec))
         if told or spec.stop_requested():
             verdict: dict[str, Any] = {"verdict": "stop"}
             break
-        if store.add("arrived", 0) == spec.size:
-            verdict = _choose_transport(spec, store)
+        # the count, which anybody could raise, only says when it is worth asking for all
+        if store.count("arrived") >= spec.size and None not in (notes := _notes(spec, store)):
+            verdict = _choose_transport(notes)
             break
         if time.monotonic() > until:
-            there = store.check
-            missing = [r for r in range(spec.size) if not there([f"rank-{r}"])]
+            missing = [rank for rank, note in enumerate(_notes(spec, store)) if note is None]
             verdict = {"verdict": "missing", "ranks": missing}
             break
         time.sleep(POLL_S)
     if verdict["verdict"] != "go":  # ranks that come later still, read it here
         _publish(spec, {"generation": spec.generation, **verdict})
-    store.set("verdict", json.dumps(verdict))
+    store.tell("verdict", verdict)
     if verdict["verdict"] != "go":
-        arrived = store.add("arrived", 0)
+        arrived = store.count("arrived")
         give_up = time.monotonic() + LINGER_S
-        while store.add("read", 0) < arrived - 1 and time.monotonic() < give_up:
+        while store.count("read") < arrived - 1 and time.monotonic() < give_up:
             time.sleep(POLL_S)
     return verdict
 
 
-def _choose_transport(spec: GroupSpec, store: TCPStore) -> dict[str, Any]:
-    notes = store.multi_get([f"rank-{r}" for r in range(spec.size)])
+def _notes(spec: GroupSpec, store: SecretStore) -> list[Any]:
+    """What each rank said of itself; None for one that did not come."""
+    return store.all_told([f"rank-{rank}" for rank in range(spec.size)])
+
+
+def _choose_transport(notes: list[Any]) -> dict[str, Any]:
     try:
-        return {"verdict": "go", "transport": choose([Presence(**json.loads(n)) for n in notes])}
+        return {"verdict": "go", "transport": choose([Presence(**note) for note in notes])}
     except TransportError as error:
         return {"verdict": "transport", "message": str(error)}
 
@@ -146,7 +154,7 @@ def _choose_transport(spec: GroupSpec, store: TCPStore) -> dict[str, Any]:
 # ------------------------------------------------------------------ the others
 
 
-def join(spec: GroupSpec, until: float) -> TCPStore:
+def join(spec: GroupSpec, until: float) -> SecretStore:
     """Connect to the store as soon as its address is there and somebody answers at it."""
     path = rendezvous_file(spec.folder, spec.generation)
     notice = Notice(path, node=spec.node, first=spec.local_rank == 0)
@@ -162,7 +170,7 @@ def join(spec: GroupSpec, until: float) -> TCPStore:
                 return store
             time.sleep(backoff.next())
         if spec.stop_requested():
-            _stop_file(spec).touch()
+            os.close(open_regular(_stop_file(spec), os.O_WRONLY | os.O_CREAT))
             raise StopRequested(f"rank {spec.rank} was asked to stop while it waited for rank 0")
         if time.monotonic() > until:
             raise RanksMissing(
@@ -184,12 +192,12 @@ def _at(path: Path) -> str:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path, at_most=MOST_BYTES))
     except FileNotFoundError:
         return None
 
 
-def _connect(content: dict[str, Any]) -> TCPStore | None:
+def _connect(content: dict[str, Any]) -> SecretStore | None:
     """A client of the published store; None when nobody, or somebody else, answers there."""
     address, port = str(content["address"]), int(content["port"])
     try:
@@ -200,16 +208,19 @@ def _connect(content: dict[str, Any]) -> TCPStore | None:
     store = TCPStore(
         address, port, None, timeout=timedelta(seconds=_STORE_TIMEOUT_S), wait_for_workers=False
     )
-    return store if store.get("token").decode() == content["token"] else None
+    ours = SecretStore(store, str(content["token"]))
+    return ours if ours.told(HERE) else None
 
 
-def await_verdict(spec: GroupSpec, store: TCPStore, me: Presence, until: float) -> dict[str, Any]:
+def await_verdict(
+    spec: GroupSpec, store: SecretStore, me: Presence, until: float
+) -> dict[str, Any]:
     try:
         _arrive(store, me)
         told, backoff = False, Backoff()
-        while not store.check(["verdict"]):
+        while (verdict := store.told("verdict")) is None:
             if not told and spec.stop_requested():
-                store.add("stop", 1)
+                store.tell("stop", True)
                 told = True
             if time.monotonic() > until + LINGER_S:  # rank 0 gives one at `until` if it can at all
                 raise RendezvousError(
@@ -217,8 +228,7 @@ def await_verdict(spec: GroupSpec, store: TCPStore, me: Presence, until: float) 
                     "rank 0, which is there but does not answer"
                 )
             time.sleep(backoff.next())
-        verdict = json.loads(store.get("verdict"))
-        store.add("read", 1)
+        store.count("read", 1)
     except DistError as error:
         raise RanksMissing(
             f"rank 0 went away while rank {spec.rank} on {spec.node} waited for the others"

@@ -55,7 +55,7 @@ def form_group(spec: GroupSpec) -> TorchGroup:
     try:
         process_group = build_process_group(
             transport,
-            PrefixStore(f"group-{spec.generation}", store),
+            PrefixStore(f"group-{spec.generation}", store.below),
             rank=spec.rank,
             size=spec.size,
             address=spec.address,

@@ -4,13 +4,16 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch import form_group
@@ -78,6 +81,53 @@ def test_a_late_rank_hears_what_was_decided_without_it(tmp_path):
         form_group(spec(0, 2, tmp_path, timeout_s=0.2))
     with pytest.raises(RendezvousError, match="rank 1 of 2 did not come"):
         form_group(spec(1, 2, tmp_path, timeout_s=5))
+
+
+GARBAGE = (b"\x00" * 4096, b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x09" + b"\xff" * 64, b"")
+LIE = b'{"verdict": "stop"}'
+
+
+def _say_what_they_like(store):
+    """Everything that decides a start, by its plain name and, where keys can be listed, by all."""
+    keys = store.list_keys() if hasattr(store, "list_keys") else []
+    below = {key.rpartition("/")[0] for key in keys}
+    for name in ("verdict", "stop", "rank-0", "rank-1"):
+        for key in (name, *(f"{folder}/{name}" for folder in below)):
+            store.set(key, b"0" * 64 + LIE)
+    for key in ("stop", "arrived", "read", *(key for key in keys if key.endswith("arrived"))):
+        store.delete_key(key) if key == "stop" else store.add(key, 2)
+
+
+@pytest.mark.timeout(60)
+def test_strangers_at_the_port_can_neither_end_a_start_nor_hang_it(tmp_path):
+    """Rank 1 comes late; until then whoever finds the port says what they like to it."""
+    results = {}
+
+    def joining(rank):
+        return threading.Thread(
+            target=_form, args=(results, rank, 2, tmp_path), kwargs={"timeout_s": 20}
+        )
+
+    first, second = joining(0), joining(1)
+    first.start()
+    path = rendezvous_file(tmp_path, 0)
+    while not path.exists():
+        time.sleep(0.01)
+    assert path.stat().st_mode & 0o777 == 0o600
+    told = json.loads(path.read_text())
+    at = (told["address"], told["port"])
+    silent = socket.create_connection(at, timeout=5)
+    for garbage in GARBAGE:
+        with socket.create_connection(at, timeout=5) as stranger:
+            stranger.sendall(garbage)
+    _say_what_they_like(TCPStore(*at, None, timeout=timedelta(seconds=5), wait_for_workers=False))
+    time.sleep(0.2)
+    assert results == {}
+    second.start()
+    for thread in (first, second):
+        thread.join()
+    silent.close()
+    assert {rank: getattr(group, "size", group) for rank, group in results.items()} == {0: 2, 1: 2}
 
 
 def _form(results, rank, size, folder, **more):
