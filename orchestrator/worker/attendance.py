@@ -35,6 +35,7 @@ from orchestrator.worker.node_watch import FAILED
 from orchestrator.worker.places import Placed
 from orchestrator.worker.progress import read_progress
 from orchestrator.worker.record import Recorder, Silent
+from orchestrator.worker.siblings import Siblings
 from orchestrator.worker.stop import StopFlag
 from orchestrator.worker.topology import Topology
 
@@ -89,6 +90,8 @@ class Attendance:
                 nodes=topology.nodes,
                 timeout_s=self._timeout_s,
                 on_silence=self._node_is_silent,
+                beside=Siblings(topology.size // topology.nodes - 1, self._timeout_s).lost,
+                on_stopped=self._rank_is_stopped,
                 superseded=lambda: self._fence.superseded,
                 on_superseded=self._vanish,
             ).start()
@@ -223,6 +226,18 @@ class Attendance:
                 os._exit(EXIT_FAILED)
         threading.Event().wait(KILL_WAIT_S)  # the scheduler ends us long before
         os._exit(EXIT_FAILED)
+
+    def _rank_is_stopped(self, rank: int, pid: int) -> None:
+        """As for a silent node, the run goes on where it may; srun ends the rest with that rank."""
+        cause = f"it was frozen (SIGSTOP) for {self._timeout_s:g} s (cluster.heartbeat_timeout_s)"
+        print(f"rank {rank}: {cause}", flush=True)  # noqa: T201  # goes to the rank's log
+        failure = failure_of(self._topology, RankHangs(cause)) | {"rank": rank, "traceback": ""}
+        write_failure(self._run, self._attempt, failure)
+        departure = self._run.departure(self._attempt)
+        if self._requeue and not departure.exists():
+            why = f"rank {rank} on {self._topology.node}: {cause}"
+            write_json(departure, {"why": why, "updates": None, "time": time.time()})
+        os.kill(pid, signal.SIGKILL)
 
     def _vanish(self) -> None:
         print(  # noqa: T201  # goes to the rank's log

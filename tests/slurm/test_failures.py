@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -134,3 +136,28 @@ def test_a_killed_rank_costs_a_restart_where_that_is_allowed_and_no_bit(slurm, t
     assert note["resumed_from"] == 2
     assert runs.status(run)["restarts"] == 1
     assert runs.job_of(run) == job
+
+
+@pytest.mark.timeout(360)
+def test_a_stopped_rank_that_is_not_its_nodes_first_is_noticed_in_time_and_costs_no_bit(
+    slurm, tmp_path
+):
+    run = tmp_path / "run"
+    more = (
+        "cluster.nodes=2", "cluster.ranks_per_node=2", "train.updates=40", "job.pause_s=0.1",
+        "train.checkpoint_every=2", "cluster.heartbeat_timeout_s=5",
+    )  # fmt: skip
+    job = runs.submit(slurm, run, *more)
+    runs.wait_for_update(run, 4)
+    pid = next(
+        pid for pid in runs.processes_of_job(slurm, job)
+        if b"SLURM_PROCID=3\0" in Path(f"/proc/{pid}/environ").read_bytes()
+        and b"on_node" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )  # fmt: skip
+    os.kill(pid, signal.SIGSTOP)
+    stopped = time.monotonic()
+    until((run / "attempts" / "000" / "departure.json").exists, 20, "the notice")
+    assert time.monotonic() - stopped < 15
+    ended = runs.wait_over(slurm, run, 150)
+    assert ended["weights_sha256"] == runs.reference(tmp_path / "local", *more, "job.pause_s=0")
+    assert "it was frozen (SIGSTOP) for 5 s" in ended["restarts"][0]["why"]
