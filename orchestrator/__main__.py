@@ -128,14 +128,23 @@ def plan(
 @verb()
 def resume(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="KEY=VALUE: more updates, other nodes, another cluster, …"),
+    ] = None,
+    config_dir: Annotated[str | None, typer.Option(help="Folder of your own configs.")] = None,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Go on with a stopped or failed run from its newest sound checkpoint, to the same bits."""
+    """Go on with a run from its newest sound checkpoint, to the same bits.
+
+    What is given after the run may change where and for how long it trains, never its numbers.
+    """
     from orchestrator.submit.manner import Manner
     from orchestrator.submit.run import resume as go_on
 
-    ended = go_on(run.absolute(), Manner(console=Console(), verbose=verbose, quiet=quiet))
+    manner = Manner(console=Console(), verbose=verbose, quiet=quiet)
+    ended = go_on(run.absolute(), manner, overrides or [], config_dir)
     raise typer.Exit(ended.exit_code)
 
 

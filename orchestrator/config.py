@@ -116,7 +116,11 @@ class ScheduleConfig:
 
 @dataclass
 class TrainConfig:
-    """The training. `evaluate_every` and `checkpoint_every` count updates; null: each epoch."""
+    """The training. `evaluate_every` and `checkpoint_every` count updates; null: each epoch.
+
+    initial_weights: a run, or a safetensors file, whose weights this run starts from; the optimizer
+    and the updates begin anew.
+    """
 
     updates: int | None = None
     epochs: float | None = None
@@ -128,6 +132,7 @@ class TrainConfig:
     keep_checkpoints: int = 2
     loader_workers: int = 0
     on_non_finite: str = "stop"
+    initial_weights: str | None = None
 
 
 @dataclass

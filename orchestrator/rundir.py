@@ -37,6 +37,7 @@ CONFIG_SECTIONS = (
     "job", "optimizer", "cluster", "accumulation", "schedule", "train", "engine", "run",
     "transport",
 )  # fmt: skip
+INITIAL_DIGEST = "initial_weights_sha256"  # in submission.json
 SEALED = "sealed"  # in submission.json: config.yaml has a seal, so one that has none is cut short
 JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
 ATTEMPT = re.compile(r"[0-9]{1,9}")
@@ -101,6 +102,8 @@ class RunDir:
         self.result = path / "result.json"
         self.environment = path / "environment.json"
         self.submission = path / "submission.json"
+        self.resumes = path / "resumes.json"  # what people asked for since
+        self.initial_weights = path / "initial_weights.safetensors"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
@@ -118,6 +121,12 @@ class RunDir:
     def attempt(self, number: int) -> Path:
         """Folder of one attempt (a start or restart): rendezvous, failures, progress."""
         return self.attempts / f"{number:03d}"
+
+    def config_of(self, attempt: int) -> Path:
+        """The configuration that an attempt ran with, also when a later `resume` changed it."""
+        later = range(attempt, self.attempts_made())
+        kept = (self.attempt(number) / self.config.name for number in later)
+        return next((path for path in kept if path.is_file()), self.config)
 
     def progress(self, attempt: int) -> Path:
         return self.attempt(attempt) / "progress"

@@ -300,6 +300,16 @@ class Engine(Protocol):
         """The inverse of `save_state`: the same bits afterwards. Not collective."""
         ...
 
+    def load_weights(self, path: Path) -> None:
+        """Set the weights to a safetensors file's, and nothing else. Before the first window.
+
+        Not collective, but all ranks call it with the same file.
+
+        Raises:
+            ConfigError: names, shapes or dtypes are not the model's.
+        """
+        ...
+
     def weights_sha256(self) -> str:
         """Digest over the weights' bytes, tensor by tensor in the order of the names."""
         ...

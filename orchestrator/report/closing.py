@@ -28,6 +28,7 @@ from orchestrator.report.units import (
     format_seconds,
     plural,
 )
+from orchestrator.rundir import RESUMED
 
 STATE_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
 LOG_LINES = 20
@@ -122,7 +123,12 @@ def _restarts(notes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
         return []
     lost = sum(note["lost_updates"] for note in notes)
     again = f"; {plural(lost, 'update')} done again" if lost else ""
-    rows = [("restarts", f"{format_count(len(notes))}{again}", "yellow")]
+    resumed = sum(note["why"] == RESUMED for note in notes)
+    rows: list[tuple[str, str, str]] = []
+    if restarts := len(notes) - resumed:
+        rows.append(("restarts", f"{format_count(restarts)}{again}", "yellow"))
+    if resumed:  # by a person, which says nothing against the run
+        rows.append(("resumed", plural(resumed, "time") + ("" if restarts else again), ""))
     for note in notes[-RESTARTS_SHOWN:]:
         after = f"after update {format_count(note['resumed_from'])}"
         where = after if note["resumed_from"] else "from the beginning"

@@ -6,6 +6,7 @@ point's final weights with those of the first finished one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ from orchestrator.report.units import (
     format_seconds,
     plural,
 )
+
+INDENT = "   "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +79,15 @@ def print_sweep(cells: Sequence[Cell], console: Console) -> None:
     else:
         # Two tables that can be read beat one whose every value is folded.
         keys = [c for c in columns if c.group == "key"]
-        for group in ("cost", "outcome"):
-            console.print(_table([*keys, *(c for c in columns if c.group == group)], console))
+        parts = [[c for c in columns if c.group == group] for group in ("cost", "outcome")]
+        if any(_width([*keys, *part]) > console.width for part in parts):
+            # Nor are the points' names folded: they stand above, each by its number.
+            for number, cell in enumerate(cells, 1):
+                for line in broken(f"{number}: {cell.title}", console.width):
+                    say(console, line)
+            keys = keys[:1]
+        for part in parts:
+            console.print(_table([*keys, *part], console))
     for number, cell in enumerate(cells, 1):
         if not cell.finished:
             _print_failure(number, cell, console)
@@ -175,6 +185,25 @@ def _columns(cells: Sequence[Cell], console: Console) -> list[_Column]:
         ),
         column("outcome", "weights differ by", differences(cells)),
     ]
+
+
+def broken(text: str, width: int) -> list[str]:
+    """`text` in lines, broken after spaces and commas; inside a word only if it fills a line.
+
+    >>> broken("1: accumulation={global_batch:32,steps:1}", 36)
+    ['1: accumulation={global_batch:32,', '   steps:1}']
+    """
+    lines = [""]
+    for piece in re.findall(r"[^ ,]+[ ,]*|[ ,]+", text):
+        rest = piece
+        if len(lines[-1]) + len(rest.rstrip()) > width and lines[-1].strip():
+            lines.append(INDENT)
+        while len(lines[-1]) + len(rest.rstrip()) > width:
+            room = max(1, width - len(lines[-1]))
+            lines[-1], rest = lines[-1] + rest[:room], rest[room:]
+            lines.append(INDENT)
+        lines[-1] += rest
+    return [line.rstrip() for line in lines]
 
 
 def _short(key: str, keys: Sequence[str]) -> str:

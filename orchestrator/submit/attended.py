@@ -5,6 +5,7 @@ What is drawn while one waits is imported here and not by `run`: a submission do
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from orchestrator.config import Config
@@ -33,14 +34,26 @@ def place(
 ) -> Ended:
     """Train it, shown to its end. Nothing is left running, whatever is raised."""
     del verdict
-    return resume(config, run, manner, interrupts)
+    return resume(config, run, manner, interrupts, lambda _: None)
 
 
-def resume(config: Config, run: RunDir, manner: Manner, interrupts: Interrupts) -> Ended:
-    """Go on from the newest checkpoint, if there is one; after failures as `restarts` rules."""
+def resume(
+    config: Config,
+    run: RunDir,
+    manner: Manner,
+    interrupts: Interrupts,
+    note: Callable[[int], None],
+) -> Ended:
+    """Go on from the newest checkpoint, if there is one; after failures as `restarts` rules.
+
+    Args:
+        note: called with the attempt's number once nothing stands against it any more.
+    """
+    first = run.attempts_made()
+    note(first)
     plan = run.read_plan()
     run.result.unlink(missing_ok=True)
-    first = run.attempts_made()
+    run.cancel.unlink(missing_ok=True)
     while True:
         number = run.begin_attempt()
         state, interrupted, culprit = _attempt(config, run, number, plan, manner, interrupts)

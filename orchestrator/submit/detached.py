@@ -5,6 +5,7 @@ The launcher holds nothing of such a run. What it prints here, any shell can see
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from orchestrator.config import Config
@@ -83,14 +84,23 @@ def place(
     return follow(handle, run, manner, interrupts)
 
 
-def resume(config: Config, run: RunDir, manner: Manner, interrupts: Interrupts) -> Ended:
-    """Queue a run again, to go on from its newest checkpoint, with the code as it is now."""
-    if run.handle.exists():
-        refuse_while_queued(run)
+def resume(
+    config: Config,
+    run: RunDir,
+    manner: Manner,
+    interrupts: Interrupts,
+    note: Callable[[int], None],
+) -> Ended:
+    """Queue a run again, to go on from its newest checkpoint, with the code as it is now.
+
+    Args:
+        note: called with the attempt's number once nothing stands against it any more.
+    """
     attempt = max(run.attempts_made(), read_newest(run.newest_attempt) + 1)
     cluster = cluster_of(config, manner)
     verdict = cluster.check(cluster.request(config, run.path, attempt))
     _warn(config, verdict, manner)
+    note(attempt)
     return place(config, run, manner, interrupts, verdict, attempt)
 
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +30,7 @@ from orchestrator.errors import (
 from orchestrator.optimizer_rules import check_builder
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
-from orchestrator.report.terminal import say
+from orchestrator.report.terminal import command, say
 from orchestrator.rundir import SEALED, RunDir, write_json
 from orchestrator.submit.api import State
 from orchestrator.submit.ending import Ended
@@ -37,6 +38,7 @@ from orchestrator.submit.holder import held
 from orchestrator.submit.interrupts import Interrupts
 from orchestrator.submit.manner import Manner
 from orchestrator.submit.owned import check_own
+from orchestrator.submit.warm_start import initial_weights, keep_initial_weights
 from orchestrator.target import check_target
 
 DISK_ERRORS = (
@@ -44,8 +46,14 @@ DISK_ERRORS = (
 )  # fmt: skip
 
 
-def prepare(config: Config) -> Plan:
-    """Everything that can be said before anything is written. Raises `UsageError`."""
+def prepare(config: Config, *, new: bool = True) -> Plan:
+    """Everything that can be said before anything is written. Raises `UsageError`.
+
+    Args:
+        new: the run begins; one that goes on has its initial weights in its folder.
+    """
+    if new:
+        initial_weights(config)
     facts = check_target(config.job)
     refuse_unsupported(config, facts.framework, coupled=bool(facts.coupled))
     check_builder(config.optimizer, str(config.job["_target_"]), own=facts.own_optimizer)
@@ -124,7 +132,8 @@ def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> E
             with writing(run):
                 run.write_config(to_yaml(config))
                 write_json(run.plan, plan.to_json())
-                write_json(run.submission, _submission(config, overrides))
+                digest = keep_initial_weights(config, run)
+                write_json(run.submission, _submission(config, overrides) | digest)
                 with held(run):
                     return way.place(config, run, manner, interrupts, verdict)
         except UsageError:  # before anything was trained; the message says all
@@ -133,19 +142,41 @@ def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> E
             raise
 
 
-def resume(path: Path, manner: Manner) -> Ended:
-    """Go on with a run from its newest sound checkpoint, or from the start when it has none."""
+def resume(
+    path: Path, manner: Manner, overrides: Sequence[str] = (), config_dir: str | None = None
+) -> Ended:
+    """Go on with a run from its newest sound checkpoint, or from the start when it has none.
+
+    Args:
+        overrides: of its configuration: what leaves its numbers as they are, or more updates.
+        config_dir: a folder of the user's own configs, for `cluster=…` among the overrides.
+    """
+    from orchestrator.submit.resumption import record, resumption
+
     run = RunDir(path).existing()
     check_own(run)
-    config = _config_of(run)
+    asked = resumption(run, _config_of(run), overrides, config_dir)
     result = run.read_result()
-    if result and result["state"] == "finished":
+    if result and result["state"] == "finished" and not (asked.total or 0) > result["updates"]:
         say(manner.console, f"{path} has finished already; there is nothing to resume")
+        more = f"to train on: {command('resume', path)} train.updates=…"
+        say(manner.console, more, "dim")
         return Ended(run=run, state=State.FINISHED, exit_code=EXIT_FINISHED)
+    if not manner.quiet:
+        say(manner.console, asked.words, prose=True)
+    if asked.warning:
+        say(manner.console, f"warning: {asked.warning}", "yellow", prose=True)
     with at_home(run), Interrupts() as interrupts, writing(run), held(run):
-        for sentence in _of_checkpoints(run, contents=config.cluster.kind == "local"):
+        for sentence in _of_checkpoints(run, contents=asked.config.cluster.kind == "local"):
             say(manner.console, f"warning: {sentence}", "yellow")
-        return _way(config).resume(config, run, manner, interrupts)
+        if asked.changes:
+            prepare(asked.config, new=False)
+        if run.handle.exists():
+            from orchestrator.submit.detached import refuse_while_queued
+
+            refuse_while_queued(run)
+        note = partial(record, run, asked)
+        return _way(asked.config).resume(asked.config, run, manner, interrupts, note)
 
 
 @contextlib.contextmanager

@@ -20,12 +20,8 @@ from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit, State
 from orchestrator.submit.manner import Manner
 from orchestrator.submit.run import new_folder, prepare, start
+from orchestrator.submit.sweep_remarks import remarks
 from orchestrator.worker.checkpoint import WEIGHTS, complete
-
-MAGNIFIES = (
-    "Adam in float32 magnifies rounding where a gradient is nearly zero, so weights differ by more "
-    "than the updates do; optimizer=sgd or train.precision=float64 shows the exactness."
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,8 +129,8 @@ class Sweep:
             for number, (overrides, folder, _) in enumerate(self.points)
         ]
         print_sweep(cells, self._manner.console)
-        if any(self._magnifies(cell) for cell in cells):
-            say(self._manner.console, MAGNIFIES, "dim", prose=True)
+        for sentence in remarks(cells):
+            say(self._manner.console, sentence, "dim", prose=True)
         pairs = accumulation_pairs(cells)
         if pairs:
             print_time_and_memory(pairs, self._manner.console)
@@ -142,12 +138,6 @@ class Sweep:
             return codes[-1]
         failed = [code for code in codes if code]
         return EXIT_FAILED if EXIT_FAILED in failed else max(failed, default=0)
-
-    def _magnifies(self, cell: Cell) -> bool:
-        """Whether rounding grows in this point's optimizer, so that weights differ more."""
-        config = RunDir(cell.folder).read_config() if cell.finished else {}
-        optimizer, train = config.get("optimizer", {}), config.get("train", {})
-        return "adam" in str(optimizer).lower() and train.get("precision") != "float64"
 
     def _cell(self, number: int, overrides: list[str], folder: Path, varying: set[str]) -> Cell:
         run = RunDir(folder)

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from orchestrator.errors import RunFolderError
 from orchestrator.files import blocks, is_folder, make_folder, names_in, remove
-from orchestrator.rundir import read_json, write_json
+from orchestrator.rundir import INITIAL_DIGEST, RunDir, read_json, write_json
 
 STATE = "state.json"
 WEIGHTS = "weights.safetensors"
@@ -44,7 +44,8 @@ class Checkpoint:
     extra: dict[str, Any]
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
     whole = hashlib.sha256()
     for block in blocks(path):
         whole.update(block)
@@ -95,7 +96,7 @@ def save(
         files = sorted(partial.iterdir())
         for path in files:
             _to_disk(path)
-        digests = {path.name: _digest(path) for path in files}
+        digests = {path.name: digest_of(path) for path in files}
         state = {
             "updates": updates, "samples": samples, "run": run, "files": digests, "extra": extra,
         }  # fmt: skip
@@ -154,7 +155,7 @@ def _load(folder: Path, run: str | None, *, contents: bool) -> Checkpoint:
         odd = min(there ^ state["files"].keys())
         raise RunFolderError(f"{folder / odd} is damaged: {STATE} and the folder differ about it")
     for name, expected in state["files"].items():
-        if contents and _digest(folder / name) != expected:
+        if contents and digest_of(folder / name) != expected:
             raise RunFolderError(
                 f"{folder / name} is damaged: its digest is not the one in {STATE}"
             )
@@ -187,3 +188,14 @@ def newest(
             f"Bring one back from a copy; or remove them all, and the run begins again at update 0"
         )
     return None, passed_over
+
+
+def check_initial(run: RunDir) -> None:
+    """Raises `RunFolderError` when the run's initial weights are not those that it began with."""
+    expected = (read_json(run.submission) or {}).get(INITIAL_DIGEST)
+    try:
+        found = digest_of(run.initial_weights)
+    except OSError as error:
+        raise RunFolderError(f"{run.initial_weights} cannot be read: {error.strerror}") from error
+    if found != expected:
+        raise RunFolderError(f"{run.initial_weights} is damaged: its digest is another one")

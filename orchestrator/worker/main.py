@@ -188,6 +188,9 @@ def _run_rank(
     windows = RankWindows(planned, topology.rank, rates)
     outcome = Outcome()
     _restore(run, engine, outcome, topology.rank)
+    if config.train.initial_weights is not None and not outcome.updates:
+        checkpoint.check_initial(run)
+        engine.load_weights(run.initial_weights)
     recorder = Silent()
     if topology.rank == 0:
         copied = run.submitted_code(attempt) if topology.scheduled and config.run.snapshot else None

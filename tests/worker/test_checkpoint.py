@@ -75,7 +75,7 @@ def test_where_no_checkpoint_is_sound_a_run_does_not_begin_again_in_silence(tmp_
 @pytest.mark.parametrize("name", ["../update-000000001/weights.safetensors", "/etc/hostname"])
 def test_a_state_that_names_files_outside_its_folder_is_damage(tmp_path, name):
     folder = save(tmp_path, 2)
-    digest = checkpoint._digest(folder / checkpoint.WEIGHTS)
+    digest = checkpoint.digest_of(folder / checkpoint.WEIGHTS)
     state = {"updates": 2, "samples": 20, "run": None, "files": {name: digest}, "extra": {}}
     write_json(folder / checkpoint.STATE, state)
     with pytest.raises(RunFolderError, match="is damaged"):

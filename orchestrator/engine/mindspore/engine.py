@@ -274,6 +274,9 @@ class MindSporeEngine:
         self._accumulator.precision.load(extra["precision"])
         self._hyperparameters.keep()
 
+    def load_weights(self, path: Path) -> None:
+        state.load_weights(path, self._model.parameters_dict())
+
     def weights_sha256(self) -> str:
         return state.digest(self._model.parameters_dict())
 

@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from safetensors.numpy import load_file, save_file
 
+from orchestrator.engine.warm_start import check_fits
 from orchestrator.errors import RunFolderError, did_you_mean
 
 WEIGHTS = "weights.safetensors"
@@ -48,6 +49,17 @@ def load(path: Path, parameters: Mapping[str, Parameter]) -> None:
                 f"{tuple(held.shape)}"
             )
         ops.assign(held, Tensor(array, held.dtype))  # see `optimizers.set_rate`
+
+
+def load_weights(path: Path, parameters: Mapping[str, Parameter]) -> None:
+    """Set the parameters to a file's. Raises `ConfigError` when it is another model's."""
+    found = load_file(str(path))
+    check_fits(
+        path,
+        {name: (array.dtype.name, tuple(array.shape)) for name, array in found.items()},
+        {name: (str(p.dtype).lower(), tuple(p.shape)) for name, p in parameters.items()},
+    )
+    load(path, parameters)
 
 
 def digest(parameters: Mapping[str, Parameter]) -> str:

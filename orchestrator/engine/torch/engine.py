@@ -35,6 +35,7 @@ from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.engine.torch.state import (
     load_model,
     load_optimizer,
+    load_weights,
     save_model,
     save_optimizer,
     weights_sha256,
@@ -256,6 +257,10 @@ class TorchEngine:
         load_optimizer(folder, extra["optimizer"], self._accumulator.load_optimizer_state)
         self._accumulator.precision.load(extra["precision"])
         self._hyperparameters.keep()
+
+    def load_weights(self, path: Path) -> None:
+        """Set the weights to a file's, the optimizer left alone. Raises `ConfigError`."""
+        load_weights(self._model, path)
 
     def weights_sha256(self) -> str:
         """Digest over the bytes of the weights, tensor by tensor in the order of the names."""

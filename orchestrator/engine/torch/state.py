@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from orchestrator.engine.warm_start import check_fits
 from orchestrator.errors import JobError, RunFolderError
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
@@ -43,6 +44,29 @@ def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise RunFolderError(f"{folder / WEIGHTS} is of another model: {error}") from error
+
+
+def load_weights(model: Module, path: Path) -> None:
+    """Set the tensors of `model` to those of a file; extra state that is none stays as it is.
+
+    Raises:
+        ConfigError: names, shapes or dtypes are not the model's.
+    """
+    found = _read(path)
+    held, rest = _model_state(model)
+    found = {
+        name: tensor
+        for name, tensor in found.items()
+        if name in held or not any(name.startswith(f"{key}.") for key in rest)
+    }
+    check_fits(path, _kinds(found), _kinds(held))
+    with torch.no_grad():
+        for name, tensor in held.items():
+            tensor.copy_(found[name])
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()}
 
 
 def save_optimizer(state: Mapping[str, Any], folder: Path) -> Any:

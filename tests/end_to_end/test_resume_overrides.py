@@ -1,0 +1,66 @@
+"""A run goes on with other settings, to the bits that it would have had; a new one starts warm."""
+
+import json
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from tests.helpers import TINY, call, result, verb
+
+LEAVES = (
+    "accumulation.reduction=reproducible", "accumulation.micro_batch=8",
+    "accumulation.global_batch=48", "job.dropout=0.2", "tracker=none", "train.evaluate_every=0",
+)  # fmt: skip
+
+
+def started(run, *more):
+    done = call(TINY, *LEAVES, f"run.dir={run}", *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_more_updates_on_other_ranks_end_with_the_bits_of_a_run_that_was_never_stopped(tmp_path):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    started(whole, "train.updates=12", "cluster.nodes=1", "cluster.ranks_per_node=2")
+    started(run, "train.updates=4", "cluster.nodes=1", "cluster.ranks_per_node=3")
+    assert "finished already" in verb("resume", run).stdout
+    done = verb("resume", run, "train.seed=3")
+    assert (done.returncode, result(run)["updates"]) == (2, 4)
+    assert "train.initial_weights=" in done.stderr
+
+    done = verb("resume", run, "train.updates=12", "cluster.nodes=2", "cluster.ranks_per_node=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("going on after update 4 of 12, 2 ranks on 2 nodes")
+    assert result(run)["weights_sha256"] == result(whole)["weights_sha256"]
+    assert result(run)["updates"] == 12
+    [note] = json.loads((run / "resumes.json").read_text())
+    assert note["changes"]["train.updates"] == [4, 12]
+    assert "updates: 4" in (run / "attempts" / "000" / "config.yaml").read_text()
+    [status] = json.loads(verb("status", run, "--json").stdout)
+    assert (status["attempts"], status["restarts"]) == (2, 0)
+
+
+def test_a_run_starts_from_anothers_weights_and_refuses_those_of_another_model(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    started(first, "train.updates=3", "cluster.nodes=1", "cluster.ranks_per_node=1")
+    warm = (f"train.initial_weights={first}",)
+    started(second, "train.updates=1", "schedule.base_lr=1e-30", *warm, "cluster.ranks_per_node=1")
+    assert result(second)["weights_sha256"] == result(first)["weights_sha256"]
+
+    other = call(TINY, "job.width=3", "train.updates=1", f"run.dir={tmp_path / 'o'}", *warm)
+    assert other.returncode == 2, other.stdout
+    assert "0.weight is float32[16, 8], but must be float32[3, 8]" in " ".join(other.stderr.split())
+    assert not (tmp_path / "o").exists()
+
+
+def test_weights_that_are_none_are_refused_before_anything_starts(tmp_path):
+    save_file({"x": np.ones(3)}, tmp_path / "one.safetensors")
+    (tmp_path / "text").write_text("no weights")
+    for name, said in (
+        ("gone", "there is no weights file"), ("text", "is damaged"), (".", "is not a run folder"),
+    ):  # fmt: skip
+        done = verb("plan", TINY, f"train.initial_weights={tmp_path / name}")
+        assert done.returncode == 2
+        assert said in " ".join(done.stderr.split())
+        assert "train.initial_weights=" in done.stderr
+    assert verb("plan", TINY, f"train.initial_weights={tmp_path}/one.safetensors").returncode == 0
