@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import sys
 import time
 import traceback
@@ -21,10 +23,44 @@ from orchestrator.worker.topology import Topology
 
 def describe(error: BaseException) -> str:
     """The cause in one line or a few: our own errors as they are, others with their type's name."""
+    if told := _loader_worker(error):
+        return told
     text = str(error)
     if isinstance(error, OrchestratorError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)")
+_BY_SIGNAL = re.compile(r"killed by signal: (.*?)\.")
+_REMEDIES = {
+    "SIGKILL": ", mostly by the kernel, for want of memory: fewer train.loader_workers, or a "
+    "smaller accumulation.micro_batch, need less",
+    "SIGBUS": ", mostly for want of shared memory (/dev/shm): fewer train.loader_workers need less",
+}
+
+
+def _loader_worker(error: BaseException) -> str | None:
+    """A sentence about a loader's process that ended, where that is what happened: torch tells it
+    in an error of its own, raised wherever the rank happens to be, and says more in its cause.
+    """
+    found: list[tuple[str, str]] = []
+    one: BaseException | None = error
+    while one is not None:
+        if match := _WORKER.match(str(one)):
+            found.append((match[1], match[2]))
+        one = one.__cause__ or one.__context__
+    if not found:
+        return None
+    names = {signal.strsignal(number): number.name for number in signal.Signals}
+    for pid, what in found:
+        if killed := _BY_SIGNAL.search(what):
+            name = names.get(killed[1], killed[1])
+            remedy = _REMEDIES.get(name, "; what it said last is in this rank's log")
+            return f"a loader worker of this rank (process {pid}) was killed by {name}{remedy}"
+    pid, what = found[-1]
+    ended = what.partition(".")[0]
+    return f"a loader worker of this rank (process {pid}) {ended}; the log has what it said last"
 
 
 def exit_code(error: BaseException) -> int:

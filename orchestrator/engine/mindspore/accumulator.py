@@ -115,8 +115,9 @@ class Accumulator:
             return step(*leaves)
         self._sample = self._sample or (form, leaves)
         before = [held.asnumpy().copy() for held in self.sums]
+        wanted = self._plainly(form, leaves)  # first: it says better than a graph what is wrong
         result = step(*leaves)
-        self._compare(form, leaves, before)
+        self._compare(wanted, before)
         return result
 
     def _gradients(self, loss: Callable[[Any, Any], Sums], form: Any) -> Callable[..., Any]:
@@ -157,9 +158,8 @@ class Accumulator:
 
         return micro_step
 
-    def _compare(self, form: Any, leaves: Sequence[Tensor], before: Sequence[Any]) -> None:
+    def _compare(self, wanted: Sequence[Tensor], before: Sequence[Any]) -> None:
         """Raise `JobError` when what the graph just added is not the gradient of plain Python."""
-        wanted = self._plainly(form, leaves)
         for parameter, held, old, own in zip(
             self.parameters, self.sums, before, wanted, strict=True
         ):

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+from mindspore import Tensor
+
+from orchestrator.errors import JobError, did_you_mean
 from orchestrator.job import Job, Loss
 
 Sums = tuple[Any, Any, Any]
@@ -23,10 +27,15 @@ def as_sums(total: Any, weight: Any, metrics: Mapping[str, Any] | None = None) -
 
 
 def python_loss(job: Job) -> Callable[[Any, Any], Sums]:
-    """`job.loss` as a function that gives a tuple, for PyNative mode."""
+    """`job.loss` as a function that gives a tuple, for PyNative mode.
+
+    It raises `JobError` when the job's loss is not what the contract says.
+    """
+    names = tuple(getattr(job, "metric_names", ()))
 
     def loss(model: Any, batch: Any) -> Sums:
         found = job.loss(model, batch)
+        _check(found, names)
         return found.total, found.weight, found.metrics
 
     return loss
@@ -50,3 +59,38 @@ def compiled_loss(job: Job) -> Callable[[Any, Any], Sums]:
     function.__kwdefaults__ = method.__kwdefaults__
     function.__module__ = twin.__name__
     return types.MethodType(function, job)
+
+
+def _check(loss: Any, names: Sequence[str]) -> None:
+    """Raise `JobError` for what is no `Loss`, or one that cannot be summed."""
+    if not isinstance(loss, Loss):
+        told = "a plain tensor" if isinstance(loss, Tensor) else type(loss).__name__
+        raise JobError(
+            f"loss() must return Loss(total, weight), but returned {told}: a sum and what to "
+            "divide it by; from orchestrator import Loss"
+        )
+    if not isinstance(loss.total, Tensor) or loss.total.size != 1:
+        raise JobError(
+            f"Loss.total must be a real scalar tensor, but is {_told(loss.total)}; sum it up"
+        )
+    metrics: Any = loss.metrics
+    if not isinstance(metrics, Mapping):
+        raise JobError(f"Loss.metrics must be a dictionary, but is {_told(metrics)}")
+    for what, value in (("weight", loss.weight), *loss.metrics.items()):
+        one = value.size == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+        if not one:
+            named = "weight" if what == "weight" else f"metrics['{what}']"
+            raise JobError(f"Loss.{named} must be a real number, but is {_told(value)}")
+    for name in loss.metrics:
+        if name not in names:
+            raise JobError(
+                f"Loss.metrics has '{name}', which the job's metric_names do not declare"
+                f"{did_you_mean(name, names)}"
+            )
+    for name in names:
+        if name not in loss.metrics:
+            raise JobError(f"Loss.metrics lacks '{name}', which the job's metric_names declare")
+
+
+def _told(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.40}"

@@ -98,6 +98,9 @@ def checked(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
         raise JobError(
             "Loss.total has no graph to back-propagate; was it detached, or computed without grad?"
         )
+    given: Any = loss.metrics
+    if not isinstance(given, Mapping):
+        raise JobError(f"Loss.metrics must be a dictionary, but is {given!r:.40}")
     _refuse_values(
         {"weight": loss.weight, **{f"metrics['{n}']": v for n, v in loss.metrics.items()}}
     )

@@ -59,13 +59,16 @@ def loss_warning(
     if len(dataset) < _SAMPLES:
         return []
     samples = [dataset[number] for number in range(_SAMPLES)]
-    found: list[tuple[float, float]] = []
+    found: list[tuple[Any, Any]] = []
     with as_before(model):
         for times in (1, 2):
             batch = prepare(collate_of(job)(samples * times))
             with torch.no_grad(), forward():
                 loss = job.loss(model, batch)
-            found.append((float(loss.total), float(loss.weight)))
+            sums = _number(getattr(loss, "total", None)), _number(getattr(loss, "weight", None))
+            if None in sums:
+                return []  # no Loss, or no sums: the first micro-step refuses it
+            found.append(sums)
     (total, weight), (total_twice, weight_twice) = found
     for what, once, twice in (("total", total, total_twice), ("weight", weight, weight_twice)):
         if once and abs(twice - once) < _NEARLY * abs(once):
@@ -77,3 +80,11 @@ def loss_warning(
             )
             return [sentence]
     return []
+
+
+def _number(value: Any) -> float | None:
+    """One number, or None for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None

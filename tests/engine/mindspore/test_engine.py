@@ -10,6 +10,7 @@ from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Model
 from safetensors.numpy import load_file
 
+from orchestrator import Loss
 from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
 from orchestrator.engine.loss_scale import FIRST_SCALE
 from orchestrator.engine.mindspore import build_engine, versions
@@ -258,3 +259,45 @@ def test_a_rate_that_is_changed_behind_the_engines_back_is_refused():
     engine = built(jobs.Reschedules(), mode="pynative", optimizer={})
     with pytest.raises(JobError, match=r"was changed from .* in after_update of update 0"):
         update(engine, [61])
+
+
+class Nonsense(jobs.Weighted):
+    """Its loss gives `make(sum, weight)`."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def loss(self, model, batch):
+        x, y, _ = batch
+        return self.make((model(x) - y).square().sum(), float(len(x)))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda total, weight: None, "must return Loss(total, weight), but returned NoneType"),
+        (lambda total, weight: total, "but returned a plain tensor"),
+        (lambda total, weight: (total, weight), "but returned tuple"),
+        (lambda total, weight: Loss(3.0, weight), "Loss.total must be a real scalar tensor"),
+        (lambda total, weight: Loss(total, None), "Loss.weight must be a real number, but is None"),
+        (lambda total, weight: Loss(total, "many"), "Loss.weight must be a real number"),
+        (lambda total, weight: Loss(total, weight, None), "Loss.metrics must be a dictionary"),
+        (Loss, "Loss.metrics lacks 'error'"),
+        (lambda total, weight: Loss(total, weight, {"eror": 1}), "did you mean 'error'?"),
+        (lambda total, weight: Loss(total, weight, {"error": "x"}), "Loss.metrics['error'] must"),
+        (lambda total, weight: Loss(total, -1.0, {"error": 1}), "negative or not finite"),
+        (lambda total, weight: Loss(total, np.nan, {"error": 1}), "negative or not finite"),
+        (lambda total, weight: Loss(total, 0.0, {"error": 1}), "add up to 0"),
+    ],
+)
+def test_a_loss_that_is_none_is_told_what_it_should_be(make, told):
+    engine = built(Nonsense(make), mode="pynative")
+    with pytest.raises(JobError) as refused:
+        update(engine, [61])
+    assert told in str(refused.value)
+
+
+def test_a_loss_that_is_none_is_told_so_before_it_is_compiled():
+    with pytest.raises(JobError, match="must return Loss"):
+        update(built(Nonsense(lambda total, weight: None)), [61])

@@ -483,3 +483,40 @@ def test_seeds_are_written_down():
     """They are part of what makes a run repeat in a year: they must never change."""
     found = [derived_seed("step", 1, 2, 3), derived_seed("data", 1, 2, 3), derived_seed("model", 1)]
     assert found == [3512366156060974893, 12678527393264773468, 10538647175422201918]
+
+
+class Nonsense(Curve):
+    """Its loss gives `make(sum, weight)`."""
+
+    metric_names = ()
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def loss(self, model, batch):
+        x, y = batch
+        return self.make(((model(x) - y) ** 2).sum(), float(len(x)))
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda total, weight: None, "must return Loss(total, weight), but returned NoneType"),
+        (lambda total, weight: (total, weight), "but returned tuple"),
+        (lambda total, weight: total, "but returned a plain tensor"),
+        (lambda total, weight: Loss(total, "many"), "Loss.weight must be a real number"),
+        (lambda total, weight: Loss(total, None), "Loss.weight must be a real number"),
+        (lambda total, weight: Loss(total.expand(2), weight), "must be a real scalar tensor"),
+        (lambda total, weight: Loss(total, weight, None), "Loss.metrics must be a dictionary"),
+        (lambda total, weight: Loss(total, weight, {"x": 1}), "Loss.metrics has 'x'"),
+        (lambda total, weight: Loss(total, -1.0), "negative or not finite"),
+        (lambda total, weight: Loss(total, math.nan), "negative or not finite"),
+        (lambda total, weight: Loss(total, 0.0), "add up to 0"),
+    ],
+)
+def test_a_loss_that_is_none_is_told_what_it_should_be(make, told):
+    engine = build_engine(Nonsense(make), EngineSettings(), TorchGroup.alone(), 0)
+    with pytest.raises(JobError) as refused:
+        _run(engine, _windows(assign([SAMPLES], steps=1), 0, updates=1))
+    assert told in str(refused.value)

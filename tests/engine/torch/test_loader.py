@@ -2,18 +2,20 @@
 
 import os
 import random
+import re
 import signal
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 
 from orchestrator import Job
 from orchestrator.engine.api import MicroBatch
 from orchestrator.engine.torch import loader
 from orchestrator.errors import JobError
+from orchestrator.worker.failure import describe
 from tests.helpers import until
 
 WORK = [
@@ -183,3 +185,35 @@ class Unsendable(Noisy):
 def test_a_data_set_that_cannot_be_sent_to_workers_is_refused():
     with pytest.raises(JobError, match=r"cannot be sent to loader workers: .*loader_workers=0"):
         _batches(Unsendable(), workers=1)
+
+
+class Doomed:
+    """Ends the process that reads its last sample."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 3 and get_worker_info() is not None:
+            if self.how == "exit":
+                os._exit(3)
+            os.kill(os.getpid(), self.how)
+        return torch.zeros(1)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (signal.SIGKILL, r"was killed by SIGKILL, mostly by the kernel, for want of memory"),
+        (signal.SIGSEGV, r"was killed by SIGSEGV; what it said last is in this rank's log"),
+        ("exit", r"exited unexpectedly with exit code 3"),
+    ],
+)
+def test_a_loader_worker_that_ends_is_named_with_how(how, told):
+    work = [MicroBatch(update=0, start=n, indices=(n,)) for n in range(4)]
+    with pytest.raises(RuntimeError) as error:
+        list(loader.batches(work, dataset=Doomed(how), job=None, seed=0, workers=1))
+    assert re.search(rf"a loader worker of this rank \(process \d+\) {told}", describe(error.value))
