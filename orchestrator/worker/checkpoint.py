@@ -25,6 +25,7 @@ from orchestrator.rundir import INITIAL_DIGEST, RunDir, read_json, write_json
 STATE = "state.json"
 WEIGHTS = "weights.safetensors"
 PREFIX = "update-"
+PARTIAL = ".partial-"
 NAME = re.compile(rf"{PREFIX}([0-9]{{1,18}})")
 
 
@@ -88,7 +89,7 @@ def save(
             remove(final)
         else:
             return final
-    partial = checkpoints / f".partial-{updates:09d}-{os.getpid()}"
+    partial = checkpoints / f"{PARTIAL}{updates:09d}-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     try:
         make_folder(partial)
@@ -113,6 +114,15 @@ def save(
     for old in complete(checkpoints)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def remove_partial(checkpoints: Path) -> None:
+    """Remove what attempts that were killed while they saved have left.
+
+    For the newest attempt, once it has the right to write: an older one that still does shall fail.
+    """
+    for path in checkpoints.glob(f"{PARTIAL}*"):
+        remove(path)
 
 
 def complete(checkpoints: Path) -> list[Path]:

@@ -116,6 +116,8 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
 def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
     """Load the newest sound checkpoint, the same on every rank: rank 0 chooses."""
     own = run.identity
+    if rank == 0:
+        checkpoint.remove_partial(run.checkpoints)
     found, passed_over = checkpoint.newest(run.checkpoints, own) if rank == 0 else (None, [])
     for sentence in passed_over:
         warn(sentence)

@@ -47,6 +47,21 @@ def test_a_crash_between_writing_and_renaming_is_not_mistaken_for_a_checkpoint(t
     assert checkpoint.newest(tmp_path)[0].updates == 1
 
 
+def test_what_killed_attempts_left_half_written_is_removed_and_nothing_else(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").touch()
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    kept = save(folder, 3)
+    (folder / ".partial-000000004-77").mkdir()
+    (folder / ".partial-000000004-77" / checkpoint.WEIGHTS).write_bytes(b"x")
+    (folder / ".partial-000000005-78").symlink_to(elsewhere)
+    checkpoint.remove_partial(folder)
+    assert list(folder.iterdir()) == [kept]
+    assert (elsewhere / "mine").exists()
+
+
 def test_a_damaged_one_is_passed_over_with_a_sentence_and_later_replaced(tmp_path):
     save(tmp_path, 1)
     damaged = save(tmp_path, 2) / checkpoint.WEIGHTS
