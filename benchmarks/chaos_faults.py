@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from slurm import breaking
 from slurm.dev_cluster import DevCluster
 
@@ -74,6 +76,15 @@ def _term_rank(scene: Scene) -> None:
 
 def _kill_script(scene: Scene) -> None:
     breaking.kill_batch_script(scene.cluster, scene.job)
+
+
+def _signal_srun(number: signal.Signals) -> Callable[[Scene], None]:
+    def do(scene: Scene) -> None:
+        script = psutil.Process(breaking.batch_script(scene.cluster, scene.job))
+        srun = [child for child in script.children() if child.name() == "srun"]
+        srun[0].send_signal(number)
+
+    return do
 
 
 def _scancel(*options: str) -> Callable[[Scene], None]:
@@ -145,6 +156,8 @@ FAULTS: dict[str, Fault] = {
     "kill a rank": Fault(do=_kill_rank, why=r"rank \d|before the first update"),
     "SIGTERM to a rank": Fault(do=_term_rank, why=STOPPED),
     "kill the batch script": Fault(do=_kill_script, why=SCRIPT, late=True),
+    "kill srun": Fault(do=_signal_srun(signal.SIGKILL), why=r"srun was"),
+    "SIGTERM to srun": Fault(do=_signal_srun(signal.SIGTERM), why=r"srun was|stopped before"),
     "scancel --full -s TERM": Fault(do=_scancel("--full", "-s", "TERM"), why=ANY_END),
     "scancel --batch -s USR2": Fault(do=_scancel("--batch", "-s", "USR2"), why=ANY_END),
     "scancel -s USR2": Fault(do=_scancel("-s", "USR2"), why=STOPPED),
