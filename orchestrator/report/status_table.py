@@ -75,6 +75,8 @@ class Shown(Protocol):
     @property
     def reason(self) -> str | None: ...
     @property
+    def culprit(self) -> str | None: ...
+    @property
     def warnings(self) -> list[str]: ...
 
 
@@ -114,7 +116,8 @@ def _cells(run: Shown, here: Path) -> list[str]:
 def remark(run: Shown) -> str | None:
     """What does not fit a column: the reason of its state, or of its latest restart."""
     if run.reason:
-        return run.reason.replace(f"{run.folder}/", "").replace(str(run.folder), "it")
+        said = run.reason.replace(f"{run.folder}/", "").replace(str(run.folder), "it")
+        return f"{run.culprit}: {said}" if run.culprit else said
     if run.restarts and run.why:
         lost = f", {plural(run.lost_updates, 'update')} done again" if run.lost_updates else ""
         return f"last restart: {run.why}{lost}"

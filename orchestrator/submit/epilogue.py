@@ -22,7 +22,7 @@ from orchestrator.submit.api import Culprit, State
 from orchestrator.submit.ending import write_end
 from orchestrator.submit.folder_status import recent_updates
 from orchestrator.submit.restarts import rule
-from orchestrator.submit.slurm_blame import STOP_CODES, blame_slurm, stopped_only
+from orchestrator.submit.slurm_blame import STOP_CODES, blame_slurm, srun_ended, stopped_only
 from orchestrator.submit.slurm_client import SchedulerDown, SlurmClient
 from orchestrator.submit.slurm_jobs import Standing, standing
 from orchestrator.submit.slurm_watch import CAUSES
@@ -87,12 +87,7 @@ def settle(path: Path, attempt: int, code: int, told: str) -> None:
         write_end(run, State.STOPPED, cancelled_by_scheduler())
         return
     departure = read_json(run.departure(attempt)) or step_gone(run, attempt)
-    stopped_early = not run.failures(attempt) and (
-        (code in STOP_CODES and stopped_only(run, attempt))
-        or (bool(told) and code in STOP_CODES | {KILLED})
-    )
-    if departure is None and stopped_early:
-        why = f"its batch script was sent SIG{told}" if told else "stopped before it began"
+    if departure is None and (why := _cut_short(run, attempt, code, told)):
         departure = {"why": why, "updates": None, "time": time.time()}
     conclude(
         run,
@@ -103,6 +98,19 @@ def settle(path: Path, attempt: int, code: int, told: str) -> None:
         culprit=lambda: _culprit(run, attempt, code),
         again=lambda: ask_for_requeue(SlurmClient(), job_id),
     )
+
+
+def _cut_short(run: RunDir, attempt: int, code: int, told: str) -> str | None:
+    """What stopped an attempt, although no rank failed and none left in order; None otherwise."""
+    if run.failures(attempt):
+        return None
+    if code in STOP_CODES and stopped_only(run, attempt):
+        return f"its batch script was sent SIG{told}" if told else "stopped before it began"
+    if code != KILLED:
+        return None
+    if told:
+        return f"its batch script was sent SIG{told}"
+    return srun_ended(run, attempt)
 
 
 def conclude(

@@ -48,6 +48,7 @@ class RunStatus:
         restarts: attempts that began by themselves; what a person asked for (resume) is none.
         lost_updates: over all attempts; why: of the latest restart.
         reason: why it is pending, why it failed, or why it cannot be read.
+        culprit: which rank failed first, and on which node.
         warnings: of the latest attempt's ranks, each once, the latest last.
     """
 
@@ -70,6 +71,7 @@ class RunStatus:
     why: str | None = None
     time_left_s: float | None = None
     reason: str | None = None
+    culprit: str | None = None
     warnings: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
@@ -133,8 +135,14 @@ def from_folder(run: RunDir) -> RunStatus:
         lost_updates=sum(int(note["lost_updates"]) for note in notes),
         why=next((str(note["why"]) for note in reversed(notes) if note["why"] != RESUMED), None),
         reason=culprit.get("cause"),
+        culprit=_named(culprit),
         warnings=_warnings(run),
     )
+
+
+def _named(culprit: dict[str, Any]) -> str | None:
+    rank = culprit.get("rank")
+    return None if rank is None else f"rank {rank} on {culprit.get('node')}"
 
 
 def _state_of(result: dict[str, Any]) -> str:

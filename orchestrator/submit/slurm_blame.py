@@ -27,6 +27,8 @@ OUT_OF_MEMORY = re.compile(
     r"MemoryError|OutOfMemoryError|out of memory|oom-kill|Out Of Memory|cannot allocate memory",
     re.IGNORECASE,
 )
+EXCEPTION_LINES = 3
+EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b")
 KERNEL_OUT_OF_MEMORY = re.compile(r"oom[-_ ]kill|Out Of Memory", re.IGNORECASE)
 
 
@@ -83,6 +85,16 @@ def stopped_only(run: RunDir, attempt: int) -> bool:
     of theirs, speaks for all. A task that crashes makes srun stop the others, whose code is higher.
     """
     return all(end.stopped for end in task_ends(_read(run.srun_log(attempt))))
+
+
+def srun_ended(run: RunDir, attempt: int) -> str | None:
+    """How srun itself was ended by a signal, which is no rank's fault; None when it was not."""
+    said = _read(run.srun_log(attempt))
+    if "srun: forcing job termination" in said:
+        return "srun was told to end the job"
+    if task_ends(said) or KERNEL_OUT_OF_MEMORY.search(said):
+        return None
+    return "srun was killed"
 
 
 def describe_code(code: int) -> str:
@@ -151,9 +163,11 @@ def _silent(
 
 
 def _last_word(log: tuple[str, ...]) -> str:
-    """What a process that could not begin said last: an exception, as a rule."""
+    """What a process that could not begin said last: an exception, whose text may have lines."""
     said = [line.strip() for line in log if line.strip() and not line.startswith("srun: ")]
-    return f": {said[-1]}" if said else ""
+    raised = [place for place, line in enumerate(said) if EXCEPTION.match(line)]
+    words = said[raised[-1] :][:EXCEPTION_LINES] if raised else said[-1:]
+    return f": {' '.join(words)}" if words else ""
 
 
 def _log(run: RunDir, rank: int, node_of: Mapping[int, str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.config import SIGNAL_AHEAD_S, Config
 from orchestrator.errors import ClusterError, did_you_mean
@@ -106,6 +106,25 @@ def too_slow(config: Config, grace: float) -> str | None:
         f"cluster.signal_ahead_s={math.ceil(update_s)} gives it time before a time limit, fewer "
         f"accumulation.steps also when preempted"
     )
+
+
+def _without_excluded(
+    client: SlurmClient, exclude: str | None, known: Mapping[str, Partition]
+) -> Mapping[str, Partition]:
+    """The partitions as `cluster.exclude` leaves them."""
+    if exclude is None:
+        return known
+
+    def names(listed: str) -> set[str]:
+        answer = client.ask("scontrol", "show", "hostnames", listed)
+        return set(answer.out.split()) if not answer.code else set()
+
+    excluded = names(exclude)
+    taken = {p.name: len(excluded & names(p.listed)) for p in known.values() if p.listed}
+    return {
+        p.name: replace(p, nodes=p.nodes - taken.get(p.name, 0), excluded=taken.get(p.name, 0))
+        for p in known.values()
+    }
 
 
 def _against_partitions(job: Wanted, known: Mapping[str, Partition]) -> Iterator[str]:
@@ -201,6 +220,7 @@ def check_request(client: SlurmClient, config: Config, job: Wanted, script: str)
         tested = beside.submit(client.ask, "sbatch", "--test-only", text=script)
         shapes = beside.submit(client.ask, *SHAPES)
         known = read_partitions(client.must(*PARTITIONS), shapes.result().out)
+        known = _without_excluded(client, config.cluster.exclude, known)
         partitions = chosen_partitions(job, known)
         against, warnings = list(_against_partitions(job, known)), []
         try:

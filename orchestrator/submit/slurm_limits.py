@@ -38,6 +38,8 @@ class Partition:
         open: whether it takes jobs into its queue.
         up: whether it starts jobs at present.
         shapes: of its nodes; empty where they were not read.
+        listed: its nodes in SLURM's notation.
+        excluded: how many of them the job will not have; `nodes` is without these.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Partition:
     preemptible: bool
     qos: str | None = None
     shapes: tuple[Shape, ...] = ()
+    listed: str = ""
+    excluded: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +183,7 @@ def read_partitions(text: str, shapes: str = "") -> dict[str, Partition]:
             preemptible=words.get("PreemptMode", "OFF") not in ("OFF", ""),
             qos=None if qos in ("N/A", "") else qos,
             shapes=tuple(alike.get(name, ())),
+            listed=words.get("Nodes", "").replace("(null)", ""),
         )
     return found
 
@@ -205,7 +210,10 @@ def misfit(job: Wanted, partition: Partition) -> str | None:
     name = partition.name
     most = min(partition.nodes, partition.max_nodes or partition.nodes)
     if job.nodes > most:
-        return f"cluster.nodes={job.nodes}, but partition {name} gives {most} at most"
+        without = f" without the {partition.excluded} of cluster.exclude"
+        return f"cluster.nodes={job.nodes}, but partition {name} gives {most} at most" + (
+            without if partition.excluded else ""
+        )
     if job.most_nodes < partition.min_nodes:
         return (
             f"cluster.nodes={job.most_nodes}, but partition {name} gives {partition.min_nodes} at "

@@ -37,6 +37,10 @@ def unless_ended(python: str, *, container: bool) -> Iterator[str]:
     yield '    echo "this run has ended already; to go on: python -m orchestrator resume $run"'
     yield "    exit 0"
     yield "fi"
+    yield 'if ! [ -d "$run/submitit" ]; then'
+    yield '    echo "error: $run/submitit is gone, and with it what the ranks are told to do" >&2'
+    yield "    exit 1"
+    yield "fi"
     if container:  # it brings a Python of its own
         return
     yield f"if ! [ -x {quoted(python)} ]; then"

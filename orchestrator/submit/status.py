@@ -90,7 +90,13 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
 
         state, culprit = ending(run, job)
         name = "cancelled" if job.state == "CANCELLED" else state.value
-        return replace(status, state=name, reason=culprit.cause, boundary_age_s=None)
+        who = None if culprit.rank is None else f"rank {culprit.rank} on {culprit.node}"
+        return replace(status, state=name, reason=culprit.cause, culprit=who, boundary_age_s=None)
+    if ended and job.waiting:
+        said = (
+            f"job {job.id} was queued once more after the run's end ({job.reason}), to end at once"
+        )
+        return replace(status, state="ending", reason=said)
     if job.waiting:
         return replace(status, state="pending", reason=job.reason, boundary_age_s=None)
     name = "running" if status.updates else "starting"

@@ -71,7 +71,24 @@ def why_restarted(run: RunDir, attempt: int) -> str | None:
     if failed is not None:
         return f"node {failed[1]} failed"
     departure: dict[str, Any] | None = read_json(run.departure(last))
-    return str(departure["why"]) if departure else None
+    if departure is None:
+        return None
+    ended = _ended_there(run, last, departure["node"]) if departure.get("node") else None
+    return ended or str(departure["why"])
+
+
+def _ended_there(run: RunDir, attempt: int, node: str) -> str | None:
+    """The rank whose end made a node fall silent, where srun saw it end but could end nobody else,
+    since the controller was away; None where the whole node went.
+    """
+    from orchestrator.submit.slurm_blame import task_ends
+
+    log, node_of = run.srun_log(attempt), run.nodes_of_ranks(attempt)
+    said = log.read_text("utf-8", "replace") if log.exists() else ""
+    first = next((end for end in task_ends(said) if not end.stopped), None)
+    if first is None or node_of.get(first.rank) != node:
+        return None
+    return f"rank {first.rank} on {node} ended first: {first.words}"
 
 
 def step_gone(run: RunDir, attempt: int) -> dict[str, Any] | None:
@@ -157,9 +174,11 @@ def leave_silent_node(
     """Called from the heartbeat's thread: hand the job back to the queue.
 
     Raises:
-        ClusterError: the scheduler cannot be asked, or the job may not be started again; srun has
-            to be ended then, which would wait for that node for ever.
+        ClusterError: the scheduler cannot be asked, the job may not be started again, or the run
+            has ended already; srun has to be ended then, which would wait for that node for ever.
     """
+    if run.read_result() is not None:
+        raise ClusterError(f"node {node_name(node_index)} fell silent after the run's end")
     value = _departure_of_silent(node_name(node_index))
     print(f"error: {value['why']}", flush=True)  # noqa: T201  # goes to the rank's log
     try:

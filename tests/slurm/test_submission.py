@@ -127,6 +127,7 @@ def test_a_sweep_submits_its_points_and_returns(slurm, tmp_path):
         ("cluster.gpus_per_node=9", "Requested node configuration is not available", "gpus"),
         ("+cluster.slurm_flags.gres=npu:1", "Invalid generic resource (gres)", "no such resource"),
         ("cluster.constraint=gold", "Invalid feature specification", "cluster.constraint"),
+        ("cluster.exclude=n[0-2]", "gives 1 at most", "without the 3 of cluster.exclude"),
         ("cluster.exclude=zz", "Invalid node name specified", "cluster.exclude"),
         ("cluster.reservation=r1", "Requested reservation is invalid", "not yours"),
         ("cluster.memory_gib=900", "Requested node configuration", "cluster.memory_gib"),

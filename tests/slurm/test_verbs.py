@@ -112,7 +112,11 @@ def test_a_watcher_lives_through_half_a_minute_without_scheduler(mended, tmp_pat
         breaking.stop_controller(mended)
         silent = runs.wait_for_update(run, 1)
         before = len((run / "metrics.jsonl").read_text().splitlines())
+        until(lambda: time.monotonic() - silent > 20, 30, "twenty seconds")
+        breaking.stop_munge(mended)  # then squeue fails in another way, and at once
         until(lambda: time.monotonic() - silent > 30, 40, "thirty seconds")
+        assert not (run / "result.json").exists()
+        assert runs.status(run)["state"] == "running"
         assert len((run / "metrics.jsonl").read_text().splitlines()) > before
         mended.up()
         output, _ = watcher.communicate(timeout=120)

@@ -46,6 +46,7 @@ class Script:
     def __init__(self, folder: Path, config: Config, *, code: int = 0, **environment: str) -> None:
         self.run = RunDir(folder / "run")
         self.run.create()
+        self.run.submitit.mkdir()
         self.told = {"srun": folder / "srun.told", "python": folder / "python.told"}
         for name, told in self.told.items():
             program = folder / name
@@ -70,8 +71,8 @@ class Script:
         return told.read_text() if told.exists() else ""
 
 
-OWN_NAMES = ("run", "attempt", "code", "snapshot", "PYTHONPATH", "python", "srun", "pid", "status",
-             "signal", "0", "IFS", "BASH_ENV", "PATH", "HOME", "trap")  # fmt: skip
+OWN_NAMES = ("run", "attempt", "code", "told", "name", "snapshot", "PYTHONPATH", "python", "srun",
+             "pid", "status", "signal", "0", "IFS", "BASH_ENV", "PATH", "HOME", "trap")  # fmt: skip
 
 
 def test_no_variable_of_the_persons_reaches_the_scripts_own_part(tmp_path):

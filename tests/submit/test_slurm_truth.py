@@ -3,10 +3,11 @@
 import pytest
 
 from orchestrator.errors import ClusterError
+from orchestrator.report.status_table import remark
 from orchestrator.rundir import RunDir, write_json
 from orchestrator.submit.epilogue import reason
 from orchestrator.submit.folder_status import from_folder
-from orchestrator.submit.slurm_blame import blame_slurm, stopped_only
+from orchestrator.submit.slurm_blame import blame_slurm, srun_ended, stopped_only
 from orchestrator.submit.slurm_client import Answer, SchedulerDown
 from orchestrator.submit.slurm_jobs import (
     STANDING,
@@ -18,6 +19,7 @@ from orchestrator.submit.slurm_jobs import (
 )
 from orchestrator.submit.slurm_watch import ending
 from orchestrator.submit.status import with_job
+from orchestrator.worker.departure import why_restarted
 
 
 @pytest.fixture
@@ -120,6 +122,37 @@ def test_a_crash_at_the_start_is_not_blamed_on_the_signal_that_followed_it(run):
     assert stopped_only(run, 0)
 
 
+def test_an_srun_that_is_killed_or_told_to_end_is_no_ranks_fault(run):
+    assert srun_ended(run, 0) == "srun was killed"
+    run.srun_log(0).write_text("slurmstepd: error: Detected 1 oom-kill event(s)\n")
+    assert srun_ended(run, 0) is None
+    run.srun_log(0).write_text("srun: error: vm: task 1: Killed\n")
+    assert srun_ended(run, 0) is None
+    run.srun_log(0).write_text(
+        "srun: forcing job termination\nsrun: error: vm: tasks 0-1: Killed\n"
+    )
+    assert srun_ended(run, 0) == "srun was told to end the job"
+
+
+def test_a_node_that_fell_silent_with_one_rank_is_told_from_one_that_went_whole(run):
+    run.attempt(1).mkdir()
+    write_json(run.node_ranks(0, 0), {"node": "n0", "ranks": [0]})
+    write_json(run.node_ranks(0, 1), {"node": "n1", "ranks": [1]})
+    silent = "node n1 stopped answering"
+    write_json(run.departure(0), {"why": silent, "node": "n1"})
+    run.srun_log(0).write_text("srun: error: vm: task 0: Killed\n")  # its end by the requeue
+    assert why_restarted(run, 1) == silent
+    run.srun_log(0).write_text("srun: error: vm: task 1: Killed\nsrun: error: vm: task 0: Killed\n")
+    assert why_restarted(run, 1) == "rank 1 on n1 ended first: killed by signal 9 (SIGKILL)"
+
+
+def test_the_rank_and_node_that_failed_are_in_the_status(run):
+    write_json(run.plan, {})
+    culprit = {"rank": 3, "node": "n1", "cause": "ValueError: x"}
+    write_json(run.result, {"state": "failed", "updates": 3, "culprit": culprit})
+    assert remark(from_folder(run)) == "rank 3 on n1: ValueError: x"
+
+
 def test_the_end_of_a_job_whose_batch_script_died_is_explained_by_what_its_ranks_left(run):
     failed = Job(id="1", state="FAILED", nodes="n[0-1]", exit_signal=9)
     run.srun_log(0).touch()
@@ -135,6 +168,6 @@ def test_the_end_of_a_job_whose_batch_script_died_is_explained_by_what_its_ranks
 def test_a_job_that_lives_is_the_later_word_than_a_file(run):
     write_json(run.plan, {})
     write_json(run.result, {"state": "failed", "updates": 3, "culprit": {"cause": "x"}})
-    for state, words in [("PENDING", "pending"), ("RUNNING", "ending"), ("FAILED", "failed")]:
+    for state, words in [("PENDING", "ending"), ("RUNNING", "ending"), ("FAILED", "failed")]:
         found = with_job(run, from_folder(run), Job(id="1", state=state, nodes="n0"))
         assert found.state == words
