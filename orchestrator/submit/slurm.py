@@ -27,7 +27,12 @@ from orchestrator.submit.slurm_defaults import read_defaults
 from orchestrator.submit.slurm_jobs import mine
 from orchestrator.submit.slurm_limits import wanted
 from orchestrator.submit.slurm_request import Here, all_options, batch_script
-from orchestrator.submit.slurm_values import check_defaults, check_preamble, check_values
+from orchestrator.submit.slurm_values import (
+    check_clusters,
+    check_defaults,
+    check_preamble,
+    check_values,
+)
 from orchestrator.submit.slurm_watch import SlurmHandle
 from orchestrator.submit.task import Task
 
@@ -131,6 +136,7 @@ class SlurmCluster:
         folder = RunDir(run)
         check_values(config, run, Path.cwd())
         place = here(config, folder, attempt)
+        check_clusters(os.environ)
         check_defaults(place.defaults)
         check_preamble(config.cluster.preamble)
         script = batch_script(config, folder, attempt, place)

@@ -41,6 +41,7 @@ PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
 OWN_FLAGS = {
     "array": "sweeps place their points themselves",
     "chdir": "a job runs in the folder where it was submitted",
+    "clusters": "a job is followed where it was submitted; cluster.slurm_conf chooses the cluster",
     "comment": "use cluster.comment",
     "account": "use cluster.account",
     "constraint": "use cluster.constraint",
@@ -179,6 +180,16 @@ def _environment(environment: Mapping[str, str]) -> Iterator[str]:
             yield f"cluster.environment.{name} cannot be set: it is bash's own"
         else:
             yield from _line(f"cluster.environment.{name}", str(value))
+
+
+def check_clusters(environment: Mapping[str, str]) -> None:
+    """Refuse defaults that would send a job to another cluster. Raises `ConfigError`."""
+    for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"):
+        if environment.get(name):
+            raise ConfigError(
+                f"{name}={environment[name]} sends jobs to other clusters, where they would not be "
+                f"found again; unset it, and choose the cluster by cluster.slurm_conf"
+            )
 
 
 def check_defaults(defaults: Iterable[Default]) -> None:

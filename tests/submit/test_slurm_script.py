@@ -18,6 +18,7 @@ from orchestrator.submit.slurm_request import Here, all_options, batch_script
 from orchestrator.submit.slurm_values import (
     OWN_FLAGS,
     OWN_SRUN_FLAGS,
+    check_clusters,
     check_defaults,
     check_preamble,
     check_values,
@@ -169,6 +170,13 @@ def test_every_default_of_sbatch_is_obeyed_where_the_configuration_is_silent(tmp
     assert len([line for line in memories if "bind" not in line]) == 1
     plain = batch_script(config, run, 0, replace(here, defaults=()))
     assert "in the environment" not in plain
+
+
+@pytest.mark.parametrize("name", ["SBATCH_CLUSTERS", "SLURM_CLUSTERS"])
+def test_a_default_that_sends_jobs_to_another_cluster_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name}=b sends jobs to other clusters"):
+        check_clusters({name: "b"})
+    check_clusters({name: "", "SLURM_CLUSTER_NAME": "a"})
 
 
 def test_a_default_that_is_no_word_is_refused_with_its_variables_name():
