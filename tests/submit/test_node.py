@@ -26,6 +26,7 @@ def node(tmp_path, stays):
     left = tmp_path / "left"
     spec = {
         "ranks": [0],
+        "silence_s": 20.0,
         "log": str(tmp_path / "log"),
         "command": [sys.executable, "-c", LEAVES_A_CHILD, str(left), str(int(stays))],
     }

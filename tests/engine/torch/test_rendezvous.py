@@ -61,7 +61,7 @@ def _size(group):
 def test_missing_ranks_are_named_on_every_rank(tmp_path):
     found = collect(*start_ranks(5, tmp_path, _size, ranks=[0, 2], timeout_s=1.5))
     messages = {result for result, _ in found.values()}
-    assert messages == {"RendezvousError: ranks 1, 3-4 of 5 did not come within 1.5 s"}
+    assert messages == {"RanksMissing: ranks 1, 3-4 of 5 did not come within 1.5 s"}
 
 
 def test_a_rank_without_rank_0_says_so(tmp_path):
