@@ -40,6 +40,8 @@ CONFIG_SECTIONS = (
 INITIAL_DIGEST = "initial_weights_sha256"  # in submission.json
 SEALED = "sealed"  # in submission.json: config.yaml has a seal, so one that has none is cut short
 JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
+RANKS_A_FOLDER = 512
+RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 ATTEMPT = re.compile(r"[0-9]{1,9}")
 FAILURE = re.compile(r"failure-[0-9]+\.json")
 
@@ -175,7 +177,19 @@ class RunDir:
         return next((state for state in found if state is not None), None)
 
     def rank_log(self, rank: int) -> Path:
-        return self.logs / f"rank-{rank:05d}.log"
+        """A rank's log: in `logs`, and from rank 512 on in a folder there for each 512 ranks.
+
+        Shared file systems are slow at folders of thousands of files.
+        """
+        first = rank - rank % RANKS_A_FOLDER
+        folder = self.logs / f"ranks-{first:05d}" if first else self.logs
+        return folder / f"rank-{rank:05d}.log"
+
+    def ranks_with_logs(self) -> list[int]:
+        """The ranks that have a log, in order."""
+        folders = [name for name in names_in(self.logs) if name.startswith("ranks-")]
+        names = [name for f in (".", *folders) for name in names_in(self.logs / f)]
+        return sorted(int(found[1]) for name in names if (found := RANK_LOG.fullmatch(name)))
 
     def node_log(self, node: str) -> Path:
         return self.logs / f"{node}.log"

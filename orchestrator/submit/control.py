@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import time
@@ -12,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from orchestrator.errors import ClusterError, RunFolderError
-from orchestrator.files import BLOCK, blocks, names_in, open_regular
+from orchestrator.files import BLOCK, blocks, open_regular
 from orchestrator.report.terminal import HarmlessStream
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import State
@@ -26,7 +25,6 @@ from orchestrator.submit.status import statuses
 FOLLOW_S = 0.2
 LOOK_S = 2.0
 CANCEL_S = 5.0
-RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 OVER = ("finished", "failed", "stopped", "cancelled", "lost")
 
 
@@ -97,8 +95,7 @@ def log_of(run: RunDir, rank: int | None) -> Path:
     if os.path.lexists(path):
         return path
     if rank is not None:
-        found = (RANK_LOG.fullmatch(name) for name in names_in(run.logs))
-        there = sorted(int(name[1]) for name in found if name)
+        there = run.ranks_with_logs()
         known = f"there are logs of ranks {there[0]} to {there[-1]}" if there else "no rank began"
         raise RunFolderError(f"{run.path} has no log of rank {rank}; {known}")
     return run.batch_log if run.batch_log.exists() else path

@@ -62,7 +62,7 @@ class Attendance:
 
     def __init__(self, run: RunDir, attempt: int, topology: Topology, stop: StopFlag) -> None:
         self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
-        log = run.rank_log(topology.rank).name
+        log = str(run.rank_log(topology.rank).relative_to(run.logs))
         self._failure: dict[str, Any] | None = None
         self._life = Life(log, link_to_supervisor(), on_hang=self._hang).begin()
         self._fence = Fence(run.newest_attempt, attempt)

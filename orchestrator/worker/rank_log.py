@@ -48,6 +48,7 @@ class LossyFile(io.RawIOBase):
 
 def send_output_to(path: Path) -> None:
     """Make `path` this process's standard output and error, in whole lines."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
