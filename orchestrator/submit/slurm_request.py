@@ -189,11 +189,15 @@ def _lines(parts: list[list[str]], end: str) -> Iterator[str]:
 
 
 def _unpacking(here: Here) -> Iterator[str]:
-    """Once for all the job's starts; whole or not at all."""
+    """Once for all the job's starts; whole or not at all, and only what was submitted."""
     if here.unpacked is None:
         return
     yield f"snapshot={quoted(here.unpacked)}"
     yield 'if ! [ -d "$snapshot" ]; then'
+    yield '    sha256sum --check --strict --status "$snapshot.sha256" <"$snapshot.tar" || {'
+    yield '        echo "error: the code in $snapshot.tar is damaged: $snapshot.sha256 differs" >&2'
+    yield "        exit 1"
+    yield "    }"
     yield '    rm -rf "$snapshot.part" && mkdir "$snapshot.part" &&'
     yield '        tar --no-same-owner -xf "$snapshot.tar" -C "$snapshot.part" &&'
     yield '        mv "$snapshot.part" "$snapshot"'

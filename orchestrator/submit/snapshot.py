@@ -12,6 +12,7 @@ shared file system is slowest at, and what quotas count.
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import stat
@@ -24,7 +25,7 @@ from typing import NoReturn
 from orchestrator.code_state import code_state, is_installed
 from orchestrator.errors import RunFolderError
 from orchestrator.report.units import format_bytes
-from orchestrator.rundir import code_state_beside, write_json
+from orchestrator.rundir import code_state_beside, write_atomically, write_json
 from orchestrator.secret_files import is_secret
 from orchestrator.target import find_module
 
@@ -127,6 +128,8 @@ def copies(job_target: str, into: Path) -> dict[Path, Path]:
 def take(job_target: str, run: Path, into: Path) -> list[str]:
     """Copy the code of the run `run` into `into`.tar, which unpacks as the folder `into`.
 
+    Its digest is put beside it: who unpacks it makes sure that it is what was submitted.
+
     Returns:
         The names of files that were left out: secrets, and links that lead elsewhere.
 
@@ -147,6 +150,7 @@ def take(job_target: str, run: Path, into: Path) -> list[str]:
                 _refuse(root, sizes, files, size)
             for name in sizes:
                 _add(archive, f"{root}/{name}", f"{places[root].name}/{name}")
+    write_atomically(digest_of(into), f"{_sha256(part)}  -\n")
     part.replace(archive_of(into))
     write_json(code_state_beside(into), code_state(next(reversed(places), PACKAGE.parent)))
     return left_out
@@ -155,6 +159,16 @@ def take(job_target: str, run: Path, into: Path) -> list[str]:
 def archive_of(into: Path) -> Path:
     """The archive that unpacks as the folder `into`."""
     return into.with_name(f"{into.name}.tar")
+
+
+def digest_of(into: Path) -> Path:
+    """The archive's digest, as `sha256sum --check` takes it with the archive as its input."""
+    return into.with_name(f"{into.name}.sha256")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _add(archive: tarfile.TarFile, path: str, name: str) -> None:

@@ -65,7 +65,7 @@ def test_a_failing_rank_fails_the_job_within_ten_seconds(slurm, failing, fault):
     until(lambda: not runs.processes_of_job(slurm, job), 5, "the end of every process")
 
 
-def test_code_that_cannot_be_unpacked_fails_the_job_by_its_name(slurm, tmp_path):
+def test_code_that_is_not_what_was_submitted_fails_the_job_by_its_name(slurm, tmp_path):
     run = tmp_path / "run"
     runs.submit(slurm, run, "+cluster.slurm_flags.begin=now+3600")
     archive = run / "code" / "000.tar"
@@ -74,7 +74,7 @@ def test_code_that_cannot_be_unpacked_fails_the_job_by_its_name(slurm, tmp_path)
     until(lambda: runs.over(slurm, runs.job_of(run)), 60, "the end of the job")
     found = runs.status(run)
     assert found["state"] == "failed"
-    assert found["reason"].startswith(f"the code in {archive} cannot be unpacked on n")
+    assert found["reason"].startswith(f"the code in {archive} is damaged: ")
 
 
 def test_a_failed_run_can_be_resumed(slurm, tmp_path):

@@ -38,8 +38,9 @@ def test_submission_imports_no_framework_and_leaves_one_archive_of_the_code(slur
     assert {"submitit", "orchestrator.submit.slurm"} <= imported
     unwanted = {"torch", "mindspore", "numpy", "sklearn", "rich.progress", "rich.table"}
     assert not unwanted & imported
-    # beside the archive, what it is a copy of
-    assert sorted(path.name for path in (run / "code").iterdir()) == ["000.json", "000.tar"]
+    # beside the archive, what it is a copy of, and its digest
+    made = sorted(path.name for path in (run / "code").iterdir())
+    assert made == ["000.json", "000.sha256", "000.tar"]
     runs.verb("cancel", run, "--now")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import shutil
 import subprocess
 import textwrap
 from dataclasses import replace
@@ -13,6 +14,7 @@ from orchestrator.compose import compose
 from orchestrator.config import Config, gpu_count
 from orchestrator.errors import ConfigError
 from orchestrator.rundir import RunDir
+from orchestrator.submit import snapshot
 from orchestrator.submit.slurm_defaults import OPTION_OF, Default, read_defaults
 from orchestrator.submit.slurm_request import Here, all_options, batch_script
 from orchestrator.submit.slurm_values import (
@@ -42,9 +44,20 @@ def slurm_config(**cluster) -> Config:
 
 
 class Script:
-    """One run of a batch script. Its srun ends with `code`, its python says what it is asked."""
+    """One run of a batch script. Its srun ends with `code`, its python says what it is asked.
 
-    def __init__(self, folder: Path, config: Config, *, code: int = 0, **environment: str) -> None:
+    With `unpacked` it unpacks an archive first.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        *,
+        code: int = 0,
+        unpacked: Path | None = None,
+        **environment: str,
+    ) -> None:
         self.run = RunDir(folder / "run")
         self.run.create()
         self.run.submitit.mkdir()
@@ -55,7 +68,7 @@ class Script:
             program.chmod(0o755)
         self.here = Here(
             python=str(folder / "python"), folder=folder, package=folder / "code/orchestrator",
-            path=(folder / "code",),
+            path=(folder / "code",), unpacked=unpacked,
         )  # fmt: skip
         check_values(config, self.run.path)
         check_preamble(config.cluster.preamble)
@@ -114,6 +127,49 @@ def test_whatever_a_preamble_does_the_run_is_settled_and_its_code_comes_first(
     assert bool(script.words("srun")) == starts
     if starts:
         assert f"PYTHONPATH={tmp_path}/code" in script.words("srun")
+
+
+DAMAGE = {
+    "none": lambda archive, digest, other: None,
+    "a flipped bit": lambda archive, digest, other: flip(archive, 700),
+    "a flipped bit at its end": lambda archive, digest, other: flip(archive, -1),
+    "cut short": lambda archive, digest, other: os.truncate(archive, 1536),
+    "emptied": lambda archive, digest, other: os.truncate(archive, 0),
+    "longer": lambda archive, digest, other: os.truncate(archive, 1 << 16),
+    "another's": lambda archive, digest, other: shutil.copy(other, archive),
+    "gone": lambda archive, digest, other: archive.unlink(),
+    "its digest flipped": lambda archive, digest, other: flip(digest, 3),
+    "its digest names a file": lambda archive, digest, other: flip(digest, -2),
+    "its digest cut short": lambda archive, digest, other: os.truncate(digest, 40),
+    "its digest emptied": lambda archive, digest, other: os.truncate(digest, 0),
+    "its digest gone": lambda archive, digest, other: digest.unlink(),
+}
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_copy_of_the_code_is_run_only_as_it_was_submitted(tmp_path, monkeypatch, damage):
+    for name in ("mine", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.py").write_text(f"{name} = 1\n")
+        roots = {tmp_path / name: {name}}
+        monkeypatch.setattr(snapshot, "source_roots", lambda _, roots=roots: roots)
+        snapshot.take(f"{name}.Job", tmp_path / "nowhere", tmp_path / "copies of" / name)
+    mine = tmp_path / "copies of" / "mine"
+    archive, digest = snapshot.archive_of(mine), snapshot.digest_of(mine)
+    DAMAGE[damage](archive, digest, snapshot.archive_of(tmp_path / "copies of" / "other"))
+    script = Script(tmp_path, slurm_config(), unpacked=mine)
+    sound = damage == "none"
+    assert script.done.returncode == (0 if sound else 1), script.done.stderr
+    assert bool(script.words("srun")) == sound
+    assert (mine / "0" / "mine.py").exists() == sound
+    if not sound:
+        assert f"error: the code in {archive} is damaged: {digest} differs" in script.done.stderr
 
 
 @pytest.mark.parametrize("preamble", [[")"], ["if true"], ["echo 'x"], ["fi; id"], ["done"]])
