@@ -22,6 +22,7 @@ from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.errors import JobError
 from orchestrator.job import Job
 
+ENDING_S = 2.0  # how long a worker whose pipe broke has to be gone
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -118,7 +119,32 @@ def batches(
             f"the data set or collate() cannot be sent to loader workers: {error}; define both at "
             "the top of a module, or use train.loader_workers=0"
         ) from error
-    yield from source
+    try:
+        yield from source
+    except (ConnectionError, EOFError) as error:
+        # The pipe to a worker that just ended broke before torch's handler heard of its end.
+        if (told := _ended(source)) is not None:
+            raise told from error
+        raise
+    finally:
+        # torch's handler of SIGCHLD raises for a worker that ended badly again and again, wherever
+        # the signal finds us, until its loader is shut down; a traceback would keep that alive.
+        if workers:
+            source._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001
+
+
+def _ended(source: Any) -> RuntimeError | None:
+    """What torch would say of the worker that ended; None where all of them live."""
+    for worker in getattr(source, "_workers", ()):
+        worker.join(timeout=ENDING_S)
+        code = worker.exitcode
+        if code is not None and code < 0:
+            how = f"is killed by signal: {signal.strsignal(-code)}. "
+            return RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}")
+        if code:
+            how = f"exited unexpectedly with exit code {code}. "
+            return RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}")
+    return None
 
 
 def check_dataset(dataset: Any) -> None:
