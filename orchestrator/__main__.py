@@ -229,16 +229,19 @@ def cancel(
 
 
 def final_weights(run: Path) -> Path:
-    """The file of a run's newest weights. Raises `RunFolderError` when there is none."""
+    """The file of a run's newest weights. Raises `RunFolderError` when there is none, or when it is
+    not as it was written: what is left of it would be compared as if it were the run's.
+    """
     from orchestrator.rundir import RunDir
-    from orchestrator.worker.checkpoint import WEIGHTS, complete
+    from orchestrator.worker.checkpoint import WEIGHTS, complete, load
 
     if run.is_file():
         return run
-    saved = complete(RunDir(run).existing().checkpoints)
+    folder = RunDir(run).existing()
+    saved = complete(folder.checkpoints)
     if not saved:
         raise RunFolderError(f"{run} has no weights yet: no checkpoint was written")
-    return saved[-1] / WEIGHTS
+    return load(saved[-1], folder.identity).folder / WEIGHTS
 
 
 @verb()

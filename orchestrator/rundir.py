@@ -39,10 +39,12 @@ CONFIG_SECTIONS = (
 )  # fmt: skip
 INITIAL_DIGEST = "initial_weights_sha256"  # in submission.json
 SEALED = "sealed"  # in submission.json: config.yaml has a seal, so one that has none is cut short
+RUN = "run"  # in plan.json, submission.json and result.json: the run's identity
 JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
 RANKS_A_FOLDER = 512
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 ATTEMPT = re.compile(r"[0-9]{1,9}")
+OF_RANKS = re.compile(r"ranks-[0-9]+")
 FAILURE = re.compile(r"failure-[0-9]+\.json")
 
 
@@ -294,8 +296,8 @@ class RunDir:
         own = [
             self.logs, self.checkpoints, self.attempts, self.tensorboard, self.code, self.submitit,
         ]  # fmt: skip
-        within = [self.attempts / name for name in names_in(self.attempts) if name.isdigit()]
-        return own + within
+        own += [self.attempts / name for name in names_in(self.attempts) if name.isdigit()]
+        return own + [self.logs / name for name in names_in(self.logs) if OF_RANKS.fullmatch(name)]
 
     def write_config(self, text: str) -> None:
         """Write config.yaml and its seal; the run keeps its identity, or gets one."""
@@ -340,11 +342,22 @@ class RunDir:
         """Whether the files of this run have to have seals: all that were made since they exist."""
         return self.config.exists() and self.identity is not None
 
+    def write_own(self, path: Path, value: Mapping[str, Any]) -> None:
+        """`write_json` of what only this run may read back: its plan, submission or result."""
+        write_json(path, {**value, RUN: self.identity} if self.sealed else dict(value))
+
+    def _read_own(self, path: Path) -> dict[str, Any] | None:
+        """Raises `RunFolderError` when the file is damaged, or another run's."""
+        found = read_json(path, sealed=self.sealed)
+        if found is not None and found.pop(RUN, self.identity) != self.identity:
+            raise RunFolderError(f"{path} is damaged: it is of another run")
+        return found
+
     def read_plan(self) -> dict[str, Any]:
-        return read_json(self.plan, sealed=self.sealed) or {}
+        return self._read_own(self.plan) or {}
 
     def read_submission(self) -> dict[str, Any]:
-        return read_json(self.submission, sealed=self.sealed) or {}
+        return self._read_own(self.submission) or {}
 
     def read_handle(self) -> dict[str, Any] | None:
         """Where a run on a scheduler was placed; None for one that never was."""
@@ -355,7 +368,7 @@ class RunDir:
         return handle
 
     def read_result(self) -> dict[str, Any] | None:
-        return read_json(self.result, sealed=self.sealed)
+        return self._read_own(self.result)
 
     def read_environment(self) -> dict[str, Any] | None:
         return read_json(self.environment)

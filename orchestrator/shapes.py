@@ -47,6 +47,7 @@ SHAPES: dict[str, Shape] = {
     "environment.json": {"processor": MAYBE_TEXT, "framework": TABLE, "packages": TABLE},
     "state.json": {
         "updates!": WHOLE, "samples!": WHOLE, "files!": TABLE, "extra!": TABLE, "run": MAYBE_TEXT,
+        "bytes": TABLE,
     },
 }  # fmt: skip
 

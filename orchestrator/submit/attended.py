@@ -15,7 +15,7 @@ from orchestrator.report.metrics import Tail, read_metrics
 from orchestrator.report.progress import Progress
 from orchestrator.report.terminal import say
 from orchestrator.run_warnings import NewWarnings
-from orchestrator.rundir import RunDir, write_json
+from orchestrator.rundir import RunDir
 from orchestrator.submit.api import POLL_S, Culprit, Handle, State
 from orchestrator.submit.ending import EXIT_CODES, Ended, end_of
 from orchestrator.submit.interrupts import Interrupts
@@ -72,7 +72,7 @@ def resume(
     if state is State.FAILED or not result:  # rank 0 could not write it
         result = end_of(run, state, culprit, remark=ruling.words)
         try:
-            write_json(run.result, result)
+            run.write_own(run.result, result)
         except OSError as error:
             say(manner.console, f"{run.result} cannot be written: {error.strerror}", "bold red")
     code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.files import BLOCK, blocks, open_regular
+from orchestrator.report.status_table import UNREADABLE
 from orchestrator.report.terminal import HarmlessStream
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import State
@@ -113,7 +114,11 @@ def text_of(path: Path) -> Iterator[str]:
 
 
 def follow(run: RunDir, rank: int | None) -> Iterator[str]:
-    """A log's text as it grows, made harmless, until the run has ended."""
+    """A log's text as it grows, made harmless, until the run has ended.
+
+    Raises:
+        RunFolderError: whether it has ended cannot be known, since it is damaged or private.
+    """
     offset, path, standing = 0, None, _Standing(run)
     harmless = HarmlessStream()
     while True:
@@ -160,6 +165,8 @@ class _Standing:
         time.sleep(FOLLOW_S)
         if time.monotonic() >= self._next:
             [status], _ = statuses([self._run])
+            if status.state in UNREADABLE:
+                raise RunFolderError(status.reason or f"{self._run.path} cannot be read")
             self.over = status.state in OVER
             self._next = time.monotonic() + LOOK_S
 

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.config import Config
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir import RunDir, write_json
+from orchestrator.rundir import RunDir
 from orchestrator.submit.api import State
 from orchestrator.submit.ending import Ended
 from orchestrator.submit.interrupts import Interrupts
@@ -67,7 +67,7 @@ def place(
 ) -> Ended:
     """Queue the run and return, or follow it when `run.watch` says so."""
     notice = {"preempt_grace_s": verdict.preempt_grace_s, "kill_wait_s": verdict.kill_wait_s}
-    write_json(run.submission, {**run.read_submission(), **notice})
+    run.write_own(run.submission, {**run.read_submission(), **notice})
     run.cancel.unlink(missing_ok=True)
     run.result.unlink(missing_ok=True)
     cluster = cluster_of(config, manner)

@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from orchestrator.report.metrics import read_metrics
-from orchestrator.rundir import RunDir, write_json
+from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit, State
 
 EXIT_CODES = {
@@ -34,7 +34,7 @@ def write_end(
     run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
 ) -> None:
     """Write result.json as `end_of` says it. For the run itself, and for who holds its lock."""
-    write_json(run.result, end_of(run, state, culprit, remark=remark))
+    run.write_own(run.result, end_of(run, state, culprit, remark=remark))
 
 
 def end_of(

@@ -196,10 +196,9 @@ def record(run: RunDir, resumed: Resumption, attempt: int) -> None:
         run.write_config(to_yaml(resumed.config))
     else:  # made before there were seals: its checkpoints name no run
         write_atomically(run.config, to_yaml(resumed.config))
-    write_json(run.plan, resumed.plan.to_json())
+    run.write_own(run.plan, resumed.plan.to_json())
     kind = resumed.config.cluster.kind
-    submission: dict[str, Any] = read_json(run.submission) or {}
-    write_json(run.submission, {**submission, "cluster": kind})
+    run.write_own(run.submission, {**run.read_submission(), "cluster": kind})
     if kind == "local" and run.handle.exists():  # the job that it names is over
         run.handle.rename(run.attempt(made - 1) / run.handle.name) if made else run.handle.unlink()
 

@@ -31,7 +31,7 @@ from orchestrator.optimizer_rules import check_builder
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir import SEALED, RunDir, write_json
+from orchestrator.rundir import SEALED, RunDir
 from orchestrator.submit.api import State
 from orchestrator.submit.ending import Ended
 from orchestrator.submit.holder import held
@@ -131,9 +131,9 @@ def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> E
         try:
             with writing(run):
                 run.write_config(to_yaml(config))
-                write_json(run.plan, plan.to_json())
+                run.write_own(run.plan, plan.to_json())
                 digest = keep_initial_weights(config, run)
-                write_json(run.submission, _submission(config, overrides) | digest)
+                run.write_own(run.submission, _submission(config, overrides) | digest)
                 with held(run):
                     return way.place(config, run, manner, interrupts, verdict)
         except UsageError:  # before anything was trained; the message says all

@@ -18,6 +18,7 @@ from orchestrator.rundir import RunDir, write_atomically
 from orchestrator.submit.slurm_client import CONF, SlurmClient
 
 SYSTEM = (Path("/etc"), Path("/run/slurm"), Path("/var/spool/slurmd"))
+SYSTEM_NAME = "slurm*.conf"
 REMEMBERED_BYTES = 1 << 20
 
 
@@ -70,8 +71,12 @@ def _remembered() -> set[str]:
 
 
 def _is_administrators(conf: Path) -> bool:
-    """Whether the file, and every folder on its way, is root's and nobody else may write there."""
-    system = any(conf.is_relative_to(folder) for folder in SYSTEM)
+    """Whether the file, and every folder on its way, is root's and nobody else may write there.
+
+    And is called a slurm.conf: SLURM's commands print what they do not understand of a file.
+    """
+    named = conf.match(SYSTEM_NAME)
+    system = named and any(conf.is_relative_to(folder) for folder in SYSTEM)
     return system and all(_only_writable_by(path, {0}) for path in (conf, *conf.parents))
 
 

@@ -98,8 +98,10 @@ def save(
         for path in files:
             _to_disk(path)
         digests = {path.name: digest_of(path) for path in files}
+        lengths = {path.name: path.stat().st_size for path in files}
         state = {
-            "updates": updates, "samples": samples, "run": run, "files": digests, "extra": extra,
+            "updates": updates, "samples": samples, "run": run, "files": digests,
+            "bytes": lengths, "extra": extra,
         }  # fmt: skip
         write_json(partial / STATE, state)
         _to_disk(partial)
@@ -164,6 +166,11 @@ def _load(folder: Path, run: str | None, *, contents: bool) -> Checkpoint:
     if there != state["files"].keys():
         odd = min(there ^ state["files"].keys())
         raise RunFolderError(f"{folder / odd} is damaged: {STATE} and the folder differ about it")
+    for name, length in state.get("bytes", {}).items():  # known at once, however much there is
+        path = folder / name
+        has = path.lstat().st_size
+        if has != length and not path.is_symlink():
+            raise RunFolderError(f"{path} is damaged: it has {has} bytes, not {length}")
     for name, expected in state["files"].items():
         if contents and digest_of(folder / name) != expected:
             raise RunFolderError(

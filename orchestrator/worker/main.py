@@ -204,7 +204,7 @@ def _run_rank(
         for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
             warn(sentence)
         write_json(run.environment, environment)
-        write_json(run.plan, planned.to_json())
+        run.write_own(run.plan, planned.to_json())
         recorder = Recorder(run, attempt, config, engine, planned.updates)
     began = time.perf_counter()
     train(
@@ -222,7 +222,7 @@ def _run_rank(
         attendance.allow_result()
         if outcome.state == "finished" or not attendance.leave(outcome.updates):
             result = result_of(run, outcome, engine, planned, seconds=seconds, memory=memory)
-            write_json(run.result, result)
+            run.write_own(run.result, result)
     # Groups that watch their peers are told that what follows is an end, not a loss.
     getattr(group, "close", lambda: None)()
     return outcome

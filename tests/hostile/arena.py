@@ -49,7 +49,7 @@ class Ended:
         return found
 
 
-def run(line: Line, folder: Path) -> Ended:
+def run(line: Line, folder: Path, limit_s: float = LIMIT_S) -> Ended:
     """Run it in a child of this process, standing in a new folder of its own."""
     output = folder / "words"
     began = time.monotonic()
@@ -62,7 +62,7 @@ def run(line: Line, folder: Path) -> Ended:
         if pid:
             code = os.waitstatus_to_exitcode(status)
             break
-        if seconds > LIMIT_S:
+        if seconds > limit_s:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
             code = None
@@ -96,6 +96,8 @@ def _be(line: Line, folder: Path, output: Path) -> None:
             text = os.fdopen(number, "w", encoding=encoding, errors=errors, closefd=False)
             setattr(sys, stream, text)
         sys.argv = [line.module, *line.arguments]
+        for name in (line.module, f"{line.module}.__main__"):
+            sys.modules.pop(name, None)  # else runpy warns of it
         runpy.run_module(line.module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
