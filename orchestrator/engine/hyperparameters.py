@@ -1,8 +1,9 @@
 """An optimizer's hyperparameters belong to the run. No framework is imported.
 
-The learning rate is set at the start of each update, all else when the optimizer is built. What
-somebody changes in between (a scheduler of the framework's that is stepped in `after_update`, say)
-would be overwritten in silence, or be unknown to whoever reads the configuration.
+The learning rate is set at the start of each update; all else when the optimizer is built, or in
+the job's `after_update`. What somebody changes in between, or a scheduler of the framework's that is
+stepped in `after_update`, would be overwritten in silence, or be unknown to whoever reads the
+configuration.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ class Hyperparameters:
     """
 
     def __init__(self, read: Callable[[], Values], rate: str = "lr") -> None:
-        self._read, self._rate = read, rate
+        self._read, self._rates = read, (rate, f"initial_{rate}")  # the second: a scheduler's mark
         self._kept = read()
 
     def keep(self) -> None:
         """They are as they should be: the engine, or the optimizer's own step, has set them."""
         self._kept = self._read()
 
-    def check(self, when: str) -> None:
+    def check(self, when: str, *, jobs_turn: bool = False) -> None:
         """Raise `JobError` if they are not as they were kept.
 
         Args:
             when: since then, in words: "in after_update of update 3".
+            jobs_turn: it was `after_update`, in which a job may change all but the rates and the
+                groups (a weight decay that rises with the updates, say); what it set is kept.
         """
         found = self._read()
         if found == self._kept:
@@ -49,20 +52,21 @@ class Hyperparameters:
             )
         for group, name in sorted(found.keys() | self._kept.keys()):
             before, after = (held.get((group, name)) for held in (self._kept, found))
-            if before != after:
+            if before != after and not (jobs_turn and name not in self._rates):
                 raise JobError(self._told(group, name, before, after, when))
+        self._kept = found
 
     def _told(self, group: int, name: str, before: Any, after: Any, when: str) -> str:
         changed = (
             f"{name} of the optimizer's parameter group {group} was changed from {before!r:.40} to "
             f"{after!r:.40} {when}, behind the engine's back"
         )
-        if name in (self._rate, f"initial_{self._rate}"):  # a scheduler's own mark
+        if name in self._rates:
             return (
                 f"{changed}, where it would have no effect: each update sets the rate. Let the job "
                 "define learning_rate(self, update) in the place of a scheduler, or use schedule.*"
             )
-        return f"{changed}; it stays as the optimizer was built, so that a run is what it says"
+        return f"{changed}; a job changes it in after_update(model, update), by the update"
 
 
 def refuse_scheduler(groups: Iterable[Mapping[str, Any]], job: Any) -> None:

@@ -112,7 +112,7 @@ def test_one_rank_talks_to_nobody():
             "accumulation.steps=5 is more than the samples of a rank",
         ),
         (
-            {"dataset_samples": 100},
+            {"dataset_samples": 100, "scaling": "linear", "base_batch": 64},
             "an update holds 100, while the learning rate is scaled for 256",
         ),
         ({"dataset_samples": 100, "ragged": "carry"}, "holds some samples more than once"),

@@ -168,7 +168,9 @@ class MindSporeEngine:
         self._hyperparameters.keep()
         if applied.stepped:
             getattr(self._job, "after_update", nothing)(self._model, window.update)
-            self._hyperparameters.check(f"in after_update of update {window.update}")
+            self._hyperparameters.check(
+                f"in after_update of update {window.update}", jobs_turn=True
+            )
         return self._report(window, applied, scale, optimizer_s)
 
     def _reduce(self, trailer: Trailer) -> list[Tensor]:

@@ -195,7 +195,9 @@ class TorchEngine:
                 self._whole.applied()
             with torch.no_grad():
                 getattr(self._job, "after_update", _nothing)(self._model, report.update)
-            self._hyperparameters.check(f"in after_update of update {report.update}")
+            self._hyperparameters.check(
+                f"in after_update of update {report.update}", jobs_turn=True
+            )
         return report
 
     # ------------------------------------------------------------------ around updates

@@ -1,7 +1,6 @@
 """One rank's engine in this process: modes, splits, state, the framework's own style, bad jobs."""
 
 import itertools
-import re
 
 import mindspore as ms
 import numpy as np
@@ -165,17 +164,17 @@ def test_a_gradient_that_the_compiler_cuts_is_refused():
 
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [
-        (jobs.Unparsable, "jobs.py, line"),
-        (jobs.Unknown, r"no_such_method[^#]*jobs.py:\d+.*return Loss\(model\(x\)\.no_such_method"),
-    ],
-)
-def test_code_that_does_not_compile_is_told_with_its_line(mode, job, words):
+def test_what_fails_in_plain_python_too_is_told_by_python(mode):
+    with pytest.raises(AttributeError, match="no_such_method") as caught:
+        update(built(jobs.Unknown(), mode=mode), [31, 30])
+    assert caught.traceback[-1].path.name == "jobs.py"
+
+
+@pytest.mark.parametrize("mode", ["jit", "graph"])
+def test_code_that_does_not_compile_is_told_with_its_line(mode):
     with pytest.raises(JobError, match=r"(?s)does not compile.*engine\.mode=pynative") as caught:
-        update(built(job(), mode=mode), [31, 30])
-    assert re.search(rf"(?s){words}", str(caught.value)), str(caught.value)
+        update(built(jobs.Unparsable(), mode=mode), [31, 30])
+    assert "jobs.py, line" in str(caught.value), str(caught.value)
     assert "orchestrator/engine" not in str(caught.value)
     assert "site-packages" not in str(caught.value)
 

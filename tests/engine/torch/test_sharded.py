@@ -245,7 +245,7 @@ def test_one_rank_keeps_its_optimizer_as_it_was():
     [
         (Contrastive(hidden=16, width=6, dropout=0.0), {}),
         (Nested(), {"norm": "exact"}),
-        (Jepa(width=16, layers=1, horizon=6), {}),
+        (Jepa(width=16, layers=1, horizon=6), {"optimizer": {}}),
     ],
     ids=["embeddings", "norms", "after_update"],
 )
