@@ -1,9 +1,8 @@
 """An optimizer's hyperparameters belong to the run. No framework is imported.
 
 The learning rate is set at the start of each update; all else when the optimizer is built, or in
-the job's `after_update`. What somebody changes in between, or a scheduler of the framework's that is
-stepped in `after_update`, would be overwritten in silence, or be unknown to whoever reads the
-configuration.
+the job's `after_update`. What somebody changes in between, or a scheduler of the framework's, would
+be overwritten in silence, or be unknown to whoever reads the configuration.
 """
 
 from __future__ import annotations

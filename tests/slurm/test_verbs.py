@@ -82,8 +82,9 @@ def test_status_tells_more_of_a_running_run_than_its_state(slurm, tmp_path):
     assert 0 < found["time_left_s"] <= 3600
     assert found["nodes"]
     table = runs.verb("status", run).stdout
-    for heading in ("state", "nodes", "updates", "samples/s", "last boundary", "restarts"):
-        assert heading in table
+    assert f"running job {job} on {found['nodes']}" in " ".join(table.split())
+    for label in ("updates", "loss", "learning rate", "speed", "last boundary", "job's time left"):
+        assert label in table
     without = runs.verb("status", run, "--json", PATH=empty_path(tmp_path))
     assert json.loads(without.stdout)[0]["state"] == "running"
     assert "there is no squeue on this machine" in without.stderr
