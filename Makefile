@@ -58,8 +58,8 @@ ifdef PYTEST_ARGS
 	@echo "== pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	@echo "== pytest, all but tests/slurm; then those, two files at a time: they wait for the scheduler"
-	@$(BIN)/python -m pytest --ignore=tests/slurm; all=$$?; \
+	@echo "== pytest, two files at a time: all but tests/slurm, then those, which wait for the scheduler"
+	@$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile; all=$$?; \
 	$(BIN)/python -m pytest tests/slurm -n 2 --dist loadfile && exit $$all
 endif
 
