@@ -349,7 +349,8 @@ class RunDir:
     def _read_own(self, path: Path) -> dict[str, Any] | None:
         """Raises `RunFolderError` when the file is damaged, or another run's."""
         found = read_json(path, sealed=self.sealed)
-        if found is not None and found.pop(RUN, self.identity) != self.identity:
+        own = self.identity if self.sealed else None
+        if found is not None and found.pop(RUN, own) != own:
             raise RunFolderError(f"{path} is damaged: it is of another run")
         return found
 
