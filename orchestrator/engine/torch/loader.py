@@ -8,8 +8,10 @@ the group, and peers would not notice when its rank is killed.
 from __future__ import annotations
 
 import ctypes
+import pickle
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.errors import JobError
 from orchestrator.job import Job
 
-ENDING_S = 2.0  # how long a worker whose pipe broke has to be gone
+ENDING_S = 2.0  # how long workers have to be gone, of which one seems to have ended
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -121,7 +123,7 @@ def batches(
         ) from error
     try:
         yield from source
-    except (ConnectionError, EOFError) as error:
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
         # The pipe to a worker that just ended broke before torch's handler heard of its end.
         if (told := _ended(source)) is not None:
             raise told from error
@@ -135,8 +137,9 @@ def batches(
 
 def _ended(source: Any) -> RuntimeError | None:
     """What torch would say of the worker that ended; None where all of them live."""
+    until = time.monotonic() + ENDING_S
     for worker in getattr(source, "_workers", ()):
-        worker.join(timeout=ENDING_S)
+        worker.join(timeout=max(0.0, until - time.monotonic()))
         code = worker.exitcode
         if code is not None and code < 0:
             how = f"is killed by signal: {signal.strsignal(-code)}. "
