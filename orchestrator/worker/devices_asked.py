@@ -33,7 +33,8 @@ def devices_asked(cluster: ClusterConfig, env: Mapping[str, str], *, scheduled: 
             value = str(flags.get(name) or "")
             if value and not value.startswith(RESOURCES_OF_HOSTS):
                 return f"cluster.{section}.{name}={value}"
-    for name in HANDED_OUT if scheduled else ():
+    # With whole nodes SLURM hands out all that is in them, asked for or not.
+    for name in HANDED_OUT if scheduled and not cluster.exclusive else ():
         if env.get(name, "").strip().lower() not in NONE:
             return f"the scheduler gave {name}={env[name]}"
     return ""

@@ -20,6 +20,8 @@ from orchestrator.worker.devices_asked import devices_asked
         ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES=0,1"),
         ({}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ""),
         ({}, {"ASCEND_RT_VISIBLE_DEVICES": "3"}, "ASCEND_RT_VISIBLE_DEVICES=3"),
+        ({"exclusive": True}, {"SLURM_JOB_GPUS": "0,1,2,3"}, ""),  # as every whole node
+        ({"exclusive": True, "gpus_per_node": 4}, {}, "cluster.gpus_per_node=4"),
         ({}, {"SLURM_STEP_GPUS": "2"}, "SLURM_STEP_GPUS=2"),
     ],
 )

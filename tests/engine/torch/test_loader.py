@@ -204,6 +204,8 @@ class Doomed:
         return torch.zeros(1)
 
 
+# What a killed process had open with this one (torch's shared memory) is closed by the collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("how", "told"),
     [
