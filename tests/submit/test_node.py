@@ -39,7 +39,8 @@ def node(tmp_path, stays):
 
 def test_what_an_ended_rank_left_behind_is_ended_with_the_node(tmp_path):
     process, left = node(tmp_path, stays=False)
-    out, _ = process.communicate(timeout=60)
+    with process:  # its input stays open until it has ended: else it would end its rank at once
+        out = process.stdout.read()
     events = [json.loads(line)["event"] for line in out.splitlines()]
     assert events == ["started", "exit", "ended"]
     assert not psutil.pid_exists(int(left.read_text()))
