@@ -165,7 +165,7 @@ def bytes_on_wire_per_update(
     >>> bytes_on_wire_per_update(1_000, itemsize=4, metric_count=0, ranks=4)
     6324
     >>> bytes_on_wire_per_update(1_000, itemsize=4, metric_count=0, ranks=4, wire_itemsize=2)
-    3180
+    3324
 
     Raises:
         PlanError: see `collectives_per_update`.

@@ -1,9 +1,8 @@
 """One digest for any number of nodes and ranks, by the real command, with real processes."""
 
-import json
-
 import pytest
 
+from orchestrator.rundir import read_json, write_json
 from tests import helpers
 from tests.helpers import TINY
 
@@ -25,11 +24,10 @@ def _shape(nodes, ranks):
 @pytest.mark.parametrize(
     ("job", "shapes"),
     [
-        (("job=digits",), SHAPES[::2]),
         (("job=digits", "job.dropout=0.3"), SHAPES),
-        (("job=language_model",), SHAPES),  # with dropout, too
+        (("job=language_model",), SHAPES[::2]),  # with dropout, too
     ],
-    ids=["digits", "digits with dropout", "transformer"],
+    ids=["digits", "transformer"],
 )
 def test_one_digest_on_any_nodes_and_ranks(tmp_path, job, shapes):
     digests = {}
@@ -42,18 +40,15 @@ def test_one_digest_on_any_nodes_and_ranks(tmp_path, job, shapes):
 
 
 def test_a_resumed_run_has_the_digest_of_an_undisturbed_one_on_other_ranks(tmp_path):
-    given = (TINY, "job.dropout=0.3", *REPRODUCIBLE[:3], "train.updates=6", "tracker=none")
+    given = (TINY, "job.dropout=0.3", *REPRODUCIBLE[:3], "tracker=none")
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert helpers.call(*given, *_shape(1, 3), f"run.dir={straight}", "-q").returncode == 0
-    failing = ("job.fault=raise", "job.fault_after=3", "train.checkpoint_every=1")
-    done = helpers.call(*given, *failing, *_shape(2, 2), f"run.dir={stopped}", "-q")
-    assert done.returncode == 1, done.stdout + done.stderr
-    environment = json.loads((stopped / "environment.json").read_text())
+    for run, shape, updates in ((straight, _shape(1, 3), 6), (stopped, _shape(2, 2), 3)):
+        done = helpers.call(*given, *shape, f"run.dir={run}", f"train.updates={updates}", "-q")
+        assert done.returncode == 0, done.stdout + done.stderr
+    environment = read_json(stopped / "environment.json")
     environment["framework"]["threads"] = "99"
-    (stopped / "environment.json").write_text(json.dumps(environment))
-    config = (stopped / "config.yaml").read_text().replace("fault: raise", "fault: null")
-    (stopped / "config.yaml").write_text(config)
-    done = helpers.verb("resume", stopped)
+    write_json(stopped / "environment.json", environment)
+    done = helpers.verb("resume", stopped, "train.updates=6")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "threads 1 against 99" in " ".join(done.stdout.split()), "what changed is said"
     assert helpers.result(stopped)["weights_sha256"] == helpers.result(straight)["weights_sha256"]
@@ -76,9 +71,9 @@ def test_comparing_runs_tells_what_else_differs(tmp_path):
         done = helpers.call(TINY, *REPRODUCIBLE, *_shape(1, 1), f"run.dir={run}", "-q")
         assert done.returncode == 0, done.stdout + done.stderr
     path = tmp_path / "b" / "environment.json"
-    environment = json.loads(path.read_text())
+    environment = read_json(path)
     environment["framework"]["torch"] = "1.0"
-    path.write_text(json.dumps(environment))
+    write_json(path, environment)
     said = helpers.verb("compare", tmp_path / "a", tmp_path / "b").stdout
     assert "the same bits" in said
     assert "computed with another torch: 2." in said
