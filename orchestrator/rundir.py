@@ -27,8 +27,15 @@ from orchestrator.files import (
     read_text,
     remove,
 )
-from orchestrator.seal import identity_in, new_identity, sealed_config, sealed_json, unsealed_json
-from orchestrator.shapes import SHAPES, check_shape
+from orchestrator.seal import (
+    identity_in,
+    is_in_every_file,
+    new_identity,
+    sealed_config,
+    sealed_json,
+    unsealed_json,
+)
+from orchestrator.shapes import RESUMES, SHAPES, check_shape
 from orchestrator.strict_yaml import load_table
 
 CONFIG_BYTES = 1 << 20
@@ -39,12 +46,15 @@ CONFIG_SECTIONS = (
 )  # fmt: skip
 INITIAL_DIGEST = "initial_weights_sha256"  # in submission.json
 SEALED = "sealed"  # in submission.json: config.yaml has a seal, so one that has none is cut short
-RUN = "run"  # in plan.json, submission.json and result.json: the run's identity
+RUN = "run"  # in plan.json, submission.json, result.json and resumes.json: the run's identity
+ASKED = "asked"  # in resumes.json: what each `resume` asked for, the latest last
 JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
 RANKS_A_FOLDER = 512
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
-ATTEMPT = re.compile(r"[0-9]{1,9}")
+ATTEMPT = re.compile(r"[0-9]{1,6}")
+MOST_ATTEMPTS = 10**6
 OF_RANKS = re.compile(r"ranks-[0-9]+")
+CODE_STATE = re.compile(rf"({ATTEMPT.pattern})\.json")
 FAILURE = re.compile(r"failure-[0-9]+\.json")
 
 
@@ -128,7 +138,7 @@ class RunDir:
 
     def config_of(self, attempt: int) -> Path:
         """The configuration that an attempt ran with, also when a later `resume` changed it."""
-        later = range(attempt, self.attempts_made())
+        later = (number for number in self.attempt_numbers() if number >= attempt)
         kept = (self.attempt(number) / self.config.name for number in later)
         return next((path for path in kept if path.is_file()), self.config)
 
@@ -148,7 +158,8 @@ class RunDir:
 
     def restarts(self) -> list[dict[str, Any]]:
         """The notes of all attempts that went on from an earlier one."""
-        return [note for n in range(self.attempts_made()) if (note := read_json(self.restart(n)))]
+        notes = (self.read(self.restart(number)) for number in self.attempt_numbers())
+        return [note for note in notes if note]
 
     def heartbeat(self, attempt: int, node_index: int) -> Path:
         return self.attempt(attempt) / f"heartbeat-{node_index:05d}"
@@ -163,7 +174,7 @@ class RunDir:
 
     def nodes_of_ranks(self, attempt: int) -> dict[int, str]:
         """Each rank's node by its name, node by node, as far as they said so."""
-        places = [read_json(path) or {} for path in sorted(self.attempt(attempt).glob("node-*"))]
+        places = [self.read(path) or {} for path in sorted(self.attempt(attempt).glob("node-*"))]
         return {rank: place["node"] for place in places for rank in place.get("ranks", ())}
 
     def srun_log(self, attempt: int) -> Path:
@@ -175,7 +186,9 @@ class RunDir:
 
     def submitted_code(self, attempt: int) -> dict[str, Any] | None:
         """The `code_state` of the copy that this attempt runs; None where there is no copy."""
-        found = (read_json(code_state_beside(self.snapshot(n))) for n in range(attempt, -1, -1))
+        names = map(CODE_STATE.fullmatch, names_in(self.code))
+        ours = sorted({int(n[1]) for n in names if n and int(n[1]) <= attempt}, reverse=True)
+        found = (self.read(code_state_beside(self.snapshot(number))) for number in ours)
         return next((state for state in found if state is not None), None)
 
     def rank_log(self, rank: int) -> Path:
@@ -196,14 +209,14 @@ class RunDir:
     def node_log(self, node: str) -> Path:
         return self.logs / f"{node}.log"
 
+    def attempt_numbers(self) -> list[int]:
+        """The attempts that have a folder, in order."""
+        names = [name for name in names_in(self.attempts) if ATTEMPT.fullmatch(name)]
+        return sorted(int(name) for name in names if is_folder(self.attempts / name))
+
     def attempts_made(self) -> int:
         """How many attempts were begun, judged by their folders."""
-        numbers = [
-            int(name)
-            for name in names_in(self.attempts)
-            if ATTEMPT.fullmatch(name) and is_folder(self.attempts / name)
-        ]
-        return max(numbers, default=-1) + 1
+        return max(self.attempt_numbers(), default=-1) + 1
 
     def create(self) -> None:
         """Make the folder, private to its owner, and claim it: of many that try, one succeeds.
@@ -266,6 +279,8 @@ class RunDir:
     def begin_attempt(self) -> int:
         """Make the next attempt's folder; its number counts from 0."""
         number = self.attempts_made()
+        if number >= MOST_ATTEMPTS:
+            raise RunFolderError(f"{self.attempts} is damaged: it has an attempt {number - 1}")
         try:
             make_folder(self.attempt(number))
         except OSError as error:
@@ -342,15 +357,20 @@ class RunDir:
         """Whether the files of this run have to have seals: all that were made since they exist."""
         return self.config.exists() and self.identity is not None
 
+    def read(self, path: Path) -> Any | None:
+        """`read_json` of a table in this run's folder, which has a seal if the run has any."""
+        return read_json(path, sealed=self.sealed)
+
     def write_own(self, path: Path, value: Mapping[str, Any]) -> None:
-        """`write_json` of what only this run may read back: its plan, submission or result."""
+        """`write_json` of what only this run may read back: plan, submission, result, resumes."""
         write_json(path, {**value, RUN: self.identity} if self.sealed else dict(value))
 
     def _read_own(self, path: Path) -> dict[str, Any] | None:
         """Raises `RunFolderError` when the file is damaged, or another run's."""
-        found = read_json(path, sealed=self.sealed)
+        found = self.read(path)
         own = self.identity if self.sealed else None
-        if found is not None and found.pop(RUN, own) != own:
+        unsaid = None if own is None or is_in_every_file(own) else own
+        if found is not None and found.pop(RUN, unsaid) != own:
             raise RunFolderError(f"{path} is damaged: it is of another run")
         return found
 
@@ -362,7 +382,7 @@ class RunDir:
 
     def read_handle(self) -> dict[str, Any] | None:
         """Where a run on a scheduler was placed; None for one that never was."""
-        handle = read_json(self.handle, sealed=self.sealed)
+        handle = self.read(self.handle)
         if handle is not None and not JOB_ID.fullmatch(handle["job_id"]):
             # it becomes a word of scancel's command line
             raise RunFolderError(f"{self.handle} is damaged: {handle['job_id']!r} is no job's id")
@@ -372,10 +392,21 @@ class RunDir:
         return self._read_own(self.result)
 
     def read_environment(self) -> dict[str, Any] | None:
-        return read_json(self.environment)
+        return self.read(self.environment)
+
+    def read_resumes(self) -> list[dict[str, Any]]:
+        """What each `resume` asked for, the latest last."""
+        own = self.identity if self.sealed else None
+        older = None if own is not None and is_in_every_file(own) else read_json(self.resumes)
+        # it had no seal when it was a list
+        told = {ASKED: older} if isinstance(older, list) else self._read_own(self.resumes)
+        if told is None:
+            return []
+        check_shape(self.resumes, told, RESUMES)
+        return told[ASKED]
 
     def failures(self, attempt: int) -> list[Mapping[str, Any]]:
         """What the attempt's ranks wrote when they failed."""
         folder = self.attempt(attempt)
         found = [folder / name for name in names_in(folder) if FAILURE.fullmatch(name)]
-        return [value for path in found if (value := read_json(path)) is not None]
+        return [value for path in found if (value := self.read(path)) is not None]

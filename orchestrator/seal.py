@@ -21,7 +21,9 @@ from orchestrator.errors import RunFolderError
 KEY = "sha256"
 _BEGIN = f',\n "{KEY}": "'
 _END = '"\n}\n'
-_LINE = re.compile(r"\A(.*\n)# run ([0-9a-f]{16}), sha256 ([0-9a-f]{64})\n\Z", re.DOTALL)
+IDENTITY_DIGITS, OLDER_DIGITS = 32, 16
+_RUN = f"[0-9a-f]{{{IDENTITY_DIGITS}}}|[0-9a-f]{{{OLDER_DIGITS}}}"
+_LINE = re.compile(rf"\A(.*\n)# run ({_RUN}), sha256 ([0-9a-f]{{64}})\n\Z", re.DOTALL)
 
 
 def _digest(*texts: str) -> str:
@@ -64,7 +66,16 @@ def unsealed_json(path: Path, text: str, *, must: bool = False) -> Any:
 
 def new_identity() -> str:
     """What tells this run from all others."""
-    return secrets.token_hex(8)
+    return secrets.token_hex(IDENTITY_DIGITS // 2)
+
+
+def is_in_every_file(identity: str) -> bool:
+    """Whether the run's plan, submission, result and resumes name it, too.
+
+    They do not in runs of the first version that had seals, whose identities were shorter. How long
+    one is stands under the seal of config.yaml, so damage makes no run an older one.
+    """
+    return len(identity) == IDENTITY_DIGITS
 
 
 def sealed_config(text: str, identity: str) -> str:

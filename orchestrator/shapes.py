@@ -22,6 +22,7 @@ MAYBE_WHOLE = (int, type(None))
 TABLE = (dict,)
 LIST = (list,)
 
+RESUMES: Shape = {"asked!": [{"attempt!": WHOLE}]}
 STATES = ("finished", "stopped", "failed")
 CULPRIT: Shape = {
     "rank": MAYBE_WHOLE, "node": TEXT, "cause": TEXT, "log_tail": LIST,

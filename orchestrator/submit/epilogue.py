@@ -17,7 +17,7 @@ from typing import Any
 
 from orchestrator.config import SIGNAL_AHEAD_S
 from orchestrator.errors import EXIT_FINISHED
-from orchestrator.rundir import RunDir, read_json, write_json
+from orchestrator.rundir import RunDir, write_json
 from orchestrator.submit.api import Culprit, State
 from orchestrator.submit.ending import write_end
 from orchestrator.submit.folder_status import recent_updates
@@ -86,7 +86,7 @@ def settle(path: Path, attempt: int, code: int, told: str) -> None:
     if job.cancelled:
         write_end(run, State.STOPPED, cancelled_by_scheduler())
         return
-    departure = read_json(run.departure(attempt)) or step_gone(run, attempt)
+    departure = run.read(run.departure(attempt)) or step_gone(run, attempt)
     if departure is None and (why := _cut_short(run, attempt, code, told)):
         departure = {"why": why, "updates": None, "time": time.time()}
     conclude(
@@ -171,7 +171,7 @@ def _stuck(run: RunDir, attempt: int) -> str | None:
     """A sentence when start after start has brought no update: requeueing would never end."""
     if attempt < FRUITLESS:
         return None
-    notes = [read_json(run.restart(n)) or {} for n in range(attempt - FRUITLESS + 1, attempt + 1)]
+    notes = [run.read(run.restart(n)) or {} for n in range(attempt - FRUITLESS + 1, attempt + 1)]
     began_at = {note.get("resumed_from") for note in notes}
     done = recent_updates(run)[-1:]
     if len(began_at) > 1 or (done and done[0].get("attempt", 0) > attempt - FRUITLESS):

@@ -14,7 +14,7 @@ from orchestrator.report.metrics import Record
 from orchestrator.report.metrics_glance import recent_records, updates_of
 from orchestrator.report.summary import seconds_per_update
 from orchestrator.run_warnings import read_warnings
-from orchestrator.rundir import RESUMED, RunDir, read_json
+from orchestrator.rundir import RESUMED, RunDir
 from orchestrator.submit.holder import is_held
 
 ENDED_STATES = ("finished", "failed", "stopped", "cancelled")
@@ -154,7 +154,7 @@ def _state_of(result: dict[str, Any]) -> str:
 def _restarts(run: RunDir, notes: list[dict[str, Any]]) -> int:
     """Attempts that began by themselves: neither the first, nor one that a person asked for."""
     asked = {note["attempt"] for note in notes if note["why"] == RESUMED}
-    asked |= {int(entry["attempt"]) for entry in read_json(run.resumes) or []}
+    asked |= {int(entry["attempt"]) for entry in run.read_resumes()}
     made = run.attempts_made()
     return max(0, made - 1 - len(asked & set(range(1, made))))
 

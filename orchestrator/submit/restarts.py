@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.report.closing import describe_culprit
 from orchestrator.report.units import plural
-from orchestrator.rundir import RunDir, read_json, write_json
+from orchestrator.rundir import RunDir, write_json
 from orchestrator.submit.api import Culprit
 from orchestrator.worker.progress import read_progress
 
@@ -40,7 +40,7 @@ def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) 
     earlier: list[dict[str, Any]] = [
         departure["failed"]
         for number in range(first, attempt)
-        if (departure := read_json(run.departure(number))) and departure.get("failed")
+        if (departure := run.read(run.departure(number))) and departure.get("failed")
     ]
     place = read_progress(run.progress(attempt))
     failed = {

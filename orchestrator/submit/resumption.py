@@ -20,7 +20,7 @@ from orchestrator.hydra_input import check_arguments, guarded
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
 from orchestrator.report.units import format_count, plural
-from orchestrator.rundir import RunDir, read_json, write_atomically, write_json
+from orchestrator.rundir import ASKED, RunDir, write_atomically
 from orchestrator.submit.resume_rules import (
     Change,
     Kind,
@@ -175,7 +175,6 @@ def record(run: RunDir, resumed: Resumption, attempt: int) -> None:
     The configuration of the attempts before stays readable in the last of them, see
     `RunDir.config_of`. At every moment config.yaml is whole, the old one or the new one.
     """
-    noted = read_json(run.resumes) or []
     entry = {
         "attempt": attempt,
         "time": time.time(),
@@ -184,7 +183,7 @@ def record(run: RunDir, resumed: Resumption, attempt: int) -> None:
         "overrides": list(resumed.overrides),
         "changes": {c.key: [c.before, c.after] for c in resumed.changes},
     }
-    write_json(run.resumes, [*noted, entry])
+    run.write_own(run.resumes, {ASKED: [*run.read_resumes(), entry]})
     if not resumed.changes:
         return
     made = run.attempts_made()

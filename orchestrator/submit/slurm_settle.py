@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from orchestrator.errors import RunFolderError
-from orchestrator.rundir import RunDir, read_json
+from orchestrator.rundir import RunDir
 from orchestrator.submit.api import State
 from orchestrator.submit.ending import write_end
 from orchestrator.submit.epilogue import cancelled_by_scheduler, conclude
@@ -65,7 +65,7 @@ def _settle(run: RunDir, seen: Job) -> str | None:
         attempt,
         job.exit_code or (128 + job.exit_signal if job.exit_signal else 0),
         job,
-        departure=read_json(run.departure(attempt)) or _of_killed_script(run, attempt, job),
+        departure=run.read(run.departure(attempt)) or _of_killed_script(run, attempt, job),
         culprit=lambda: ending(run, known, attempt)[1],
         again=lambda: ask_for_requeue(client, seen.id),
     )

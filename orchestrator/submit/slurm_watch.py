@@ -74,7 +74,7 @@ def ending(run: RunDir, job: Job, attempt: int | None = None) -> tuple[State, Cu
 
 def _by_ranks(run: RunDir, job: Job, attempt: int) -> Culprit | None:
     """What the ranks left, where the batch script could not tell it any more."""
-    departure = read_json(run.departure(attempt))
+    departure = run.read(run.departure(attempt))
     if departure is not None:
         cause = (
             f"its ranks left in order ({departure['why']}), but the batch script "

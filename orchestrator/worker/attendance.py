@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.config import SIGNAL_AHEAD_S, ClusterConfig, Config
 from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost, RankHangs
-from orchestrator.rundir import RESUMED, RunDir, read_json, write_json
+from orchestrator.rundir import RESUMED, RunDir, write_json
 from orchestrator.worker.deadline import Deadline, Notice
 from orchestrator.worker.departure import (
     ask_standing,
@@ -140,7 +140,7 @@ class Attendance:
             return inner
         if isinstance(inner, Silent):
             return Follower(self._stop, self._run.departure(self._attempt))
-        submission = read_json(self._run.submission) or {}
+        submission = self._run.read_submission()
         job_id, cancelled = self._topology.job_id, self._run.cancel.exists
         deadline = Deadline(
             self._stop, Notice.read(submission, self._ahead_s), lambda: ask_standing(job_id)

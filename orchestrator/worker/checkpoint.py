@@ -209,7 +209,7 @@ def newest(
 
 def check_initial(run: RunDir) -> None:
     """Raises `RunFolderError` when the run's initial weights are not those that it began with."""
-    expected = (read_json(run.submission) or {}).get(INITIAL_DIGEST)
+    expected = run.read_submission().get(INITIAL_DIGEST)
     try:
         found = digest_of(run.initial_weights)
     except OSError as error:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ClusterError
 from orchestrator.files import read_end
-from orchestrator.rundir import RunDir, read_json, write_json
+from orchestrator.rundir import RunDir, write_json
 from orchestrator.worker.deadline import Standing
 from orchestrator.worker.stop import StopFlag
 from orchestrator.worker.topology import BATCH_PID_VARIABLE, Topology
@@ -55,7 +55,7 @@ def depart(
     why = "asked to stop" + (f" by {stop.signal.name}" if stop.signal else "")
     if script_gone:  # SLURM ends the ranks of a job whose script is gone
         why = "its batch script was killed"
-    earlier: dict[str, Any] = read_json(run.departure(attempt)) or {}
+    earlier: dict[str, Any] = run.read(run.departure(attempt)) or {}
     write_json(
         run.departure(attempt), {"why": why, **earlier, "updates": updates, "time": time.time()}
     )
@@ -70,7 +70,7 @@ def why_restarted(run: RunDir, attempt: int) -> str | None:
     failed = _said_by_srun(run, last, NODE_FAILURE)
     if failed is not None:
         return f"node {failed[1]} failed"
-    departure: dict[str, Any] | None = read_json(run.departure(last))
+    departure: dict[str, Any] | None = run.read(run.departure(last))
     if departure is None:
         return None
     ended = _ended_there(run, last, departure["node"]) if departure.get("node") else None

@@ -95,8 +95,8 @@ def made(path):
     run = RunDir(path)
     run.create()
     run.write_config(to_yaml(compose(["train.updates=3"])))
-    write_json(run.submission, {"cluster": "local", "sealed": True})
-    write_json(run.plan, {"updates": 3, "ranks": 4})
+    run.write_own(run.submission, {"cluster": "local", "sealed": True})
+    run.write_own(run.plan, {"updates": 3, "ranks": 4})
     return run
 
 

@@ -7,20 +7,22 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import RunFolderError
-from orchestrator.rundir import RunDir, read_json, write_json
+from orchestrator.rundir import ASKED, RUN, RunDir, read_json, write_json
+from orchestrator.seal import OLDER_DIGITS
 from orchestrator.worker import checkpoint
 from tests.core.test_files import made
 from tests.worker.test_checkpoint import Engine, save
 
 OLD = Path(__file__).parent.parent / "data" / "run_of_f3b2971"
-READ = ("config.yaml", "submission.json", "plan.json", "result.json")
+READ = ("config.yaml", "submission.json", "plan.json", "result.json", "resumes.json")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run with two checkpoints; what a resume reads of it."""
     run = made(tmp_path_factory.mktemp("seal") / "run")
-    write_json(run.result, {"state": "stopped", "updates": 2, "restarts": []})
+    run.write_own(run.result, {"state": "stopped", "updates": 2, "restarts": []})
+    run.write_own(run.resumes, {ASKED: [{"attempt": 1, "overrides": []}]})
     for updates in (1, 2):
         engine = Engine(bytes(range(40 * updates)))
         save(run.checkpoints, updates, engine, run=run.identity)
@@ -31,7 +33,7 @@ def read(run):
     """All that decides how a run goes on; config.yaml as text, since YAML is slow to parse."""
     run = RunDir(run.path).existing()
     config = (run.identity, run.config.read_bytes())
-    told = (config, run.read_submission(), run.read_plan(), run.read_result())
+    told = (config, run.read_submission(), run.read_plan(), run.read_result(), run.read_resumes())
     found, passed_over = checkpoint.newest(run.checkpoints, run.identity)
     return told, found.updates, found.samples, found.extra, passed_over
 
@@ -170,3 +172,61 @@ def test_an_old_config_without_digest_is_read_strictly(tmp_path, damage, says):
     run.config.write_text(damage(run.config.read_text()))
     with pytest.raises(RunFolderError, match=f"config.yaml is damaged: .*{says}"):
         run.read_config()
+
+
+OWN = ("submission", "plan", "result", "resumes")
+
+
+def reread(run, name):
+    return getattr(RunDir(run.path), f"read_{name}")()
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_only_a_run_of_the_first_version_with_seals_may_have_a_file_that_names_no_run(
+    whole, tmp_path, monkeypatch, name
+):
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    path, told = getattr(run, name), reread(run, name)
+    unnamed = {key: value for key, value in read_json(path).items() if key != RUN}
+    write_json(path, unnamed)
+    with pytest.raises(RunFolderError, match=rf"{path.name} is damaged: it is of another run"):
+        reread(run, name)
+    monkeypatch.setattr("orchestrator.rundir.new_identity", lambda: "0" * OLDER_DIGITS)
+    text = run.config.read_text()
+    run.config.unlink()
+    run.write_config(text[: text.rindex("#")])
+    assert reread(run, name) == told
+    write_json(path, {**unnamed, RUN: whole.identity})
+    with pytest.raises(RunFolderError, match="it is of another run"):
+        reread(run, name)
+
+
+def test_the_list_of_resumes_of_an_older_run_is_read_and_one_without_seal_in_a_newer_is_not(
+    whole, tmp_path
+):
+    asked = [{"attempt": 3, "overrides": ["train.updates=9"]}]
+    old = RunDir(shutil.copytree(OLD, tmp_path / "old"))
+    write_json(old.resumes, asked)
+    assert old.read_resumes() == asked
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    for content in (asked, []):
+        write_json(run.resumes, content)
+        with pytest.raises(
+            RunFolderError, match=r"resumes\.json is damaged: its digest is missing"
+        ):
+            run.read_resumes()
+    run.write_own(run.resumes, {ASKED: [{"overrides": []}]})
+    with pytest.raises(RunFolderError, match="it has no 'attempt'"):
+        run.read_resumes()
+
+
+def test_a_folder_that_no_attempt_made_costs_no_time_and_no_attempt(whole, tmp_path):
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    run.begin_attempt()
+    (run.attempts / "999999999").mkdir()
+    assert (run.attempts_made(), run.restarts()) == (1, [])
+    assert run.submitted_code(10**9) is None
+    (run.attempts / "999999").mkdir()
+    assert run.restarts() == []
+    with pytest.raises(RunFolderError, match="attempts is damaged: it has an attempt 999999"):
+        run.begin_attempt()

@@ -159,7 +159,7 @@ def test_each_resume_is_recorded_and_the_configurations_before_stay_readable(mak
         for attempt in range(3)
     ]
     assert updates == [8, 20, 30]
-    notes = json.loads(run.resumes.read_text())
+    notes = run.read_resumes()
     assert [note["attempt"] for note in notes] == [1, 2]
     assert notes[1]["overrides"] == ["train.updates=30"]
     assert notes[1]["changes"] == {"train.updates": [20, 30]}
