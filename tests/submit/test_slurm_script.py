@@ -267,6 +267,16 @@ def test_what_is_no_number_of_gpus_is_refused(gpus):
         gpu_count(gpus)
 
 
+@pytest.mark.parametrize(
+    ("asked", "written"), [(False, "no-requeue"), (True, "requeue"), (None, "requeue")]
+)
+def test_a_job_is_requeued_unless_that_was_forbidden(tmp_path, asked, written):
+    here = Here(python="python", folder=tmp_path, package=tmp_path)
+    text = batch_script(slurm_config(requeue=asked), RunDir(tmp_path), 0, here)
+    options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert [line for line in options if line.endswith("requeue")] == [f"#SBATCH --{written}"]
+
+
 def test_typed_gpus_reach_the_script(tmp_path):
     here = Here(python="python", folder=tmp_path, package=tmp_path)
     text = batch_script(slurm_config(gpus_per_node="a100:4"), RunDir(tmp_path), 0, here)
