@@ -95,10 +95,10 @@ class Loader(ConfigLoaderImpl):
 
     def __init__(self, config_dir: str | None) -> None:
         ConfigStore.instance().store(name="schema", node=Config)
-        resolvers.register()
         version.setbase(HYDRA_VERSION_BASE)
         register_checked_files(config_folder())
         setup_globals()  # Hydra's own resolvers
+        resolvers.register()  # one of which replaces one of those
         super().__init__(search_path(config_dir))
 
     def origin(self, primary: str, overrides: Sequence[str], group: str) -> Origin:

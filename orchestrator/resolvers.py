@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -42,6 +43,12 @@ def when_null(value: Any, then: Any, otherwise: Any) -> Any:
 
 
 def register() -> None:
-    """Make them known to OmegaConf, as `${dense_parameters:…}` and so on. May be called twice."""
+    """Make them known to OmegaConf, as `${dense_parameters:…}` and so on. May be called twice.
+
+    `${now:…}` means this moment from here on: Hydra's own is another one for each composition, which
+    put the points of a sweep into two folders wherever a second ended between them.
+    """
+    moment = datetime.now().astimezone()
+    OmegaConf.register_new_resolver("now", moment.strftime, replace=True)
     for resolver in (dense_parameters, transformer_parameters, sum_of, when_null):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)

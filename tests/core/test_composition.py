@@ -1,5 +1,6 @@
 """Whose files win, what gives way to what, and what is refused rather than ignored."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,16 @@ def test_an_experiments_own_sweep_honours_run_dir_and_all_points_are_checked(tmp
         "hydra.sweep.subdir=x${hydra:job.num}",
     )
     assert [p.config.run.dir for p in named] == [str(tmp_path / "x0"), str(tmp_path / "x1")]
+
+
+def test_all_points_of_a_sweep_share_one_folder_however_long_composing_takes():
+    composer = Composer(read_command_line(["-m", "train.seed=1,2,3"]))
+    folder = composer.compose().sweep_folder
+    found = []
+    for point in composer.points():
+        found.append(point.point_folder)
+        time.sleep(0.6)  # 1.2 s in all: a second ends in between, wherever it begins
+    assert found == [folder / n for n in "012"]
 
 
 def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_path, monkeypatch):
