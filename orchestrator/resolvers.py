@@ -45,8 +45,8 @@ def when_null(value: Any, then: Any, otherwise: Any) -> Any:
 def register() -> None:
     """Make them known to OmegaConf, as `${dense_parameters:…}` and so on. May be called twice.
 
-    `${now:…}` means this moment from here on: Hydra's own is another one for each composition, which
-    put the points of a sweep into two folders wherever a second ended between them.
+    `${now:…}` means this moment from here on: Hydra's own is another one in each composition, which
+    put a sweep's points into two folders wherever a second ended between them.
     """
     moment = datetime.now().astimezone()
     OmegaConf.register_new_resolver("now", moment.strftime, replace=True)
