@@ -39,7 +39,8 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     Truncate through the descriptor, never with O_TRUNC: only then it is known what is cut.
 
     Raises:
-        RunFolderError: it is a link, a fifo, a device, a folder.
+        RunFolderError: it is a link, a fifo, a device, a folder; or it is to be written and has a
+            second name, under which somebody would find it changed.
         OSError: it is not there, or may not be read.
     """
     try:
@@ -49,15 +50,38 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
             raise _strange(path) from error
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    facts = os.fstat(descriptor)
+    if not stat.S_ISREG(facts.st_mode):
         os.close(descriptor)
         raise _strange(path)
+    if facts.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
+        os.close(descriptor)
+        raise _shared(path)
     return descriptor
+
+
+def check_writable(path: Path) -> None:
+    """Raises `RunFolderError` where `open_regular` would, asked to write; nothing is opened."""
+    try:
+        facts = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not stat.S_ISREG(facts.st_mode):
+        raise _strange(path)
+    if facts.st_nlink > 1:
+        raise _shared(path)
 
 
 def _strange(path: Path) -> RunFolderError:
     kind = _KINDS.get(stat.S_IFMT(path.lstat().st_mode), "no regular file")
     return RunFolderError(f"{path} is {kind}; a run folder holds regular files and folders only")
+
+
+def _shared(path: Path) -> RunFolderError:
+    return RunFolderError(
+        f"{path} has a second name elsewhere (a hard link), where all that is written here would "
+        f"show; give the run a file of its own: cp {path} {path}.own && mv {path}.own {path}"
+    )
 
 
 def read_bytes(path: Path, *, at_most: int = LIMIT_BYTES) -> bytes:
@@ -114,10 +138,13 @@ def names_in(folder: Path) -> list[str]:
 
 def remove(path: Path) -> None:
     """Remove a file, a link, or a folder with all that is in it; what a link points to stays."""
-    if stat.S_ISDIR(path.lstat().st_mode):
-        shutil.rmtree(path)
-    else:
+    if not stat.S_ISDIR(path.lstat().st_mode):
         path.unlink()
+        return
+    try:
+        shutil.rmtree(path)
+    except RecursionError as error:
+        raise RunFolderError(f"{path} is nested too deep to be removed: rm -rf {path}") from error
 
 
 def make_folder(path: Path) -> None:

@@ -20,6 +20,7 @@ from orchestrator.errors import RunFolderError
 from orchestrator.files import (
     PRIVATE,
     PRIVATE_FILE,
+    check_writable,
     is_folder,
     make_folder,
     names_in,
@@ -45,6 +46,7 @@ CONFIG_SECTIONS = (
     "transport",
 )  # fmt: skip
 INITIAL_DIGEST = "initial_weights_sha256"  # in submission.json
+INITIAL_BYTES = "initial_weights_bytes"  # there, too
 SEALED = "sealed"  # in submission.json: config.yaml has a seal, so one that has none is cut short
 RUN = "run"  # in plan.json, submission.json, result.json and resumes.json: the run's identity
 ASKED = "asked"  # in resumes.json: what each `resume` asked for, the latest last
@@ -200,11 +202,24 @@ class RunDir:
         folder = self.logs / f"ranks-{first:05d}" if first else self.logs
         return folder / f"rank-{rank:05d}.log"
 
+    def _logs(self) -> list[Path]:
+        """All that lies in `logs` and its folders of many ranks."""
+        own = [self.logs / name for name in names_in(self.logs)]
+        folders = [path for path in own if OF_RANKS.fullmatch(path.name)]
+        more = [folder / name for folder in folders for name in names_in(folder)]
+        return [path for path in own if path not in folders] + more
+
     def ranks_with_logs(self) -> list[int]:
         """The ranks that have a log, in order."""
-        folders = [name for name in names_in(self.logs) if name.startswith("ranks-")]
-        names = [name for f in (".", *folders) for name in names_in(self.logs / f)]
-        return sorted(int(found[1]) for name in names if (found := RANK_LOG.fullmatch(name)))
+        names = map(RANK_LOG.fullmatch, (path.name for path in self._logs()))
+        return sorted(int(found[1]) for found in names if found)
+
+    def check_writable(self) -> None:
+        """Raises `RunFolderError` when a start would write into a file that is not its run's alone:
+        a link, a fifo, one with a second name.
+        """
+        for path in (self.lock, self.metrics, self.newest_attempt, *self._logs()):
+            check_writable(path)
 
     def node_log(self, node: str) -> Path:
         return self.logs / f"{node}.log"

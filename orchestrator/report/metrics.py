@@ -11,12 +11,14 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
+from orchestrator.errors import RunFolderError
 from orchestrator.files import open_regular
 from orchestrator.shapes import fits_record
 
 Record = dict[str, Any]
+MOST_BYTES = 4 << 30  # of some million updates; what is larger no run has written
 
 
 class Tail:
@@ -34,8 +36,8 @@ class Tail:
     def skip_to_the_end(self, but: int = 0) -> None:
         """Count what is there as read, but for whole lines in the last `but` bytes."""
         try:
-            with self.path.open("rb") as file:
-                size = file.seek(0, 2)
+            with os.fdopen(open_regular(self.path), "rb") as file:
+                size = self._bounded_size(file)
                 file.seek(max(0, size - but))
                 data = file.read()
         except FileNotFoundError:
@@ -51,10 +53,9 @@ class Tail:
         """
         try:
             with os.fdopen(open_regular(self.path), "rb") as file:
-                if file.seek(0, 2) < self._offset:
+                if self._bounded_size(file) < self._offset:
                     self._offset = 0
-                file.seek(self._offset)
-                data = file.read()
+                data = self._unread(file)
         except FileNotFoundError:
             return []
         end = data.rfind(b"\n") + 1
@@ -65,13 +66,23 @@ class Tail:
         """A last line without its line feed, if it is a whole record. For runs that have ended."""
         try:
             with os.fdopen(open_regular(self.path), "rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+                data = self._unread(file)
         except FileNotFoundError:
             return []
         records = self._parse([data])
         self._offset += len(data)
         return records
+
+    def _unread(self, file: BinaryIO) -> bytes:
+        self._bounded_size(file)
+        file.seek(self._offset)
+        return file.read()
+
+    def _bounded_size(self, file: BinaryIO) -> int:
+        size = file.seek(0, os.SEEK_END)
+        if size > MOST_BYTES:
+            raise RunFolderError(f"{self.path} is damaged: it is larger than {MOST_BYTES} bytes")
+        return size
 
     def _parse(self, lines: Iterable[bytes]) -> list[Record]:
         records: list[Record] = []

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +42,18 @@ _DTYPES: dict[str, tuple[str, str, str | None]] = {
     # Pairs of bits: (real, imaginary).
     "C64": ("complex64", "<u8", "<c8"),
 }
+
+
+def _mapped(path: Path) -> Array:
+    """All of a regular file. Raises `OSError`, `ValueError` where it is none, or empty."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a fifo would wait
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no regular file")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return np.memmap(file, dtype=np.uint8, mode="r")
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -85,7 +99,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            data = np.memmap(path, dtype=np.uint8, mode="r")
+            data = _mapped(path)
         except FileNotFoundError:
             raise UsageError(f"there is no weights file {path}") from None
         except (OSError, ValueError) as error:

@@ -95,7 +95,7 @@ def _attempt(
 ) -> tuple[State, bool, Culprit | None]:
     """One attempt to its end: how it ended, whether at once by request, and by whose fault."""
     tail = Tail(run.metrics)
-    tail.read()  # what earlier attempts wrote is not news
+    tail.skip_to_the_end()  # what earlier attempts wrote is not news
     cluster = LocalCluster()
     handle = cluster.submit(cluster.request(config, run.path, number))
     try:

@@ -20,12 +20,14 @@ from typing import Any
 
 from orchestrator.config import Config, node_range
 from orchestrator.errors import ClusterError
+from orchestrator.files import open_regular
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit, Request, State
 from orchestrator.submit.blame import Behind, End, behind_of, blame, tail
 from orchestrator.worker.node_watch import FINISHED, STOPPED
 
 GRACE_S = 1.0
+APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 NODES_LIMIT = 254 * 254
 FOREIGN_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_")
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -125,13 +127,12 @@ class LocalHandle:
         spec = {
             "ranks": list(ranks),
             "silence_s": request.details["silence_s"],
-            "log": str(log),
             "command": [
                 sys.executable, "-m", "orchestrator.worker", str(request.run),
                 "--attempt", str(request.attempt),
             ],
         }  # fmt: skip
-        with log.open("ab") as errors:
+        with os.fdopen(open_regular(log, APPENDING), "ab") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "orchestrator.submit.node", json.dumps(spec)],
                 stdin=subprocess.PIPE,

@@ -61,32 +61,30 @@ class Node:
             if os.getppid() != own_pid:
                 os._exit(1)
 
-        with open(spec["log"], "ab") as log:  # noqa: PTH123  # pathlib costs start-up time here
-            for local_rank, rank in enumerate(spec["ranks"]):
-                mine, theirs = socket.socketpair()
-                mine.setblocking(False)
-                environment = {
-                    **os.environ,
-                    "SLURM_PROCID": str(rank),
-                    "SLURM_LOCALID": str(local_rank),
-                    LINK_VARIABLE: str(theirs.fileno()),
-                }
-                process = subprocess.Popen(
-                    spec["command"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,
-                    preexec_fn=die_with_the_node,  # noqa: PLW1509  # this process has one thread
-                )
-                theirs.close()
-                self.links[mine] = rank
-                self._watch.joined(rank, process.pid)
-                self._ranks[process.pid] = rank
-                self._processes.append(process)
-                _report("started", rank=rank, pid=process.pid)
+        for local_rank, rank in enumerate(spec["ranks"]):
+            mine, theirs = socket.socketpair()
+            mine.setblocking(False)
+            environment = {
+                **os.environ,
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(local_rank),
+                LINK_VARIABLE: str(theirs.fileno()),
+            }
+            process = subprocess.Popen(
+                spec["command"],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,  # the node's log
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                preexec_fn=die_with_the_node,  # noqa: PLW1509  # this process has one thread
+            )
+            theirs.close()
+            self.links[mine] = rank
+            self._watch.joined(rank, process.pid)
+            self._ranks[process.pid] = rank
+            self._processes.append(process)
+            _report("started", rank=rank, pid=process.pid)
 
     def hear(self, link: socket.socket) -> bool:
         """Read what a rank said. Returns whether there may be more later."""

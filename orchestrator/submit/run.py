@@ -30,6 +30,7 @@ from orchestrator.errors import (
 from orchestrator.optimizer_rules import check_builder
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
+from orchestrator.report.metrics import Tail
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir import SEALED, RunDir
 from orchestrator.submit.api import State
@@ -155,6 +156,8 @@ def resume(
 
     run = RunDir(path).existing()
     check_own(run)
+    run.check_writable()
+    Tail(run.metrics).skip_to_the_end()  # whether it can be read at all
     asked = resumption(run, _config_of(run), overrides, config_dir)
     result = run.read_result()
     if result and result["state"] == "finished" and not (asked.total or 0) > result["updates"]:
@@ -167,7 +170,7 @@ def resume(
     if asked.warning:
         say(manner.console, f"warning: {asked.warning}", "yellow", prose=True)
     with at_home(run), Interrupts() as interrupts, writing(run), held(run):
-        for sentence in _of_checkpoints(run, contents=asked.config.cluster.kind == "local"):
+        for sentence in _of_checkpoints(run, asked.config):
             say(manner.console, f"warning: {sentence}", "yellow")
         if asked.changes:
             prepare(asked.config, new=False)
@@ -213,17 +216,17 @@ def _config_of(run: RunDir) -> Config:
         raise RunFolderError(f"{run.config} is damaged: {error}") from error
 
 
-def _of_checkpoints(run: RunDir, *, contents: bool) -> list[str]:
-    """What is to be said of what the run goes on from, before anything starts.
-
-    Args:
-        contents: read all of them; else only what is quickly read, and the ranks do the rest.
+def _of_checkpoints(run: RunDir, config: Config) -> list[str]:
+    """What is to be said of what the run goes on from, before anything starts. Where it goes on
+    elsewhere than here, only what is quickly read; the ranks do the rest.
 
     Raises:
-        RunFolderError: there are checkpoints, but none that is sound.
+        RunFolderError: there are checkpoints, but none that is sound; or there are none yet, and
+            the weights that it begins with are damaged.
     """
-    from orchestrator.worker.checkpoint import newest
+    from orchestrator.worker.checkpoint import check_initial, newest
 
+    contents = config.cluster.kind == "local"
     sentences: list[str] = []
     if not run.sealed:
         sentences.append(
@@ -231,6 +234,8 @@ def _of_checkpoints(run: RunDir, *, contents: bool) -> list[str]:
             f"of a checkpoint's state would go unnoticed"
         )
     found, passed_over = newest(run.checkpoints, run.identity, contents=contents)
+    if found is None and contents and config.train.initial_weights is not None:
+        check_initial(run)
     if found is None and run.attempts_made():
         sentences.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
     return sentences + passed_over

@@ -141,7 +141,8 @@ def take(job_target: str, run: Path, into: Path) -> list[str]:
     places = copies(job_target, into)
     into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = archive_of(into).with_suffix(".part")
-    with tarfile.open(part, "w") as archive:
+    part.unlink(missing_ok=True)  # whatever it is, or leads to
+    with part.open("xb") as file, tarfile.open(fileobj=file, mode="w") as archive:
         for root, tops in source_roots(job_target).items():
             sizes, omitted = _files(root, tops, run)
             left_out += omitted

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orchestrator.config import Config
 from orchestrator.errors import ConfigError, RunFolderError, UsageError
-from orchestrator.rundir import INITIAL_DIGEST, RunDir
+from orchestrator.rundir import INITIAL_BYTES, INITIAL_DIGEST, RunDir
 from orchestrator.worker.checkpoint import WEIGHTS, digest_of, newest
 
 
@@ -42,15 +42,16 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str]:
+def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str | int]:
     """Copy the file into the new run's folder, so that the run is whole whatever becomes of it.
 
     Returns:
-        The copy's digest, for submission.json; nothing where no weights are asked for.
+        The copy's digest and length, for submission.json; nothing where no weights are asked for.
     """
     path = initial_weights(config)
     if path is None:
         return {}
     shutil.copyfile(path, run.initial_weights)
     run.initial_weights.chmod(0o600)
-    return {INITIAL_DIGEST: digest_of(run.initial_weights)}
+    length = run.initial_weights.stat().st_size
+    return {INITIAL_DIGEST: digest_of(run.initial_weights), INITIAL_BYTES: length}

@@ -84,7 +84,7 @@ def _ended_there(run: RunDir, attempt: int, node: str) -> str | None:
     from orchestrator.submit.slurm_blame import task_ends
 
     log, node_of = run.srun_log(attempt), run.nodes_of_ranks(attempt)
-    said = log.read_text("utf-8", "replace") if log.exists() else ""
+    said = read_end(log, SAID_BYTES).decode("utf-8", "replace") if log.exists() else ""
     first = next((end for end in task_ends(said) if not end.stopped), None)
     if first is None or node_of.get(first.rank) != node:
         return None

@@ -27,6 +27,7 @@ from orchestrator.errors import (
     EXIT_STOPPED,
     JobError,
     OrchestratorError,
+    RunFolderError,
     StopRequested,
 )
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
@@ -129,6 +130,15 @@ def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
     outcome.updates, outcome.samples = chosen.updates, chosen.samples
 
 
+def _environment_before(run: RunDir) -> dict[str, Any] | None:
+    """What the attempt before computed with; None, and a warning, where that cannot be read."""
+    try:
+        return run.read_environment()
+    except RunFolderError as error:
+        warn(f"{error}; so nobody can tell whether this start computes with the same")
+        return None
+
+
 def _package(framework: str) -> ModuleType:
     return importlib.import_module(f"orchestrator.engine.{framework}")
 
@@ -199,7 +209,7 @@ def _run_rank(
         code = copied or code_state(folder_of(type(job)))
         environment = describe_environment(framework.versions(), group.transport, code)
         environment["optimizer"] = engine.optimizer_used()
-        changed = warnings_of(environment, run.read_environment())
+        changed = warnings_of(environment, _environment_before(run))
         micro_batches = sum(map(len, planned.micro_batches))
         for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
             warn(sentence)

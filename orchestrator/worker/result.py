@@ -33,8 +33,8 @@ def result_of(
         memory: of all ranks; `memory` in the result is that of the largest, in bytes.
     """
     history = read_metrics(run.metrics).updates  # of all attempts
-    outcome.collectives = sum(record["collectives"] for record in history)
-    outcome.bytes_on_wire = sum(record["bytes_on_wire"] for record in history)
+    outcome.collectives = sum(record.get("collectives", 0) for record in history)
+    outcome.bytes_on_wire = sum(record.get("bytes_on_wire", 0) for record in history)
     return {
         "state": outcome.state,
         "updates": outcome.updates,

@@ -2,18 +2,25 @@
 
 import os
 import random
+import shutil
 import threading
 import time
 
 import pytest
+from rich.console import Console
 
 from orchestrator.compose import compose
 from orchestrator.config import to_yaml
-from orchestrator.errors import RunFolderError
+from orchestrator.errors import RunFolderError, UsageError
 from orchestrator.files import open_regular, read_bytes
-from orchestrator.rundir import RunDir, read_json, write_json
+from orchestrator.report.metrics import read_metrics
+from orchestrator.report.safetensors_file import SafetensorsFile
+from orchestrator.rundir import INITIAL_BYTES, INITIAL_DIGEST, RunDir, read_json, write_json
 from orchestrator.submit.holder import held
+from orchestrator.submit.manner import Manner
+from orchestrator.submit.run import resume
 from orchestrator.submit.status import statuses
+from orchestrator.worker.checkpoint import check_initial, digest_of
 from orchestrator.worker.fence import Fence
 from orchestrator.worker.progress import ProgressWriter
 
@@ -71,6 +78,84 @@ def test_a_folder_that_leads_elsewhere_is_refused_before_anything_is_written(tmp
     place.symlink_to(elsewhere)
     with pytest.raises(RunFolderError, match="is a link"):
         run.existing()
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("files") / "run").path
+
+
+def damaged_by(kind, path, outside):
+    """Put something in a file's place that leads a write, or a reader's patience, elsewhere."""
+    path.unlink(missing_ok=True)
+    if kind == "a fifo":
+        os.mkfifo(path)
+    elif kind == "a link":
+        path.symlink_to(outside)
+    elif kind == "a second name":
+        path.hardlink_to(outside)
+    elif kind == "a folder":
+        path.mkdir()
+    elif kind == "larger than":
+        path.touch()
+        os.truncate(path, 1 << 40)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["a fifo", "a link", "a second name", "a folder"])
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", ".lock", "attempts/newest", "logs/node0.log", "logs/ranks-00512/x.log"],
+)
+def test_a_start_writes_into_no_file_that_is_not_its_runs_alone(sound, tmp_path, name, kind):
+    run = RunDir(shutil.copytree(sound, tmp_path / "run"))
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    (run.path / name).parent.mkdir(exist_ok=True)
+    damaged_by(kind, run.path / name, precious)
+    with pytest.raises(RunFolderError, match=rf"{(run.path / name).name} .*{kind}"):
+        resume(run.path, Manner(console=Console(quiet=True)))
+    assert precious.read_text() == "keep"
+    assert run.attempts_made() == 0
+
+
+@pytest.mark.timeout(20)
+def test_metrics_without_an_end_are_refused_before_a_start(sound, tmp_path):
+    run = RunDir(shutil.copytree(sound, tmp_path / "run"))
+    damaged_by("larger than", run.metrics, None)
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl is damaged: it is larger than"):
+        resume(run.path, Manner(console=Console(quiet=True)))
+    with pytest.raises(RunFolderError, match="larger than"):
+        read_metrics(run.metrics)
+
+
+def test_a_file_with_a_second_name_may_still_be_read(tmp_path):
+    (tmp_path / "one").write_text("text")
+    (tmp_path / "two").hardlink_to(tmp_path / "one")
+    assert read_bytes(tmp_path / "two") == b"text"
+
+
+@pytest.mark.timeout(20)
+def test_weights_that_are_no_regular_file_are_refused_at_once(tmp_path):
+    for path in other_things(tmp_path, tmp_path):
+        if path.name not in ("link", "dangling"):
+            with pytest.raises(UsageError, match="no regular file"):
+                SafetensorsFile(path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("damage", ["a fifo", "a link", "larger than", "gone"])
+def test_initial_weights_that_are_not_those_of_the_start_are_refused_at_once(
+    sound, tmp_path, damage
+):
+    run = RunDir(shutil.copytree(sound, tmp_path / "run"))
+    run.initial_weights.write_bytes(b"weights")
+    digest = {INITIAL_DIGEST: digest_of(run.initial_weights), INITIAL_BYTES: 7}
+    run.write_own(run.submission, {**run.read_submission(), **digest})
+    check_initial(run)
+    damaged_by(damage, run.initial_weights, tmp_path / "elsewhere")
+    with pytest.raises(RunFolderError, match=r"initial_weights\.safetensors "):
+        check_initial(run)
 
 
 def test_a_write_replaces_a_link_and_not_what_it_points_to(tmp_path):

@@ -27,7 +27,6 @@ def node(tmp_path, stays):
     spec = {
         "ranks": [0],
         "silence_s": 20.0,
-        "log": str(tmp_path / "log"),
         "command": [sys.executable, "-c", LEAVES_A_CHILD, str(left), str(int(stays))],
     }
     process = subprocess.Popen(
