@@ -51,3 +51,13 @@ def test_without_scaling_it_is_one_for_ever():
     scale = LossScale(scales=False)
     assert after(scale, GROW_AFTER + 1) == 1.0
     assert not scale.may_overflow
+
+
+def test_a_scale_of_one_cannot_overflow_and_any_other_may():
+    scale = LossScale(scales=True)
+    for held, may in ((1.0, False), (2.0, True), (LARGEST_SCALE, True)):
+        scale.load({"scale": held, "calm": 3})
+        assert (scale.scale, scale.may_overflow) == (held, may)
+    scale.load({"scale": 2.0, "calm": 3})
+    scale.overflowed()
+    assert scale.state() == {"scale": 1.0, "calm": 0}

@@ -168,3 +168,55 @@ def test_leaves_out_of_turn_are_refused():
     with pytest.raises(ValueError, match="1 is due, but it is 2"):
         ours.backward(Loss(model(torch.ones(1, 6)).sum(), 1.0), leaf=2)
     ours.close()
+
+
+def _tree(lo, hi):
+    """All nodes of the tree over these leaves, and its pairs of siblings, as its rule says."""
+    if hi - lo == 1:
+        return [(lo, hi)], []
+    half = max(1 << power for power in range(20) if 1 << power < hi - lo)
+    left, right = _tree(lo, lo + half), _tree(lo + half, hi)
+    pair = ((lo, lo + half), (lo + half, hi))
+    return [(lo, hi), *left[0], *right[0]], [pair, *left[1], *right[1]]
+
+
+@pytest.mark.parametrize("leaves", range(1, 19))
+def test_siblings_are_the_two_children_of_one_node_and_no_others(leaves):
+    nodes, pairs = _tree(0, leaves)
+    assert {(a, b) for a in nodes for b in nodes if are_siblings(a, b, leaves)} == set(pairs)
+
+
+@pytest.mark.parametrize("leaves", range(1, 19))
+def test_a_range_is_made_of_the_fewest_nodes_from_left_to_right(leaves):
+    nodes = _tree(0, leaves)[0]
+    for first in range(leaves):
+        assert nodes_of((first, first), leaves) == []
+        for last in range(first + 1, leaves + 1):
+            within = [n for n in nodes if first <= n[0] and n[1] <= last]
+            largest = [n for n in within if not any(m != n and _holds(m, n) for m in within)]
+            assert nodes_of((first, last), leaves) == sorted(largest)
+
+
+def _holds(outer, inner):
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+@pytest.mark.parametrize(
+    ("owned", "fault"),
+    [
+        ([(0, 10)], ""),
+        ([(4, 10), (0, 4)], ""),
+        ([(0, 4), (0, 0), (7, 7), (4, 10)], ""),
+        ([(0, 1), (1, 2), (2, 10)], ""),
+        ([], "leaf 0 belongs to no rank"),
+        ([(1, 10)], "leaf 0 belongs to no rank"),
+        ([(0, 4)], "leaf 4 belongs to no rank"),
+        ([(0, 9)], "leaf 9 belongs to no rank"),
+        ([(0, 4), (5, 10)], "leaf 4 belongs to no rank"),
+        ([(0, 4), (3, 10)], "leaf 3 belongs to two ranks"),
+        ([(0, 10), (0, 10)], "leaf 0 belongs to two ranks"),
+        ([(0, 10), (9, 10)], "leaf 9 belongs to two ranks"),
+    ],
+)
+def test_a_leaf_that_nobody_or_two_ranks_own_is_named(owned, fault):
+    assert gap_in(owned, leaves=10) == fault

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.worker.fence import Fence, Superseded, read_newest
+from orchestrator.errors import RunFolderError
+from orchestrator.worker.fence import WIDTH, Fence, Superseded, read_newest
 
 
 @given(own=st.integers(0, 50), newest=st.integers(0, 50))
@@ -37,3 +38,14 @@ def test_a_shorter_number_leaves_nothing_of_a_longer_one(tmp_path):
     Fence(path, 7).take()
     Fence(path, 12).take()
     assert read_newest(path) == 12
+
+
+@pytest.mark.parametrize("damage", ["x", "1 2", "-3", "1.0", "\u0663", "7" * (WIDTH + 2), "1\n2"])
+def test_what_is_not_the_number_of_an_attempt_is_damage_and_not_before_the_first(tmp_path, damage):
+    path = tmp_path / "newest"
+    path.write_text(damage)
+    with pytest.raises(RunFolderError, match=f"{path} is"):
+        read_newest(path)
+    with pytest.raises(RunFolderError):
+        Fence(path, 99).take()
+    assert path.read_text() == damage

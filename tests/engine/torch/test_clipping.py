@@ -58,3 +58,26 @@ def test_a_number_that_is_not_finite_shows(odd):
     norm = GradientNorm()
     norm.add(torch.tensor([1.0, odd]))
     assert not math.isfinite(norm.value())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 4096, 9000])
+def test_the_norm_is_as_good_in_every_dtype_as_in_a_wide_one(dtype, size):
+    piece = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype) * 0.01
+    norm = GradientNorm()
+    norm.add(piece)
+    expected = float(torch.linalg.vector_norm(piece, dtype=torch.float64))
+    assert norm.value() == pytest.approx(expected, rel=1e-12 if dtype == torch.float64 else 1e-6)
+
+
+def test_pieces_without_numbers_do_not_hinder_where_squares_overflow():
+    norm = GradientNorm()
+    for piece in (torch.zeros(0), torch.tensor([-3.0, 1.0]), torch.zeros(0)):
+        norm.add(piece.double() * 1e200)
+    assert norm.value() == pytest.approx(math.hypot(3e200, 1e200), rel=1e-12)
+
+
+def test_a_norm_of_nothing_is_zero_and_one_just_at_the_clip_is_left_alone():
+    assert GradientNorm().value() == 0.0
+    assert factor_for(4.0, 2.0, 2.0 + EPSILON) == (2.0, 0.5)
+    assert factor_for(4.0, 2.0, 1.0)[1] < 0.25

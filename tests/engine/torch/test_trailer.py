@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.engine.trailer import (
+    DIGEST_BITS,
     MOST_RANKS,
     NARROW,
     NON_FINITE,
@@ -17,6 +18,7 @@ from orchestrator.engine.trailer import (
     WIDE,
     ExactSum,
     Trailer,
+    limb_bits,
 )
 from orchestrator.plan.wire import LIMBS, trailer_numbers
 
@@ -140,3 +142,40 @@ def test_values_up_to_two_to_the_900_are_units_and_larger_ones_are_odd(value):
     found = _sum_of([value])
     assert (found.odd == 0) == (abs(value) < 2.0**900)
     assert found.odd in (0.0, math.copysign(math.inf, value))
+
+
+@pytest.mark.parametrize(
+    ("mantissa", "most_wide"), [(24, 256), (53, 1 << 37)], ids=["float32", "float64"]
+)
+def test_wide_limbs_are_for_as_many_ranks_as_the_mantissa_has_room_for(mantissa, most_wide):
+    assert [limb_bits(mantissa, ranks) for ranks in (1, most_wide)] == [WIDE, WIDE]
+    assert limb_bits(mantissa, most_wide + 1) == NARROW
+
+
+LARGEST_DIGEST = (1 << DIGEST_BITS) - 1
+digests = st.integers(0, LARGEST_DIGEST)
+
+
+@given(st.lists(digests, min_size=2, max_size=9), st.sampled_from([WIDE, NARROW]))
+def test_ranks_are_alike_where_all_told_one_digest_and_only_there(told, bits):
+    def arrived(told):
+        travelled = torch.zeros(trailer_numbers(0))
+        for digest in told:
+            mine = Trailer.empty(0)
+            mine.tell(digest)
+            travelled += torch.tensor(mine.numbers(bits))
+        return Trailer.of(travelled.tolist(), 0, bits)
+
+    assert arrived(told).alike(len(told)) == (len(set(told)) == 1)
+    assert arrived(told[:1] * 9).alike(9)
+    assert arrived([LARGEST_DIGEST] * 9).alike(9)
+    assert not arrived([*told[:1] * 8, told[0] ^ 1]).alike(9)
+
+
+def test_limbs_are_narrow_where_nobody_says_otherwise():
+    mine = Trailer(_sum_of([3.0**9]), _sum_of([0.1]), (_sum_of([7.0]),))
+    assert mine.numbers() == mine.numbers(NARROW) != mine.numbers(WIDE)
+    assert mine.weight.limbs() == mine.weight.limbs(NARROW)
+    arrived = Trailer.of(mine.numbers(), 1)
+    assert (arrived.weight.value, arrived.metrics[0].value) == (3.0**9, 7.0)
+    assert ExactSum.of(mine.weight.limbs()).value == 3.0**9
