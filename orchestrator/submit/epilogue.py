@@ -59,7 +59,9 @@ def reason(job: Standing, now: float, ahead_s: float) -> str | None:
     """
     if job.preempted_at is not None:
         return "preempted"
-    if job.reason == "TimeLimit" or (job.ends_at and job.ends_at - now < ahead_s + LATE_S):
+    # Of a job that has ended, or is about to, the time of its end is no limit.
+    left_s = job.ends_at - now if job.ends_at and job.state == "RUNNING" else None
+    if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + LATE_S):
         return "near its time limit"
     return None
 

@@ -94,12 +94,13 @@ def test_a_job_that_a_person_ends_is_told_from_one_that_the_scheduler_takes(valu
 
 
 def test_only_what_is_near_a_time_limit_is_called_so():
-    def why(left_s, ahead_s):
-        return reason(Standing(state="RUNNING", ends_at=1000.0 + left_s), 1000.0, ahead_s)
+    def why(left_s, ahead_s, state="RUNNING"):
+        return reason(Standing(state=state, ends_at=1000.0 + left_s), 1000.0, ahead_s)
 
     assert why(100, 60) == "near its time limit"
     assert why(100, 1) is None
     assert why(380, 300) == "near its time limit"
+    assert why(-10, 60, "FAILED") is why(0, 60, "COMPLETING") is None  # that is when it ended
     assert reason(Standing(state="RUNNING", preempted_at=1.0), 9.0, 60) == "preempted"
 
 

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -291,7 +290,8 @@ class Accumulator:
                 self.buffers.expect()
                 self._reduction.before_backward(last=last, leaf=leaf)
                 factor = self.precision.scale / self._expected
-                loss.total.backward(None if factor == 1.0 else torch.full_like(loss.total, factor))
+                # Not backward(gradient): that loads torch's symbolic shapes, and sympy with them.
+                (loss.total if factor == 1.0 else loss.total * factor).backward()
                 self.buffers.settle()
                 self._reduction.after_backward()
             self.compute_s += time.perf_counter() - began

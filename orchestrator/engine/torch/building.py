@@ -19,6 +19,7 @@ from orchestrator.engine.torch.placement import doubled
 from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.engine.torch.trial import loss_warning
+from orchestrator.engine.torch.uncompiled import spare_the_compiler
 from orchestrator.errors import JobError
 from orchestrator.job import Job, Loss
 from orchestrator.optimizer_rules import chosen
@@ -42,6 +43,7 @@ def built_optimizer(job: Job, model: Module, settings: EngineSettings) -> Optimi
         ConfigError: it cannot be built, or used.
         JobError: a scheduler hangs on it.
     """
+    spare_the_compiler()
     given = getattr(job, "optimizer", lambda _: None)(model)
     own = chosen(given, settings.optimizer, type(job).__name__)
     if own is None:
