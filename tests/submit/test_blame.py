@@ -3,7 +3,7 @@
 import pytest
 
 from orchestrator.rundir import RunDir, write_json
-from orchestrator.submit.blame import Behind, End, blame
+from orchestrator.submit.blame import TAIL_BYTES, Behind, End, behind_of, blame, tail
 
 
 def seen(node, rank, status, time=0.0):
@@ -99,3 +99,53 @@ def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
     assert (culprit.rank, culprit.log_tail) == (1, ("in loss",))
     assert "the others waited in vain: it was still at micro-step 1 of 2" in culprit.cause
     assert blame(begun, begun.failures(0), ends).rank == 0
+
+
+def test_what_a_rank_says_of_where_it_stands_is_taken_as_it_is():
+    said = {"since": 7.5, "where": "micro-step 1 of 2", "at": "in loss", "stack": ["a", "b"]}
+    expected = Behind(since=7.5, node="n1", rank=3, where="micro-step 1 of 2", at="in loss",
+                      stack=("a", "b"))  # fmt: skip
+    assert behind_of(3, "n1", said) == expected
+
+
+def test_the_first_in_time_is_blamed_whatever_the_order_in_which_they_are_told(begun):
+    ends = [seen("node2", 2, -11, 9.0), seen("node1", 1, 7, 3.0), seen("node3", 3, 5, 4.0)]
+    assert (blame(begun, [], ends).rank, blame(begun, [], ends).cause) == (1, "exited with code 7")
+
+
+def test_a_failure_is_told_with_all_that_the_rank_said_and_the_end_of_its_log(begun):
+    failure = {"rank": 2, "node": "n9", "cause": "no such file", "time": 1.0, "usage": True,
+               "secondary": False}  # fmt: skip
+    begun.rank_log(2).write_text("one\ntwo\n")
+    culprit = blame(begun, [failure], [seen("n9", 2, 1)])
+    assert (culprit.rank, culprit.node, culprit.cause) == (2, "n9", "no such file")
+    assert (culprit.usage, culprit.log_tail) == (True, ("one", "two"))
+
+
+def test_a_rank_without_a_log_of_its_own_is_heard_in_its_nodes(begun):
+    begun.node_log("node1").write_text("error: ImportError\n")
+    culprit = blame(begun, [], [seen("node1", 1, 1)])
+    assert (culprit.cause, culprit.log_tail) == ("ImportError", ("error: ImportError",))
+
+
+def test_a_signal_without_a_name_is_told_by_its_number(begun):
+    assert blame(begun, [], [seen("node1", 1, -99)]).cause == "killed by signal 99"
+
+
+def test_of_a_long_log_the_last_lines_are_told_whatever_bytes_they_hold(tmp_path):
+    log = tmp_path / "log"
+    assert tail(log) == ()
+    log.write_bytes(b"x" * TAIL_BYTES + b"\n" + b"".join(b"%d\n" % n for n in range(40)) + b"\xff")
+    assert tail(log) == (*(str(n) for n in range(11, 40)), "\ufffd")
+    assert tail(log, 2) == ("39", "\ufffd")
+    log.write_bytes(b"y" * (TAIL_BYTES + 9))
+    assert len(tail(log)[0]) == TAIL_BYTES
+
+
+def test_who_stood_still_without_a_stack_is_told_by_its_log(begun):
+    written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
+    begun.rank_log(1).write_text("epoch 1\n")
+    behind = Behind(since=1.0, node="n1", rank=1, where="update 3", at="in loss")
+    culprit = blame(begun, begun.failures(0), [seen("node0", 0, 1, 1.0)], [behind])
+    assert (culprit.rank, culprit.node, culprit.log_tail) == (1, "n1", ("epoch 1",))
+    assert culprit.cause.endswith("it was still at update 3, in loss")

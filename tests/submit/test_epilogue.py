@@ -15,8 +15,11 @@ from orchestrator.submit.epilogue import (
     _cut_short,
     conclude,
     reason,
+    settle,
 )
-from orchestrator.submit.slurm_jobs import Standing
+from orchestrator.submit.slurm_client import Answer, SlurmClient
+from orchestrator.submit.slurm_jobs import STANDING, Standing
+from orchestrator.submit.slurm_watch import CAUSES
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
 JOB = Standing(state="RUNNING")
@@ -203,3 +206,115 @@ def test_ranks_that_all_ended_in_order_without_a_result_are_nobodys_fault(run):
     run.srun_log(0).write_text("srun: error: n1: task 1: Exited with exit code 5\n")
     write_json(run.node_ranks(0, 0), {"node": "gpu1", "ranks": [0, 1]})
     assert (_culprit(run, 0, 5).rank, _culprit(run, 0, 5).node) == (1, "gpu1")
+
+
+class Scheduler:
+    """Answers as squeue and scontrol would, in turn; the last answer for ever."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    def ask(self, *command, **_):
+        if command[0] == "squeue":
+            assert command[command.index("-j") + 1] == "77"
+            return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        self.asked.append(command)
+        return Answer(0, "", "")
+
+
+def standing(**values):
+    made = {"State": "RUNNING", "RestartCnt": "0", "Requeue": "1", "PreemptTime": "N/A",
+            "EndTime": "N/A", "exit_code": "0", "Reason": "None", **values}  # fmt: skip
+    return Answer(0, "".join(f"{made[name]:<{width}}" for name, width in STANDING.items()), "")
+
+
+@pytest.fixture
+def settled(run, monkeypatch):
+    """Settles attempt 0 of job 77: (its end, what scontrol was asked, the pauses)."""
+
+    def call(*answers, code=143, told="TERM", restarts=None):
+        scheduler, pauses = Scheduler(*answers), []
+        monkeypatch.setattr(SlurmClient, "ask", lambda _, *command, **more: scheduler.ask(*command))
+        monkeypatch.setattr("time.sleep", pauses.append)
+        monkeypatch.setenv("SLURM_JOB_ID", "77")
+        monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+        if restarts is not None:
+            monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        settle(run.path, 0, code, told)
+        return run.read_result(), scheduler.asked, pauses
+
+    attempts(run, 1)
+    return call
+
+
+REQUEUED = [("scontrol", "requeue", "77")]
+
+
+def test_a_job_that_was_told_to_stop_is_handed_back_and_notes_why(run, settled):
+    assert settled(standing()) == (None, REQUEUED, [])
+    noted = read_json(run.departure(0))
+    assert (noted["why"], noted["updates"]) == ("its batch script was sent SIGTERM", None)
+    assert noted["time"] > 0
+
+
+def test_what_the_ranks_noted_of_their_leaving_stands(run, settled):
+    write_json(run.departure(0), LEFT)
+    assert settled(standing(), code=1, told="") == (None, REQUEUED, [])
+    assert read_json(run.departure(0)) == LEFT
+
+
+def test_a_failure_ends_the_run_by_what_srun_says(run, settled):
+    run.srun_log(0).write_text("srun: error: n1: task 1: Exited with exit code 5\n")
+    end, asked, _ = settled(standing(), code=5)
+    assert (end["state"], end["culprit"]["rank"], asked) == ("failed", 1, [])
+
+
+@pytest.mark.parametrize(
+    ("values", "restarts"),
+    [
+        ({"State": "PENDING"}, None),
+        ({"State": "COMPLETED"}, None),
+        ({"RestartCnt": "1"}, None),
+        ({"RestartCnt": "1"}, "2"),
+        ({"RestartCnt": "1", "State": "CANCELLED"}, "0"),
+        (None, None),
+    ],
+)
+def test_a_job_that_the_scheduler_has_taken_back_is_not_touched(run, settled, values, restarts):
+    gone = Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
+    answer = gone if values is None else standing(**values)
+    assert settled(answer, restarts=restarts) == (None, [], [])
+    assert read_json(run.departure(0)) is None
+
+
+def test_a_job_that_was_started_again_as_often_as_its_script_says_is_its_own(settled):
+    assert settled(standing(RestartCnt="2"), restarts="2")[1] == REQUEUED
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
+def test_a_job_that_a_person_cancelled_through_the_scheduler_is_stopped(settled, state):
+    end, asked, _ = settled(standing(State=state))
+    assert (end["state"], asked) == ("stopped", [])
+    assert (end["culprit"]["node"], end["culprit"]["cause"]) == ("scheduler", CAUSES["CANCELLED"])
+    assert end["culprit"]["rank"] is None
+
+
+def test_a_job_that_completes_for_a_reason_was_not_cancelled(settled):
+    assert settled(standing(State="COMPLETING", Reason="TimeLimit"))[1] == REQUEUED
+
+
+def test_an_attempt_with_a_newer_one_or_an_end_is_not_settled(run, settled):
+    run.newest_attempt.write_text("1")
+    assert settled(standing()) == (None, [], [])
+    run.newest_attempt.write_text("0")
+    write_json(run.result, {"state": "finished", "updates": 4})
+    assert settled(standing())[0]["state"] == "finished"
+
+
+def test_while_the_scheduler_does_not_answer_it_is_asked_again_ever_more_seldom(settled, capsys):
+    down = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller")
+    _, asked, pauses = settled(*[down] * 7, standing())
+    assert (asked, pauses) == (REQUEUED, [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0])
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 7
+    assert said[1].endswith("asking again in 2 s")
