@@ -93,7 +93,9 @@ def standing(rank, since):
 def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
     written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
     begun.logs.mkdir(exist_ok=True)
-    begun.rank_log(3).write_text("error: rank 1 went away\n")  # stuck in a framework, and told so
+    begun.rank_log(3).write_text(
+        "update 1\nerror: rank 1 went away\n"
+    )  # stuck in a framework, and told so
     ends = [seen("node0", 0, 1, 1.0), seen("node3", 3, 1, 2.0)]
     culprit = blame(begun, begun.failures(0), ends, [standing(2, 8.0), standing(1, 7.0)])
     assert (culprit.rank, culprit.log_tail) == (1, ("in loss",))

@@ -318,3 +318,9 @@ def test_while_the_scheduler_does_not_answer_it_is_asked_again_ever_more_seldom(
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 7
     assert said[1].endswith("asking again in 2 s")
+
+
+def test_a_run_from_before_restarts_could_be_asked_for_has_none(run):
+    attempts(run, 1)
+    configure(run, run={})
+    assert concluded(run, 0, code=1, departure=None)[2]["state"] == "failed"

@@ -1,8 +1,10 @@
 """Checkpoints appear whole or not at all, and a damaged one is passed over."""
 
 import errno
+import os
 
 import pytest
+from safetensors import SafetensorError
 
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir import write_json
@@ -120,3 +122,81 @@ def test_only_the_newest_are_kept(tmp_path):
 
 def test_an_empty_folder_has_none(tmp_path):
     assert checkpoint.newest(tmp_path) == (None, [])
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_no_part_of_a_checkpoint(tmp_path):
+    left = tmp_path / f".partial-000000002-{os.getpid()}"
+    left.mkdir()
+    (left / "old.safetensors").write_bytes(b"old")
+    folder = save(tmp_path, 2)
+    assert {p.name for p in folder.iterdir()} == {checkpoint.STATE, checkpoint.WEIGHTS}
+    assert checkpoint.load(folder).updates == 2
+
+
+def test_a_checkpoint_under_the_name_of_another_is_damage(tmp_path):
+    moved = save(tmp_path, 2).rename(tmp_path / "update-000000003")
+    with pytest.raises(RunFolderError, match="is of the checkpoint after 2 updates"):
+        checkpoint.load(moved)
+    elsewhere = moved.rename(tmp_path / "best")
+    assert checkpoint.load(elsewhere).updates == 2  # a name that says nothing
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(tmp_path):
+    save(tmp_path, 1, run="a")
+    folder = save(tmp_path, 2, run="b")
+    assert checkpoint.load(folder, "b").updates == 2
+    with pytest.raises(RunFolderError, match="is a checkpoint of another run"):
+        checkpoint.load(folder, "a")
+    found, passed_over = checkpoint.newest(tmp_path, "a")
+    assert (found.updates, len(passed_over)) == (1, 1)
+    assert passed_over[0].endswith("; going on from an earlier checkpoint")
+    with pytest.raises(RunFolderError, match=r"no checkpoint .* another run.*\. Bring one back"):
+        checkpoint.newest(tmp_path, "c")
+
+
+def test_without_its_contents_a_checkpoint_is_read_by_its_files_and_their_lengths(tmp_path):
+    folder = save(tmp_path, 2)
+    weights = folder / checkpoint.WEIGHTS
+    weights.write_bytes(b"WEIGHTS")
+    assert checkpoint.load(folder, contents=False).updates == 2
+    assert checkpoint.newest(tmp_path, contents=False)[0].updates == 2
+    with pytest.raises(RunFolderError, match=f"{weights} is damaged: its digest"):
+        checkpoint.load(folder)
+    weights.write_bytes(b"longer than that")
+    with pytest.raises(RunFolderError, match="it has 16 bytes, not 7"):
+        checkpoint.load(folder, contents=False)
+    (folder / "more").touch()
+    with pytest.raises(RunFolderError, match="more is damaged"):
+        checkpoint.load(folder, contents=False)
+
+
+def test_a_checkpoint_that_is_met_again_is_kept_as_it_is(tmp_path):
+    before = save(tmp_path, 2)
+    number = before.stat().st_ino
+    assert save(tmp_path, 2, Engine(content=b"others")) == before
+    assert before.stat().st_ino == number
+    assert (before / checkpoint.WEIGHTS).read_bytes() == b"weights"
+
+
+def test_an_error_of_the_disk_that_safetensors_tells_is_one_of_the_system(tmp_path):
+    class Fails(Engine):
+        def save_state(self, folder):
+            super().save_state(folder)
+            raise SafetensorError("I/O error: No space left on device")
+
+    save(tmp_path, 1)
+    with pytest.raises(OSError, match="No space left") as raised:
+        save(tmp_path, 2, Fails())
+    assert raised.value.errno == errno.EIO
+    assert [p.name for p in tmp_path.iterdir()] == ["update-000000001"]
+
+
+def test_checkpoints_are_in_the_order_of_their_updates_however_long_the_numbers(tmp_path):
+    for name in ("update-10", "update-9", "update-000000011", "update-x", "update-", "other"):
+        (tmp_path / name).mkdir()
+    assert [p.name for p in checkpoint.complete(tmp_path)] == [
+        "update-9",
+        "update-10",
+        "update-000000011",
+    ]
+    assert checkpoint.folder_of(tmp_path, 7) == tmp_path / "update-000000007"
