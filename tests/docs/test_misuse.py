@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import tests.docs.habits  # noqa: F401  # its cases are among CASES
 from tests.docs.misuses import CASES, said
 from tests.docs.scripts import table
 

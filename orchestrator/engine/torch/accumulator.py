@@ -15,6 +15,7 @@ Ranks may have different numbers of micro-steps, and none at all.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,13 +25,16 @@ from torch.optim import Optimizer
 
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.torch.alike import start_alike
+from orchestrator.engine.torch.arguments import check_arguments, number
 from orchestrator.engine.torch.arrivals import listen
 from orchestrator.engine.torch.base_group import BaseGroup
 from orchestrator.engine.torch.buffer import GradientBuffers
 from orchestrator.engine.torch.clipping import GradientNorm
+from orchestrator.engine.torch.habits import Habits, say_left_over
 from orchestrator.engine.torch.optimizers import LearningRate, usable
 from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.reductions import reduction_for
+from orchestrator.engine.torch.same_optimizer import SameOptimizer
 from orchestrator.engine.torch.shard import OptimizerShard
 from orchestrator.engine.torch.shard_state import gathered, part_of
 from orchestrator.engine.torch.shardable import check_shardable
@@ -76,7 +80,8 @@ class Accumulator:
             sync="boundary". Parameters move into flat buffers, and `optimizer` holds pieces of them
             from then on: save it with `optimizer_state`. After a boundary every `.grad` is None.
         broadcast: begin with rank 0's parameters and buffers on all ranks, as DDP does.
-        advise: warn, once, of layers that do not do what one big batch would.
+        advise: warn, once, of layers that do not do what one big batch would, and of what looks
+            like a slip.
 
     To build one is collective: ranks compare what has to be the same on all of them.
 
@@ -106,6 +111,12 @@ class Accumulator:
         broadcast: bool = False,
         advise: bool = True,
     ) -> None:
+        model = check_arguments(
+            model,
+            group,
+            metric_names=metric_names,
+            numbers={"clip_norm": clip_norm},
+        )
         if group.size > MOST_RANKS:
             raise ConfigError(
                 f"sums stay exact up to {MOST_RANKS} ranks, but there are {group.size}"
@@ -151,6 +162,10 @@ class Accumulator:
             else None
         )
         self._window = WindowState([name for name, _ in self._parameters], group.size)
+        self._same_optimizer = SameOptimizer(optimizer)
+        self._habits = Habits(model, group.rank, group.size) if advise else None
+        if advise:
+            weakref.finalize(self, say_left_over, self._window, self._tally)
         self._expected = 1.0
         self._mark = group.mark()
         self.compute_s = 0.0
@@ -189,8 +204,11 @@ class Accumulator:
         Raises:
             ValueError, KeyError: it is another optimizer's.
         """
-        mine = state if self._shard is None else part_of(self._shard, state)
-        restore_optimizer(self.optimizer, mine)
+        if self._shard is None:
+            restore_optimizer(self.optimizer, state)
+            return
+        with self._shard.loading():
+            restore_optimizer(self.optimizer, part_of(self._shard, state))
 
     def check_replicas(self) -> None:
         """Compare all parameters of all ranks, trained or not. Collective, for between windows.
@@ -207,6 +225,13 @@ class Accumulator:
         self.buffers.take(parameter)
         self._used.mark(parameter)
         self._reduction.ready(parameter)
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "an accumulator can be neither copied nor pickled: it is bound to its process, model "
+            "and group. Save model.state_dict() and accumulator.optimizer_state(), and build "
+            "another one"
+        )
 
     def close(self) -> None:
         """Take the hooks off model and optimizer: another accumulator is to have them."""
@@ -240,7 +265,8 @@ class Accumulator:
 
         Raises:
             ValueError: `steps`, `leaves` or `expected_weight` cannot be used.
-            JobError: micro-steps of the window before would be lost, or the model has changed.
+            JobError: micro-steps of the window before would be lost, or the model or the
+                optimizer's groups have changed.
         """
         with self._window.within("begin_window()"):
             self._begin(update, learning_rate, steps, leaves, expected_weight)
@@ -253,19 +279,22 @@ class Accumulator:
         leaves: int | None = None,
         expected_weight: float | None = None,
     ) -> None:
-        if expected_weight is not None and not 0 < expected_weight < float("inf"):
-            raise ValueError(f"`expected_weight` must be above 0, but is {expected_weight}")
+        if expected_weight is not None:
+            expected_weight = number("expected_weight", expected_weight, least="above 0")
         # A float16 backward wants sums: means of large batches would underflow in it.
         early = expected_weight is not None and self.precision.scale == 1.0
         self._expected = float(expected_weight or 1.0) if early else 1.0
         self._window.begin(update, self._tally.micro_steps)
         if learning_rate is not None:
-            self._rate.set(learning_rate)
+            self._rate.set(number("learning_rate", learning_rate))
         self._reduction.begin(steps=steps, leaves=leaves)
         self._tally.begin()
         self._used.begin()
         self._mark, self.compute_s = self.group.mark(), 0.0
         self._watch.begin(self._window.update)
+        self._same_optimizer.check_parameters()
+        if self._habits is not None:
+            self._habits.begin()
 
     def backward(self, loss: Loss, *, last: bool = False, leaf: int | None = None) -> None:
         """Back-propagate one micro-step's sum. Silent, but for finished buckets in the last one.
@@ -279,12 +308,13 @@ class Accumulator:
 
         Raises:
             JobError: `loss` is not what the job's contract says; a micro-step marked `last` was
-                there already; gradients were written by something else than a backward.
+                there already; gradients were written by something else than a backward; a
+                parameter was frozen or unfrozen since the window's first micro-step.
         """
         with self._window.within("backward()"):
             self._need_window("backward()")
             began = time.perf_counter()
-            row = self._tally.row(loss)
+            row = self._row(loss)
             with self._window.micro_step(last=last):
                 self._tally.add(row)
                 self.buffers.expect()
@@ -316,11 +346,21 @@ class Accumulator:
                 "record() is for reduction='fast'; with 'reproducible' each chunk's gradient is "
                 "kept apart, by backward()"
             )
-        row = self._tally.row(loss)
+        row = self._row(loss)
         self._window.record()
         if self._expected != 1.0:
             raise ValueError("record() is for windows without `expected_weight`")
         self._tally.add(row)
+
+    def _row(self, loss: Loss) -> list[Any]:
+        """What the tally keeps of a micro-step that may be one of this window's."""
+        row = self._tally.row(loss)
+        if not self._tally.micro_steps:
+            self._same_optimizer.keep()
+        self._watch.micro_step(self._window.update, first=not self._tally.micro_steps)
+        if self._habits is not None:
+            self._habits.micro_step(loss)
+        return row
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         """Reduce once, divide by the weight, clip once, step once. Collective.
@@ -351,6 +391,7 @@ class Accumulator:
         norm_of_sum = GradientNorm()
         with self._window.alone():
             self._watch.end(self._window.update)
+            self._same_optimizer.check_settings(self._window.update)
             trailer = self._tally.trailer()  # waits for the device: what follows is not computing
             self.compute_s += time.perf_counter() - reached
             reached = time.perf_counter()
@@ -372,6 +413,8 @@ class Accumulator:
         if self._shard is not None and applied:
             self._shard.spread()
         spread_s = time.perf_counter() - stepped
+        if self._habits is not None:
+            self._habits.end(trailer, totals, self._tally.micro_steps)
         return self._report(
             totals,
             gradient_norm=norm,
@@ -388,6 +431,7 @@ class Accumulator:
             "expected_weight": self._expected,
             "the learning rate": self._rate.of_first_group,
             "the digest of which parameters are frozen": self._watch.frozen,
+            "the number of layers in training mode": self._watch.training,
         }
 
     def _report(self, totals: Trailer, **figures: Any) -> BoundaryReport:

@@ -130,8 +130,14 @@ class GradientBuffers:
                 raise self._strange(number)
             self._versions[number] = version
             return
-        if found is None or found.requires_grad:
-            return  # `settle` refuses the last of these, where it can be told
+        if found is None:
+            raise JobError(
+                f"the gradient of {self.parameters[number][0]} was taken away within the backward "
+                "that made it, by a register_post_accumulate_grad_hook() perhaps: an optimizer "
+                "cannot step there, as the update is made at the boundary"
+            )
+        if found.requires_grad:
+            return  # `settle` refuses it, where it can be told
         if not self._here[number]:
             if found.is_sparse:
                 view.zero_().add_(found)

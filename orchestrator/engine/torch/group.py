@@ -19,6 +19,7 @@ from orchestrator.engine.torch.exchanged import ExchangedSums
 from orchestrator.engine.torch.flat import bytes_of
 from orchestrator.engine.torch.held import BY_GLOO
 from orchestrator.engine.torch.under_way import Pairwise, Started, as_peer_lost
+from orchestrator.errors import ConfigError
 
 _DIRECT_BYTES = 2**18  # below that, one call is quicker than many
 
@@ -57,7 +58,16 @@ class TorchGroup(BaseGroup):
         Args:
             process_group: formed by the caller, who also ends it.
             device: where tensors live; by default the current CUDA device under NCCL, else the CPU.
+
+        Raises:
+            ConfigError: it is no process group.
         """
+        if not callable(getattr(process_group, "allreduce", None)):
+            raise ConfigError(
+                "TorchGroup.wrap() takes a process group of torch, as in TorchGroup.wrap("
+                "torch.distributed.group.WORLD) after init_process_group(), of which this process "
+                f"is a member; but was given {process_group!r:.60}"
+            )
         backend = str(process_group.name()).lower()
         if device is None:
             device = torch.device("cuda") if "nccl" in backend else torch.device("cpu")

@@ -10,7 +10,9 @@ the optimizer, which thus keeps state for 1/R of the model, and steps 1/R of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +73,22 @@ class OptimizerShard:
         for g, mine in zip(optimizer.param_groups, self.groups, strict=True):
             pieces = (piece for n in mine if n is not None for piece in self.pieces[n])
             g["params"] = [piece.weight for piece in pieces]
+        self._loads = False
+        _refuse_parts(self, optimizer)
+
+    @property
+    def loads(self) -> bool:
+        """Whether this rank's part of a whole state is being loaded."""
+        return self._loads
+
+    @contextmanager
+    def loading(self) -> Generator[None]:
+        """Let the optimizer take this rank's part of a whole state meanwhile."""
+        self._loads = True
+        try:
+            yield
+        finally:
+            self._loads = False
 
     @property
     def gradients(self) -> Sequence[Tensor]:
@@ -142,3 +160,23 @@ def _pieces(
                 mine.append(Piece(start - place.start, weight, gradient))
         found.append(mine)
     return found
+
+
+def _refuse_parts(shard: OptimizerShard, optimizer: Optimizer) -> None:
+    """Let nobody save the pieces of one rank for the whole, nor load a whole for pieces."""
+    itself = weakref.ref(shard)
+
+    def before(call: str, instead: str) -> None:
+        living = itself()
+        if living is not None and not living.loads:
+            raise JobError(
+                f"optimizer.{call}() was called, but this rank's optimizer holds a part of the "
+                f"state only: call accumulator.{instead} instead, which knows the whole"
+            )
+
+    optimizer.register_state_dict_pre_hook(
+        lambda *_: before("state_dict", "optimizer_state() on all ranks")
+    )
+    optimizer.register_load_state_dict_pre_hook(
+        lambda *_: before("load_state_dict", "load_optimizer_state(state)")
+    )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from orchestrator.engine.torch.advice import IN_A_LOOP, norm_advice
 from orchestrator.engine.torch.base_group import BaseGroup
@@ -21,7 +22,7 @@ from orchestrator.engine.torch.norms import batch_norms_of
 from orchestrator.engine.torch.same_model import SameModel
 from orchestrator.errors import JobError, SilenceError
 
-_TRAINS = attrgetter("requires_grad")
+_TRAINS, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
 _COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
 
 
@@ -38,6 +39,7 @@ class WindowWatch:
 
     Attributes:
         frozen: tells which of the trained parameters were frozen at this window's start.
+        training: how many of the model's layers were in training mode then.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class WindowWatch:
         known = {id(parameter) for _, parameter in trained}
         self._others = [(name, p) for name, p in named if id(p) not in known]
         self._parameters = [parameter for _, parameter in trained]
-        self.frozen = 0.0
+        self._layers = list(model.modules()) if isinstance(model, Module) else []
+        self.frozen = self.training = 0.0
+        self._trains = b""
         self._versions: list[int] = []
         self._looked_at: tuple[str, Tensor, Tensor] | None = None
         self._mark = group.mark()
@@ -73,6 +77,7 @@ class WindowWatch:
         self._advise()
         trains = bytes(map(_TRAINS, self._parameters))
         self.frozen = float(zlib.crc32(trains)) if 0 in trains else 0.0
+        self.training = float(sum(map(_TRAINING, self._layers)))
         for name, parameter in self._others:
             if parameter.requires_grad:
                 raise JobError(
@@ -93,6 +98,18 @@ class WindowWatch:
             told = norm_advice(list(self._norms), apart=self._group.size > 1)
             warnings.warn(told + IN_A_LOOP, stacklevel=4)
             self._norms = {}
+
+    def micro_step(self, update: int, *, first: bool) -> None:
+        """A micro-step comes.
+
+        Raises:
+            JobError: a parameter was frozen or unfrozen since the window's first one.
+        """
+        trains = bytes(map(_TRAINS, self._parameters))
+        if first:
+            self._trains = trains
+        elif trains != self._trains:
+            self._refuse_frozen(trains, update)
 
     def end(self, update: int) -> None:
         """The boundary is reached; collectives are allowed again.
@@ -117,6 +134,16 @@ class WindowWatch:
                     f"{theirs - ours} collectives ran on this process group in mid-window of "
                     f"update {update}, beside the {ours} of the gradient's own reduction"
                 )
+
+    def _refuse_frozen(self, trains: bytes, update: int) -> None:
+        name, parameter = next(
+            one for one, a, b in zip(self._trained, trains, self._trains, strict=True) if a != b
+        )
+        did = "unfrozen" if parameter.requires_grad else "frozen"
+        raise JobError(
+            f"parameter {name} was {did} in mid-window of update {update}, so it has the gradient "
+            "of some micro-steps only; freeze and unfreeze between boundary() and the next one"
+        )
 
 
 def _changed(name: str, update: int) -> JobError:

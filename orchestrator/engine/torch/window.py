@@ -7,8 +7,11 @@ out, count one twice, or let ranks part in silence is refused here, with the way
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+
+import torch
 
 from orchestrator.errors import JobError
 
@@ -42,6 +45,12 @@ class WindowState:
         self._parted: str | None = None  # why this accumulator cannot go on
         self._untold: int | None = None  # a parameter that a backward reached untold
         self._recorded = False
+        self._process = os.getpid()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a boundary could end the window that is open."""
+        return self.open and self._broken is None and self._parted is None
 
     @contextmanager
     def within(self, call: str) -> Generator[None]:
@@ -57,6 +66,17 @@ class WindowState:
             )
         if self._parted is not None:
             raise JobError(self._parted)
+        if os.getpid() != self._process:
+            raise JobError(
+                f"{call} was called in another process than the one that built the accumulator (a "
+                "fork of it): ranks know each other by their processes. Start the ranks first, "
+                "and build the accumulator in each"
+            )
+        if torch.is_inference_mode_enabled():
+            raise JobError(
+                f"{call} was called under torch.inference_mode(), where nothing can be trained: "
+                "end that block before"
+            )
         self._inside = call
         try:
             yield
