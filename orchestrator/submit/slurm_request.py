@@ -15,7 +15,7 @@ from pathlib import Path
 from orchestrator.config import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
 from orchestrator.rundir import RunDir
 from orchestrator.submit.slurm_defaults import Default, obeyed
-from orchestrator.submit.slurm_shell import heeding, unless_ended, unless_stopped, waiting
+from orchestrator.submit.slurm_shell import heeding, owning, unless_ended, unless_stopped, waiting
 from orchestrator.submit.slurm_values import quoted
 from orchestrator.worker.address import INTERFACE_VARIABLE
 from orchestrator.worker.topology import BASE_ATTEMPT_VARIABLE
@@ -189,19 +189,21 @@ def _lines(parts: list[list[str]], end: str) -> Iterator[str]:
 
 
 def _unpacking(here: Here) -> Iterator[str]:
-    """Once for all the job's starts; whole or not at all, and only what was submitted."""
+    """Only what was submitted, for this run; afresh at each start, since what lies unpacked may
+    have been changed.
+    """
     if here.unpacked is None:
         return
     yield f"snapshot={quoted(here.unpacked)}"
-    yield 'if ! [ -d "$snapshot" ]; then'
-    yield '    sha256sum --check --strict --status "$snapshot.sha256" <"$snapshot.tar" || {'
-    yield '        echo "error: the code in $snapshot.tar is damaged: $snapshot.sha256 differs" >&2'
-    yield "        exit 1"
-    yield "    }"
-    yield '    rm -rf "$snapshot.part" && mkdir "$snapshot.part" &&'
-    yield '        tar --no-same-owner -xf "$snapshot.tar" -C "$snapshot.part" &&'
-    yield '        mv "$snapshot.part" "$snapshot"'
-    yield "fi || {"
+    yield 'own "$snapshot.tar" "$snapshot.sha256"'
+    yield 'printf \'%s\\n\' "$snapshot" | cat - "$snapshot.tar" |'
+    yield '    sha256sum --check --strict --status "$snapshot.sha256" || {'
+    yield '    echo "error: the code in $snapshot.tar is damaged: $snapshot.sha256 differs" >&2'
+    yield "    exit 1"
+    yield "}"
+    yield 'rm -rf "$snapshot" "$snapshot.part" && mkdir "$snapshot.part" &&'
+    yield '    tar --no-same-owner -xf "$snapshot.tar" -C "$snapshot.part" &&'
+    yield '    mv "$snapshot.part" "$snapshot" || {'
     yield '    echo "error: the code in $snapshot.tar cannot be unpacked on $SLURMD_NODENAME" >&2'
     yield "    exit 1"
     yield "}"
@@ -222,12 +224,14 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         "umask 077",
         *heeding(),
         f"run={quoted(run.path)}",
+        *owning(),
         'if ! [ -w "$run/attempts" ]; then',
         '    echo "error: the run folder $run cannot be written on node $SLURMD_NODENAME" >&2',
         "    exit 1",
         "fi",
         *unless_ended(here.python, container=config.cluster.container is not None),
         f"attempt=$(printf %03d $(({attempt} + ${{SLURM_RESTART_COUNT:-0}})))",
+        'own "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"',
         'mkdir -p "$run/attempts/$attempt"',
         f'exec {SRUN_LOG}>>"$run/attempts/$attempt/srun.log"',
         *_unpacking(here),

@@ -31,6 +31,20 @@ def heeding() -> Iterator[str]:
     yield "done"
 
 
+def owning() -> Iterator[str]:
+    """What keeps the script from what a link would lead to, and from waiting at a fifo for ever."""
+    yield "own() {  # each is nothing yet, or a file or folder that lies right there"
+    yield "    for place; do"
+    yield '        if ! [ -L "$place" ]; then'
+    yield '            ! [ -e "$place" ] || [ -f "$place" ] || [ -d "$place" ] && continue'
+    yield "        fi"
+    yield '        echo "error: $place is a link, or neither a file nor a folder" >&2'
+    yield "        exit 1"
+    yield "    done"
+    yield "}"
+    yield 'own "$run/attempts" "$run/logs" "$run/code" "$run/submitit" "$run"/submitit/*'
+
+
 def unless_ended(python: str, *, container: bool) -> Iterator[str]:
     """What keeps a job that the scheduler starts once more, or in vain, from asking for ranks."""
     yield 'if [ -e "$run/result.json" ]; then'

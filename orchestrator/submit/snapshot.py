@@ -5,8 +5,8 @@ editing files meanwhile changes nothing. Copied are the source folders that hold
 the job's module, as git sees them: tracked, modified and new files, not the ignored ones. Packages
 that were installed into Python's own folders are left there.
 
-The copy is one archive until the job starts and unpacks it: hundreds of small files are what a
-shared file system is slowest at, and what quotas count.
+The copy is one archive; each start of the job unpacks it afresh. Hundreds of small files are what
+a shared file system is slowest at, and what quotas count.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NoReturn
 
 from orchestrator.code_state import code_state, is_installed
 from orchestrator.errors import RunFolderError
+from orchestrator.files import blocks
 from orchestrator.report.units import format_bytes
 from orchestrator.rundir import code_state_beside, write_atomically, write_json
 from orchestrator.secret_files import is_secret
@@ -128,7 +129,8 @@ def copies(job_target: str, into: Path) -> dict[Path, Path]:
 def take(job_target: str, run: Path, into: Path) -> list[str]:
     """Copy the code of the run `run` into `into`.tar, which unpacks as the folder `into`.
 
-    Its digest is put beside it: who unpacks it makes sure that it is what was submitted.
+    Its digest is put beside it, together with its place: who unpacks it makes sure that it is what
+    was submitted, and for this run.
 
     Returns:
         The names of files that were left out: secrets, and links that lead elsewhere.
@@ -151,7 +153,7 @@ def take(job_target: str, run: Path, into: Path) -> list[str]:
                 _refuse(root, sizes, files, size)
             for name in sizes:
                 _add(archive, f"{root}/{name}", f"{places[root].name}/{name}")
-    write_atomically(digest_of(into), f"{_sha256(part)}  -\n")
+    write_atomically(digest_of(into), f"{_sha256(into, part)}  -\n")
     part.replace(archive_of(into))
     write_json(code_state_beside(into), code_state(next(reversed(places), PACKAGE.parent)))
     return left_out
@@ -163,13 +165,17 @@ def archive_of(into: Path) -> Path:
 
 
 def digest_of(into: Path) -> Path:
-    """The archive's digest, as `sha256sum --check` takes it with the archive as its input."""
+    """The digest of the archive's place and content, as `sha256sum --check` takes it with the
+    folder's name, a line feed and the archive as its input.
+    """
     return into.with_name(f"{into.name}.sha256")
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(into: Path, archive: Path) -> str:
+    whole = hashlib.sha256(os.fsencode(into) + b"\n")
+    for block in blocks(archive):
+        whole.update(block)
+    return whole.hexdigest()
 
 
 def _add(archive: tarfile.TarFile, path: str, name: str) -> None:

@@ -5,11 +5,13 @@ import os
 import shutil
 import subprocess
 import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from orchestrator import files
 from orchestrator.compose import compose
 from orchestrator.config import Config, gpu_count
 from orchestrator.errors import ConfigError
@@ -46,7 +48,7 @@ def slurm_config(**cluster) -> Config:
 class Script:
     """One run of a batch script. Its srun ends with `code`, its python says what it is asked.
 
-    With `unpacked` it unpacks an archive first.
+    With `unpacked` it unpacks an archive first. `before`: what befalls its folder.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Script:
         *,
         code: int = 0,
         unpacked: Path | None = None,
+        before: Callable[[RunDir], None] = lambda _: None,
         **environment: str,
     ) -> None:
         self.run = RunDir(folder / "run")
@@ -72,11 +75,12 @@ class Script:
         )  # fmt: skip
         check_values(config, self.run.path)
         check_preamble(config.cluster.preamble)
+        before(self.run)
         script = folder / "003.sh"
         script.write_text(batch_script(config, self.run, 3, self.here))
         self.done = subprocess.run(
             ["bash", script], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            cwd=folder, check=False,
+            cwd=folder, check=False, timeout=20,
             env={"PATH": f"{folder}:{os.environ['PATH']}", "SLURMD_NODENAME": "n0", **environment},
         )  # fmt: skip
 
@@ -137,6 +141,9 @@ DAMAGE = {
     "emptied": lambda archive, digest, other: os.truncate(archive, 0),
     "longer": lambda archive, digest, other: os.truncate(archive, 1 << 16),
     "another's": lambda archive, digest, other: shutil.copy(other, archive),
+    "another's, digest and all": lambda archive, digest, other: [
+        shutil.copy(other.with_suffix(kind.suffix), kind) for kind in (archive, digest)
+    ],
     "gone": lambda archive, digest, other: archive.unlink(),
     "its digest flipped": lambda archive, digest, other: flip(digest, 3),
     "its digest names a file": lambda archive, digest, other: flip(digest, -2),
@@ -152,15 +159,20 @@ def flip(path, place):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_copy_of_the_code_is_run_only_as_it_was_submitted(tmp_path, monkeypatch, damage):
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Where a copy of the code of a run goes; another run's lies beside it."""
     for name in ("mine", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.py").write_text(f"{name} = 1\n")
         roots = {tmp_path / name: {name}}
         monkeypatch.setattr(snapshot, "source_roots", lambda _, roots=roots: roots)
         snapshot.take(f"{name}.Job", tmp_path / "nowhere", tmp_path / "copies of" / name)
-    mine = tmp_path / "copies of" / "mine"
+    return tmp_path / "copies of" / "mine"
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_copy_of_the_code_is_run_only_as_it_was_submitted(mine, tmp_path, damage):
     archive, digest = snapshot.archive_of(mine), snapshot.digest_of(mine)
     DAMAGE[damage](archive, digest, snapshot.archive_of(tmp_path / "copies of" / "other"))
     script = Script(tmp_path, slurm_config(), unpacked=mine)
@@ -170,6 +182,61 @@ def test_a_copy_of_the_code_is_run_only_as_it_was_submitted(tmp_path, monkeypatc
     assert (mine / "0" / "mine.py").exists() == sound
     if not sound:
         assert f"error: the code in {archive} is damaged: {digest} differs" in script.done.stderr
+
+
+def changed(unpacked, tmp_path):
+    (unpacked / "0" / "mine.py").write_text("mine = 2\n")
+
+
+def added_to(unpacked, tmp_path):
+    (unpacked / "0" / "__pycache__").mkdir()
+    (unpacked / "0" / "__pycache__" / "mine.cpython-311.pyc").write_bytes(b"code")
+
+
+def led_elsewhere(unpacked, tmp_path):
+    shutil.move(unpacked, tmp_path / "elsewhere")
+    unpacked.symlink_to(tmp_path / "elsewhere")
+
+
+def broken_off(unpacked, tmp_path):
+    shutil.rmtree(unpacked)
+    unpacked.with_name(f"{unpacked.name}.part").symlink_to(tmp_path)
+
+
+@pytest.mark.parametrize("befalls", [changed, added_to, led_elsewhere, broken_off])
+def test_each_start_unpacks_the_code_afresh_whatever_became_of_it(mine, tmp_path, befalls):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        script = Script(tmp_path / name, slurm_config(), unpacked=mine)
+        assert script.done.returncode == 0, script.done.stderr
+        assert not mine.is_symlink()
+        assert [p.read_text() for p in mine.rglob("*") if p.is_file()] == ["mine = 1\n"]
+        befalls(mine, tmp_path)
+
+
+PLACES = ("attempts", "attempts/003", "attempts/003/srun.log", "logs", "code", "submitit",
+          "submitit/7_submitted.pkl", "tar", "sha256")  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_batch_script_follows_no_link_and_waits_at_no_fifo(mine, tmp_path, place):
+    for kind in ("link", "fifo"):
+        folder = tmp_path / kind
+        (folder / "elsewhere").mkdir(parents=True)
+
+        def befall(run, kind=kind, elsewhere=folder / "elsewhere"):
+            beside = place in ("tar", "sha256")
+            named = mine.with_suffix(f".{place}") if beside else run.path / place
+            (run.attempts / "003").mkdir()
+            if os.path.lexists(named):
+                files.remove(named)
+            os.mkfifo(named) if kind == "fifo" else named.symlink_to(elsewhere)
+
+        script = Script(folder, slurm_config(), unpacked=mine, before=befall)
+        assert script.done.returncode == 1
+        assert "is a link, or neither a file nor a folder" in script.done.stderr
+        assert not script.words("srun")
+        assert not list((folder / "elsewhere").iterdir())
 
 
 @pytest.mark.parametrize("preamble", [[")"], ["if true"], ["echo 'x"], ["fi; id"], ["done"]])
