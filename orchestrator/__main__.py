@@ -91,38 +91,23 @@ def plan(
     config_name: Annotated[
         str, typer.Option("--config-name", "-cn", help="Your own primary configuration in it.")
     ] = "config",
+    multirun: Annotated[
+        bool, typer.Option("--multirun", "-m", help="A sweep: the plan of each of its points.")
+    ] = False,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Print who would compute what, without starting anything."""
     del verbose
-    from orchestrator.compose import compose
-    from orchestrator.engine_rules import notes
-    from orchestrator.report.plan_table import print_plan
-    from orchestrator.submit.run import prepare
-    from orchestrator.target import check_target
+    from orchestrator.application import show_plan
+    from orchestrator.command_line import CommandLine, check_overrides
 
-    config = compose(overrides or [], config_dir, config_name)
-    made = prepare(config)
-    told = notes(config, check_target(config.job).framework)
-    placed: dict[str, Any] = {}
-    if config.cluster.kind != "local":
-        from orchestrator.submit.detached import describe
-
-        placed = describe(config)
-    if as_json:
-        more = {"request": placed} if placed else {}
-        _print_json({**made.to_json(), "notes": told, **more})
-        return
-    print_plan(made.to_json(), Console())
-    for sentence in told:
-        say(Console(), sentence, "dim", prose=True)
-    if placed:
-        sys.stdout.write(f"\n{placed['sbatch']}\n")
-        refused = placed["refused"]
-        say(Console(), f"the scheduler would say: {placed['scheduler']}", "red" if refused else "")
-        if placed["warning"]:
-            say(Console(), f"warning: {placed['warning']}", "yellow", prose=True)
+    given = tuple(overrides or ())
+    check_overrides(given)
+    line = CommandLine(
+        overrides=given, config_dir=config_dir, config_name=config_name, multirun=multirun
+    )
+    show_plan(line, Console(), as_json=as_json)
 
 
 @verb()

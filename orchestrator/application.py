@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from orchestrator.command_line import read_command_line
+from orchestrator.command_line import CommandLine, read_command_line
 from orchestrator.compose import Composer
-from orchestrator.config import to_yaml
+from orchestrator.config import Config, to_yaml
 from orchestrator.errors import (
     EXIT_FINISHED,
     ConfigError,
@@ -19,7 +21,7 @@ from orchestrator.errors import (
     standing_somewhere,
 )
 from orchestrator.hydra_input import check_arguments
-from orchestrator.report.terminal import say_error, while_somebody_reads
+from orchestrator.report.terminal import say, say_error, while_somebody_reads
 from orchestrator.submit.manner import Manner
 from orchestrator.wording import no_such_key
 
@@ -57,6 +59,59 @@ def show_config(composer: Composer) -> int:
         text = OmegaConf.to_yaml(part) if OmegaConf.is_config(part) else f"{part}\n"
     sys.stdout.write(text)
     return EXIT_FINISHED
+
+
+def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
+    """Print who would compute what: of a run, or of each point of a sweep, as a launch would have
+    it. Raises `UsageError` as that does.
+    """
+    composer = Composer(line)
+    found = composer.compose()
+    if not found.sweeps:
+        _show_plan_of_one(found.config(), console, as_json=as_json)
+        return
+    from orchestrator.submit.sweep import plans
+
+    made = plans(composer.points())
+    if as_json:
+        _print_json([{"overrides": list(point.overrides), **plan} for point, plan in made])
+        return
+    for point, plan in made:
+        say(console, point.words, "bold")
+        _print_plan(plan, console)
+
+
+def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> None:
+    from orchestrator.submit.run import plan_and_notes
+
+    made = plan_and_notes(config)
+    placed: dict[str, Any] = {}
+    if config.cluster.kind != "local":
+        from orchestrator.submit.detached import describe
+
+        placed = describe(config)
+    if as_json:
+        _print_json({**made, **({"request": placed} if placed else {})})
+        return
+    _print_plan(made, console)
+    if placed:
+        sys.stdout.write(f"\n{placed['sbatch']}\n")
+        refused = placed["refused"]
+        say(console, f"the scheduler would say: {placed['scheduler']}", "red" if refused else "")
+        if placed["warning"]:
+            say(console, f"warning: {placed['warning']}", "yellow", prose=True)
+
+
+def _print_plan(plan: dict[str, Any], console: Console) -> None:
+    from orchestrator.report.plan_table import print_plan
+
+    print_plan(plan, console)
+    for sentence in plan["notes"]:
+        say(console, sentence, "dim", prose=True)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from orchestrator.config import Config, read_config, to_yaml
-from orchestrator.engine_rules import refuse_schedule, refuse_unsupported
+from orchestrator.engine_rules import notes, refuse_schedule, refuse_unsupported
 from orchestrator.errors import (
     EXIT_FINISHED,
     ConfigError,
@@ -78,6 +78,14 @@ def prepare(config: Config, *, new: bool = True) -> Plan:
                 f"has {gpus}; try transport={on_cpus}"
             )
     return plan
+
+
+def plan_and_notes(config: Config) -> dict[str, Any]:
+    """The plan as plan.json has it, and under `notes` what is to be said of it. Raises
+    `UsageError`.
+    """
+    plan = prepare(config)
+    return {**plan.to_json(), "notes": notes(config, check_target(config.job).framework)}
 
 
 def new_folder(config: Config) -> Path:

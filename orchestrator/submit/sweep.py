@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from orchestrator.compose import Composed
 from orchestrator.config import Config
@@ -19,7 +20,7 @@ from orchestrator.report.units import plural
 from orchestrator.rundir import RunDir
 from orchestrator.submit.api import Culprit, State
 from orchestrator.submit.manner import Manner
-from orchestrator.submit.run import new_folder, prepare, start
+from orchestrator.submit.run import new_folder, plan_and_notes, prepare, start
 from orchestrator.submit.sweep_remarks import remarks
 from orchestrator.worker.checkpoint import WEIGHTS, complete
 
@@ -31,6 +32,11 @@ class Point:
     number: int
     overrides: tuple[str, ...]
     config: Config
+
+    @property
+    def words(self) -> str:
+        """For people: which one it is."""
+        return f"point {self.number}: {' '.join(self.overrides)}"
 
 
 def run_sweep(found: Iterable[Composed | ConfigError], manner: Manner) -> int:
@@ -79,6 +85,11 @@ def checked(found: Iterable[Composed | ConfigError]) -> list[Point]:
     return points
 
 
+def plans(found: Iterable[Composed | ConfigError]) -> list[tuple[Point, dict[str, Any]]]:
+    """The points of a sweep, each with its plan and notes. Raises as `checked` does."""
+    return [(point, plan_and_notes(point.config)) for point in checked(found)]
+
+
 def _told(wrong: dict[str, list[int]], *, of: int) -> Iterator[str]:
     yield f"nothing was started, for the sweep cannot run to its end (points 0 to {of - 1}):"
     for sentence, numbers in wrong.items():
@@ -97,7 +108,7 @@ class Sweep:
 
     def run(self, point: Point) -> bool:
         """Run one point; give whether the sweep goes on."""
-        say(self._manner.console, f"point {point.number}: {' '.join(point.overrides)}", "bold")
+        say(self._manner.console, point.words, "bold")
         run = new_folder(point.config)
         try:
             ended = start(point.config, self._manner, overrides=point.overrides)
