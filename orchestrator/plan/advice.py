@@ -60,7 +60,8 @@ def named_numbers(noun: str, numbers: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    more = f" and {len(words) - 8} more groups" if len(words) > 8 else ""
+    beyond = len(words) - 8
+    more = f" and {beyond} more group{'s' * (beyond > 1)}" if beyond > 0 else ""
     return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(words[:8])}{more}"
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.batch import Batch, resolve_batch
+from orchestrator.plan.batch import MOST_MICRO_BATCHES, Batch, resolve_batch
 from orchestrator.plan.split import split_window
 
 positive = st.integers(1, 5_000)
@@ -123,3 +123,36 @@ def test_numbers_below_one_are_refused_with_the_nearest_that_works(key, value):
 def test_no_ranks_are_refused():
     with pytest.raises(PlanError, match="it must be 1 or more"):
         resolve(ranks=0)
+
+
+@pytest.mark.parametrize(
+    ("stated", "ranks", "remedies"),
+    [
+        ((64, 1, 5), 1, "steps=13, micro_batch=64 or global_batch=5"),
+        ((100, 3, 2), 4, "steps=13, micro_batch=9 or global_batch=24"),
+        ((7, 9, 1), 4, "steps=2 or global_batch=33"),
+        ((5, 4, 9), 1, "steps=1 or global_batch=28"),
+        ((12, 1, 20), 1, None),
+    ],
+)
+def test_the_remedies_of_a_disagreement_are_the_nearest(stated, ranks, remedies):
+    if remedies is None:
+        assert resolve(*stated, ranks=ranks)
+        return
+    with pytest.raises(PlanError) as caught:
+        resolve(*stated, ranks=ranks)
+    said = str(caught.value).replace("accumulation.", "")
+    assert said.partition("change one: ")[2] == remedies
+    assert ("on 1 rank," in said) == (ranks == 1)
+    assert ("take 1 micro-step, not" in said) == ("steps=1 " in remedies)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_window_has_as_many_micro_batches_as_can_be_planned_and_no_more(ranks):
+    most = MOST_MICRO_BATCHES // ranks
+    assert resolve(MOST_MICRO_BATCHES, most, ranks=ranks).steps == most
+    assert resolve(MOST_MICRO_BATCHES, most + 1, ranks=ranks)  # more than a rank has samples
+    with pytest.raises(PlanError, match=f"a window of {MOST_MICRO_BATCHES + ranks} micro-batches"):
+        resolve(10 * MOST_MICRO_BATCHES, most + 1, ranks=ranks)
+    with pytest.raises(PlanError, match="a window of 4194305 micro-batches"):
+        resolve(None, None, 1, ranks=MOST_MICRO_BATCHES + 1)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import PlanError
 from orchestrator.plan.plan import Plan, make_plan
+from orchestrator.plan.wire import bytes_on_wire_per_update, collectives_per_update
 
 
 def plan(**values) -> Plan:
@@ -177,3 +178,106 @@ def test_planning_loads_neither_numpy_nor_a_framework():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+WIRES = [
+    {},
+    {"metric_count": 3},
+    {"itemsize": 8},
+    {"wire_itemsize": 2},
+    {"bucket_bytes": 10_000},
+    {"parameters": None},
+    {"shard_optimizer": True},
+    {"shard_optimizer": True, "bucket_bytes": 10_000, "metric_count": 2},
+    {"parameters": 9_000_000, "early": False},
+    {"sync": "every_step"},
+    {"nodes": 1, "ranks_per_node": 1},
+]
+
+
+@pytest.mark.parametrize("stated", WIRES, ids=str)
+def test_what_travels_is_counted_with_all_that_bears_on_it(stated):
+    stated = {"parameters": 30_000, **stated}
+    made = plan(**stated)
+    counted = {
+        "itemsize": stated.get("itemsize", 4),
+        "metric_count": stated.get("metric_count", 0),
+        "ranks": made.ranks,
+        "sync_steps": made.micro_steps if made.sync == "every_step" else 1,
+        "wire_itemsize": stated.get("wire_itemsize"),
+        "sharded": stated.get("shard_optimizer", False),
+    }
+    more = {"bucket_bytes": stated.get("bucket_bytes"), "early": stated.get("early", True)}
+    calls = collectives_per_update(stated["parameters"], **counted, **more)
+    assert made.collectives_per_update == calls
+    moved = bytes_on_wire_per_update(stated["parameters"], **counted)
+    assert made.bytes_on_wire_per_update == moved
+    gathers = (calls - 1) // 2 if counted["sharded"] else 0
+    assert made.gathers_per_update == gathers
+
+
+def test_of_a_reproducible_update_only_one_ranks_traffic_is_known():
+    stated = {"reduction": "reproducible", "micro_batch": 4, "parameters": 300}
+    assert plan(**stated).collectives_per_update is plan(**stated).bytes_on_wire_per_update is None
+    alone = plan(**stated, nodes=1, ranks_per_node=1)
+    assert (alone.collectives_per_update, alone.bytes_on_wire_per_update) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("stated", "updates", "epochs"),
+    [
+        ({}, None, 1.0),
+        ({"epochs": 2.5}, None, 2.5),
+        ({"updates": 7}, 7, None),
+        ({"updates": 7, "epochs": 2.5}, 7, None),
+        ({"dataset_samples": 1000}, 4, 1.0),
+        ({"dataset_samples": 1000, "epochs": 2.5}, 10, 2.5),
+        ({"dataset_samples": 1000, "updates": 6}, 6, 1.5),
+        ({"dataset_samples": 1000, "updates": 6, "ragged": "drop"}, 6, 2.0),
+        ({"dataset_samples": 1000, "updates": 6, "ragged": "carry"}, 6, 1.536),
+    ],
+)
+def test_updates_and_epochs_are_told_as_far_as_they_are_known(stated, updates, epochs):
+    made = plan(**stated)
+    assert (made.updates, made.epochs) == (updates, epochs)
+    assert (made.updates_per_epoch is None) == ("dataset_samples" not in stated)
+
+
+@pytest.mark.parametrize(
+    ("stated", "first", "peak", "last"),
+    [
+        ({"decay": "none"}, 0.1, 0.1, 0.1),
+        ({"decay": "linear"}, 0.1, 0.1, 0.0),
+        ({"decay": "linear", "final_fraction": 0.5}, 0.1, 0.1, 0.05),
+        ({"warmup_updates": 2}, 0.05, 0.1, 0.1),
+        ({"scaling": "linear", "base_batch": 128}, 0.2, 0.2, 0.2),
+        ({"own_rate": True}, None, None, None),
+        ({"updates": None}, 0.1, 0.1, None),
+        ({"updates": None, "decay": "linear"}, 0.1, 0.1, None),
+    ],
+)
+def test_rates_are_told_as_far_as_they_are_known(stated, first, peak, last):
+    made = plan(**{"base_lr": 0.1, "updates": 4, "global_batch": 256, **stated})
+    told = (made.learning_rate_first, made.learning_rate_peak, made.learning_rate_last)
+    assert told == (first, peak, last)
+    open_end = stated.get("updates", 4) is None and stated.get("decay") == "linear"
+    assert (made.schedule is None) == open_end
+
+
+def test_what_was_stated_is_kept():
+    stated = {"ragged": "carry", "sync": "every_step", "seed": 7, "parameters": 8,
+              "dataset_samples": 90, "global_batch": 30, "micro_batch": 3}  # fmt: skip
+    made = plan(**stated)
+    assert {name: getattr(made, name) for name in stated} == stated
+    assert (made.nodes, made.ranks_per_node, made.ranks, made.steps) == (2, 2, 4, 3)
+    assert plan(seed=0).reduction == "fast"
+
+
+def test_a_plan_of_another_version_is_refused_by_what_it_lacks_and_more_is_let_be():
+    data = plan(decay="cosine", updates=3).to_json()
+    assert Plan.from_json({**data, "later": 1}) == plan(decay="cosine", updates=3)
+    without = {k: v for k, v in data.items() if k not in ("gathers_per_update", "warnings")}
+    assert Plan.from_json(without).gathers_per_update == 0
+    del data["seed"], data["nodes"]
+    with pytest.raises(PlanError, match="the plan lacks nodes, seed; is it"):
+        Plan.from_json(data)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import PlanError
 from orchestrator.plan.wire import (
+    bucket_count,
     bytes_on_wire_per_update,
     collectives_per_update,
     padded,
@@ -112,3 +113,32 @@ def test_counts_that_cannot_be_are_refused(call, message):
     with pytest.raises(PlanError) as caught:
         call()
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("sync_steps", [1, 3])
+@pytest.mark.parametrize("bucket_bytes", [None, 1000, 10**9])
+def test_a_rounded_gradient_travels_in_its_own_bytes_and_its_trailer_beside_it(
+    sync_steps, bucket_bytes
+):
+    given = {**COUNTS, "ranks": 4, "sync_steps": sync_steps, "wire_itemsize": 2}
+    calls = collectives_per_update(9000, **given, bucket_bytes=bucket_bytes)
+    assert calls == sync_steps * ({None: 1, 1000: 18, 10**9: 1}[bucket_bytes] + 1)
+    moved = bytes_on_wire_per_update(9000, **given)
+    assert moved == sync_steps * 2 * 3 * (2 * 9000 + 4 * trailer_numbers(1)) // 4
+
+
+@pytest.mark.parametrize(
+    ("mib", "early", "late"),
+    [(1, 1, 1), (3, 1, 1), (3.5, 4, 1), (4, 4, 1), (8, 8, 1), (24, 8, 1), (40, 8, 2),
+     (200, 8, 8), (216, 9, 9), (1000, 40, 40)],
+)  # fmt: skip
+def test_buckets_of_no_stated_size_are_eight_but_neither_small_nor_large(mib, early, late):
+    payload = int(mib * 2**20)
+    assert [bucket_count(payload, None), bucket_count(payload, None, early=False)] == [early, late]
+    assert bucket_count(0, None) == bucket_count(0, 10) == 1
+
+
+def test_buckets_leave_early_unless_it_is_said_otherwise():
+    given = {"itemsize": 1, "metric_count": 0, "bucket_bytes": None, "ranks": 2}
+    assert collectives_per_update(24 * 2**20, **given) == 8
+    assert collectives_per_update(24 * 2**20, **given, early=False) == 1
