@@ -9,7 +9,7 @@ BENCH_STAMP := $(VENV)/.bench-installed
 , := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-quick lint unit bench slurm-up slurm-down clean
+.PHONY: help setup run test test-quick lint unit mutants bench slurm-up slurm-down clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -62,6 +62,10 @@ else
 	@$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile; all=$$?; \
 	$(BIN)/python -m pytest tests/slurm -n 2 --dist loadfile && exit $$all
 endif
+
+mutants: setup  ## change the code in small ways: do the fast tests notice? (MUTANTS_ARGS)
+	@echo "== mutants: a tenth of them (MUTANTS_ARGS='--share 1': all, for hours)"
+	@$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 $(BENCH_STAMP): $(STAMP)
 	@echo "== installing what is compared with: Accelerate, Lightning Fabric"

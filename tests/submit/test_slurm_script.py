@@ -334,60 +334,8 @@ def test_what_is_no_number_of_gpus_is_refused(gpus):
         gpu_count(gpus)
 
 
-@pytest.mark.parametrize(
-    ("asked", "written"), [(False, "no-requeue"), (True, "requeue"), (None, "requeue")]
-)
-def test_a_job_is_requeued_unless_that_was_forbidden(tmp_path, asked, written):
-    here = Here(python="python", folder=tmp_path, package=tmp_path)
-    text = batch_script(slurm_config(requeue=asked), RunDir(tmp_path), 0, here)
-    options = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert [line for line in options if line.endswith("requeue")] == [f"#SBATCH --{written}"]
-
-
 def test_typed_gpus_reach_the_script(tmp_path):
     here = Here(python="python", folder=tmp_path, package=tmp_path)
     text = batch_script(slurm_config(gpus_per_node="a100:4"), RunDir(tmp_path), 0, here)
     assert "#SBATCH --gpus-per-node=a100:4" in text
     assert textwrap.dedent(text) == text
-
-
-def text_of(tmp_path, **cluster):
-    here = Here(
-        python="/usr/bin/python3", folder=tmp_path / "here", package=tmp_path / "code/orchestrator",
-        path=(tmp_path / "code", tmp_path / "here/lib"),
-    )  # fmt: skip
-    return batch_script(slurm_config(**cluster), RunDir(tmp_path / "run"), 2, here)
-
-
-def test_a_flag_without_a_value_is_written_without_one_and_a_false_one_not_at_all(tmp_path):
-    flags = {"exact": True, "label": False, "cpu-bind": "cores"}
-    text = text_of(tmp_path, srun_flags=flags, slurm_flags={"spread-job": True, "hold": False})
-    lines = [line.strip(" \\") for line in text.splitlines()]
-    assert {"--exact", "--cpu-bind=cores", "#SBATCH --spread-job"} <= set(lines)
-    assert not any("label" in line or "hold" in line for line in lines)
-
-
-def test_a_preamble_ends_at_a_word_that_it_does_not_hold(tmp_path):
-    preamble = ["END_OF_PREAMBLE", "module load x", "END_OF_PREAMBLE_"]
-    lines = text_of(tmp_path, preamble=preamble).splitlines()
-    begins = lines.index(". /dev/fd/8 8<<'END_OF_PREAMBLE__'  # cluster.preamble")
-    assert lines[begins + 1 : begins + 5] == [*preamble, "END_OF_PREAMBLE__"]
-
-
-def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path):
-    folders = [tmp_path / name for name in ("code", "here", "run")]
-    image = {"container": "/images/a.sqsh"}
-    pyxis = text_of(tmp_path, **image, container_runtime="pyxis")
-    mounts = ",".join(f"{folder}:{folder}" for folder in folders)
-    for words in ("--container-image=/images/a.sqsh", f"--container-mounts={mounts}",
-                  f"--container-workdir={folders[1]}", "python3 -u"):  # fmt: skip
-        assert f"    {words} \\" in pyxis.splitlines()
-    plain = text_of(tmp_path, **image, container_runtime="apptainer")
-    binds = "--bind=" + ",".join(map(str, folders))
-    assert f"    apptainer exec {binds} /images/a.sqsh python3 -u \\" in plain.splitlines()
-    gpus = text_of(tmp_path, **image, container_runtime="apptainer", gpus_per_node=2)
-    assert f"    apptainer exec --nv {binds} /images/a.sqsh python3 -u \\" in gpus.splitlines()
-    bare = text_of(tmp_path)
-    assert "    /usr/bin/python3 -u \\" in bare.splitlines()
-    assert "there is no Python at" in bare
-    assert "there is no Python at" not in pyxis
