@@ -107,6 +107,18 @@ def code_state_beside(snapshot: Path) -> Path:
     return snapshot.with_name(f"{snapshot.name}.json")
 
 
+def _nearest(missing: Path) -> str:
+    """A hint at what was meant by a run folder that is not there; "" where none can be given."""
+    runs = Path("runs")
+    try:
+        if (runs / missing.name / "config.yaml").is_file():
+            return f"; did you mean {runs / missing.name}?"
+        begun = {config.parent: config.stat().st_mtime for config in runs.glob("*/config.yaml")}
+    except OSError:  # somebody else's: the message without a hint is right as well
+        return ""
+    return f"; the newest in {runs}/ is {max(begun, key=begun.__getitem__)}" if begun else ""
+
+
 class RunDir:
     """One run's folder. Making the object touches nothing."""
 
@@ -309,7 +321,7 @@ class RunDir:
             RunFolderError: there is none, or some folder in it is a link to elsewhere.
         """
         if not self.path.is_dir():
-            raise RunFolderError(f"there is no run folder {self.path}")
+            raise RunFolderError(f"there is no run folder {self.path}{_nearest(self.path)}")
         try:
             if not self.config.is_file():
                 raise RunFolderError(

@@ -41,7 +41,8 @@ class Compilation:
             text = f"{format_seconds(self.step_s)} compiled"
             if self.speed_up and self.plain_step_s:
                 plain = format_seconds(self.plain_step_s)
-                text += f", {plain} without: {self.speed_up:.2g} times as fast"
+                times = f"{self.speed_up:.2g}" if self.speed_up < 10 else f"{self.speed_up:.0f}"
+                text += f", {plain} without: {times} times as fast"
             found.append(("  a micro-step", text, ""))
         return found
 
