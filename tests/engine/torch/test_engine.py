@@ -158,11 +158,12 @@ def test_a_run_goes_on_with_the_same_bits_from_its_saved_state(tmp_path, precisi
         engine = build_engine(Curve(), settings, group, 0)
         _run(engine, windows[:2])
         extra = json.loads(json.dumps(engine.save_state(folder)))
-        saved = engine.weights_sha256()
+        saved, scale = engine.weights_sha256(), engine.accumulator.precision.state()
         engine = build_engine(Curve(), settings, group, 0)
         assert engine.weights_sha256() != saved
         engine.load_state(folder, extra)
         assert engine.weights_sha256() == saved
+        assert engine.accumulator.precision.state() == scale
         _run(engine, windows[2:])
         return engine.weights_sha256()
 
