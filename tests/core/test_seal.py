@@ -1,5 +1,7 @@
 """Every bit that a resume reads is under a digest: damage is refused, or passed over and said."""
 
+import itertools
+import os
 import random
 import shutil
 from pathlib import Path
@@ -7,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import RunFolderError
-from orchestrator.rundir import ASKED, RUN, RunDir, read_json, write_json
+from orchestrator.rundir import (
+    ASKED,
+    INITIAL_BYTES,
+    INITIAL_DIGEST,
+    RUN,
+    RunDir,
+    read_json,
+    write_json,
+)
 from orchestrator.seal import OLDER_DIGITS
 from orchestrator.worker import checkpoint
 from tests.core.test_files import made
@@ -69,6 +79,55 @@ def test_no_flipped_bit_of_any_file_changes_how_a_run_goes_on(whole):
             outcomes.add("fell back")
     assert {"refused", "fell back"} <= outcomes
     assert read(whole) == undisturbed
+
+
+READERS = {
+    "config.yaml": lambda run: RunDir(run.path).identity,
+    "submission.json": RunDir.read_submission,
+    "plan.json": RunDir.read_plan,
+    "result.json": RunDir.read_result,
+    "resumes.json": RunDir.read_resumes,
+    "handle.json": RunDir.read_handle,
+    "attempts/000/restart.json": RunDir.restarts,
+    "initial_weights.safetensors": checkpoint.check_initial,
+    **dict.fromkeys(
+        (f"checkpoints/update-000000002/{name}" for name in ("state.json", "weights.safetensors")),
+        lambda run: checkpoint.load(run.checkpoints / "update-000000002", run.identity),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def full(whole, tmp_path_factory):
+    """The run with every file that a resume may read."""
+    run = RunDir(shutil.copytree(whole.path, tmp_path_factory.mktemp("full") / "run"))
+    run.begin_attempt()
+    handle = {"kind": "slurm", "job_id": "70", "attempt": 0, "slurm_conf": None, "time": 1.5}
+    write_json(run.handle, handle)
+    note = {"attempt": 1, "why": "preempted", "resumed_from": 1, "lost_updates": 0}
+    write_json(run.restart(0), note)
+    run.initial_weights.write_bytes(bytes(range(100)))
+    digest = {INITIAL_DIGEST: checkpoint.digest_of(run.initial_weights), INITIAL_BYTES: 100}
+    run.write_own(run.submission, {**run.read_submission(), **digest})
+    return run
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_single_bit_of_every_file_that_a_resume_reads_is_under_a_digest(full, name):
+    read_it, path = READERS[name], full.path / name
+    read_it(full)
+    content = path.read_bytes()
+    accepted = []
+    with path.open("r+b", buffering=0) as file:
+        for place, bit in itertools.product(range(len(content)), range(8)):
+            os.pwrite(file.fileno(), bytes([content[place] ^ 1 << bit]), place)
+            try:
+                accepted.append((place, bit, read_it(full)))
+            except RunFolderError as error:
+                assert path.name in str(error)  # noqa: PT017
+            os.pwrite(file.fileno(), content[place : place + 1], place)
+    assert not accepted
+    read_it(full)
 
 
 def test_no_file_cut_short_changes_how_a_run_goes_on(whole):
