@@ -18,9 +18,9 @@ from typing import Any
 
 from orchestrator.errors import JobError, did_you_mean
 from orchestrator.job import COUPLED_METHODS, REQUIRED_METHODS
+from orchestrator.returned import DEFINITIONS, no_table
 
 BASE_JOB = ("orchestrator.job", "Job")
-DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -378,6 +378,13 @@ def _check_class(dotted: str, found: _Class, job: Mapping[str, Any]) -> TargetFa
         for key in required:
             if key not in given:
                 raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
+    evaluate = members.get("evaluate")
+    figures = no_table(evaluate) if isinstance(evaluate, DEFINITIONS) else None
+    if figures is not None:
+        raise JobError(
+            f"{dotted}.evaluate() must return figures by name, as in "
+            f"return {{'accuracy': 0.9}}, but returns {figures}"
+        )
     names = getattr(members.get("metric_names"), "value", None)
     return TargetFacts(
         framework=_framework(lineage),

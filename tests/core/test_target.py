@@ -127,3 +127,40 @@ def test_a_file_that_is_no_python_is_said(package, tmp_path):
     (tmp_path / "theirs" / "broken.py").write_text("class Broken(:\n")
     with pytest.raises(JobError, match="line 1"):
         check_target({"_target_": "theirs.broken.Broken"})
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("model.eval()", "nothing"),
+        ("return", "nothing"),
+        ("...", "nothing"),
+        ("return [0.9]", "a list"),
+        ("return 'accuracy', 0.9", "a tuple"),
+        ("return self.right / 10", "a number"),
+        ("return float(model(self.x).mean())", "a number"),
+        ("return model(self.x).mean().item()", "a number"),
+        ("if model: return 0.5\n        return [1]", "a float"),
+        ("def inner(): return {}\n        return [inner()]", "a list"),
+        ("yield {'a': 1}", "a generator"),
+        ("return {'accuracy': 0.9}", None),
+        ("return dict(a=1)", None),
+        ("return self.first(model) | {'a': 1}", None),
+        ("return measured(model)", None),
+        ("if model: return None\n        return {'a': 1}", None),
+        ("raise NotImplementedError", None),
+    ],
+)
+def test_an_evaluate_that_can_never_return_figures_is_refused_before_anything_starts(
+    package, tmp_path, body, told
+):
+    source = (tmp_path / package / "jobs.py").read_text()
+    (tmp_path / package / "jobs.py").write_text(
+        f"{source}\nclass Rates(Good):\n    def evaluate(self, model):\n        {body}\n"
+    )
+    job = {"_target_": "theirs.jobs.Rates", "width": 1}
+    if told is None:
+        assert check_target(job).metric_count == 2
+        return
+    with pytest.raises(JobError, match=f"Rates.evaluate.. must return .*, but returns {told}$"):
+        check_target(job)

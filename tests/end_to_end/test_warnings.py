@@ -3,6 +3,7 @@
 import json
 import os
 
+from orchestrator import Loss
 from orchestrator.run_warnings import warn
 from orchestrator.worker.checkpoint import WEIGHTS
 from tests.helpers import SMALL, call, verb
@@ -12,7 +13,9 @@ WARNING = "job._target_=tests.end_to_end.test_warnings.Warns"
 
 
 class Warns(Tiny):
-    """Rank 1 warns before training and at each micro-step, rank 0 in its last evaluation."""
+    """Rank 1 warns before training and at each micro-step, where its metrics are no numbers; rank 0
+    in its last evaluation.
+    """
 
     def model(self):
         if os.environ["SLURM_PROCID"] == "1":
@@ -22,6 +25,8 @@ class Warns(Tiny):
     def loss(self, model, batch):
         if os.environ["SLURM_PROCID"] == "1":
             warn(f"made in micro-step {self.steps}", kind="made in mid-training")
+            found = super().loss(model, batch)
+            return Loss(found.total, found.weight, {"error": float("nan")})
         return super().loss(model, batch)
 
     def evaluate(self, model):
@@ -45,6 +50,7 @@ def test_a_warning_of_any_rank_is_on_the_terminal_and_in_the_metrics(tmp_path):
         assert said.count("warning: rank 1: made before training") == 1
         assert said.count("warning: rank 1: made in micro-step") == 1
         assert said.count("warning: made at the end") == 1
+        assert said.count("warning: metric 'error' is nan in update 0: a sum in Loss.metrics") == 1
         assert said.count("learning rate is scaled") <= 1
 
     newest = max((run / "checkpoints").iterdir())
