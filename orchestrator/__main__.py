@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 from rich.console import Console
 
-from orchestrator.completion import complete_overrides
+from orchestrator.cli.completion import complete_overrides
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -99,8 +99,8 @@ def plan(
 ) -> None:
     """Print who would compute what, without starting anything."""
     del verbose
-    from orchestrator.application import show_plan
-    from orchestrator.command_line import CommandLine, check_overrides
+    from orchestrator.cli.application import show_plan
+    from orchestrator.compose.command_line import CommandLine, check_overrides
 
     given = tuple(overrides or ())
     check_overrides(given)
@@ -125,8 +125,8 @@ def resume(
 
     What is given after the run may change where and for how long it trains, never its numbers.
     """
-    from orchestrator.submit.manner import Manner
-    from orchestrator.submit.run import resume as go_on
+    from orchestrator.runs.console import Manner
+    from orchestrator.runs.start import resume as go_on
 
     manner = Manner(console=Console(), verbose=verbose, quiet=quiet)
     ended = go_on(run.absolute(), manner, overrides or [], config_dir)
@@ -145,7 +145,7 @@ def status(
     del verbose
     from orchestrator.report.run_view import points_wanted, print_run
     from orchestrator.report.status_table import print_status
-    from orchestrator.submit.status import expand, losses_so_far, statuses
+    from orchestrator.runs.status import expand, losses_so_far, statuses
 
     asked = [path.absolute() for path in runs or []]
     found, sentences = statuses(expand(asked))
@@ -169,9 +169,9 @@ def attach(
     quiet: Quiet = False,
 ) -> None:
     """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
-    from orchestrator.rundir import RunDir
-    from orchestrator.submit.attach import attach as show
-    from orchestrator.submit.manner import Manner
+    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.runs.attach import attach as show
+    from orchestrator.runs.console import Manner
 
     manner = Manner(console=Console(), verbose=verbose, quiet=quiet)
     raise typer.Exit(show(RunDir(run.absolute()).existing(), manner).exit_code)
@@ -186,8 +186,8 @@ def logs(
 ) -> None:
     """Print a rank's log."""
     del verbose
-    from orchestrator.rundir import RunDir
-    from orchestrator.submit import control
+    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.runs import control
 
     folder = RunDir(run.absolute()).existing()
     if follow:
@@ -207,8 +207,8 @@ def cancel(
 ) -> None:
     """Stop a run for good: all ranks together at the next update boundary, with a checkpoint."""
     del verbose
-    from orchestrator.rundir import RunDir
-    from orchestrator.submit import control
+    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.runs import control
 
     say(Console(), control.cancel(RunDir(run.absolute()).existing(), now=now))
 
@@ -217,8 +217,8 @@ def final_weights(run: Path) -> Path:
     """The file of a run's newest weights. Raises `RunFolderError` when there is none, or when it is
     not as it was written: what is left of it would be compared as if it were the run's.
     """
-    from orchestrator.rundir import RunDir
-    from orchestrator.worker.checkpoint import WEIGHTS, complete, load
+    from orchestrator.lifecycle.checkpoint import WEIGHTS, complete, load
+    from orchestrator.run_folder.rundir import RunDir
 
     if run.is_file():
         return run
@@ -245,7 +245,7 @@ def compare(
     from orchestrator.report import compare as comparing
     from orchestrator.report.compare_table import print_comparison
     from orchestrator.report.computed_with import differing
-    from orchestrator.rundir import RunDir
+    from orchestrator.run_folder.rundir import RunDir
 
     found = comparing.compare(final_weights(a), final_weights(b))
     if as_json:

@@ -7,6 +7,7 @@ value that works. Anything that is *not* one of these is a defect and keeps its 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable
 
 EXIT_FINISHED = 0
@@ -158,3 +159,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if match is not None:
         return f"; did you mean '{match}'?"
     return f"; known are: {', '.join(known)}" if known else ""
+
+
+def describe_status(status: int) -> str:
+    """An exit status in words.
+
+    >>> describe_status(-9), describe_status(5)
+    ('killed by signal 9 (SIGKILL)', 'exited with code 5')
+    """
+    if status < 0:
+        try:
+            name = f" ({signal.Signals(-status).name})"
+        except ValueError:
+            name = ""
+        return f"killed by signal {-status}{name}"
+    return f"exited with code {status}"

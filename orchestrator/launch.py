@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: in place of the process's own.
     """
     signal.signal(signal.SIGINT, _leave)
-    from orchestrator import application
+    from orchestrator.cli import application
 
     return application.main(arguments)
 

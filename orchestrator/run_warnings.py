@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from orchestrator.errors import RunFolderError
-from orchestrator.files import open_regular
+from orchestrator.run_folder.files import open_regular
 
 PATTERN = "warnings-*.jsonl"
 MOST_KINDS = 50  # of one rank

@@ -106,7 +106,7 @@ def processes_of(run):
 def rank_pid(run, rank):
     """The process of one rank of a local run: the one whose environment says so."""
     for process in processes_of(run):
-        worker = "orchestrator.worker" in process.cmdline()
+        worker = "orchestrator.rank" in process.cmdline()
         if worker and process.environ().get("SLURM_PROCID") == str(rank):
             return process.pid
     return None

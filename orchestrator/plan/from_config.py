@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from orchestrator.config import Config, node_range
+from orchestrator.config.schema import Config, node_range
 from orchestrator.plan.plan import Plan, make_plan
 
 ITEMSIZE = {"float64": 8}

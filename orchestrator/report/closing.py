@@ -28,7 +28,7 @@ from orchestrator.report.units import (
     format_seconds,
     plural,
 )
-from orchestrator.rundir import RESUMED
+from orchestrator.run_folder.rundir import RESUMED
 
 STATE_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
 LOG_LINES = 20

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from orchestrator.errors import RunFolderError
-from orchestrator.files import open_regular
-from orchestrator.shapes import fits_record
+from orchestrator.run_folder.files import open_regular
+from orchestrator.run_folder.shapes import fits_record
 
 Record = dict[str, Any]
 MOST_BYTES = 4 << 30  # of some million updates; what is larger no run has written

@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchestrator.files import open_regular
 from orchestrator.report.metrics import Record, only_warns, record_of
+from orchestrator.run_folder.files import open_regular
 
 RECENT_BYTES = 64 * 1024
 WHOLE_BYTES = 256 * 1024  # up to here all of the file is read

@@ -36,7 +36,7 @@ NONE = "–"
 
 
 class Shown(Protocol):
-    """What is shown of a run; see `orchestrator.submit.folder_status.RunStatus`."""
+    """What is shown of a run; see `orchestrator.outcome.folder_status.RunStatus`."""
 
     @property
     def folder(self) -> Path: ...

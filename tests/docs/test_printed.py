@@ -19,13 +19,13 @@ from omegaconf import OmegaConf
 import benchmarks.__main__ as measurements
 import slurm.__main__ as development
 from orchestrator.__main__ import app
-from orchestrator.command_line import read_command_line
-from orchestrator.compose import Composer
-from orchestrator.config import Config
+from orchestrator.compose.command_line import read_command_line
+from orchestrator.compose.composer import Composer
+from orchestrator.config.schema import Config
 from orchestrator.report.closing import print_closing
 from orchestrator.report.metrics import History
-from orchestrator.submit.run import prepare
-from orchestrator.submit.sweep import checked
+from orchestrator.runs.start import prepare
+from orchestrator.sweeps.sweep import checked
 from tests.docs.printed import (
     PROGRAMS,
     ROOT,

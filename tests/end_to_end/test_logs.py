@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from tests.core.test_files import made
 from tests.helpers import command, environment, verb
+from tests.run_folder.test_files import made
 
 NASTY = (
     b"plain\n\x1b]0;title\x07\x1b[2J\x1b[31mred\x1b[0m \x9b31m\xc2\x9b0m\xff\n"

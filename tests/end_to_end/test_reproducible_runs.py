@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.rundir import read_json, write_json
+from orchestrator.run_folder.rundir import read_json, write_json
 from tests import helpers
 from tests.helpers import TINY
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 from safetensors.numpy import save_file
 
-from orchestrator.rundir import RunDir
+from orchestrator.run_folder.rundir import RunDir
 from tests.helpers import TINY, call, result, verb
 
 LEAVES = (

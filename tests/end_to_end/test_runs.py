@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from orchestrator import application
+from orchestrator.cli import application
 from tests import helpers
 from tests.helpers import ROOT, SMALL, TINY
 

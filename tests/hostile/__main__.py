@@ -10,9 +10,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import orchestrator.application
-import orchestrator.compose
-import orchestrator.hydra_app  # noqa: F401
+import orchestrator.cli.application
+import orchestrator.compose.composer
+import orchestrator.compose.hydra_app  # noqa: F401
 from tests.hostile.arena import run
 from tests.hostile.folders import cases, sources, tried
 from tests.hostile.lines import lines

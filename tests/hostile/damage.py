@@ -196,7 +196,7 @@ def handle(folder: Path, chance: random.Random, world: World) -> str:
     job = chance.choice(("7", "-1", "7; touch canary", "$(touch canary)", "--version", ESCAPE))
     conf = chance.choice((str(run / "slurm.conf"), "null", "../slurm.conf", "/etc/passwd", ESCAPE))
     text = {"kind": "slurm", "job_id": job, "attempt": 0, "slurm_conf": conf, "time": 1.0}
-    from orchestrator.rundir import write_json
+    from orchestrator.run_folder.rundir import write_json
 
     if not os.path.lexists(run / "handle.json"):
         write_json(run / "handle.json", text)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from orchestrator.config import CHOICES, Config
+from orchestrator.config.schema import CHOICES, Config
 
 CANARY = "canary"
 DIGITS = "9" * 6000

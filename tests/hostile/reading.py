@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.rundir import RunDir
-from orchestrator.submit import run as running
-from orchestrator.submit.resumption import resumption
-from orchestrator.worker import checkpoint
+from orchestrator.lifecycle import checkpoint
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.runs import start as running
+from orchestrator.runs.resuming.resumption import resumption
 
 
 def read(path: Path) -> dict[str, object]:

@@ -2,9 +2,9 @@
 
 import pytest
 
-import orchestrator.application
-import orchestrator.hydra_app  # noqa: F401  # so that each child finds it imported
-from orchestrator.compose import compose
+import orchestrator.cli.application
+import orchestrator.compose.hydra_app  # noqa: F401  # so that each child finds it imported
+from orchestrator.compose.composer import compose
 from tests.hostile.arena import run
 from tests.hostile.lines import FILES, FOLDERS, lines
 

@@ -7,8 +7,8 @@ import pytest
 
 from orchestrator.__main__ import final_weights
 from orchestrator.errors import RunFolderError
-from orchestrator.rundir import RunDir, read_json, write_json
-from orchestrator.submit.control import follow
+from orchestrator.run_folder.rundir import RunDir, read_json, write_json
+from orchestrator.runs.control import follow
 from tests.hostile.folders import cases, sources, tried
 
 SEED, COUNT = 20261122, 30

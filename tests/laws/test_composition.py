@@ -6,10 +6,10 @@ from pathlib import Path
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 
-from orchestrator.application import run_app
-from orchestrator.command_line import read_command_line
-from orchestrator.compose import Composer
-from orchestrator.config import read_config, to_yaml
+from orchestrator.cli.application import run_app
+from orchestrator.compose.command_line import read_command_line
+from orchestrator.compose.composer import Composer
+from orchestrator.config.schema import read_config, to_yaml
 from tests.laws.composition import cases
 
 ABSENT = object()

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.engine.torch import Accumulator, Loss, run_in_threads
+from orchestrator.engine.torch.gradients.tree import are_siblings, gap_in, middle, nodes_of
 from orchestrator.engine.torch.seeds import seed_everything
 from orchestrator.engine.torch.state import weights_sha256
-from orchestrator.engine.torch.tree import are_siblings, gap_in, middle, nodes_of
 from orchestrator.errors import PlanError
 from tests.engine.torch.processes import run_ranks
 

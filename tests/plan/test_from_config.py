@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from orchestrator.config import (
+from orchestrator.config.schema import (
     AccumulationConfig,
     ClusterConfig,
     Config,

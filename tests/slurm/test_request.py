@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.compose import compose
-from orchestrator.config import Config, gpu_count
+from orchestrator.clusters.slurm.batch_script import Here, batch_script
+from orchestrator.clusters.slurm.sbatch_defaults import Default
+from orchestrator.clusters.slurm.values import PATTERNS, check_defaults, check_values
+from orchestrator.compose.composer import compose
+from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError
-from orchestrator.rundir import RunDir
-from orchestrator.submit.slurm_defaults import Default
-from orchestrator.submit.slurm_request import Here, batch_script
-from orchestrator.submit.slurm_values import PATTERNS, check_defaults, check_values
+from orchestrator.run_folder.rundir import RunDir
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 RUN = Path("/shared/runs/one")

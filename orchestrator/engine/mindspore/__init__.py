@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.engine.mindspore.scheduler import ahead
+from orchestrator.engine.mindspore.comm.scheduler import ahead
 
 if TYPE_CHECKING:
     from orchestrator.engine.mindspore.building import build_engine, versions
-    from orchestrator.engine.mindspore.forming import form_group
+    from orchestrator.engine.mindspore.comm.forming import form_group
 
 __all__ = ["ahead", "build_engine", "form_group", "versions"]
-_HOMES = {"build_engine": "building", "versions": "building", "form_group": "forming"}
+_HOMES = {"build_engine": "building", "versions": "building", "form_group": "comm.forming"}
 
 
 def __getattr__(name: str) -> Any:

@@ -23,10 +23,10 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from orchestrator.engine.mindspore.buffer import Layout, lay_out
-from orchestrator.engine.mindspore.compiling import Compiled
-from orchestrator.engine.mindspore.group import MindSporeGroup
-from orchestrator.engine.mindspore.losses import Sums
-from orchestrator.engine.mindspore.precision import Precision
+from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
+from orchestrator.engine.mindspore.model.compiling import Compiled
+from orchestrator.engine.mindspore.model.losses import Sums
+from orchestrator.engine.mindspore.model.precision import Precision
 from orchestrator.errors import JobError
 
 framework: Any = mindspore  # its annotations are not those of its behaviour

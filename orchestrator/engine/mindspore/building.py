@@ -7,10 +7,10 @@ import platform
 import mindspore as ms
 import numpy as np
 
+from orchestrator.config.engine_rules import check_installed
 from orchestrator.engine.api import Engine, EngineSettings
+from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
 from orchestrator.engine.mindspore.engine import MindSporeEngine
-from orchestrator.engine.mindspore.group import MindSporeGroup
-from orchestrator.engine_rules import check_installed
 from orchestrator.errors import ConfigError
 from orchestrator.job import Job
 

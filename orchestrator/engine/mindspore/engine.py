@@ -13,26 +13,26 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn
 
+from orchestrator.config.optimizer_rules import chosen, described
 from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
-from orchestrator.engine.figures import checked_figures
-from orchestrator.engine.hyperparameters import Hyperparameters, refuse_scheduler
+from orchestrator.engine.common.figures import checked_figures
+from orchestrator.engine.common.hyperparameters import Hyperparameters, refuse_scheduler
+from orchestrator.engine.common.packed_sums import STOP, Trailer
+from orchestrator.engine.common.seeding import derived_seed
 from orchestrator.engine.mindspore import state
 from orchestrator.engine.mindspore.accumulator import Accumulator
-from orchestrator.engine.mindspore.advice import RANDOM, advice, layers
-from orchestrator.engine.mindspore.group import MindSporeGroup
+from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
 from orchestrator.engine.mindspore.loader import Loader
-from orchestrator.engine.mindspore.losses import compiled_loss, python_loss
-from orchestrator.engine.mindspore.norms import with_norms
+from orchestrator.engine.mindspore.loss_sums import Tally
+from orchestrator.engine.mindspore.model.advice import RANDOM, advice, layers
+from orchestrator.engine.mindspore.model.batch_norms import with_norms
+from orchestrator.engine.mindspore.model.losses import compiled_loss, python_loss
+from orchestrator.engine.mindspore.model.precision import Precision
+from orchestrator.engine.mindspore.model.weights_digest import replicas_of
+from orchestrator.engine.mindspore.optimizer_step import Applied, Stepper
 from orchestrator.engine.mindspore.optimizers import build_optimizer, hyperparameters_of, state_of
-from orchestrator.engine.mindspore.precision import Precision
-from orchestrator.engine.mindspore.stepping import Applied, Stepper
-from orchestrator.engine.mindspore.tally import Tally
-from orchestrator.engine.mindspore.weights_digest import replicas_of
-from orchestrator.engine.seeding import derived_seed
-from orchestrator.engine.trailer import STOP, Trailer
 from orchestrator.errors import JobError
 from orchestrator.job import Job
-from orchestrator.optimizer_rules import chosen, described
 from orchestrator.plan.wire import trailer_numbers
 
 SEED_BITS = 0x7FFFFFFF

@@ -24,30 +24,30 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import BoundaryReport
-from orchestrator.engine.torch.alike import start_alike
-from orchestrator.engine.torch.arguments import check_arguments, number
-from orchestrator.engine.torch.arrivals import listen
-from orchestrator.engine.torch.base_group import BaseGroup
-from orchestrator.engine.torch.buffer import GradientBuffers
-from orchestrator.engine.torch.clipping import GradientNorm
+from orchestrator.engine.common.packed_sums import MOST_RANKS, STOP, Trailer
+from orchestrator.engine.torch.checks.alike import start_alike
+from orchestrator.engine.torch.checks.arguments import check_arguments, number
+from orchestrator.engine.torch.checks.call_order import WindowState
+from orchestrator.engine.torch.checks.invariants import WindowWatch
+from orchestrator.engine.torch.checks.same_optimizer import SameOptimizer
+from orchestrator.engine.torch.checks.supported import served
+from orchestrator.engine.torch.checks.weights_digest import replicas_of
+from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.gradients.buffer import GradientBuffers
+from orchestrator.engine.torch.gradients.clipping import GradientNorm
+from orchestrator.engine.torch.gradients.hooks import listen
+from orchestrator.engine.torch.gradients.unused_parameters import UsedParameters
 from orchestrator.engine.torch.habits import Habits, say_left_over
+from orchestrator.engine.torch.loss_sums import Tally
+from orchestrator.engine.torch.optimizer_step import Step
 from orchestrator.engine.torch.optimizers import LearningRate, usable
 from orchestrator.engine.torch.precision import Precision
-from orchestrator.engine.torch.reductions import reduction_for
-from orchestrator.engine.torch.same_optimizer import SameOptimizer
-from orchestrator.engine.torch.shard import OptimizerShard
-from orchestrator.engine.torch.shard_state import gathered, part_of
-from orchestrator.engine.torch.shardable import check_shardable
-from orchestrator.engine.torch.sharded import ShardedBoundary
+from orchestrator.engine.torch.reduction_choice import reduction_for
+from orchestrator.engine.torch.sharding.eligibility import check_shardable
+from orchestrator.engine.torch.sharding.pieces import OptimizerShard
+from orchestrator.engine.torch.sharding.reduction import ShardedBoundary
+from orchestrator.engine.torch.sharding.state import gathered, part_of
 from orchestrator.engine.torch.state import restore_optimizer
-from orchestrator.engine.torch.step import Step
-from orchestrator.engine.torch.supported import served
-from orchestrator.engine.torch.tally import Tally
-from orchestrator.engine.torch.used import UsedParameters
-from orchestrator.engine.torch.watch import WindowWatch
-from orchestrator.engine.torch.weights_digest import replicas_of
-from orchestrator.engine.torch.window import WindowState
-from orchestrator.engine.trailer import MOST_RANKS, STOP, Trailer
 from orchestrator.errors import ConfigError
 from orchestrator.job import Loss
 

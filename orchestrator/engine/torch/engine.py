@@ -11,24 +11,31 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from orchestrator.config.optimizer_rules import described
 from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
-from orchestrator.engine.figures import checked_figures
-from orchestrator.engine.hyperparameters import Hyperparameters
+from orchestrator.engine.common.figures import checked_figures
+from orchestrator.engine.common.hyperparameters import Hyperparameters
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.advice import advice
-from orchestrator.engine.torch.agreement import (
+from orchestrator.engine.torch.batch_norm.modes import with_norms
+from orchestrator.engine.torch.bucket_order import agreed_order
+from orchestrator.engine.torch.checks.advice import advice
+from orchestrator.engine.torch.checks.agreement import (
     as_numbers,
     machine_digest,
     machine_warning,
 )
-from orchestrator.engine.torch.base_group import BaseGroup
-from orchestrator.engine.torch.building import LossLines, built_model, built_optimizer, tried_loss
-from orchestrator.engine.torch.leaves import Leaves
+from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.deferred.base import whole_windows
+from orchestrator.engine.torch.gradients.chunks import Leaves
 from orchestrator.engine.torch.memory import memory_bytes, peak_memory_bytes
-from orchestrator.engine.torch.norms import with_norms
+from orchestrator.engine.torch.model_building import (
+    LossLines,
+    built_model,
+    built_optimizer,
+    tried_loss,
+)
 from orchestrator.engine.torch.optimizers import hyperparameters_of
-from orchestrator.engine.torch.order import agreed_order
 from orchestrator.engine.torch.placement import be_deterministic, moved
 from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
@@ -40,10 +47,8 @@ from orchestrator.engine.torch.state import (
     save_optimizer,
     weights_sha256,
 )
-from orchestrator.engine.torch.whole import whole_windows
 from orchestrator.errors import ConfigError
 from orchestrator.job import Job, is_coupled
-from orchestrator.optimizer_rules import described
 
 
 def build_engine(

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]  # the common base
 
-from orchestrator.engine.torch.norms import listed
-from orchestrator.engine.torch.tally import Tally
-from orchestrator.engine.torch.window import WindowState
-from orchestrator.engine.trailer import Trailer
+from orchestrator.engine.common.packed_sums import Trailer
+from orchestrator.engine.torch.batch_norm.modes import listed
+from orchestrator.engine.torch.checks.call_order import WindowState
+from orchestrator.engine.torch.loss_sums import Tally
 from orchestrator.job import Loss
 
 _WINDOWS = 3  # in a row, since a model whose last layer begins with zeros has one loss everywhere

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.flat import bytes_of
+from orchestrator.engine.torch.comm.tensors import bytes_of
 
 
 def memory_bytes(model: Module, accumulator: Accumulator) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from orchestrator.engine.seeding import derived_seed
+from orchestrator.engine.common.seeding import derived_seed
 
 __all__ = ["derived_seed", "seed_everything"]
 

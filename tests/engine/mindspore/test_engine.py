@@ -11,11 +11,11 @@ from safetensors.numpy import load_file
 
 from orchestrator import Loss
 from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
-from orchestrator.engine.loss_scale import FIRST_SCALE
+from orchestrator.engine.common.loss_scale import FIRST_SCALE
 from orchestrator.engine.mindspore import build_engine, versions
-from orchestrator.engine.mindspore.advice import advice
-from orchestrator.engine.mindspore.devices import choose_transport
-from orchestrator.engine.mindspore.group import MindSporeGroup
+from orchestrator.engine.mindspore.comm.devices import choose_transport
+from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
+from orchestrator.engine.mindspore.model.advice import advice
 from orchestrator.errors import ConfigError, JobError, RunFolderError, TransportError
 from tests.engine.mindspore import jobs
 from tests.engine.mindspore.program import RATE, _distance

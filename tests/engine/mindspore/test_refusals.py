@@ -5,10 +5,10 @@ import importlib.metadata
 
 import pytest
 
-from orchestrator.compose import compose
-from orchestrator.engine_rules import notes, refuse_unsupported
+from orchestrator.compose.composer import compose
+from orchestrator.config.engine_rules import notes, refuse_unsupported
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.submit.run import prepare
+from orchestrator.runs.start import prepare
 
 FRAMEWORK = (
     "job=line", "engine.style=framework", "cluster.nodes=1", "cluster.ranks_per_node=1",

@@ -12,15 +12,10 @@ from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
-from orchestrator.engine.replicas import unlike_most
-from orchestrator.engine.torch import (
-    Accumulator,
-    TorchGroup,
-    build_engine,
-    run_in_threads,
-    versions,
-)
-from orchestrator.engine.torch.agreement import as_numbers, machine_warning
+from orchestrator.engine.common.replicas import unlike_most
+from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
+from orchestrator.engine.torch.checks import versions
+from orchestrator.engine.torch.checks.agreement import as_numbers, machine_warning
 from orchestrator.engine.torch.placement import moved
 from orchestrator.engine.torch.seeds import derived_seed
 from orchestrator.errors import ConfigError, JobError, SilenceError

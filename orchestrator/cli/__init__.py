@@ -1,0 +1,1 @@
+"""What the commands do before a run is known: flags, composing, completion."""

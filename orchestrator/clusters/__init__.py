@@ -1,0 +1,1 @@
+"""Places to run: the seam (`api`), pretended nodes (`local`), SLURM (`slurm`)."""

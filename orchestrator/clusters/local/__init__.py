@@ -1,0 +1,1 @@
+"""Pretended nodes on this machine."""

@@ -1,0 +1,309 @@
+"""The local cluster: pretended nodes on this machine, each with its name and its loopback address.
+
+Every rank is a real process with the environment that SLURM would give it, so a job that runs here
+runs there. The first rank that dies ends the run; whatever happens to the launcher, no process is
+left (see `node`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.clusters.api import Culprit, Request, State
+from orchestrator.clusters.root_cause import Behind, End, behind_of, blame, tail
+from orchestrator.config.schema import Config, node_range
+from orchestrator.errors import ClusterError
+from orchestrator.lifecycle.node_watch import FINISHED, STOPPED
+from orchestrator.run_folder.files import open_regular
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.scheduler.environment import clean_environment
+
+GRACE_S = 1.0
+APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+NODES_LIMIT = 254 * 254
+
+
+def node_address(index: int) -> str:
+    """Loopback address of a pretended node.
+
+    >>> node_address(0), node_address(253), node_address(254)
+    ('127.0.1.1', '127.0.1.254', '127.0.2.1')
+    """
+    return f"127.0.{1 + index // 254}.{1 + index % 254}"
+
+
+def visible_gpus(env: Mapping[str, str]) -> list[str]:
+    """The GPUs that this process may use: CUDA's variable, or else the driver's list."""
+    if "CUDA_VISIBLE_DEVICES" in env:
+        return [name for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    driver = Path("/proc/driver/nvidia/gpus")
+    return [str(i) for i in range(len(list(driver.iterdir())))] if driver.is_dir() else []
+
+
+@dataclass(slots=True)
+class _Node:
+    """The launcher's end of one node: its process and the unread part of its output."""
+
+    name: str
+    ranks: range
+    process: subprocess.Popen[bytes]
+    unread: bytes = b""
+    ended: bool = False
+
+    def command(self, word: str) -> None:
+        pipe = self.process.stdin
+        if pipe is None or self.ended:
+            return
+        try:
+            pipe.write(word.encode() + b"\n")
+            pipe.flush()
+        except BrokenPipeError:  # it ended in this moment; its end is read from its output
+            return
+
+
+class LocalHandle:
+    """The nodes of a local run, as their launcher holds them."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._run = RunDir(request.run)
+        self._selector = selectors.DefaultSelector()
+        self._ends: list[End] = []  # those that should not have been
+        self._words: dict[int, str] = {}  # the last of those that ended
+        self._behind: dict[int, Behind] = {}
+        self._failures: list[dict[str, Any]] = []
+        self._give_up_at: float | None = None
+        self._ending = False
+        self._frozen: dict[int, tuple[str, float]] = {}  # rank: node, when it counts as lost
+        self._state = State.RUNNING
+        self._culprit: Culprit | None = None
+        self.pids: dict[int, int] = {}
+        self._nodes = [self._start(index) for index in range(request.nodes)]
+
+    @property
+    def culprit(self) -> Culprit | None:
+        return self._culprit
+
+    def _start(self, index: int) -> _Node:
+        request = self._request
+        name = f"node{index}"
+        width = request.ranks_per_node
+        ranks = range(index * width, (index + 1) * width)
+        environment = {
+            **clean_environment(os.environ),
+            **request.environment,
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_JOB_NUM_NODES": str(request.nodes),
+            "SLURM_NNODES": str(request.nodes),
+            "SLURM_NTASKS": str(request.ranks),
+            "SLURM_NTASKS_PER_NODE": str(width),
+            "SLURM_NODEID": str(index),
+            "SLURMD_NODENAME": name,
+            "SLURM_JOB_NODELIST": ",".join(f"node{i}" for i in range(request.nodes)),
+            "SLURM_SUBMIT_DIR": str(Path.cwd()),
+            "ORCHESTRATOR_NODE_ADDRESS": node_address(index),
+        }
+        gpus = request.details.get("gpus")
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index])
+        if request.attempt:
+            environment["SLURM_RESTART_COUNT"] = str(request.attempt)
+        log = self._run.node_log(name)
+        spec = {
+            "ranks": list(ranks),
+            "silence_s": request.details["silence_s"],
+            "command": [
+                sys.executable, "-m", "orchestrator.rank", str(request.run),
+                "--attempt", str(request.attempt),
+            ],
+        }  # fmt: skip
+        with os.fdopen(open_regular(log, APPENDING), "ab") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "orchestrator.clusters.local.supervisor", json.dumps(spec)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher alone
+            )
+        node = _Node(name=name, ranks=ranks, process=process)
+        self._selector.register(process.stdout, selectors.EVENT_READ, node)  # type: ignore[arg-type]
+        return node
+
+    def poll(self, timeout_s: float) -> State:
+        if self._state.ended:
+            return self._state
+        if self._give_up_at is not None:
+            timeout_s = max(0.0, min(timeout_s, self._give_up_at - time.monotonic()))
+        for key, _ in self._selector.select(timeout_s):
+            self._read(key.data)
+        self._lose_frozen()
+        if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
+            self._end_all()
+        if all(node.ended for node in self._nodes):
+            self._settle()
+        return self._state
+
+    def stop(self) -> None:
+        for node in self._nodes:
+            node.command("stop")
+
+    def kill(self) -> None:
+        self._end_all()
+        while not all(node.ended for node in self._nodes):
+            for key, _ in self._selector.select(1.0):
+                self._read(key.data)
+        self._settle()
+
+    def _end_all(self) -> None:
+        self._ending = True
+        for node in self._nodes:
+            node.command("kill")
+
+    def _read(self, node: _Node) -> None:
+        pipe = node.process.stdout
+        content = os.read(pipe.fileno(), 65536) if pipe is not None else b""
+        if not content:
+            self._node_ended(node)
+            return
+        *lines, node.unread = (node.unread + content).split(b"\n")
+        for line in lines:
+            event: dict[str, Any] = json.loads(line)
+            if event["event"] == "started":
+                self.pids[event["rank"]] = event["pid"]
+            elif event["event"] == "frozen":
+                lost_at = time.monotonic() + self._request.details["silence_s"]
+                self._frozen[event["rank"]] = (node.name, lost_at)
+            elif event["event"] == "thawed":
+                self._frozen.pop(event["rank"], None)
+            elif event["event"] == "exit":
+                self._frozen.pop(event["rank"], None)
+                self._ended(node.name, event)
+            elif event["event"] == "behind":
+                self._stands(node.name, event["rank"], event["behind"])
+            elif event["event"] == "silent":
+                silence_s = self._request.details["silence_s"]
+                cause = (
+                    f"it gave no sign of life for {silence_s:g} s (cluster.heartbeat_timeout_s): "
+                    f"code that holds Python's interpreter waits there for something"
+                )
+                self._lose(event["rank"], node.name, cause)
+
+    def _node_ended(self, node: _Node) -> None:
+        self._selector.unregister(node.process.stdout)  # type: ignore[arg-type]
+        status = node.process.wait()
+        node.ended = True
+        for pipe in (node.process.stdin, node.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        if any(rank not in self._words for rank in node.ranks):
+            self._failed(End(time=time.monotonic(), node=node.name, rank=None, status=status))
+
+    def _ended(self, node: str, event: dict[str, Any]) -> None:
+        """One rank. An end without a last word is a failure, whatever its status."""
+        rank, word = event["rank"], event["word"]
+        self._words[rank] = word
+        if event["failure"] is not None:
+            self._failures.append(event["failure"])
+        if word not in (FINISHED, STOPPED):
+            self._failed(End(time=event["time"], node=node, rank=rank, status=event["status"]))
+
+    def _stands(self, node: str, rank: int, behind: dict[str, Any] | None) -> None:
+        """A rank stands still, or (None) moves on."""
+        if behind is None:
+            self._behind.pop(rank, None)
+            return
+        self._behind[rank] = behind_of(rank, node, behind)
+
+    def _lose_frozen(self) -> None:
+        """A rank that is frozen says nothing and gives no error: its peers would wait for ever."""
+        for rank, (node, lost_at) in self._frozen.items():
+            if time.monotonic() >= lost_at:
+                silence_s = self._request.details["silence_s"]
+                cause = f"it was frozen (SIGSTOP) for {silence_s:g} s (cluster.heartbeat_timeout_s)"
+                self._lose(rank, node, cause)
+
+    def _lose(self, rank: int, node: str, cause: str) -> None:
+        if self._culprit is None and not self._ends:
+            log = tail(self._run.rank_log(rank))
+            self._culprit = Culprit(rank=rank, node=node, cause=cause, log_tail=log)
+            self._give_up_at = time.monotonic()
+
+    def _failed(self, end: End) -> None:
+        """Note a failure; give the other ranks a moment to write down theirs."""
+        if self._ending:  # it was us who ended this one
+            return
+        self._ends.append(end)
+        if self._give_up_at is None:
+            self._give_up_at = time.monotonic() + GRACE_S
+
+    def _settle(self) -> None:
+        """Finished is what every rank said, and rank 0 wrote down; nothing else is."""
+        words = set(self._words.values())
+        if self._culprit is None and self._ends:
+            behind = list(self._behind.values())
+            told = [*self._run.failures(self._request.attempt), *self._failures]
+            self._culprit = blame(self._run, told, self._ends, behind)
+        if self._culprit is not None or not words <= {FINISHED, STOPPED}:
+            self._state = State.FAILED
+        elif STOPPED in words:
+            self._state = State.STOPPED
+        elif (self._run.read_result() or {}).get("state") == FINISHED:
+            self._state = State.FINISHED
+        else:
+            self._state = State.FAILED
+            cause = "all ranks ended in order, but none wrote a result"
+            self._culprit = Culprit(rank=None, node="launcher", cause=cause)
+
+
+class LocalCluster:
+    """Pretended nodes on this machine."""
+
+    def request(self, config: Config, run: Path, attempt: int) -> Request:
+        nodes = node_range(config.cluster.nodes)[1]
+        if nodes > NODES_LIMIT:
+            raise ClusterError(f"cluster.nodes={nodes}: a local cluster has at most {NODES_LIMIT}")
+        width = config.cluster.ranks_per_node
+        threads = str(config.cluster.cpus_per_rank)
+        environment = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            **config.cluster.environment,
+        }
+        return Request(
+            run=run,
+            attempt=attempt,
+            nodes=nodes,
+            ranks_per_node=width,
+            environment=environment,
+            details={
+                "gpus": share_gpus(visible_gpus(os.environ), nodes, width),
+                "silence_s": config.cluster.heartbeat_timeout_s,
+            },
+        )
+
+    def submit(self, request: Request) -> LocalHandle:
+        return LocalHandle(request)
+
+
+def share_gpus(gpus: list[str], nodes: int, width: int) -> list[list[str]] | None:
+    """Each node's own GPUs, one a rank; empty lists where there are too few; None without GPUs.
+
+    >>> share_gpus(["0", "1", "2"], 1, 2), share_gpus(["0"], 2, 1), share_gpus([], 2, 2)
+    ([['0', '1']], [[], []], None)
+    """
+    if not gpus:
+        return None
+    if len(gpus) < nodes * width:
+        return [[] for _ in range(nodes)]
+    return [gpus[i * width : (i + 1) * width] for i in range(nodes)]

@@ -1,0 +1,134 @@
+"""Who failed first, and why: from the exit statuses, what the ranks wrote down, and their logs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.clusters.api import Culprit
+from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
+from orchestrator.run_folder.files import read_end
+from orchestrator.run_folder.rundir import RunDir
+
+TAIL_LINES = 30
+TAIL_BYTES = 64 * 1024
+LAST_WORD = "error: "
+"""How the log of a rank ends whose main thread was stuck in the framework and could not fail."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """A rank, or a whole node (rank None), that ended as it should not. Times share one clock.
+
+    `status`: as of `subprocess`. One with 0 ended without its last word.
+    """
+
+    time: float
+    node: str
+    rank: int | None
+    status: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Behind:
+    """A rank that had not come to where others waited. `since`: when it came where it stood."""
+
+    since: float
+    node: str
+    rank: int
+    where: str
+    at: str
+    stack: tuple[str, ...] = ()
+
+
+def behind_of(rank: int, node: str, said: Mapping[str, Any]) -> Behind:
+    """From what the rank said of itself; see `lifecycle/life.py`."""
+    return Behind(
+        rank=rank,
+        node=node,
+        since=said["since"],
+        where=said["where"],
+        at=said["at"],
+        stack=tuple(said["stack"]),
+    )
+
+
+def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
+    """The last lines of a text file; none when there is no such file."""
+    try:
+        text = read_end(path, TAIL_BYTES).decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ()
+    return tuple(text.splitlines()[-lines:])
+
+
+def blame(
+    run: RunDir,
+    told: Sequence[Mapping[str, Any]],
+    ends: Sequence[End],
+    behind: Sequence[Behind] = (),
+) -> Culprit:
+    """The culprit of a failed attempt: never a rank that only waited for another.
+
+    Args:
+        told: what failing ranks said of their failures.
+        ends: who was seen to end, at least one.
+        behind: who stood still meanwhile.
+
+    A rank that was killed, or left without a word, wrote nothing; its peers fail an instant later
+    because of it, and so do those of one that hangs, at their time-out. Those failures are marked
+    secondary. So the first that ended is blamed, unless its own failure is secondary, and another's
+    is not: one that failed of itself, else one that ended without a word, else one that is behind.
+    """
+    failures = {f["rank"]: f for f in told}
+    ordered = sorted(ends, key=lambda end: end.time)
+    first = ordered[0]
+    own = None if first.rank is None else failures.get(first.rank)
+    wordless = [end for end in ordered if end.rank not in failures and not _gave_up(run, end)]
+    primary = [failure for failure in failures.values() if not failure["secondary"]]
+    if own is not None and not own["secondary"]:
+        return _from_failure(run, own)
+    if primary and first not in wordless:
+        return _from_failure(run, min(primary, key=lambda f: f["time"]))
+    if wordless:
+        return _of_end(run, wordless[0])
+    if behind:
+        return _of_behind(run, min(behind, key=lambda one: one.since))
+    return _of_end(run, first) if own is None else _from_failure(run, own)
+
+
+def _gave_up(run: RunDir, end: End) -> bool:
+    """Whether a rank's last line says that it lost a peer while it was stuck in the framework."""
+    last = () if end.rank is None else tail(run.rank_log(end.rank), 1)
+    return bool(last) and last[0].startswith(LAST_WORD)
+
+
+def _of_end(run: RunDir, end: End) -> Culprit:
+    if end.rank is None:
+        cause = f"the node went away: its supervisor was {describe_status(end.status)}"
+        return Culprit(rank=None, node=end.node, cause=cause, log_tail=tail(run.node_log(end.node)))
+    log = tail(run.rank_log(end.rank)) or tail(run.node_log(end.node))
+    cause = describe_status(end.status)
+    if end.status in (EXIT_FINISHED, EXIT_STOPPED):
+        cause += " before its training had ended: something in it ended the process (os._exit, say)"
+    elif end.status > 0 and log and log[-1].startswith(LAST_WORD):  # it could say no more than that
+        cause = log[-1].removeprefix(LAST_WORD)
+    return Culprit(rank=end.rank, node=end.node, cause=cause, log_tail=log)
+
+
+def _of_behind(run: RunDir, one: Behind) -> Culprit:
+    cause = f"the others waited in vain: it was still at {one.where}, {one.at}"
+    log = tail(run.rank_log(one.rank))
+    return Culprit(rank=one.rank, node=one.node, cause=cause, log_tail=one.stack or log)
+
+
+def _from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
+    return Culprit(
+        rank=failure["rank"],
+        node=failure["node"],
+        cause=failure["cause"],
+        log_tail=tail(run.rank_log(failure["rank"])),
+        usage=failure["usage"],
+    )

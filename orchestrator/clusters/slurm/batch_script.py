@@ -1,0 +1,254 @@
+"""A submission to SLURM as a value: from a `Config` to the exact text of the batch script.
+
+Pure: nothing is read but the arguments, so the text can be printed, compared with golden files, and
+handed to `sbatch --test-only`. It is a script of our own rather than submitit's, because submitit's
+has no --requeue, no --kill-on-bad-exit and no --cpus-per-task for srun, always sets a wckey, and
+has no place after srun that keeps its exit code. submitit places it and starts the task in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.clusters.slurm.sbatch_defaults import Default, obeyed
+from orchestrator.clusters.slurm.shell_lines import (
+    heeding,
+    owning,
+    unless_ended,
+    unless_stopped,
+    waiting,
+)
+from orchestrator.clusters.slurm.values import quoted
+from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
+from orchestrator.lifecycle.address import INTERFACE_VARIABLE
+from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
+from orchestrator.run_folder.rundir import RunDir
+
+STARTER = "clusters/slurm/node_entry.py"
+# Descriptors: srun's log, open before anything of the person's runs; and the preamble's text.
+SRUN_LOG, PREAMBLE = 9, 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Here:
+    """The submitting side, as far as the script depends on it.
+
+    Attributes:
+        python: the interpreter that the ranks use.
+        folder: where the person stands; the job runs there too.
+        package: folder of this package as the ranks import it: in the snapshot, or installed.
+        path: folders that the ranks' PYTHONPATH begins with.
+        unpacked: the folder that the code's archive, which lies beside it, unpacks as, if any.
+        defaults: options of sbatch that the person's SBATCH_* variables set, by option.
+    """
+
+    python: str
+    folder: Path
+    package: Path
+    path: tuple[Path, ...] = ()
+    unpacked: Path | None = None
+    defaults: tuple[Default, ...] = ()
+
+
+def job_name(config: Config) -> str:
+    """The job's name for squeue: `run.name`, or else the job class's."""
+    return config.run.name or str(config.job["_target_"]).rpartition(".")[2].lower()
+
+
+def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
+    """The #SBATCH options in the order in which a person would look for them. True: no value."""
+    cluster = config.cluster
+    least, most = node_range(cluster.nodes)
+    yield "job-name", job_name(config)
+    for name in ("partition", "account", "qos", "reservation", "constraint", "exclude"):
+        if getattr(cluster, name) is not None:
+            yield name, getattr(cluster, name)
+    yield "nodes", most if least == most else f"{least}-{most}"
+    yield "ntasks-per-node", cluster.ranks_per_node
+    yield "cpus-per-task", cluster.cpus_per_rank
+    if gpu_count(cluster.gpus_per_node):
+        yield "gpus-per-node", cluster.gpus_per_node
+    if cluster.memory_gib is not None:
+        yield "mem", f"{round(cluster.memory_gib * 1024)}M"
+    if cluster.time_min is not None:
+        yield "time", cluster.time_min
+    if cluster.exclusive:
+        yield "exclusive", True
+    yield ("no-requeue" if cluster.requeue is False else "requeue"), True
+    yield "signal", f"USR2@{cluster.signal_ahead_s or SIGNAL_AHEAD_S}"
+    if cluster.comment is not None:
+        yield "comment", cluster.comment
+    for name, value in cluster.slurm_flags.items():
+        if value is not False:
+            yield name, value
+    yield "output", run.batch_log
+    yield "open-mode", "append"
+
+
+def all_options(config: Config, run: RunDir, here: Here) -> dict[str, object]:
+    """What holds for the job: the configuration, and the person's defaults where it is silent."""
+    stated = dict(options(config, run))
+    return {**stated, **{d.option: d.value for d in obeyed(here.defaults, stated)}}
+
+
+def _from_environment(config: Config, run: RunDir, here: Here) -> Iterator[str]:
+    """The #SBATCH lines of the person's defaults, under a line that says whose they are."""
+    taken = obeyed(here.defaults, dict(options(config, run)))
+    if taken:
+        yield f"# as set in the environment: {', '.join(default.variable for default in taken)}"
+    for default in taken:
+        yield _option(default.option, default.value)
+
+
+def _option(name: str, value: object) -> str:
+    return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={quoted(value)}"
+
+
+def _environment(config: Config) -> Iterator[str]:
+    """What the person sets. It holds for the preamble, for srun and for the ranks."""
+    threads = str(config.cluster.cpus_per_rank)
+    values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **config.cluster.environment}
+    for name, value in values.items():
+        yield f"export {name}={quoted(value)}"
+
+
+def _preamble(config: Config) -> Iterator[str]:
+    """The person's shell, read as a file of its own: whatever it holds, it ends where it ends."""
+    lines = config.cluster.preamble
+    if not lines:
+        return
+    end = "END_OF_PREAMBLE"
+    while end in lines:
+        end += "_"
+    yield f". /dev/fd/{PREAMBLE} {PREAMBLE}<<'{end}'  # cluster.preamble"
+    yield from lines
+    yield end
+
+
+def _our_environment(config: Config, here: Here, attempt: int) -> Iterator[str]:
+    """What ranks need from us, set last."""
+    if config.cluster.interface is not None:
+        yield f"export {INTERFACE_VARIABLE}={quoted(config.cluster.interface)}"
+    yield "export SUBMITIT_EXECUTOR=slurm"
+    yield f"export {BASE_ATTEMPT_VARIABLE}={attempt}"
+    yield from _search_path(here)
+
+
+def _search_path(here: Here) -> Iterator[str]:
+    """The run's own code comes before any other."""
+    path = ":".join(str(folder) for folder in here.path)
+    if path:
+        yield f'export PYTHONPATH={quoted(path)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+
+
+def _srun(config: Config, here: Here, run: RunDir) -> list[list[str]]:
+    """The step that is the ranks: srun and their program, a line a part."""
+    cluster = config.cluster
+    containers, python = _launcher(cluster, here, run)
+    flags = {"mpi": "none", **cluster.srun_flags}
+    return [
+        ["exec", "srun"],
+        ["--unbuffered"],
+        ["--kill-on-bad-exit=1"],
+        ["--export=ALL"],
+        [f"--cpus-per-task={cluster.cpus_per_rank}"],
+        [f"--output={run.logs}/node%n.log"],
+        *(
+            [f"--{name}" if value is True else f"--{name}={value}"]
+            for name, value in flags.items()
+            if value is not False
+        ),
+        *([option] for option in containers),
+        [*python, "-u"],
+        [str(here.package / STARTER), "rank"],
+        [str(run.submitit)],
+    ]
+
+
+def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str], list[str]]:
+    """(srun's options, the command before the starter) for a container, or for none."""
+    folders = {run.path, here.folder, *here.path}
+    inner = {f for f in folders if any(f != other and f.is_relative_to(other) for other in folders)}
+    shared = sorted(str(folder) for folder in folders - inner)
+    if cluster.container_runtime == "pyxis":
+        mounts = ",".join(f"{folder}:{folder}" for folder in shared)
+        return [
+            f"--container-image={cluster.container}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={here.folder}",
+        ], ["python3"]
+    if cluster.container_runtime == "apptainer":
+        gpus = ["--nv"] if gpu_count(cluster.gpus_per_node) else []
+        binds = "--bind=" + ",".join(shared)
+        return [], ["apptainer", "exec", *gpus, binds, str(cluster.container), "python3"]
+    return [], [here.python]
+
+
+def _lines(parts: list[list[str]], end: str) -> Iterator[str]:
+    """A long command, a part of it a line."""
+    for number, words in enumerate(parts):
+        indent = "    " if number else ""
+        yield f"{indent}{' '.join(map(quoted, words))} \\"
+    yield f"    {end}"
+
+
+def _unpacking(here: Here) -> Iterator[str]:
+    """Only what was submitted, for this run; afresh at each start, since what lies unpacked may
+    have been changed.
+    """
+    if here.unpacked is None:
+        return
+    yield f"snapshot={quoted(here.unpacked)}"
+    yield 'own "$snapshot.tar" "$snapshot.sha256"'
+    yield 'printf \'%s\\n\' "$snapshot" | cat - "$snapshot.tar" |'
+    yield '    sha256sum --check --strict --status "$snapshot.sha256" || {'
+    yield '    echo "error: the code in $snapshot.tar is damaged: $snapshot.sha256 differs" >&2'
+    yield "    exit 1"
+    yield "}"
+    yield 'rm -rf "$snapshot" "$snapshot.part" && mkdir "$snapshot.part" &&'
+    yield '    tar --no-same-owner -xf "$snapshot.tar" -C "$snapshot.part" &&'
+    yield '    mv "$snapshot.part" "$snapshot" || {'
+    yield '    echo "error: the code in $snapshot.tar cannot be unpacked on $SLURMD_NODENAME" >&2'
+    yield "    exit 1"
+    yield "}"
+
+
+def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
+    """The text that sbatch gets. The values must have passed `check_values`.
+
+    Args:
+        attempt: number of the job's first start; a requeued job adds SLURM_RESTART_COUNT to it.
+    """
+    starter = str(here.package / STARTER)
+    lines = [
+        "#!/bin/bash",
+        *(_option(name, value) for name, value in options(config, run)),
+        *_from_environment(config, run, here),
+        "",
+        "umask 077",
+        *heeding(),
+        f"run={quoted(run.path)}",
+        *owning(),
+        'if ! [ -w "$run/attempts" ]; then',
+        '    echo "error: the run folder $run cannot be written on node $SLURMD_NODENAME" >&2',
+        "    exit 1",
+        "fi",
+        *unless_ended(here.python, container=config.cluster.container is not None),
+        f"attempt=$(printf %03d $(({attempt} + ${{SLURM_RESTART_COUNT:-0}})))",
+        'own "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"',
+        'mkdir -p "$run/attempts/$attempt"',
+        f'exec {SRUN_LOG}>>"$run/attempts/$attempt/srun.log"',
+        *_unpacking(here),
+        *_search_path(here),
+        "(  # whatever is set, trapped or ended in here, what follows it is done",
+        *unless_stopped(),
+        *_environment(config),
+        *_preamble(config),
+        *_our_environment(config, here, attempt),
+        *_lines(_srun(config, here, run), f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
+        ") &",
+        *waiting(here.python, starter),
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,57 @@
+"""What the batch script starts on a node: `on_node.py rank FOLDER | after RUN ATTEMPT CODE TOLD`.
+
+Run as a file, so that the first entry of Python's path is this file's folder, which is taken away:
+with `-m` it would be the folder where the person stood, whose files may have been edited since.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
+
+
+def rank(folder: str) -> None:
+    """One rank. Stop signals wait until the worker has its handlers; they would be fatal before."""
+    import signal
+
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    _write_place(Path(folder).parent)
+    from submitit.core.submission import process_job
+
+    process_job(folder)
+
+
+def _write_place(run: Path) -> None:
+    """Which ranks are on this node, by the scheduler's own names and its own distribution: said
+    before anything can fail here, so that whoever fails can be found. One file a node.
+    """
+    if os.environ.get("SLURM_LOCALID") != "0":
+        return
+    from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
+    from orchestrator.run_folder.rundir import RunDir, write_json
+
+    attempt = int(os.environ[BASE_ATTEMPT_VARIABLE]) + int(os.environ.get(RESTARTS_VARIABLE, "0"))
+    write_json(
+        RunDir(run).node_ranks(attempt, int(os.environ["SLURM_NODEID"])),
+        {
+            "node": os.environ["SLURMD_NODENAME"],
+            "ranks": [int(rank) for rank in os.environ["SLURM_GTIDS"].split(",")],
+        },
+    )
+
+
+def after(run: str, attempt: str, code: str, told: str) -> None:
+    """What is left to do once srun has ended. `told`: the first signal the script got, or ""."""
+    from orchestrator.clusters.slurm.ending.after_srun import settle
+
+    settle(Path(run), int(attempt), int(code), told)
+
+
+if __name__ == "__main__":
+    if sys.path[0] == str(Path(__file__).resolve().parent):
+        del sys.path[0]
+    {"rank": rank, "after": after}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,125 @@
+"""Who failed first in a SLURM job: from the ranks' own reports, and from what srun said of them.
+
+A rank that raised has written its failure. One that was killed could not; srun names it, and says
+whether it was for want of memory. The others fail an instant later because of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.clusters.api import Culprit
+from orchestrator.clusters.root_cause import TAIL_LINES, tail
+from orchestrator.errors import describe_status
+from orchestrator.lifecycle.progress import read_progress
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.scheduler.srun_words import TaskEnd, task_ends
+
+OUT_OF_MEMORY = re.compile(
+    r"MemoryError|OutOfMemoryError|out of memory|oom-kill|Out Of Memory|cannot allocate memory",
+    re.IGNORECASE,
+)
+EXCEPTION_LINES = 3
+EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b")
+KERNEL_OUT_OF_MEMORY = re.compile(r"oom[-_ ]kill|Out Of Memory", re.IGNORECASE)
+
+
+def stopped_only(run: RunDir, attempt: int) -> bool:
+    """Whether no task ended otherwise than by a stop signal: then srun's code, which is the highest
+    of theirs, speaks for all. A task that crashes makes srun stop the others, whose code is higher.
+    """
+    return all(end.stopped for end in task_ends(_read(run.srun_log(attempt))))
+
+
+def srun_ended(run: RunDir, attempt: int) -> str | None:
+    """How srun itself was ended by a signal, which is no rank's fault; None when it was not."""
+    said = _read(run.srun_log(attempt))
+    if "srun: forcing job termination" in said:
+        return "srun was told to end the job"
+    if task_ends(said) or KERNEL_OUT_OF_MEMORY.search(said):
+        return None
+    return "srun was killed"
+
+
+def describe_code(code: int) -> str:
+    """A code as a shell gives it.
+
+    >>> describe_code(137), describe_code(1)
+    ('was killed by signal 9 (SIGKILL)', 'ended with code 1')
+    """
+    return f"was {describe_status(128 - code)}" if code > 128 else f"ended with code {code}"
+
+
+def _read(path: Path) -> str:
+    return "\n".join(tail(path, 400))
+
+
+def blame_slurm(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int) -> Culprit:
+    """The culprit of a failed attempt.
+
+    Args:
+        node_of: name of each rank's node, as far as it is known.
+        code: srun's exit code.
+    """
+    failures = {f["rank"]: f for f in run.failures(attempt)}
+    primary = [f for f in failures.values() if not f["secondary"]]
+    said = _read(run.srun_log(attempt))
+    ends = task_ends(said)
+    # Those that had no time to say why; those that were only stopped after another come last.
+    silent = sorted((e for e in ends if e.rank not in failures), key=lambda e: e.stopped)
+    if primary:
+        return _reported(run, min(primary, key=lambda f: f["time"]))
+    if silent and not (failures and silent[0].stopped):
+        began = bool(failures) or read_progress(run.progress(attempt)) is not None
+        return _silent(run, silent[0], node_of, said, began=began)
+    if failures:
+        return _reported(run, min(failures.values(), key=lambda f: f["time"]))
+    lines = tuple(line for line in said.splitlines() if line.strip()) or tail(run.batch_log)
+    cause = f"srun {describe_code(code)}" + (f": {lines[-1]}" if lines else "")
+    return Culprit(rank=None, node="batch", cause=cause, log_tail=lines[-TAIL_LINES:])
+
+
+MEMORY_REMEDY = "more accumulation.steps make the micro-batches smaller"
+
+
+def _reported(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
+    cause = str(failure["cause"])
+    if OUT_OF_MEMORY.search(cause):
+        cause = f"out of memory: {cause}; {MEMORY_REMEDY}"
+    return Culprit(
+        rank=failure["rank"], node=failure["node"], cause=cause,
+        log_tail=tail(run.rank_log(failure["rank"])), usage=failure["usage"],
+    )  # fmt: skip
+
+
+def _silent(
+    run: RunDir, end: TaskEnd, node_of: Mapping[int, str], said: str, *, began: bool
+) -> Culprit:
+    """A rank that left no report: it was killed, or did not get as far as being able to report."""
+    log = _log(run, end.rank, node_of)
+    cause = end.words
+    if KERNEL_OUT_OF_MEMORY.search(end.what) or KERNEL_OUT_OF_MEMORY.search(said):
+        cause = f"out of memory, killed by the kernel ({end.words}); {MEMORY_REMEDY}"
+    elif not began:
+        log = log or tuple(line for line in said.splitlines() if line.strip())[-TAIL_LINES:]
+        cause += f" before the first update{_last_word(log)}"
+    return Culprit(rank=end.rank, node=node_of.get(end.rank, end.node), cause=cause, log_tail=log)
+
+
+def _last_word(log: tuple[str, ...]) -> str:
+    """What a process that could not begin said last: an exception, whose text may have lines."""
+    said = [line.strip() for line in log if line.strip() and not line.startswith("srun: ")]
+    raised = [place for place, line in enumerate(said) if EXCEPTION.match(line)]
+    words = said[raised[-1] :][:EXCEPTION_LINES] if raised else said[-1:]
+    return f": {' '.join(words)}" if words else ""
+
+
+def _log(run: RunDir, rank: int, node_of: Mapping[int, str]) -> tuple[str, ...]:
+    """The end of what a rank said: in its own log, or before it had one, in its node's."""
+    nodes = list(dict.fromkeys(node_of.values()))
+    node = node_of.get(rank)
+    index = nodes.index(node) if node in nodes else 0
+    return tail(run.rank_log(rank)) or tail(run.node_log(f"node{index}"))

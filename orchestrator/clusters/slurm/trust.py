@@ -1,0 +1,88 @@
+"""Which cluster a run folder may send our commands to.
+
+A slurm.conf is not only data: with PluginDir it names code that squeue and all its kin load. So the
+one that handle.json names is used only where the person at this shell has vouched for it: it is
+their SLURM_CONF, they submitted with it before (`remember`), or it is the administrator's. A run
+folder that came from elsewhere cannot bring its own.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from orchestrator.errors import ClusterError
+from orchestrator.run_folder.files import PRIVATE, read_text
+from orchestrator.run_folder.rundir import RunDir, write_atomically
+from orchestrator.scheduler.client import CONF, SlurmClient
+
+SYSTEM = (Path("/etc"), Path("/run/slurm"), Path("/var/spool/slurmd"))
+SYSTEM_NAME = "slurm*.conf"
+REMEMBERED_BYTES = 1 << 20
+
+
+def client_of(run: RunDir, slurm_conf: str | None) -> SlurmClient:
+    """The client for the cluster that a run's handle names.
+
+    Raises:
+        ClusterError: it names a slurm.conf that nobody but the folder vouches for.
+    """
+    if slurm_conf is not None and not is_trusted(Path(slurm_conf).expanduser()):
+        raise ClusterError(
+            f"{run.handle} names the cluster of {slurm_conf}, which was never used from this "
+            f"account. A slurm.conf can make SLURM's commands run code: if you know it, "
+            f"export {CONF}={slurm_conf}"
+        )
+    return SlurmClient(slurm_conf)
+
+
+def is_trusted(conf: Path) -> bool:
+    """Whether somebody other than a run folder vouches for a slurm.conf."""
+    real = os.path.realpath(conf)
+    told = os.environ.get(CONF)
+    if told is not None and os.path.realpath(told) == real:
+        return True
+    if real in _remembered():
+        return _only_writable_by(Path(real), {0, os.geteuid()})
+    return _is_administrators(Path(real))
+
+
+def remember(conf: str) -> None:
+    """Note that this account has submitted with a slurm.conf of its own choice."""
+    real = os.path.realpath(Path(conf).expanduser())
+    known = _remembered()
+    if real in known:
+        return
+    kept = sorted(path for path in {*known, real} if Path(path).is_file())
+    _memory().parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    write_atomically(_memory(), "".join(f"{path}\n" for path in kept))
+
+
+def _memory() -> Path:
+    return Path.home() / ".orchestrator" / "slurm_confs"
+
+
+def _remembered() -> set[str]:
+    try:
+        return set(read_text(_memory(), at_most=REMEMBERED_BYTES).splitlines())
+    except (FileNotFoundError, PermissionError):  # nobody has vouched for anything here
+        return set()
+
+
+def _is_administrators(conf: Path) -> bool:
+    """Whether the file, and every folder on its way, is root's and nobody else may write there.
+
+    And is called a slurm.conf: SLURM's commands print what they do not understand of a file.
+    """
+    named = conf.match(SYSTEM_NAME)
+    system = named and any(conf.is_relative_to(folder) for folder in SYSTEM)
+    return system and all(_only_writable_by(path, {0}) for path in (conf, *conf.parents))
+
+
+def _only_writable_by(path: Path, owners: set[int]) -> bool:
+    try:
+        facts = path.lstat()
+    except OSError:
+        return False
+    return facts.st_uid in owners and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

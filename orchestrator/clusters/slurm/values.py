@@ -1,0 +1,250 @@
+"""Which values may go into a batch script: everything a person means, nothing a shell could run.
+
+A batch script is read twice, by SLURM (the #SBATCH lines) and by bash (the rest). Every value is
+quoted besides, but what would need cleverness to be quoted for both readers is refused here, with
+the key's name, before anything is written. `cluster.preamble` alone is shell, by its definition.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.clusters.slurm.sbatch_defaults import Default
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
+NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*")
+NODES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]*")
+FEATURES = re.compile(r"[A-Za-z0-9_(\[][A-Za-z0-9_.,@+&|*:()\[\]-]*")
+IMAGE = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./:@+#-]*")
+INTERFACES = re.compile(r"[A-Za-z0-9_*?][A-Za-z0-9_.,@*?-]*")
+FLAG = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+QUOTING = frozenset("'\"\\`$")
+PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
+    "partition": (NAMES, "a partition's name, or several with commas"),
+    "account": (NAME, "an account's name"),
+    "qos": (NAME, "the name of a quality of service"),
+    "constraint": (FEATURES, "features of nodes, as in gpu&ib"),
+    "exclude": (NODES, "node names, as in n[1-3],n7"),
+    "reservation": (NAMES, "a reservation's name"),
+    "interface": (INTERFACES, "names of network interfaces, as in ib0 or ib*,eth0"),
+    "container": (IMAGE, "a path or an address of an image"),
+}
+OWN_FLAGS = {
+    "array": "sweeps place their points themselves",
+    "chdir": "a job runs in the folder where it was submitted",
+    "clusters": "a job is followed where it was submitted; cluster.slurm_conf chooses the cluster",
+    "comment": "use cluster.comment",
+    "account": "use cluster.account",
+    "constraint": "use cluster.constraint",
+    "cpus-per-task": "use cluster.cpus_per_rank",
+    "error": "output goes into the run folder",
+    "exclude": "use cluster.exclude",
+    "exclusive": "use cluster.exclusive",
+    "export": "use cluster.environment",
+    "export-file": "use cluster.environment",
+    "gpus-per-node": "use cluster.gpus_per_node",
+    "input": "a job reads no input",
+    "job-name": "use run.name",
+    "mem": "use cluster.memory_gib",
+    "no-requeue": "use cluster.requeue",
+    "nodes": "use cluster.nodes",
+    "ntasks": "use cluster.nodes and cluster.ranks_per_node",
+    "ntasks-per-node": "use cluster.ranks_per_node",
+    "open-mode": "output goes into the run folder",
+    "output": "output goes into the run folder",
+    "parsable": "the answer is read by us",
+    "partition": "use cluster.partition",
+    "qos": "use cluster.qos",
+    "quiet": "the answer is read by us",
+    "requeue": "use cluster.requeue",
+    "reservation": "use cluster.reservation",
+    "signal": "use cluster.signal_ahead_s",
+    "test-only": "`python -m orchestrator plan` asks that",
+    "time": "use cluster.time_min",
+    "uid": "a job runs as the person who submits it",
+    "gid": "a job runs as the person who submits it",
+    "wait": "use run.watch",
+    "wrap": "the script is made by us",
+}
+OWN_SRUN_FLAGS = {
+    "bcast": "the ranks' program is not copied",
+    "chdir": "ranks run in the folder where the job was submitted",
+    "cpus-per-task": "use cluster.cpus_per_rank",
+    "error": "output goes into the run folder",
+    "export": "use cluster.environment",
+    "het-group": "a job has one group of nodes",
+    "immediate": "the job has its nodes already",
+    "input": "a rank reads no input",
+    "jobid": "ranks run in their own job",
+    "kill-on-bad-exit": "a failed rank ends the attempt, so that the others do not wait for it",
+    "multi-prog": "all ranks run the same program",
+    "no-kill": "a failed node ends the attempt",
+    "nodelist": "ranks run on all nodes of the job",
+    "nodes": "use cluster.nodes",
+    "ntasks": "use cluster.nodes and cluster.ranks_per_node",
+    "ntasks-per-node": "use cluster.ranks_per_node",
+    "output": "output goes into the run folder",
+    "pty": "a rank has no terminal",
+    "relative": "ranks run on all nodes of the job",
+    "signal": "use cluster.signal_ahead_s",
+    "test-only": "it would start nothing",
+    "time": "use cluster.time_min",
+    "unbuffered": "the batch script sets it",
+    "uid": "a job runs as the person who submits it",
+    "gid": "a job runs as the person who submits it",
+    "wait": "a failed rank ends the attempt at once",
+}
+WHOLE_OPTIONS = frozenset({"gpus"})  # begins like one of ours, and is an option of its own
+RESERVED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SUBMITIT|ORCHESTRATOR)_.*")
+READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
+
+
+def quoted(value: object) -> str:
+    """For bash: the value as one word, whatever it holds.
+
+    >>> quoted("a b"), quoted("/runs/x")
+    ("'a b'", '/runs/x')
+    """
+    return shlex.quote(str(value))
+
+
+def _unprintable(text: str) -> str | None:
+    """The first character that must not be in a line, as people can read it; None if all may."""
+    found = next((c for c in text if not c.isprintable()), None)
+    return None if found is None else repr(found).strip("'\"")
+
+
+def _line(key: str, text: str) -> Iterator[str]:
+    """What keeps a text from being one printable line."""
+    bad = _unprintable(text)
+    if bad is not None:
+        yield f"{key} must be one printable line, but has the character {bad}"
+
+
+def _plain(key: str, text: str) -> Iterator[str]:
+    """What keeps a text from a place on an #SBATCH line."""
+    bad = _unprintable(text) or next((c for c in text if c in QUOTING), None)
+    if bad is not None:
+        yield f"{key} must not have quotes, $, ` or \\ in it, nor line feeds, but has {bad}"
+    elif not text.strip() or text.startswith("-"):
+        yield f"{key} must not be empty nor begin with a dash, but is {text!r}"
+
+
+def _path(key: str, path: str) -> Iterator[str]:
+    """What keeps a path from being used in SLURM's file name patterns and in PYTHONPATH."""
+    bad = _unprintable(path) or next((c for c in path if c in QUOTING or c in "%:,"), None)
+    if bad is not None:
+        yield (
+            f"{key}={path!r} cannot be used with SLURM: it has {bad}; "
+            f"choose a path without quotes, $, `, \\, %, : and commas"
+        )
+
+
+def _flags(section: str, flags: Mapping[str, Any], own: Mapping[str, str]) -> Iterator[str]:
+    """What stands against options that are passed on. Args: own: those that are ours, with why."""
+    command = section.removeprefix("cluster.").removesuffix("_flags").replace("slurm", "sbatch")
+    for name, value in flags.items():
+        key = f"{section}.{name!s}" if str(name).isprintable() else section
+        # An option may be shortened (--wra is --wrap), so the start of one of ours is ours, too.
+        ours = [o for o in own if o.startswith(str(name)) and str(name) not in WHOLE_OPTIONS]
+        if not FLAG.fullmatch(str(name)):
+            yield f"{key} must be a long option of {command} without dashes in front, as in hint"
+        elif ours:
+            yield f"{key} cannot be set: {own[min(ours, key=len)]}"
+        elif isinstance(value, str):
+            yield from _plain(key, value)
+        elif not isinstance(value, bool | int | float):
+            yield f"{key} must be a text, a number, or true, but is {value!r}"
+
+
+def _environment(environment: Mapping[str, str]) -> Iterator[str]:
+    for name, value in environment.items():
+        if not VARIABLE.fullmatch(str(name)):
+            yield f"cluster.environment: {str(name)!r} is no name of a variable"
+        elif RESERVED.fullmatch(str(name)):
+            yield (
+                f"cluster.environment.{name} cannot be set: a job's own variables say where each "
+                f"rank is; options of srun go into cluster.srun_flags, the network interface into "
+                f"cluster.interface"
+            )
+        elif name in READ_ONLY:
+            yield f"cluster.environment.{name} cannot be set: it is bash's own"
+        else:
+            yield from _line(f"cluster.environment.{name}", str(value))
+
+
+def check_clusters(environment: Mapping[str, str]) -> None:
+    """Refuse defaults that would send a job to another cluster. Raises `ConfigError`."""
+    for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"):
+        if environment.get(name):
+            raise ConfigError(
+                f"{name}={environment[name]} sends jobs to other clusters, where they would not be "
+                f"found again; unset it, and choose the cluster by cluster.slurm_conf"
+            )
+
+
+def check_defaults(defaults: Iterable[Default]) -> None:
+    """Refuse values of SBATCH_* variables that have no place on an #SBATCH line. `ConfigError`."""
+    wrong = [w for d in defaults if isinstance(d.value, str) for w in _plain(d.variable, d.value)]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+def check_preamble(lines: Sequence[str]) -> None:
+    """Refuse a preamble that bash cannot read to its end. Raises `ConfigError`; starts bash."""
+    if not lines:
+        return
+    done = subprocess.run(
+        ["bash", "-O", "extglob", "-n"], input="\n".join([*lines, ""]), capture_output=True,
+        text=True, errors="replace", env={"PATH": os.environ.get("PATH", os.defpath)}, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        first = done.stderr.strip().splitlines()[0].removeprefix("bash: ")
+        raise ConfigError(f"cluster.preamble is no shell that bash can read: {first}")
+
+
+def check_values(config: Config, run: Path, folder: Path | None = None) -> None:
+    """Refuse every value that could mean more than itself. Raises one `ConfigError` for all.
+
+    Args:
+        folder: where the person stands, which is where the job will run.
+    """
+    wrong: list[str] = []
+    if folder is not None:
+        wrong += _path("the current folder", str(folder))
+    cluster = config.cluster
+    for name, (pattern, meaning) in PATTERNS.items():
+        value = getattr(cluster, name)
+        if value is not None and not pattern.fullmatch(value):
+            wrong.append(f"cluster.{name} must be {meaning}, but is {value!r}")
+    for key, text in (("cluster.comment", cluster.comment), ("run.name", config.run.name)):
+        if text is not None:
+            wrong += _plain(key, text)
+    if cluster.gpus_per_node is not None:
+        wrong += _plain("cluster.gpus_per_node", str(cluster.gpus_per_node))
+    wrong += _flags("cluster.slurm_flags", cluster.slurm_flags, OWN_FLAGS)
+    wrong += _flags("cluster.srun_flags", cluster.srun_flags, OWN_SRUN_FLAGS)
+    wrong += _environment(cluster.environment)
+    for number, line in enumerate(cluster.preamble):
+        wrong += _line(f"cluster.preamble[{number}]", line.replace("\t", " "))
+    wrong += _path("run.dir", str(run))
+    if cluster.slurm_conf is not None:
+        wrong += _path("cluster.slurm_conf", cluster.slurm_conf)
+    if cluster.container_runtime not in (None, "pyxis", "apptainer"):
+        wrong.append(
+            f"cluster.container_runtime must be pyxis or apptainer, "
+            f"but is {cluster.container_runtime!r}"
+        )
+    if (cluster.container is None) != (cluster.container_runtime is None):
+        wrong.append("cluster.container and cluster.container_runtime belong together; set both")
+    if wrong:
+        raise ConfigError("\n".join(wrong))

@@ -1,0 +1,217 @@
+"""Following a SLURM run from its folder: how training goes comes from there, where the job is from
+the scheduler. Neither is waited for: a scheduler that does not answer holds nothing up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Generator
+from datetime import datetime
+from typing import Any
+
+from orchestrator.clusters.api import Culprit, State
+from orchestrator.clusters.root_cause import tail
+from orchestrator.clusters.slurm.root_cause import blame_slurm
+from orchestrator.clusters.slurm.trust import client_of
+from orchestrator.errors import ClusterError, RunFolderError, describe_status
+from orchestrator.run_folder.rundir import RunDir, read_json, write_json
+from orchestrator.scheduler.client import SchedulerDown
+from orchestrator.scheduler.jobs import (
+    Job,
+    accounted,
+    queue_command,
+    queue_of_user,
+    queued,
+    read_queue,
+)
+from orchestrator.scheduler.shared_queue import Pace, SharedQueue
+
+FRESH_S = 2.5  # a job that was just queued has no news before
+RESULT_GRACE_S = 5.0
+UNSEEN_S = 15.0
+SAID = "error: "  # how the batch script says why it gives up
+CAUSES = {
+    "CANCELLED": "cancelled through the scheduler (scancel)",
+    "TIMEOUT": "the time limit was reached; resume goes on from the newest checkpoint",
+    "NODE_FAIL": "a node failed, and the job was not requeued",
+    "OUT_OF_MEMORY": "out of memory, killed by the kernel",
+    "BOOT_FAIL": "a node did not boot",
+    "DEADLINE": "the job's deadline passed",
+    "PREEMPTED": "preempted, and not requeued",
+    "GONE": "the scheduler has forgotten the job, and it left no result",
+}
+
+
+def read_handle(run: RunDir) -> dict[str, Any]:
+    """Where a SLURM run was placed. Raises `RunFolderError` when the folder does not say."""
+    handle = run.read_handle()
+    if handle is None:
+        raise RunFolderError(f"{run.path} was never submitted: it has no {run.handle.name}")
+    return handle
+
+
+def ending(run: RunDir, job: Job, attempt: int | None = None) -> tuple[State, Culprit]:
+    """What a job that ended without a result means. Reads only.
+
+    Args:
+        attempt: the one that ended; the newest where it is not known.
+    """
+    attempt = max(0, run.attempts_made() - 1) if attempt is None else attempt
+    node, lines = job.nodes or "scheduler", tail(run.batch_log)
+    state = State.STOPPED if job.state == "CANCELLED" else State.FAILED
+    said = next((line.removeprefix(SAID) for line in lines[-1:] if line.startswith(SAID)), None)
+    cause = CAUSES.get(job.state) or said
+    if cause is None and (run.failures(attempt) or run.srun_log(attempt).exists()):
+        found = _by_ranks(run, job, attempt)
+        if found is not None:
+            return state, found
+    return state, Culprit(
+        rank=None, node=node, cause=cause or _without_a_word(run, job, node), log_tail=lines
+    )
+
+
+def _by_ranks(run: RunDir, job: Job, attempt: int) -> Culprit | None:
+    """What the ranks left, where the batch script could not tell it any more."""
+    departure = run.read(run.departure(attempt))
+    if departure is not None:
+        cause = (
+            f"its ranks left in order ({departure['why']}), but the batch script "
+            f"{_how(job)} before it could hand the job back to the queue; resume goes on"
+        )
+        return Culprit(rank=None, node=departure.get("node") or "batch", cause=cause)
+    found = blame_slurm(run, attempt, run.nodes_of_ranks(attempt), job.exit_code or 0)
+    return None if found.rank is None else found
+
+
+def _how(job: Job) -> str:
+    if job.exit_signal:
+        return f"was {describe_status(-job.exit_signal)}"
+    return "ended" if job.exit_code is None else f"ended with code {job.exit_code}"
+
+
+def _without_a_word(run: RunDir, job: Job, node: str) -> str:
+    # exit signal 53 is slurmd's own: it could not open the output file
+    if job.exit_signal == 53 or not run.attempts_made():
+        return (
+            f"the job ended ({job.state}) before it could write anything: the run folder "
+            f"{run.path} is probably not visible on {node}; keep runs on a shared file system"
+        )
+    script = f": its batch script {_how(job)}" if job.exit_signal or job.exit_code else ""
+    return f"the job ended ({job.state}) without a result{script}"
+
+
+class SlurmHandle:
+    """A submitted run, held by whoever follows it.
+
+    Attributes:
+        job: the latest that the scheduler said; None before its first answer.
+        silent_since: when the scheduler stopped answering; None while it answers.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        handle = read_handle(run)
+        self._run = run
+        self.job_id = str(handle["job_id"])
+        self.client = client_of(run, handle.get("slurm_conf"))
+        self.job: Job | None = None
+        self.silent_since: datetime | None = None
+        self.culprit: Culprit | None = None
+        # All of one's own runs are asked about at once; somebody else's by its job alone.
+        own = run.handle.stat().st_uid == os.getuid()
+        self._queue = SharedQueue(
+            self.client, *(queue_of_user(os.getuid()) if own else queue_command([self.job_id]))
+        )
+        submitted = handle.get("time")
+        just_submitted = isinstance(submitted, float) and time.time() - submitted < FRESH_S
+        self._pace, self._heard_at = Pace(FRESH_S if just_submitted else 0.0), 0.0
+        self._seen = (run.attempts_made(), False)
+        self._ended_at: float | None = None
+        self._began = time.monotonic()
+
+    @property
+    def attempt(self) -> int:
+        """The newest attempt that has begun; 0 before any."""
+        return max(0, self._run.attempts_made() - 1)
+
+    def poll(self, timeout_s: float) -> State:
+        """Look at the folder and, now and then, ask the scheduler. Never waits for its answer."""
+        time.sleep(timeout_s)
+        result = self._run.read_result()
+        self._ask(ended=result is not None)
+        if result is not None:
+            over = self.silent_since is not None or (self.job is not None and not self.job.alive)
+            return State(result["state"]) if over else State.RUNNING
+        if self.job is None:
+            return State.PENDING
+        if self.job.alive:
+            self._ended_at = None
+            return State.PENDING if self.job.waiting else State.RUNNING
+        self._ended_at = self._ended_at or time.monotonic()
+        if time.monotonic() - self._ended_at < RESULT_GRACE_S:
+            return State.RUNNING
+        state, self.culprit = ending(self._run, self.job)  # told, not written: that is not ours
+        return state
+
+    def _ask(self, *, ended: bool) -> None:
+        """Heed the scheduler's newest word, where one is due."""
+        seen = (self._run.attempts_made(), ended)
+        if seen != self._seen:
+            self._seen = seen
+            if ended or self.job is None or self.job.waiting:  # else it is known to run
+                self._pace.changed()
+        if not self._pace.due:
+            return
+        found = self._queue.look(newer_than=max(self._heard_at, self._pace.since))
+        if found is None:
+            return
+        self._heard_at, answer = found
+        self._pace.looked()
+        try:
+            self.job = read_queue(answer).get(self.job_id) or self._past()
+        except SchedulerDown:  # whatever it said, it was not that the job is gone
+            self._pace.unanswered()
+            self.silent_since = self.silent_since or datetime.now().astimezone()
+        else:
+            self.silent_since = None
+
+    def _past(self) -> Job | None:
+        """A job that squeue has forgotten. Raises `SchedulerDown` when the accounting is silent."""
+        runs = (accounted(self.client, [self.job_id]) or {}).get(self.job_id)
+        if runs:
+            return runs[-1]
+        if self.job is not None or time.monotonic() - self._began > UNSEEN_S:
+            return Job(id=self.job_id, state="GONE")
+        return None
+
+    def stop(self) -> None:
+        """Ask all ranks to stop together at the next boundary, with a checkpoint, for good."""
+        job = queued(self.client, [self.job_id]).get(self.job_id)
+        if job is None or job.waiting:
+            self.kill()
+            return
+        with self._marked_cancelled("stop"):
+            self.client.must("scancel", "--signal=USR2", self.job_id)
+
+    def kill(self) -> None:
+        """End the job at once, queued or running; what follows the last checkpoint is lost."""
+        with self._marked_cancelled("now"):
+            self.client.must("scancel", self.job_id)
+
+    @contextlib.contextmanager
+    def _marked_cancelled(self, how: str) -> Generator[None]:
+        """What makes the ranks end rather than depart: written before they get any signal, and
+        taken back when the signal could not be sent, for then the run was not cancelled.
+        """
+        before = read_json(self._run.cancel)
+        write_json(self._run.cancel, {"how": how, "time": time.time()})
+        try:
+            yield
+        except ClusterError:
+            if before is None:
+                self._run.cancel.unlink(missing_ok=True)
+            raise
+
+    def close(self) -> None:
+        self._queue.close()

@@ -1,0 +1,206 @@
+"""From a command line to a checked `Config`. The one place where configurations are composed.
+
+A launch, a plan, a point of a sweep and `--cfg job` all come through `Composer`, so what one shows
+is what another runs. What a default file set gives way to what the user states here, in the
+composition itself; nothing is taken out of a configuration afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from orchestrator.compose.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
+from orchestrator.compose.hydra_input import check_arguments, guarded
+from orchestrator.compose.hydra_loader import Loader
+from orchestrator.compose.hydra_settings import refuse_unused
+from orchestrator.config.job_source import builds_optimizer
+from orchestrator.config.schema import Config, read_config, unknown_keys
+from orchestrator.errors import ConfigError
+
+IDENTITY = {"job": ("_target_",), "optimizer": ("_target_", "name")}
+"""What says which job or optimizer a section describes; its other keys are that one's arguments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Composed:
+    """A composed configuration as plain values, not yet checked.
+
+    Attributes:
+        values: every interpolation resolved.
+        overrides: that it was composed with, as typed.
+        sweeps: whether a sweep is asked for, by -m or by the configuration itself.
+        sweep_folder: where its points are gathered, unless `run.dir` says otherwise.
+        point_folder: in it, this point's.
+    """
+
+    values: dict[str, Any]
+    overrides: tuple[str, ...]
+    sweeps: bool
+    sweep_folder: Path
+    point_folder: Path
+
+    def config(self) -> Config:
+        """Checked against the schema and the rules.
+
+        Raises:
+            ConfigError: unknown keys, wrong types, values that cannot be used.
+        """
+        if sentences := unknown_keys(self.values):
+            raise ConfigError("\n".join(sentences))
+        with guarded():
+            return read_config(self.values)
+
+
+class Composer:
+    """Composes what one command line asks for, and the points of its sweep.
+
+    Raises:
+        ConfigError: `--config-dir` is no folder.
+    """
+
+    def __init__(self, line: CommandLine) -> None:
+        check_arguments(line.overrides)
+        self.line = line
+        self.loader = Loader(line.config_dir)
+
+    def compose(self) -> Composed:
+        """The configuration of a run, or what all points of a sweep have in common.
+
+        Raises:
+            ConfigError: what cannot be composed, in words.
+        """
+        mode = RunMode.MULTIRUN if self.line.multirun else RunMode.RUN
+        with guarded():
+            found = self.load(self.overrides, mode)
+            asked = OmegaConf.select(found, "hydra.mode")
+            if asked == RunMode.RUN and self.line.multirun:
+                raise ConfigError("-m asks for a sweep, but hydra.mode=RUN for none; leave one out")
+            sweeps = self.line.multirun or asked == RunMode.MULTIRUN
+            if not sweeps:
+                self.loader.refuse_choices(self.overrides)
+            self._params = found.hydra.sweeper.params or {}
+            return self._composed(found, self.line.overrides, sweeps=sweeps)
+
+    @property
+    def overrides(self) -> list[str]:
+        """As Hydra takes them."""
+        sweep = self.line.multirun
+        return [spelled(override, sweep=sweep) for override in self.line.overrides]
+
+    def points(self) -> Iterator[Composed | ConfigError]:
+        """The points of the sweep that `compose` found, or why one cannot be composed."""
+        params = [spelled(f"{key}={value}") for key, value in self._params.items()]
+        with guarded():
+            every = self.loader.points([*params, *self.overrides])
+        for number, overrides in enumerate(every):
+            try:
+                point: Composed | ConfigError = self._point(number, overrides)
+            except ConfigError as error:
+                point = error
+            yield point
+
+    def _point(self, number: int, overrides: Sequence[str]) -> Composed:
+        with guarded():
+            found = self.load(overrides, RunMode.RUN)
+            with open_dict(found.hydra.job):
+                found.hydra.job.num, found.hydra.job.id = number, str(number)
+            return self._composed(found, overrides)
+
+    def load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
+        """Compose; again without each shipped default that the user's statements replace.
+
+        Args:
+            overrides: as Hydra takes them.
+        """
+        given = list(overrides)
+        while True:
+            found = self._loaded(given, mode)
+            group = next((g for g in IDENTITY if self._gives_way(g, found, given)), None)
+            if group is None:
+                return found
+            given.append(f"~{group}")
+
+    def _loaded(self, given: list[str], mode: RunMode) -> DictConfig:
+        name = self.line.config_name
+        try:
+            return self.loader.load_configuration(name, given, mode, validate_sweep_overrides=False)
+        except HydraException as error:
+            if "Multiple values for cluster" not in str(error):
+                raise
+        # The primary configuration lists the group after all: here Hydra wants no plus.
+        given[:] = [o.removeprefix("+") if key_of(o) == "cluster" else o for o in given]
+        return self.loader.load_configuration(name, given, mode, validate_sweep_overrides=False)
+
+    def _gives_way(self, group: str, found: DictConfig, given: Sequence[str]) -> bool:
+        """Whether a shipped file that nobody chose describes another job (or optimizer) than the
+        one that is stated, so that its keys are not meant for it.
+        """
+        section = OmegaConf.select(found, group)
+        if not section:
+            return False
+        keys = [key_of(override) for override in given]
+        typed = any(key == group or key.startswith(f"{group}.") for key in keys)
+        target = OmegaConf.select(found, "job._target_")
+        own = group == "optimizer" and isinstance(target, str) and builds_optimizer(target)
+        files = self.line.config_dir or OmegaConf.select(found, "hydra.searchpath")
+        if not (typed or own or files):
+            return False
+        origin = self.loader.origin(self.line.config_name, given, group)
+        if origin.default is None:
+            return False
+        default = OmegaConf.select(origin.default, group)
+        if any(OmegaConf.select(section, k) != default.get(k) for k in IDENTITY[group]):
+            return True
+        return bool(own and not origin.stated and not typed)
+
+    def _composed(
+        self, found: DictConfig, overrides: Sequence[str], *, sweeps: bool = False
+    ) -> Composed:
+        refuse_unused(found.hydra)
+        HydraConfig.instance().set_config(found)  # for ${hydra:…}
+        values: dict[str, Any] = {}
+        for key in found:
+            if key != "hydra":
+                node = found[key]
+                plain = (
+                    OmegaConf.to_container(node, resolve=True)
+                    if OmegaConf.is_config(node)
+                    else node
+                )
+                values[str(key)] = _at_home(plain) if key == "job" else plain
+        sweep = found.hydra.sweep
+        return Composed(
+            values=values,
+            overrides=tuple(overrides),
+            sweeps=sweeps,
+            sweep_folder=Path(sweep.dir),
+            point_folder=Path(
+                sweep.dir, "" if OmegaConf.is_missing(found.hydra.job, "num") else str(sweep.subdir)
+            ),
+        )
+
+
+def _at_home(value: Any) -> Any:
+    """`~/…` in a job's arguments, which are paths then, as the shell would have expanded it."""
+    if isinstance(value, str):
+        return str(Path(value).expanduser()) if value.startswith("~/") else value
+    if isinstance(value, dict):
+        return {key: _at_home(inner) for key, inner in value.items()}
+    return [_at_home(inner) for inner in value] if isinstance(value, list) else value
+
+
+def compose(
+    overrides: Sequence[str], config_dir: str | None = None, config_name: str = PRIMARY
+) -> Config:
+    """Compose and check, as a launch would. Raises `ConfigError`."""
+    check_overrides(overrides)
+    line = CommandLine(overrides=tuple(overrides), config_dir=config_dir, config_name=config_name)
+    return Composer(line).compose().config()

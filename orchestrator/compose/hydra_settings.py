@@ -1,0 +1,41 @@
+"""Hydra's own settings that mean nothing here, because runs are placed and kept by us: refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from orchestrator.compose.wording import OWN_LAUNCHERS, OWN_SWEEPERS
+from orchestrator.errors import ConfigError
+
+CORE = "hydra._internal.core_plugins"
+UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "launcher._target_": (
+        (f"{CORE}.basic_launcher.BasicLauncher",), OWN_LAUNCHERS.format("hydra/launcher")
+    ),
+    "sweeper._target_": (
+        (f"{CORE}.basic_sweeper.BasicSweeper",), OWN_SWEEPERS.format("hydra/sweeper")
+    ),
+    "sweeper.max_batch_size": ((None,), "all points of a sweep are checked, then run in turn"),
+    "run.dir": ((".", "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"), "a run's folder is run.dir=…"),
+    "output_subdir": ((None, ".hydra"), "a run's folder says all of it: config.yaml"),
+    "job.chdir": ((None, False), "a run works in the folder that it was started from"),
+    "job.env_set": (({},), "variables of the ranks are cluster.environment={NAME: value}"),
+    "job.env_copy": (([],), "variables of the ranks are cluster.environment={NAME: value}"),
+    "callbacks": (({},), "nothing of Hydra's runs here; metrics.jsonl is written every update"),
+}  # fmt: skip
+"""Key below `hydra`: the values that change nothing, and what to do instead."""
+
+
+def refuse_unused(hydra: DictConfig) -> None:
+    """Raise `ConfigError` for what is set below `hydra` and would be ignored."""
+    wrong: list[str] = []
+    for key, (harmless, way) in UNUSED.items():
+        parent, _, leaf = key.rpartition(".")
+        node = OmegaConf.select(hydra, parent) if parent else hydra
+        value = OmegaConf.to_container(node).get(leaf) if node else None  # type: ignore[union-attr]
+        if value is not None and value not in harmless:
+            wrong.append(f"hydra.{key}={value} means nothing here: {way}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))

@@ -1,0 +1,1 @@
+"""The configuration as values: its schema, and every rule that refuses one."""

@@ -1,0 +1,1 @@
+"""What both engines say alike; no framework is imported."""

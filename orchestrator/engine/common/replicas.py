@@ -1,0 +1,201 @@
+"""Do all ranks still hold the same weights? Asked in every update, of a part of the model.
+
+Ranks start alike and apply the same update, so they stay alike; unless something changes weights on
+one of them only. Nothing would show that: gradients are averaged, the loss goes on falling, and
+rank 0's weights are saved as if they were everybody's. So a digest of one *share* of the weights
+travels with each boundary's reduction (`Trailer.tell`), another share in each update, and all of
+them are compared before a checkpoint and at the end. Where digests differ, all ranks raise the same
+error, which takes one collective more.
+
+No framework is imported here: an engine says how a piece of a parameter is digested.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from orchestrator.engine.common.packed_sums import DIGEST_BITS, Trailer
+from orchestrator.errors import JobError, ReplicasDiffer
+from orchestrator.plan.advice import named_ranks
+
+MOST_SHARES = 32
+"""In so many updates at most all weights are looked at: 0.04 ns of an update for each number."""
+
+LEAST_SHARE, EACH_PIECE = 256 * 1024, 32 * 1024
+"""Bytes of a share at the least, and what a piece costs beside its own bytes, as bytes."""
+
+LARGEST_PIECE = 2**16
+"""Numbers of a piece at the most, so that what is computed from it stays in the cache."""
+
+WORD_BITS = 48
+"""Of a piece's digest: a float64 carries it exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Numbers `start` to `end` of a parameter, flat: the `number`-th of the model's."""
+
+    number: int
+    start: int
+    end: int
+
+
+def shares_of(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Piece]]:
+    """The model's pieces, in at most `MOST_SHARES` shares of nearly equal work, in their order.
+
+    Args:
+        sizes: numbers of each parameter.
+        itemsizes: bytes of one of them.
+
+    >>> [len(share) for share in shares_of([100, 2**20], [4, 4])]
+    [2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    """
+    pieces = [
+        (Piece(number, start, min(start + LARGEST_PIECE, size)), itemsize)
+        for number, (size, itemsize) in enumerate(zip(sizes, itemsizes, strict=True))
+        for start in range(0, size, LARGEST_PIECE)
+    ]
+    costs = [EACH_PIECE + (piece.end - piece.start) * itemsize for piece, itemsize in pieces]
+    share = max(LEAST_SHARE, -(-sum(costs) // MOST_SHARES))
+    shares: list[list[Piece]] = [[]]
+    reached = 0
+    for (piece, _), cost in zip(pieces, costs, strict=True):
+        if reached >= share * len(shares):
+            shares.append([])
+        shares[-1].append(piece)
+        reached += cost
+    return shares
+
+
+def folded(words: Sequence[int], bits: int = WORD_BITS) -> int:
+    """One digest of `bits` bits out of several of up to 64."""
+    packed = b"".join((word % 2**64).to_bytes(8, "little") for word in words)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> (64 - bits)
+
+
+class Replicas:
+    """Watches over the equality of one model's weights on all ranks.
+
+    Args:
+        names: of the parameters.
+        sizes, itemsizes: see `shares_of`.
+        digests: gives a number of up to 64 bits for each of some pieces, of the weights as they
+            are now; any change of a piece changes its number.
+        gather: every rank's numbers, a row for each rank; collective.
+        ranks: how many there are; alone, nothing is done.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        itemsizes: Sequence[int],
+        *,
+        digests: Callable[[Sequence[Piece]], list[int]],
+        gather: Callable[[Sequence[float]], list[list[float]]],
+        ranks: int,
+    ) -> None:
+        self._names, self._digests, self._gather, self._ranks = names, digests, gather, ranks
+        self._shares = shares_of(sizes, itemsizes)
+        self._update = -1  # the latest
+        self._alike: list[int | None] = [None] * len(self._shares)  # last before which update
+        self._agreed: Mapping[str, float] = {}
+
+    def tell(
+        self, trailer: Trailer, update: int, agreed: Mapping[str, float] | None = None
+    ) -> None:
+        """Put this rank's digest of the update's share into what travels. Not collective.
+
+        Args:
+            trailer: that of this rank.
+            update: its number.
+            agreed: further numbers of this window that have to be the same on all ranks, by what
+                they are: the same names on all of them.
+        """
+        self._update, self._agreed = update, agreed or {}
+        if self._ranks > 1:
+            words = [_bits(number) for number in self._agreed.values()]
+            words += self._digests(self._share(update))
+            trailer.tell(folded(words, DIGEST_BITS))
+
+    def check(self, totals: Trailer, update: int) -> None:
+        """Look at what came back. Collective only where it raises.
+
+        Raises:
+            ReplicasDiffer: on all ranks alike, when weights differed before this update's step; it
+                names ranks, the first parameter, and since when.
+            JobError: on all ranks alike, when they were told different numbers of this window.
+        """
+        place = update % len(self._shares)
+        if totals.alike(self._ranks):
+            self._alike[place] = update
+            return
+        if self._agreed:
+            self._check_agreed(update)
+        pieces = self._share(update)
+        raise self._error(pieces, self._alike[place], f"the step of update {update}")
+
+    def check_all(self) -> None:
+        """Compare all weights now, between two windows. Collective.
+
+        Raises:
+            ReplicasDiffer: as `check`.
+        """
+        if self._ranks == 1:
+            return
+        words = [folded(self._digests(share)) for share in self._shares]
+        rows = self._gather([float(word) for word in words])
+        for place, share in enumerate(self._shares):
+            if any(row[place] != rows[0][place] for row in rows):
+                raise self._error(share, self._alike[place], f"the end of update {self._update}")
+        self._alike = [self._update + 1] * len(self._shares)
+
+    def _check_agreed(self, update: int) -> None:
+        rows = self._gather(list(self._agreed.values()))
+        odd = unlike_most(rows)
+        if odd:
+            usual = next(row for rank, row in enumerate(rows) if rank not in odd)
+            name, theirs, ours = next(
+                (name, theirs, ours)
+                for name, theirs, ours in zip(self._agreed, rows[odd[0]], usual, strict=True)
+                if theirs != ours
+            )
+            raise JobError(
+                f"ranks do not agree on update {update}: {name} is {theirs:.17g} on "
+                f"{named_ranks(odd)}, and {ours:.17g} on others; it has to be the same on all ranks"
+            )
+
+    def _share(self, update: int) -> list[Piece]:
+        return self._shares[update % len(self._shares)]
+
+    def _error(self, pieces: Sequence[Piece], since: int | None, until: str) -> ReplicasDiffer:
+        """The error, in which all ranks name the same culprits. Collective."""
+        rows = self._gather([float(folded([word])) for word in self._digests(pieces)])
+        odd = unlike_most(rows)
+        columns = zip(pieces, zip(*rows, strict=True), strict=True)
+        first = next((piece for piece, column in columns if len(set(column)) > 1), None)
+        begun = "the start" if since is None else f"the start of update {since}"
+        where = "" if first is None else f", first in parameter {self._names[first.number]}"
+        whose = "rank 0" if self._ranks == 2 else "most ranks"
+        return ReplicasDiffer(
+            f"the weights of {named_ranks(odd)} are no longer those of {whose}{where}: they were "
+            f"changed there alone, between {begun} and {until}. What a job does beside the "
+            "optimizer's step (in after_update, say) must be the same on all ranks, and so must "
+            "processors and numbers of threads, which decide the last bits",
+            odd,
+        )
+
+
+def _bits(number: float) -> int:
+    return int.from_bytes(struct.pack("<d", number), "little")
+
+
+def unlike_most(rows: Sequence[Sequence[float]]) -> list[int]:
+    """Ranks whose row is not the most common one; in a tie rank 0's counts as that."""
+    counts = Counter(tuple(row) for row in rows)
+    most = max(counts, key=lambda row: (counts[row], row == tuple(rows[0])))
+    return [rank for rank, row in enumerate(rows) if tuple(row) != most]

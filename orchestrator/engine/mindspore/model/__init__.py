@@ -1,0 +1,1 @@
+"""A job's model and loss in the form that MindSpore compiles."""

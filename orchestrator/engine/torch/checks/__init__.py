@@ -1,0 +1,1 @@
+"""What would be wrong in silence, looked for."""

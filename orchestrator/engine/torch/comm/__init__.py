@@ -1,0 +1,1 @@
+"""How ranks talk: groups, transports, differentiable collectives."""

@@ -1,0 +1,188 @@
+"""`TorchGroup`: a `Group` over a process group object of torch.distributed.
+
+The object is used directly and is never made the framework's global default group, so that a later
+generation can be formed beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from orchestrator.engine.torch.comm.base_group import BaseGroup, Work
+from orchestrator.engine.torch.comm.gloo_exchange import ExchangedSums
+from orchestrator.engine.torch.comm.gloo_tensors import BY_GLOO
+from orchestrator.engine.torch.comm.tensors import bytes_of
+from orchestrator.engine.torch.comm.work import Pairwise, Started, as_peer_lost
+from orchestrator.errors import ConfigError
+
+_DIRECT_BYTES = 2**18  # below that, one call is quicker than many
+
+
+class TorchGroup(BaseGroup):
+    """Ranks in processes, over gloo, NCCL or HCCL.
+
+    Args:
+        process_group: a `torch.distributed` process group or one of its backends; None only for a
+            group of one rank.
+        keep: whatever has to live as long as the group (its store).
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        *,
+        rank: int,
+        size: int,
+        generation: int = 0,
+        transport: str,
+        device: torch.device | str = "cpu",
+        keep: tuple[Any, ...] = (),
+    ) -> None:
+        super().__init__(
+            rank=rank, size=size, generation=generation, transport=transport, device=device
+        )
+        self._group, self._keep = process_group, keep
+        self._sums = ExchangedSums(rank, size, self._start_segments)
+        self._parts_of_one = 0  # what gloo counts of a collective of ours, beyond the one
+
+    @classmethod
+    def wrap(cls, process_group: Any, *, device: torch.device | str | None = None) -> TorchGroup:
+        """A group over the caller's own, `torch.distributed.group.WORLD` say. Not collective.
+
+        Args:
+            process_group: formed by the caller, who also ends it.
+            device: where tensors live; by default the current CUDA device under NCCL, else the CPU.
+
+        Raises:
+            ConfigError: it is no process group.
+        """
+        if not callable(getattr(process_group, "allreduce", None)):
+            raise ConfigError(
+                "TorchGroup.wrap() takes a process group of torch, as in TorchGroup.wrap("
+                "torch.distributed.group.WORLD) after init_process_group(), of which this process "
+                f"is a member; but was given {process_group!r:.60}"
+            )
+        backend = str(process_group.name()).lower()
+        if device is None:
+            device = torch.device("cuda") if "nccl" in backend else torch.device("cpu")
+        return cls(
+            process_group,
+            rank=process_group.rank(),
+            size=process_group.size(),
+            transport=backend,
+            device=device,
+        )
+
+    @classmethod
+    def alone(
+        cls, *, transport: str = "gloo", device: torch.device | str = "cpu", generation: int = 0
+    ) -> TorchGroup:
+        """The group of one rank: every collective returns at once, nothing is sent or counted."""
+        return cls(None, rank=0, size=1, generation=generation, transport=transport, device=device)
+
+    def transport_collectives(self) -> int | None:
+        """Collectives since the group was formed, by the process group's own sequence number."""
+        if self._group is None:
+            return 0
+        counted = int(self._group._get_sequence_number_for_group())  # noqa: SLF001  # no public name
+        return counted - self._parts_of_one
+
+    def _start(self, operation: str, call: Callable[..., Any], *tensors: Tensor) -> Work:
+        views = [tensor.detach() for tensor in tensors]  # of this call's own: see `held`
+        try:
+            work = call(*views)
+        except RuntimeError as error:
+            lost = as_peer_lost(error, operation, self.rank)
+            if lost is None:
+                raise
+            raise lost from error
+        return Started(
+            work, operation, self.rank, views, BY_GLOO if self.transport == "gloo" else None
+        )
+
+    def _start_sum(self, flat: Tensor) -> Work:
+        return self._start(
+            "all_reduce_sum", lambda mine: self._group.allreduce([mine], ReduceOp.SUM), flat
+        )
+
+    def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
+        # Equally large on all ranks, so all choose alike.
+        if self.transport == "gloo" and bytes_of(flat) >= _DIRECT_BYTES:
+            if parts[self.rank].data_ptr() != flat.data_ptr():
+                parts[self.rank].copy_(flat)
+            return self._start_pairwise("all_gather", parts, [flat] * self.size)
+        return self._start(
+            "all_gather",
+            lambda mine, *all_parts: self._group.allgather([list(all_parts)], [mine]),
+            flat,
+            *parts,
+        )
+
+    def _start_gather_in_place(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
+        mine = pieces[self.rank]
+        if self.transport == "gloo":
+            return self._start_gather(pieces, mine)
+        return self._start("all_gather", self._group._allgather_base, tensor, mine)  # noqa: SLF001  # no public name
+
+    def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work:
+        if self.transport == "gloo":
+            return self._sums.start(out, tensor)
+        return self._start("reduce_scatter_sum", self._group._reduce_scatter_base, out, tensor)  # noqa: SLF001  # no public name
+
+    def _start_segments(self, into: Sequence[Tensor], pieces: Sequence[Tensor]) -> Work:
+        return self._start_pairwise("reduce_scatter_sum", into, pieces, at_once=True)
+
+    def _start_pairwise(
+        self,
+        operation: str,
+        into: Sequence[Tensor],
+        pieces: Sequence[Tensor],
+        *,
+        at_once: bool = False,
+    ) -> Work:
+        travel = [
+            tensor
+            for rank, both in enumerate(zip(into, pieces, strict=True))
+            for tensor in both
+            if rank != self.rank and tensor.numel()
+        ]
+        self._parts_of_one += len(travel) - 1
+        return self._start(
+            operation,
+            lambda: Pairwise(self._group, self.rank, into, pieces, at_once=at_once),
+        )
+
+    def _start_exchange(
+        self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]
+    ) -> Work:
+        if self.transport == "gloo":
+            into, pieces = received.split(receive_counts), sent.split(send_counts)
+            into[self.rank].copy_(pieces[self.rank])
+            return self._start_pairwise("all_to_all", into, pieces)
+        return self._start(
+            "all_to_all",
+            lambda *both: self._group.alltoall_base(*both, receive_counts, send_counts),
+            received,
+            sent,
+        )
+
+    def _start_broadcast(self, flat: Tensor, source: int) -> Work:
+        return self._start("broadcast", lambda mine: self._group.broadcast(mine, source), flat)
+
+    def _start_barrier(self) -> Work:
+        return self._start("barrier", self._group.barrier)
+
+
+def never_destroy(process_group: Any) -> None:
+    """Leave `process_group` to the end of the process.
+
+    Destroying a gloo group blocks until the time-out of its pending operations, on every rank that
+    was not a neighbour of the one that died; a rank that lost its peers has to end at once.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(process_group))

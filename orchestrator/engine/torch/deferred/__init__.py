@@ -1,0 +1,1 @@
+"""Windows whose micro-batches need each other: computed at the boundary."""

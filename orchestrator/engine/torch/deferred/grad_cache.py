@@ -1,0 +1,235 @@
+"""Losses of all the update's embeddings at once (contrastive ones, say), without mid-window talk.
+
+In two phases. Each micro-step embeds its samples without a graph. At the boundary the embeddings
+are gathered, once; every rank computes the loss of all of them and its gradient with respect to its
+own rows; each micro-batch is run again with the same random numbers and that gradient is sent back
+through it; and the parameters are reduced, once. So an update has two collectives whatever the
+number of micro-steps, and holds the activations of one micro-batch (of the others, the inputs and
+the embeddings). Sources: gradient caching, arXiv 2101.06983; BASIC, arXiv 2111.10050.
+
+Convention: the loss is replicated, and a rank uses its own slice of the gradient; parameters'
+gradients are then *summed* over ranks, and no collective is needed in the backward. The loss's own
+parameters (a temperature) would be counted R times so: they get their gradient where the sample at
+place 0 of the update is computed, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from orchestrator.engine.api import MicroBatch, Window
+from orchestrator.engine.torch.accumulator import Accumulator
+from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.loss_sums import checked
+from orchestrator.engine.torch.seeds import derived_seed, seed_everything
+from orchestrator.errors import JobError
+from orchestrator.job import Coupled, Loss
+
+_TOLERANCE = 1e-2  # kernels may round differently the second time; other dropout differs far more
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a job's embeddings lie in rows that can travel: one block of columns for each tensor.
+
+    Attributes:
+        single: the job gives a tensor, not a tuple of them.
+        shapes: of one sample's part of each tensor.
+        dtypes: of each tensor.
+    """
+
+    single: bool
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, embeddings: Any, samples: int) -> Layout:
+        """Raises `JobError` unless these are tensors with a row for each of the samples."""
+        tensors = (embeddings,) if isinstance(embeddings, Tensor) else tuple(embeddings)
+        for tensor in tensors:
+            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            if not isinstance(tensor, Tensor) or tensor.shape[:1] != (samples,):
+                raise JobError(
+                    "embed() must give a tensor, or a tuple of tensors, with one row for each of "
+                    f"the micro-batch's {samples} samples, but gives {found}"
+                )
+        return cls(
+            isinstance(embeddings, Tensor),
+            tuple(tuple(tensor.shape[1:]) for tensor in tensors),
+            tuple(tensor.dtype for tensor in tensors),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What rows travel in: float32, or float64 when the embeddings are."""
+        return torch.float64 if torch.float64 in self.dtypes else torch.float32
+
+    def pack(self, embeddings: Any) -> Tensor:
+        """(samples, *) each -> (samples, columns)."""
+        tensors = (embeddings,) if self.single else embeddings
+        return torch.cat([t.reshape(len(t), -1).to(self.dtype) for t in tensors], dim=1)
+
+    def unpack(self, rows: Tensor) -> Any:
+        """The inverse of `pack`."""
+        widths = [torch.Size(shape).numel() for shape in self.shapes]
+        tensors = tuple(
+            part.reshape(len(rows), *shape).to(dtype)
+            for part, shape, dtype in zip(
+                rows.split(widths, dim=1), self.shapes, self.dtypes, strict=True
+            )
+        )
+        return tensors[0] if self.single else tensors
+
+    def no_rows(self, device: torch.device) -> Tensor:
+        """What a rank without samples gives."""
+        columns = sum(torch.Size(shape).numel() for shape in self.shapes)
+        return torch.empty((0, columns), dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    batch: Any
+    micro_batch: MicroBatch
+    rows: Tensor
+
+
+class CoupledWindows:
+    """One rank's windows of a job with a coupled loss.
+
+    Args:
+        job: its `embed` and `loss_of_embeddings`.
+        model: what is trained.
+        accumulator: takes the gradients; its windows are begun and ended by the caller.
+        group: the ranks.
+        metric_names: of the job.
+        seed: of the run.
+        prepare: moves a batch to where the model computes.
+        leaf_of: the number that `Accumulator.backward` wants for a micro-batch.
+        any_batch: a batch of one sample, for a rank that never had one.
+    """
+
+    def __init__(
+        self,
+        job: Coupled,
+        model: Module,
+        accumulator: Accumulator,
+        group: BaseGroup,
+        *,
+        metric_names: Sequence[str],
+        seed: int,
+        prepare: Callable[[Any], Any],
+        leaf_of: Callable[[MicroBatch], int | None],
+        any_batch: Callable[[], Any],
+    ) -> None:
+        self._job, self._model, self._accumulator, self._group = job, model, accumulator, group
+        self._names, self._seed = tuple(metric_names), seed
+        self._prepare, self._leaf_of, self._any_batch = prepare, leaf_of, any_batch
+        self._layout: Layout | None = None
+        self._kept: list[_Kept] = []
+
+    @property
+    def collectives(self) -> int:
+        """Gathers in each window."""
+        return int(self._group.size > 1)
+
+    def begin(self) -> None:
+        """Forget: a window begins."""
+        self._kept.clear()
+
+    def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
+        """Embed one micro-batch without a graph, and keep it for the boundary. Silent."""
+        began = time.perf_counter()
+        with torch.no_grad():
+            rows = self._rows(batch, micro_batch)
+        self._kept.append(_Kept(batch, micro_batch, rows))
+        self._accumulator.compute_s += time.perf_counter() - began
+
+    def finish(self, window: Window) -> float:
+        """Gather, compute the loss, send its gradient back through every micro-batch. Collective.
+
+        Gives the seconds that the gather took.
+
+        Raises:
+            JobError: the job's methods do not give what the contract says.
+        """
+        began = time.perf_counter()
+        mine = torch.cat([kept.rows for kept in self._kept]) if self._kept else self._no_rows()
+        with self._group.silence.lifted():
+            rows = self._group.all_gather(mine, window.samples_per_rank or None)
+        gathered = time.perf_counter()
+        loss, gradient = self._loss(rows.requires_grad_(), window)
+        self._accumulator.compute_s += time.perf_counter() - gathered
+        for number, kept in enumerate(self._kept):
+            again = time.perf_counter()
+            surrogate = self._replayed(kept, gradient)
+            self._accumulator.compute_s += time.perf_counter() - again
+            first = kept.micro_batch.start == 0
+            metrics = loss.metrics if first else dict.fromkeys(self._names, 0.0)
+            self._accumulator.backward(
+                Loss(loss.total + surrogate, loss.weight, metrics)
+                if first
+                else Loss(surrogate, 0.0, metrics),
+                last=number == len(self._kept) - 1,
+                leaf=self._leaf_of(kept.micro_batch),
+            )
+        self._kept.clear()
+        return gathered - began
+
+    def applied(self) -> None:
+        """The update was applied: nothing follows it here."""
+
+    # ------------------------------------------------------------------ parts
+
+    def _rows(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
+        seed_everything(derived_seed("step", self._seed, micro_batch.update, micro_batch.start))
+        with self._accumulator.precision.forward():
+            embeddings = self._job.embed(self._model, self._prepare(batch))
+        layout = Layout.of(embeddings, len(micro_batch.indices))
+        if self._layout not in (None, layout):
+            raise JobError(f"embed() gave {self._layout} before, and now {layout}")
+        self._layout = layout
+        return layout.pack(embeddings)
+
+    def _no_rows(self) -> Tensor:
+        if self._layout is None:
+            with torch.no_grad():
+                self._rows(self._any_batch(), MicroBatch(update=0, start=0, indices=(0,)))
+        assert self._layout is not None  # noqa: S101  # `_rows` sets it
+        return self._layout.no_rows(self._group.device)
+
+    def _loss(self, rows: Tensor, window: Window) -> tuple[Loss, Tensor]:
+        """The loss of all samples, and its gradient with respect to their rows."""
+        assert self._layout is not None  # noqa: S101  # every rank has embedded by now
+        seed_everything(derived_seed("loss", self._seed, window.update))
+        with self._accumulator.precision.forward():
+            loss = self._job.loss_of_embeddings(self._model, self._layout.unpack(rows))
+        checked(loss, self._names)
+        scale = self._accumulator.precision.scale
+        # The graph is needed once more where the loss's own parameters get their gradient.
+        keep = any(kept.micro_batch.start == 0 for kept in self._kept)
+        found: Any = torch.autograd.grad(
+            loss.total * scale, rows, retain_graph=keep, allow_unused=True
+        )[0]
+        if found is None:
+            raise JobError("Loss.total of loss_of_embeddings() does not depend on the embeddings")
+        return loss, found / scale
+
+    def _replayed(self, kept: _Kept, gradient: Tensor) -> Tensor:
+        """0, with a graph that sends this micro-batch's part of `gradient` back to the weights."""
+        again = self._rows(kept.batch, kept.micro_batch)
+        apart = (again.detach() - kept.rows).abs().max()
+        if bool(apart > _TOLERANCE * kept.rows.abs().max()):
+            raise JobError(
+                "embed() gave other embeddings when the same micro-batch was run again: it may "
+                "draw random numbers from torch's, NumPy's and Python's own generators only, and "
+                "must not change the model"
+            )
+        start = kept.micro_batch.start
+        return ((again - again.detach()) * gradient[start : start + len(again)]).sum()

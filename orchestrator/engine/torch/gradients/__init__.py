@@ -1,0 +1,1 @@
+"""From each parameter's gradient to the one sum over ranks."""

@@ -1,0 +1,234 @@
+"""How local gradients become the sum over ranks: at the boundary, or after every micro-step.
+
+A reduction is told of every micro-step, and at the end gives the totals that all ranks share; the
+summed gradient is then in `buffers`. `reproducible.py` and `sharded.py` hold two more ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from orchestrator.engine.common.packed_sums import Trailer, limb_bits
+from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.gradients.bucketing import BucketSender
+from orchestrator.engine.torch.gradients.buffer import GradientBuffers
+
+
+class Reduction(Protocol):
+    """What an accumulator needs of a reduction."""
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """Where gradients are accumulated now, and the sum is after `finish`."""
+        ...
+
+    @property
+    def buffers_made(self) -> int:
+        """How many sets of buffers there are."""
+        ...
+
+    @property
+    def records(self) -> bool:
+        """Whether gradients of backwards that somebody else runs can be taken in."""
+        ...
+
+    def begin(self, *, steps: int | None, leaves: int | None) -> None:
+        """A window begins, of at most `steps` micro-steps on a rank and `leaves` over all ranks."""
+        ...
+
+    def before_backward(self, *, last: bool, leaf: int | None) -> None:
+        """A backward comes. `last`: of this rank in this window. `leaf`: its global number."""
+        ...
+
+    def after_backward(self) -> None:
+        """It is done."""
+        ...
+
+    def ready(self, parameter: int) -> None:
+        """One parameter's gradient is there, in mid-backward."""
+        ...
+
+    def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
+        """Sum over ranks. Collective. Gives the ranks' trailers added up.
+
+        `arrived` is called with flat pieces whose norm is the gradient's: the summed gradient as
+        it comes, say, each number once.
+        """
+        ...
+
+
+_MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
+
+
+def write_trailer(buffers: GradientBuffers, trailer: Trailer, ranks: int) -> None:
+    """Put this rank's numbers behind its gradients."""
+    place = buffers.trailer
+    numbers = trailer.numbers(limb_bits(_MANTISSA_BITS[place.dtype], ranks))
+    place.copy_(torch.tensor(numbers, dtype=place.dtype))
+
+
+def read_trailer(buffers: GradientBuffers, ranks: int) -> Trailer:
+    """The numbers behind the gradients, as a trailer."""
+    place = buffers.trailer
+    numbers = place.to("cpu", torch.float64).tolist()
+    bits = limb_bits(_MANTISSA_BITS[place.dtype], ranks)
+    return Trailer.of(numbers, buffers.metric_count or 0, bits)
+
+
+class AtBoundary:
+    """One reduction for each window, its buckets sent during the last backward.
+
+    Args:
+        overlap: False sends everything at the boundary.
+    """
+
+    def __init__(
+        self,
+        buffers: GradientBuffers,
+        group: BaseGroup,
+        sender: BucketSender,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        self._buffers, self._group, self._overlap = buffers, group, overlap
+        self._sender = sender
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """The one set of buffers that there is."""
+        return self._buffers
+
+    @property
+    def buffers_made(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def records(self) -> bool:
+        """They only have to be in the buffers."""
+        return True
+
+    def begin(self, *, steps: int | None, leaves: int | None) -> None:
+        """Start from nothing."""
+        del steps, leaves
+        _refuse_half_sent(self._sender)
+        self._buffers.begin()
+
+    def before_backward(self, *, last: bool, leaf: int | None) -> None:
+        """Send during this backward if it is the last."""
+        del leaf
+        if last and self._overlap:
+            self._sender.arm()
+
+    def after_backward(self) -> None:
+        """Nothing: buckets that are not ready leave at the boundary."""
+
+    def ready(self, parameter: int) -> None:
+        """Send the buckets that this one completes."""
+        self._sender.ready(parameter)
+
+    def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
+        """Send the rest, wait for all."""
+        self._buffers.complete()
+        write_trailer(self._buffers, trailer, self._group.size)
+        self._sender.send_rest()
+        self._sender.wait(arrived)
+        return read_trailer(self._buffers, self._group.size)
+
+
+class EveryStep:
+    """One reduction after each micro-step: what people do by mistake, for comparison.
+
+    Every rank takes part in as many reductions as the rank with most micro-steps; one that has run
+    out joins with zeros. What is summed already stays on rank 0 alone, so nothing is counted twice
+    and no second buffer is needed.
+    """
+
+    def __init__(
+        self,
+        buffers: GradientBuffers,
+        group: BaseGroup,
+        sender: BucketSender,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        self._buffers, self._group, self._overlap = buffers, group, overlap
+        self._sender = sender
+        self._steps = self._begun = self._done = 0
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """The one set of buffers that there is."""
+        return self._buffers
+
+    @property
+    def buffers_made(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def records(self) -> bool:
+        """They only have to be in the buffers."""
+        return True
+
+    def begin(self, *, steps: int | None, leaves: int | None) -> None:
+        """Start from nothing. Raises `ValueError` without `steps`: ranks have to agree on it."""
+        del leaves
+        if steps is None:
+            raise ValueError(
+                "sync='every_step' needs begin_window(steps=...): the micro-steps of the rank that "
+                "has most of them, the same number on all ranks"
+            )
+        _refuse_half_sent(self._sender)
+        self._buffers.begin()
+        self._steps, self._begun, self._done = max(1, steps), 0, 0
+
+    def before_backward(self, *, last: bool, leaf: int | None) -> None:
+        """Send during each backward. Raises `ValueError` when it is one more than was said."""
+        del last, leaf
+        self._begun += 1
+        if self._begun > self._steps:
+            raise ValueError(
+                f"this window was said to have {self._steps} micro-steps; one more came"
+            )
+        if self._overlap:
+            self._sender.arm()
+
+    def after_backward(self) -> None:
+        """Reduce, unless this was the last one: that is the boundary's, which adds the trailer."""
+        if self._done < self._steps - 1:
+            self._reduce()
+
+    def ready(self, parameter: int) -> None:
+        """Send the buckets that this one completes."""
+        self._sender.ready(parameter)
+
+    def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
+        """Join the reductions that other ranks still have, the last one with the trailer."""
+        while self._done < self._steps - 1:
+            self._reduce()
+        self._buffers.complete()
+        write_trailer(self._buffers, trailer, self._group.size)
+        self._sender.send_rest()
+        self._sender.wait(arrived)
+        return read_trailer(self._buffers, self._group.size)
+
+    def _reduce(self) -> None:
+        self._buffers.complete()
+        self._sender.send_rest()
+        self._sender.wait()
+        self._done += 1
+        if self._group.rank != 0:
+            self._buffers.begin()
+
+
+def _refuse_half_sent(sender: BucketSender) -> None:
+    if sender.started:
+        raise RuntimeError(
+            "a window begins while another one's gradients are on their way: after an error in the "
+            "last backward this rank has to end, since the others wait for it"
+        )

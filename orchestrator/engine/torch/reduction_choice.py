@@ -1,0 +1,73 @@
+"""Which reduction the settings ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.gradients.bucketing import BucketSender
+from orchestrator.engine.torch.gradients.buffer import GradientBuffers
+from orchestrator.engine.torch.gradients.fast import AtBoundary, EveryStep, Reduction
+from orchestrator.engine.torch.gradients.layout import aligned_first
+from orchestrator.engine.torch.gradients.reproducible import Reproducible
+from orchestrator.engine.torch.sharding.reduction import SegmentSender, ShardedBoundary
+from orchestrator.errors import ConfigError, did_you_mean
+
+WIRES = {"own": None, "bfloat16": torch.bfloat16}
+
+
+def reduction_for(
+    parameters: list[tuple[str, Tensor]],
+    group: BaseGroup,
+    *,
+    reduction: str,
+    sync: str,
+    metric_count: int,
+    bucket_bytes: int | None,
+    overlap: bool,
+    order: Sequence[int] | None = None,
+    wire: str = "own",
+    shard_optimizer: bool = False,
+) -> Reduction:
+    """The reduction for `accumulation.reduction` and `accumulation.sync`, with its buffers.
+
+    One rank has no use for shards: it gets the reduction that it had without.
+
+    Raises:
+        ConfigError: there is none for these two, or none that sends gradients as `wire` says, or a
+            bucket is too small for a number.
+    """
+    if wire not in WIRES:
+        raise ConfigError(f"there is no engine.wire={wire}{did_you_mean(wire, WIRES)}")
+    if wire != "own" and (reduction, sync) != ("fast", "boundary"):
+        raise ConfigError(
+            f"engine.wire={wire} is for accumulation.reduction=fast with "
+            f"accumulation.sync=boundary, not for {reduction} with {sync}"
+        )
+    if shard_optimizer and (reduction, sync) != ("fast", "boundary"):
+        raise ConfigError(
+            f"engine.shard_optimizer=true is for accumulation.reduction=fast with "
+            f"accumulation.sync=boundary, not for {reduction} with {sync}"
+        )
+    if shard_optimizer and wire != "own":
+        raise ConfigError(f"engine.shard_optimizer=true is for engine.wire=own, not for {wire}")
+    if shard_optimizer and group.size > 1:
+        order = aligned_first(parameters, order)
+        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
+        segments = SegmentSender(buffers, group, bucket_bytes)
+        return ShardedBoundary(buffers, group, segments, overlap=overlap)
+    if (reduction, sync) == ("reproducible", "boundary"):
+        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
+        return Reproducible(buffers, group)
+    if (reduction, sync) not in (("fast", "boundary"), ("fast", "every_step")):
+        raise ConfigError(
+            f"there is no accumulation.reduction={reduction} with accumulation.sync={sync}; there "
+            "are fast with boundary, fast with every_step, and reproducible with boundary"
+        )
+    buffers = GradientBuffers(parameters, metric_count=metric_count, order=order)
+    sender = BucketSender(buffers, group, bucket_bytes, WIRES[wire])
+    kind = AtBoundary if sync == "boundary" else EveryStep
+    return kind(buffers, group, sender, overlap=overlap)

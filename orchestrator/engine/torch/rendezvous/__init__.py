@@ -1,0 +1,1 @@
+"""How ranks meet: a store on rank 0, its secret, and one decision for all."""

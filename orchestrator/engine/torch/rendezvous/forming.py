@@ -1,0 +1,81 @@
+"""How ranks find each other: a store on rank 0, its address in the run folder, one verdict for all.
+
+1. Rank 0 listens on a port that the kernel chooses, at its node's own address only, and publishes
+   `rendezvous-<generation>.json` in the folder that all ranks see.
+2. Every rank notes its arrival in the store and waits for the verdict.
+3. Rank 0 gives it once: go (everybody is there), stop (somebody was asked to), or missing (the time
+   is over). Nobody leaves without it, so no rank is ever left alone, and all say the same.
+"""
+
+from __future__ import annotations
+
+import time
+
+from torch._C._distributed_c10d import PrefixStore
+
+from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.torch.comm.backends import (
+    build_process_group,
+    choose,
+    device_of,
+    presence,
+)
+from orchestrator.engine.torch.comm.process_group import TorchGroup, never_destroy
+from orchestrator.engine.torch.rendezvous.decision import obey
+from orchestrator.engine.torch.rendezvous.store import await_verdict, decide, host, join
+from orchestrator.errors import RendezvousError, StopRequested
+
+
+def form_group(spec: GroupSpec) -> TorchGroup:
+    """Form one generation of a group. Collective; every rank gets a group, or the same error.
+
+    Raises:
+        RendezvousError: ranks are missing after `spec.timeout_s` (their numbers are in the
+            message).
+        StopRequested: some rank was asked to stop meanwhile.
+        TransportError: the transport that was asked for cannot be had.
+    """
+    me = presence(spec)
+    if spec.size == 1:
+        if spec.stop_requested():
+            raise StopRequested("the run was asked to stop before it began")
+        transport = choose([me])
+        device = device_of(transport, spec.local_rank)
+        return TorchGroup.alone(transport=transport, device=device, generation=spec.generation)
+    until = time.monotonic() + spec.timeout_s
+    if spec.rank == 0:
+        store = host(spec)
+        verdict = decide(spec, store, me, until)
+    else:
+        store = join(spec, until)
+        verdict = await_verdict(spec, store, me, until)
+    obey(spec, verdict)
+    transport = str(verdict["transport"])
+    device = device_of(transport, spec.local_rank)
+    try:
+        process_group = build_process_group(
+            transport,
+            PrefixStore(f"group-{spec.generation}", store.below),
+            rank=spec.rank,
+            size=spec.size,
+            address=spec.address,
+            device=device,
+            connect_timeout_s=spec.timeout_s,
+            collective_timeout_s=spec.collective_timeout_s,
+        )
+    except RuntimeError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise RendezvousError(
+            f"rank {spec.rank} on {spec.node} could not connect to the others over {transport}, "
+            f"after all {spec.size} had arrived: {first_line}"
+        ) from error
+    never_destroy(process_group)
+    return TorchGroup(
+        process_group,
+        rank=spec.rank,
+        size=spec.size,
+        generation=spec.generation,
+        transport=transport,
+        device=device,
+        keep=(store,),
+    )

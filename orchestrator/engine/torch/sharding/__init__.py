@@ -1,0 +1,1 @@
+"""An optimizer in shards: each rank keeps and steps its own part."""

@@ -1,0 +1,123 @@
+"""How long a stop may take: from the signal to the kill, by the scheduler's own word where it has
+one, else by the shortest that the kind of signal allows.
+
+- The job is no longer RUNNING (requeued, cancelled, a node set down, its time over): KillWait.
+- PreemptTime is set: GraceTime (the partition's or the QOS's; EndTime tells), then KillWait.
+- SIGTERM, although it runs on (scancel --full, an srun that gives up): KillWait.
+- Another signal: until EndTime, which is the time limit, then KillWait; without a limit, never.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from orchestrator.lifecycle.signals import StopFlag
+
+ASK_S = 1.0
+
+
+class Standing(Protocol):
+    """What is asked of the scheduler, see `orchestrator.scheduler.jobs.Standing`."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def preempted_at(self) -> float | None: ...
+    @property
+    def ends_at(self) -> float | None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """What the controller's configuration gives, in seconds.
+
+    Attributes:
+        kill_wait_s: KillWait, between SIGTERM and SIGKILL.
+        preempt_s: GraceTime of the job's partition, before that; None when it is not preempted.
+        ahead_s: before a time limit.
+    """
+
+    kill_wait_s: float = 30.0
+    preempt_s: float | None = None
+    ahead_s: float = 60.0
+
+    @classmethod
+    def read(cls, submission: dict[str, Any], ahead_s: float) -> Notice:
+        """From submission.json, where the launcher noted it."""
+        return cls(
+            kill_wait_s=float(submission.get("kill_wait_s", cls.kill_wait_s)),
+            preempt_s=submission.get("preempt_grace_s"),
+            ahead_s=ahead_s,
+        )
+
+    @property
+    def shortest_s(self) -> float:
+        """Of the stops that are to be reckoned with: a time limit, and preemption."""
+        if self.preempt_s is None:
+            return self.ahead_s
+        return min(self.ahead_s, self.preempt_s + self.kill_wait_s)
+
+
+def killed_at(
+    stop: StopFlag, job: Standing | None, notice: Notice, now: float, clock: float
+) -> float | None:
+    """When the kill comes, by the clock of `stop`; None when none will come.
+
+    Args:
+        job: the scheduler's word after the latest signal; None when it has not answered.
+        now, clock: the same moment in seconds since 1970, and by the clock of `stop`.
+    """
+    term = stop.times.get(signal.SIGTERM)
+    first = min(stop.times.values(), default=clock)
+    if job is None:
+        return first + notice.shortest_s if term is None else term + notice.kill_wait_s
+    if job.state != "RUNNING":
+        return (first if term is None else term) + notice.kill_wait_s
+    if job.preempted_at is not None:
+        grace_s = job.ends_at - job.preempted_at if job.ends_at else notice.preempt_s or 0.0
+        return first + max(0.0, grace_s) + notice.kill_wait_s
+    if term is not None:
+        return term + notice.kill_wait_s
+    return None if job.ends_at is None else clock + job.ends_at - now + notice.kill_wait_s
+
+
+class Deadline:
+    """Rank 0's question to the scheduler, asked once for each new signal and not waited for long.
+
+    Args:
+        ask: gives the job's standing; may raise, or never return.
+    """
+
+    def __init__(self, stop: StopFlag, notice: Notice, ask: Callable[[], Standing | None]) -> None:
+        self._stop, self._notice, self._ask = stop, notice, ask
+        self._asked_for = 0
+        self._job: Standing | None = None
+
+    def grace_s(self) -> float | None:
+        """Seconds between the first signal and the kill; before any, the shortest that there may
+        be; None when no kill will come.
+        """
+        if not self._stop.received:
+            return self._notice.shortest_s
+        if self._stop.received != self._asked_for:
+            self._asked_for, self._job = self._stop.received, None
+            thread = threading.Thread(target=self._look, name="deadline", daemon=True)
+            thread.start()
+            thread.join(ASK_S)
+        end = killed_at(self._stop, self._job, self._notice, time.time(), time.monotonic())
+        return None if end is None else end - self._stop.time
+
+    def _look(self) -> None:
+        asked_for = self._asked_for
+        try:
+            job = self._ask()
+        except Exception as error:  # noqa: BLE001  # no scheduler, no command: the configured times hold
+            print(f"the scheduler cannot be asked how long a stop may take: {error}", flush=True)  # noqa: T201
+            return
+        if asked_for == self._asked_for:
+            self._job = job

@@ -1,0 +1,215 @@
+"""How an attempt ends although its run goes on: preempted, near its time limit, a node lost.
+
+All ranks agree to stop at a boundary, or rank 0 alone leaves inside a window. Rank 0 writes a
+checkpoint and `departure.json`, everybody ends cleanly, and the batch script, once srun has ended,
+hands the job back to the queue (`clusters.slurm.ending.after_srun`). So no rank needs SLURM's
+commands, which a container may not have; but for a node that fell silent, where srun itself never
+ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.errors import ClusterError
+from orchestrator.lifecycle.deadline import Standing
+from orchestrator.lifecycle.signals import StopFlag
+from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
+from orchestrator.run_folder.files import read_end
+from orchestrator.run_folder.rundir import RunDir, write_json
+
+if TYPE_CHECKING:
+    from orchestrator.scheduler.client import SlurmClient
+
+POLL_S = 0.05
+MARGIN_S = 10.0
+REQUEUE_TRIES = 20
+SAID_BYTES = 16 * 2**20
+NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
+# The scheduler has found out, from the node's slurmd, that a step is there no more. It does not
+# call that a node failure, and does not start the job again. Nodes are numbered as in the step.
+STEP_GONE = re.compile(
+    r"srun: error: (?:.*aborting, (?:io error|step missing|can not test)\b.*|"
+    r"cannot communicate with) node (\d+)",
+    re.IGNORECASE,
+)
+
+
+def goes_on(run: RunDir, topology: Topology, *, requeue: bool) -> bool:
+    """Whether a stop means "start again later" rather than the end of the run."""
+    return topology.scheduled and requeue and not run.cancel.exists()
+
+
+def depart(
+    run: RunDir, attempt: int, stop: StopFlag, updates: int | None, *, script_gone: bool = False
+) -> None:
+    """Rank 0: note that this attempt ended by an agreed stop, after `updates` updates.
+
+    Where a note says already why it ends (a silent node, perhaps this one while it stood still),
+    that is the reason, and the signal that followed is not.
+    """
+    why = "asked to stop" + (f" by {stop.signal.name}" if stop.signal else "")
+    if script_gone:  # SLURM ends the ranks of a job whose script is gone
+        why = "its batch script was killed"
+    earlier: dict[str, Any] = run.read(run.departure(attempt)) or {}
+    write_json(
+        run.departure(attempt), {"why": why, **earlier, "updates": updates, "time": time.time()}
+    )
+
+
+def why_restarted(run: RunDir, attempt: int) -> str | None:
+    """What ended the attempt before this one; None when it left no word of it."""
+    before = [int(p.name) for p in run.attempts.iterdir() if p.name.isdigit()]
+    last = max((number for number in before if number < attempt), default=None)
+    if last is None:
+        return None
+    failed = _said_by_srun(run, last, NODE_FAILURE)
+    if failed is not None:
+        return f"node {failed[1]} failed"
+    departure: dict[str, Any] | None = run.read(run.departure(last))
+    if departure is None:
+        return None
+    ended = _ended_there(run, last, departure["node"]) if departure.get("node") else None
+    return ended or str(departure["why"])
+
+
+def _ended_there(run: RunDir, attempt: int, node: str) -> str | None:
+    """The rank whose end made a node fall silent, where srun saw it end but could end nobody else,
+    since the controller was away; None where the whole node went.
+    """
+    from orchestrator.scheduler.srun_words import task_ends
+
+    log, node_of = run.srun_log(attempt), run.nodes_of_ranks(attempt)
+    said = read_end(log, SAID_BYTES).decode("utf-8", "replace") if log.exists() else ""
+    first = next((end for end in task_ends(said) if not end.stopped), None)
+    if first is None or node_of.get(first.rank) != node:
+        return None
+    return f"rank {first.rank} on {node} ended first: {first.words}"
+
+
+def step_gone(run: RunDir, attempt: int) -> dict[str, Any] | None:
+    """The departure that follows from a node whose processes are gone, as srun noticed.
+
+    For this attempt's own batch script, where the numbers of nodes still mean the same nodes.
+    """
+    gone = _said_by_srun(run, attempt, STEP_GONE)
+    return _departure_of_silent(node_name(int(gone[1]))) if gone else None
+
+
+def _said_by_srun(run: RunDir, attempt: int, words: re.Pattern[str]) -> re.Match[str] | None:
+    try:
+        said = read_end(run.srun_log(attempt), SAID_BYTES)
+    except FileNotFoundError:
+        return None
+    return words.search(said.decode("utf-8", errors="replace"))
+
+
+def _departure_of_silent(node: str) -> dict[str, Any]:
+    why = f"node {node} stopped answering"
+    return {"why": why, "node": node, "updates": None, "time": time.time()}
+
+
+def script_is_gone(topology: Topology) -> bool:
+    """Whether the batch script, which hands the job back, was killed. For a rank on its node."""
+    pid = os.environ.get(BATCH_PID_VARIABLE)
+    if pid is None or topology.node_index != 0:
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(") ")[2][:1]
+    except FileNotFoundError:
+        return True
+    return state in "ZX"
+
+
+def hand_back(job_id: str) -> None:
+    """What the batch script would do, for one that was killed. Where the scheduler cannot be asked
+    (a container without its commands), the departure stays for the next `status` or `resume`.
+    """
+    print("the batch script is gone; the job is handed back from here", flush=True)  # noqa: T201
+    try:
+        ask_for_requeue(_client(), job_id)
+    except ClusterError as error:
+        print(f"error: {error}", flush=True)  # noqa: T201  # goes to the rank's log
+
+
+def ask_standing(job_id: str) -> Standing | None:
+    """How the scheduler sees this job. Raises `ClusterError` when it cannot be asked."""
+    from orchestrator.scheduler.jobs import standing
+
+    return standing(_client(), job_id)
+
+
+def _client() -> SlurmClient:
+    """SLURM's commands, for those who need them. Raises `ClusterError` where there are none."""
+    from orchestrator.scheduler.client import SlurmClient
+
+    return SlurmClient()
+
+
+def await_verdict(run: RunDir, attempt: int, stop: StopFlag, timeout_s: float) -> bool:
+    """A peer went away: wait to learn what that means, up to `timeout_s` and a margin.
+
+    If a rank failed, srun sends us SIGTERM at once. If a whole node fell silent, a watcher writes a
+    departure. If neither comes, it is a failure that nobody else has seen.
+
+    Returns:
+        Whether the attempt is departing, so that this is no failure.
+    """
+    signals = stop.received
+    deadline = time.monotonic() + timeout_s + MARGIN_S
+    while time.monotonic() < deadline and stop.received == signals:
+        if run.departure(attempt).exists():
+            return True
+        time.sleep(POLL_S)
+    return run.departure(attempt).exists()
+
+
+def leave_silent_node(
+    run: RunDir, attempt: int, topology: Topology, node_index: int, *, requeue: bool
+) -> None:
+    """Called from the heartbeat's thread: hand the job back to the queue.
+
+    Raises:
+        ClusterError: the scheduler cannot be asked, the job may not be started again, or the run
+            has ended already; srun has to be ended then, which would wait for that node for ever.
+    """
+    if run.read_result() is not None:
+        raise ClusterError(f"node {node_name(node_index)} fell silent after the run's end")
+    value = _departure_of_silent(node_name(node_index))
+    print(f"error: {value['why']}", flush=True)  # noqa: T201  # goes to the rank's log
+    try:
+        descriptor = os.open(run.departure(attempt), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:  # another watcher, or an agreed stop: it is being seen to
+        return
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    if not requeue:
+        raise ClusterError("the job ends, since it may not be requeued (cluster.requeue=false)")
+    ask_for_requeue(_client(), topology.job_id)
+
+
+def node_name(index: int) -> str:
+    """Name of a node of this job, by its index in SLURM's own list."""
+    from submitit.slurm.slurm import SlurmJobEnvironment
+
+    names = list(SlurmJobEnvironment().hostnames)
+    return names[index] if index < len(names) else f"number {index}"
+
+
+def ask_for_requeue(client: SlurmClient, job_id: str) -> None:
+    """`scontrol requeue` until it is accepted. Raises `ClusterError` when it never is."""
+    from orchestrator.scheduler.client import SchedulerDown
+
+    for attempt in range(REQUEUE_TRIES):
+        try:
+            client.must("scontrol", "requeue", job_id)
+        except SchedulerDown:
+            time.sleep(min(2.0**attempt, 30.0))
+        else:
+            return
+    raise ClusterError(f"job {job_id} could not be requeued: the scheduler does not answer")

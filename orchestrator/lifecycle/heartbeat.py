@@ -1,0 +1,139 @@
+"""Signs of life between nodes, for the one failure that SLURM does not see.
+
+When a node's tasks and their step daemon die together while its slurmd lives, the job stays RUNNING
+and the other ranks wait for ever. So the first rank of each node counts up in a small file every
+second, and watches the next node's: a ring, so there is no all-to-one traffic. What is watched is
+whether the number changes, by the watcher's own clock; clocks of different nodes never meet.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.run_folder.files import open_regular, read_text
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.run_warnings import warn
+
+BEAT_S = 1.0
+FENCE_EVERY = 3
+ENDED = "ended"
+MOST_BYTES = 64
+
+
+def read_beat(path: Path) -> str:
+    """The node's present beat: a number, `ended`, or "" before the first."""
+    try:
+        return read_text(path, at_most=MOST_BYTES).strip()
+    except FileNotFoundError:
+        return ""
+
+
+@dataclass(slots=True)
+class Silence:
+    """For how long a file has not changed, as far as this watcher can tell.
+
+    Time during which the watcher itself stood still (a hanging file system, a suspended machine)
+    does not count: the others may have stood still with it.
+    """
+
+    timeout_s: float
+    clock: Callable[[], float] = time.monotonic
+    _beat: str = ""
+    _since: float = 0.0
+    _looked: float = field(default=0.0)
+
+    def forget(self) -> None:
+        """What was seen so far means nothing."""
+        self._beat = ""
+
+    def exceeded(self, beat: str) -> bool:
+        """Take the latest beat; whether the silence has lasted too long."""
+        now = self.clock()
+        paused = max(0.0, now - self._looked - 3 * BEAT_S) if self._looked else 0.0
+        self._looked = now
+        self._since += paused
+        if beat != self._beat or beat in ("", ENDED):
+            self._beat, self._since = beat, now
+            return False
+        return now - self._since > self.timeout_s
+
+
+class Heartbeat:
+    """Beats for this node and watches the next one, from a thread of its own.
+
+    Args:
+        on_silence: called once, with the index of the node that stopped answering.
+        beside: asked every beat for a rank of this node that is stopped.
+        on_stopped: called once with its rank and process id.
+        superseded: asked now and then; when it says yes, `on_superseded` is called.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        attempt: int,
+        *,
+        node_index: int,
+        nodes: int,
+        timeout_s: float,
+        on_silence: Callable[[int], None],
+        beside: Callable[[], tuple[int, int] | None] = lambda: None,
+        on_stopped: Callable[[int, int], None] = lambda _rank, _pid: None,
+        superseded: Callable[[], bool],
+        on_superseded: Callable[[], None],
+    ) -> None:
+        self._own = run.heartbeat(attempt, node_index)
+        self._watched = (node_index + 1) % nodes if nodes > 1 else None
+        self._path = run.heartbeat(attempt, self._watched or 0)
+        self._silence = Silence(timeout_s=timeout_s)
+        self._on_silence, self._on_superseded = on_silence, on_superseded
+        self._beside, self._on_stopped = beside, on_stopped
+        self._superseded = superseded
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
+
+    def start(self) -> Heartbeat:
+        self._write("0")
+        self._thread.start()
+        return self
+
+    def end(self) -> None:
+        """Say that this node has ended in order: its silence from now on means nothing."""
+        self._over.set()
+        self._thread.join(timeout=5.0)
+        self._write(ENDED)
+
+    def _write(self, beat: str) -> None:
+        try:
+            descriptor = open_regular(self._own, os.O_WRONLY | os.O_CREAT)
+            try:
+                os.pwrite(descriptor, f"{beat:<{12}}".encode("ascii"), 0)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            # Where the disk is full, the others' beats do not get there either: nobody is judged.
+            self._silence.forget()
+            warn(f"no heartbeat could be written: {error.strerror}", kind="no heartbeat")
+
+    def _beat_on(self) -> None:
+        count = 0
+        while not self._over.wait(BEAT_S):
+            count += 1
+            self._write(str(count))
+            if count % FENCE_EVERY == 0 and self._superseded():
+                self._on_superseded()
+                return
+            stopped = self._beside()
+            if stopped is not None:
+                self._on_stopped(*stopped)
+                return
+            if self._watched is None:
+                continue
+            if self._silence.exceeded(read_beat(self._path)):
+                self._on_silence(self._watched)
+                return

@@ -1,0 +1,85 @@
+"""Who am I? The one place that reads the environment in which a rank was started.
+
+SLURM sets these variables; the local cluster sets the same ones for its pretended nodes, so the two
+cannot be told apart from here on.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from orchestrator.errors import UsageError
+from orchestrator.lifecycle.address import own_address
+
+BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
+BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """One rank's place among all ranks.
+
+    Attributes:
+        rank, size: this rank's number and how many there are.
+        local_rank: its number on its node.
+        node_index, nodes: its node's number and how many there are.
+        node: the node's name.
+        address: an IP address of the node that the other nodes reach.
+        job_id: the scheduler's (or the local launcher's) id of the run.
+        restarts: how often the scheduler started this job before.
+        base_attempt: the run's attempt that this job's first start was; None when no scheduler
+            placed it.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    node_index: int
+    nodes: int
+    node: str
+    address: str
+    job_id: str
+    restarts: int = 0
+    base_attempt: int | None = None
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether a scheduler placed this rank, which can start the job again by itself."""
+        return self.base_attempt is not None
+
+    @property
+    def attempt(self) -> int:
+        """This start's number among all of the run. For scheduled ranks."""
+        return (self.base_attempt or 0) + self.restarts
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Topology:
+        """Read SLURM's variables. Raises `UsageError` when one is missing or is no number."""
+
+        def number(name: str, default: int | None = None) -> int:
+            text = env.get(name)
+            if text is None and default is not None:
+                return default
+            if text is None or not text.isdigit():
+                raise UsageError(
+                    f"{name} must be set to a number for a worker, but is {text!r}; workers are "
+                    f"started by `python -m orchestrator.launch`"
+                )
+            return int(text)
+
+        node = env.get("SLURMD_NODENAME") or socket.gethostname()
+        node_index, nodes = number("SLURM_NODEID"), number("SLURM_JOB_NUM_NODES")
+        return cls(
+            rank=number("SLURM_PROCID"),
+            size=number("SLURM_NTASKS"),
+            local_rank=number("SLURM_LOCALID"),
+            node_index=node_index,
+            nodes=nodes,
+            node=node,
+            address=own_address(env, node=node, node_index=node_index, nodes=nodes),
+            job_id=env.get("SLURM_JOB_ID", "0"),
+            restarts=number("SLURM_RESTART_COUNT", 0),
+            base_attempt=(number(BASE_ATTEMPT_VARIABLE) if BASE_ATTEMPT_VARIABLE in env else None),
+        )

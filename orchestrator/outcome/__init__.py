@@ -1,0 +1,1 @@
+"""Where a run stands and how it ends, by its folder alone."""

@@ -1,0 +1,201 @@
+"""Where a run stands by its folder alone: what was written last, and whether its launcher lives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.outcome.holder import is_held
+from orchestrator.report.metrics import Record
+from orchestrator.report.metrics_glance import recent_records, updates_of
+from orchestrator.report.summary import seconds_per_update
+from orchestrator.run_folder.rundir import RESUMED, RunDir
+from orchestrator.run_warnings import read_warnings
+
+ENDED_STATES = ("finished", "failed", "stopped", "cancelled")
+STATES = (
+    *ENDED_STATES, "pending", "starting", "running", "ending", "lost", "unknown", "private",
+    "damaged",
+)  # fmt: skip
+_TYPES: dict[str, Any] = {
+    "Path": Path, "str": str, "int": int, "dict[str, Any]": dict, "list[str]": list,
+    "str | None": (str, NoneType), "int | None": (int, NoneType),
+    "float | None": (int, float, NoneType),
+}  # fmt: skip
+# What reading a file raises that holds something else than a run writes.
+DAMAGE = (
+    RunFolderError, ClusterError, OSError, ValueError, TypeError, KeyError, IndexError,
+    AttributeError, RecursionError, OverflowError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus:
+    """One run. None: not known, or it does not apply.
+
+    Attributes:
+        state: pending, starting, running, ending, finished, stopped, failed, cancelled, lost
+            (it left without a result), unknown (the scheduler does not answer and no heart beats),
+            private (its owner's alone), damaged.
+        evaluation: the latest held-out figures, where they are recent.
+        seconds_left: until the last update, at the recent pace; time_left_s: of the job's limit.
+        boundary_age_s: since the last update boundary.
+        restarts: attempts that began by themselves; what a person asked for (resume) is none.
+        lost_updates: over all attempts; why: of the latest restart.
+        reason: why it is pending, why it failed, or why it cannot be read.
+        culprit: which rank failed first, and on which node.
+        warnings: of the latest attempt's ranks, each once, the latest last.
+    """
+
+    folder: Path
+    state: str
+    cluster: str
+    job_id: str | None = None
+    nodes: str = ""
+    updates: int = 0
+    total: int | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
+    samples_per_second: float | None = None
+    seconds_left: float | None = None
+    boundary_age_s: float | None = None
+    attempts: int = 0
+    restarts: int = 0
+    lost_updates: int = 0
+    why: str | None = None
+    time_left_s: float | None = None
+    reason: str | None = None
+    culprit: str | None = None
+    warnings: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        """What was read from files may be of any type. Raises `RunFolderError` when it is wrong."""
+        for place in fields(self):
+            value = getattr(self, place.name)
+            if not isinstance(value, _TYPES[str(place.type)]):
+                raise RunFolderError(f"{self.folder} is damaged: its {place.name} is {value!r:.60}")
+        if self.state not in STATES:
+            raise RunFolderError(f"{self.folder} is damaged: its state is {self.state!r:.60}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "folder": str(self.folder)}
+
+
+def recent_updates(run: RunDir) -> list[Record]:
+    """The latest updates of the latest attempt, however long metrics.jsonl is."""
+    return updates_of(recent_records(run.metrics))
+
+
+def _age_s(run: RunDir) -> float | None:
+    """Seconds since metrics.jsonl grew. Nothing is written to find out: a watcher never does."""
+    try:
+        return max(0.0, time.time() - run.metrics.stat().st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def from_folder(run: RunDir) -> RunStatus:
+    """What the folder alone says. Raises one of `DAMAGE` where it holds what no run writes."""
+    plan = run.read_plan()
+    result = run.read_result()
+    handle = run.read_handle() or {}
+    records = recent_records(run.metrics)
+    updates = updates_of(records)
+    last = updates[-1] if updates else {}
+    evaluations = [record["evaluation"] for record in records if record.get("evaluation")]
+    pace = seconds_per_update(updates)
+    samples = [r["samples"] for r in updates if r.get("samples")]
+    notes = run.restarts()
+    culprit: dict[str, Any] = (result or {}).get("culprit") or {}
+    ended = result is not None
+    kind = str(handle.get("kind") or run.read_submission().get("cluster") or "local")
+    done = int(result["updates"]) if result else (last["update"] + 1 if last else 0)
+    total = plan.get("updates")
+    return RunStatus(
+        folder=run.path,
+        state=_state_of(result) if result else "running",
+        cluster=kind,
+        job_id=handle.get("job_id"),
+        updates=done,
+        total=total,
+        loss=last.get("loss"),
+        learning_rate=last.get("learning_rate"),
+        evaluation=dict(evaluations[-1]) if evaluations else {},
+        samples_per_second=sum(samples) / len(samples) / pace if samples and pace else None,
+        seconds_left=(total - done) * pace if total and pace and not ended else None,
+        boundary_age_s=None if ended else _age_s(run),
+        attempts=run.attempts_made(),
+        restarts=_restarts(run, notes),
+        lost_updates=sum(int(note["lost_updates"]) for note in notes),
+        why=next((str(note["why"]) for note in reversed(notes) if note["why"] != RESUMED), None),
+        reason=culprit.get("cause"),
+        culprit=_named(culprit),
+        warnings=_warnings(run),
+    )
+
+
+def _named(culprit: dict[str, Any]) -> str | None:
+    rank = culprit.get("rank")
+    return None if rank is None else f"rank {rank} on {culprit.get('node')}"
+
+
+def _state_of(result: dict[str, Any]) -> str:
+    """An agreed stop has no culprit; one that has was not agreed: the job was cancelled."""
+    cancelled = result["state"] == "stopped" and result.get("culprit")
+    return "cancelled" if cancelled else str(result["state"])
+
+
+def _restarts(run: RunDir, notes: list[dict[str, Any]]) -> int:
+    """Attempts that began by themselves: neither the first, nor one that a person asked for."""
+    asked = {note["attempt"] for note in notes if note["why"] == RESUMED}
+    asked |= {int(entry["attempt"]) for entry in run.read_resumes()}
+    made = run.attempts_made()
+    return max(0, made - 1 - len(asked & set(range(1, made))))
+
+
+def _warnings(run: RunDir) -> list[str]:
+    """What the ranks of the latest attempt warned of, the latest last."""
+    attempts = run.attempts_made()
+    return [w.told for w in read_warnings(run.attempt(attempts - 1))] if attempts else []
+
+
+def unknown(run: RunDir, error: BaseException) -> RunStatus:
+    """The row of a run that cannot be read: somebody else's, or damaged, and why."""
+    refused = next((e for e in (error, error.__cause__) if isinstance(e, PermissionError)), None)
+    if refused is not None:
+        why = f"{refused.filename or run.path} may be read by its owner only"
+        return RunStatus(folder=run.path, state="private", cluster="", reason=why)
+    known = isinstance(error, RunFolderError | ClusterError)
+    why = str(error) if known else f"a file of it holds what no run writes ({_words(error)})"
+    return RunStatus(folder=run.path, state="damaged", cluster="", reason=why)
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return f"{type(error).__name__}: {error}"
+
+
+def looked_at(run: RunDir, look: Callable[[], RunStatus]) -> RunStatus:
+    """What `look` finds; a run that cannot be read becomes a row that says so, and hides no
+    other.
+    """
+    try:
+        return look()
+    except DAMAGE as error:
+        return unknown(run, error)
+
+
+def of_local(run: RunDir, status: RunStatus) -> RunStatus:
+    """The folder's word on a local run, and its launcher's lock."""
+    if status.state in ENDED_STATES:
+        return status
+    if not is_held(run):
+        return replace(status, state="lost", reason="its launcher is gone, without a result")
+    return status if status.updates else replace(status, state="starting")

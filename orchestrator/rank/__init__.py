@@ -1,0 +1,1 @@
+"""What runs on each rank: who am I, meet the others, the loop."""

@@ -1,0 +1,28 @@
+"""`python -m orchestrator.rank RUN --attempt N`: one rank, as the local cluster starts it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.rank")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--attempt", type=int, default=0)
+    arguments = parser.parse_args()
+
+    from orchestrator.rank.main import run_rank
+
+    code = run_rank(arguments.run, arguments.attempt)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A group of a lost peer would wait in its destructor for operations that can never end
+    # (see the notes on recovery in docs/architecture.md), so interpreter shutdown is skipped.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""What a rank does beside training: signs of life, and under a scheduler the fence and its way out.
+
+On a local cluster most of it does nothing: there the launcher sees every process itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config
+from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost, RankHangs
+from orchestrator.lifecycle.deadline import Deadline, Notice
+from orchestrator.lifecycle.departure import (
+    ask_standing,
+    await_verdict,
+    depart,
+    goes_on,
+    hand_back,
+    leave_silent_node,
+    script_is_gone,
+    why_restarted,
+)
+from orchestrator.lifecycle.fence import Fence
+from orchestrator.lifecycle.heartbeat import Heartbeat
+from orchestrator.lifecycle.life import Life, Patience, link_to_supervisor
+from orchestrator.lifecycle.node_watch import FAILED
+from orchestrator.lifecycle.progress import read_progress
+from orchestrator.lifecycle.siblings import Siblings
+from orchestrator.lifecycle.signals import StopFlag
+from orchestrator.lifecycle.topology import Topology
+from orchestrator.rank.failure import failure_of, write_failure
+from orchestrator.rank.fenced_recorder import Follower, Guard
+from orchestrator.rank.loop import Recorder as LoopRecorder
+from orchestrator.rank.places import Placed
+from orchestrator.rank.writing.recorder import Recorder, Silent
+from orchestrator.run_folder.rundir import RESUMED, RunDir, write_json
+
+KILL_WAIT_S = 60.0
+LOOK_S = 0.5
+LATEST = 3.0  # times heartbeat_timeout_s: when a rank that stands still is spoken of at the latest
+WAITS_UNMARKED = ("nccl", "hccl")
+NO_WORD = "it ended without a word: a node failed, or the time to stop was too short"
+
+
+def _patience(cluster: ClusterConfig) -> Patience:
+    """A rank that is behind is spoken of before the others' wait for it is over."""
+    notice_s = cluster.heartbeat_timeout_s
+    over_s = min(cluster.collective_timeout_s, cluster.rendezvous_timeout_s) / 2
+    return Patience(
+        notice_s=min(notice_s, over_s),
+        most_s=min(LATEST * notice_s, over_s),
+        hang_s=cluster.hang_timeout_s,
+    )
+
+
+class Attendance:
+    """One rank's. `begin` before the ranks meet, `end` however it ends."""
+
+    def __init__(self, run: RunDir, attempt: int, topology: Topology, stop: StopFlag) -> None:
+        self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
+        log = str(run.rank_log(topology.rank).relative_to(run.logs))
+        self._failure: dict[str, Any] | None = None
+        self._life = Life(log, link_to_supervisor(), on_hang=self._hang).begin()
+        self._fence = Fence(run.newest_attempt, attempt)
+        self._heartbeat: Heartbeat | None = None
+        self._requeue, self._timeout_s, self._ahead_s = True, 0.0, 0.0
+        self._asking = threading.Lock()  # held while the scheduler is asked to start us again
+
+    def begin(self, config: Config) -> None:
+        """Publish this attempt, start to beat. Raises `Superseded` when a newer one has begun."""
+        self._requeue = config.cluster.requeue is not False
+        self._timeout_s = config.cluster.heartbeat_timeout_s
+        self._life.expect(_patience(config.cluster))
+        self._ahead_s = float(config.cluster.signal_ahead_s or SIGNAL_AHEAD_S)
+        topology = self._topology
+        if not topology.scheduled:
+            return
+        if topology.rank == 0:
+            self._fence.take()
+        self._heed_signals()
+        if topology.local_rank == 0:
+            self._heartbeat = Heartbeat(
+                self._run,
+                self._attempt,
+                node_index=topology.node_index,
+                nodes=topology.nodes,
+                timeout_s=self._timeout_s,
+                on_silence=self._node_is_silent,
+                beside=Siblings(topology.size // topology.nodes - 1, self._timeout_s).lost,
+                on_stopped=self._rank_is_stopped,
+                superseded=lambda: self._fence.superseded,
+                on_superseded=self._vanish,
+            ).start()
+
+    def _hang(self, sentence: str, stack: str) -> None:
+        """From the thread of `Life`: this rank gets nowhere, and never will."""
+        error = RankHangs(sentence)
+        error.add_note(f"its stack:\n{stack}")
+        print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)  # noqa: T201  # the rank's log
+        self.failed(error)
+        self._life.say(FAILED, self._failure)
+        os._exit(EXIT_FAILED)
+
+    def _heed_signals(self) -> None:
+        """End at once when a signal finds this rank waiting for one that has failed.
+
+        A handler in Python has to wait until a collective returns, and this one never may. A byte
+        in a pipe comes through: a thread reads it and looks whether a failure was recorded.
+        """
+        heard, told = os.pipe()
+        os.set_blocking(told, False)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+
+        def heed() -> None:
+            os.read(heard, 1)
+            while not any(self._run.attempt(self._attempt).glob("failure-*.json")):
+                time.sleep(LOOK_S)
+            print("ended with the rank that failed", flush=True)  # noqa: T201  # the rank's log
+            os._exit(EXIT_FAILED)
+
+        threading.Thread(target=heed, name="signals", daemon=True).start()
+
+    def recorder(
+        self, inner: Recorder | Silent, updates: int, samples: int, *, transport: str
+    ) -> LoopRecorder:
+        """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
+        guarded = self._guarded(inner, updates, samples)
+        return Placed(guarded, self._life, waits_unmarked=transport in WAITS_UNMARKED)
+
+    def _guarded(self, inner: Recorder | Silent, updates: int, samples: int) -> LoopRecorder:
+        if isinstance(inner, Recorder) and self._attempt:
+            note = self._restart(updates)
+            inner.note["restart"] = note
+            write_json(self._run.restart(self._attempt), note)
+        if not self._topology.scheduled:
+            return inner
+        if isinstance(inner, Silent):
+            return Follower(self._stop, self._run.departure(self._attempt))
+        submission = self._run.read_submission()
+        job_id, cancelled = self._topology.job_id, self._run.cancel.exists
+        deadline = Deadline(
+            self._stop, Notice.read(submission, self._ahead_s), lambda: ask_standing(job_id)
+        )
+        return Guard(
+            inner,
+            fence=self._fence,
+            stop=self._stop,
+            hurry=lambda: deadline.grace_s() if self._requeue and not cancelled() else None,
+            cancelled=cancelled,
+            updates=updates,
+            samples=samples,
+        )
+
+    def _restart(self, updates: int) -> dict[str, object]:
+        """Why this attempt was needed, and what was lost of the one before it."""
+        before = self._attempt - 1
+        requeued = self._topology.scheduled and self._topology.restarts > 0
+        why = RESUMED
+        if requeued or not self._topology.scheduled:
+            why = why_restarted(self._run, self._attempt) or (NO_WORD if requeued else why)
+        place = read_progress(self._run.progress(before))
+        behind = place is not None and place.update >= updates
+        return {
+            "attempt": self._attempt,
+            "restarts": self._topology.restarts,
+            "why": why,
+            "resumed_from": updates,
+            "lost_updates": place.update - updates if behind and place else 0,
+            "lost_micro_steps": place.done if behind and place else 0,
+        }
+
+    def allow_result(self) -> None:
+        """Raises `Superseded` when result.json is another attempt's to write."""
+        if self._topology.scheduled:
+            self._fence.check()
+
+    def leave(self, updates: int | None) -> bool:
+        """After a stop, on rank 0: whether the run goes on later; its departure is noted then."""
+        if not goes_on(self._run, self._topology, requeue=self._requeue):
+            return False
+        self._fence.check()
+        gone = script_is_gone(self._topology)
+        depart(self._run, self._attempt, self._stop, updates, script_gone=gone)
+        if gone:
+            hand_back(self._topology.job_id)
+        return True
+
+    def excused(self, error: BaseException) -> bool:
+        """Whether an error only shows that the attempt is ending in order. Waits to find out."""
+        if not isinstance(error, PeerLost) or not self._topology.scheduled:
+            return False
+        return await_verdict(self._run, self._attempt, self._stop, self._timeout_s)
+
+    def at_the_end(self) -> None:
+        """The loop is done; what follows is the result, and goodbye."""
+        self._life.at("the end (result, goodbye to the others)")
+
+    def failed(self, error: BaseException) -> None:
+        """Record what ended this rank."""
+        self._failure = failure_of(self._topology, error)
+        write_failure(self._run, self._attempt, self._failure)
+
+    def end(self, word: str) -> None:
+        """The last word: how this rank ended. Returns once a request to start again, if one is
+        under way, was heard: with this process it would be lost, and srun would wait for the silent
+        node for ever.
+        """
+        if self._heartbeat is not None:
+            self._heartbeat.end()
+        with self._asking:
+            pass
+        self._life.say(word, self._failure)
+
+    def _node_is_silent(self, node_index: int) -> None:
+        with self._asking:
+            try:
+                leave_silent_node(
+                    self._run, self._attempt, self._topology, node_index, requeue=self._requeue
+                )
+            except ClusterError as error:  # no scontrol in a container: the batch script may do it
+                print(f"error: {error}", flush=True)  # noqa: T201  # goes to the rank's log
+                os._exit(EXIT_FAILED)
+        threading.Event().wait(KILL_WAIT_S)  # the scheduler ends us long before
+        os._exit(EXIT_FAILED)
+
+    def _rank_is_stopped(self, rank: int, pid: int) -> None:
+        """As for a silent node, the run goes on where it may; srun ends the rest with that rank."""
+        cause = f"it was frozen (SIGSTOP) for {self._timeout_s:g} s (cluster.heartbeat_timeout_s)"
+        print(f"rank {rank}: {cause}", flush=True)  # noqa: T201  # goes to the rank's log
+        failure = failure_of(self._topology, RankHangs(cause)) | {"rank": rank, "traceback": ""}
+        write_failure(self._run, self._attempt, failure)
+        departure = self._run.departure(self._attempt)
+        if self._requeue and not departure.exists():
+            why = f"rank {rank} on {self._topology.node}: {cause}"
+            write_json(departure, {"why": why, "updates": None, "time": time.time()})
+        os.kill(pid, signal.SIGKILL)
+
+    def _vanish(self) -> None:
+        print(  # noqa: T201  # goes to the rank's log
+            f"error: a newer attempt than {self._attempt} has begun; this one was forgotten by the "
+            f"scheduler and ends",
+            flush=True,
+        )
+        os._exit(EXIT_FAILED)

@@ -1,0 +1,93 @@
+"""What a failing rank leaves behind, so that the run can say who failed first and why."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+from orchestrator.errors import (
+    EXIT_FAILED,
+    OrchestratorError,
+    PeerLost,
+    RanksMissing,
+    ReplicasDiffer,
+    UsageError,
+)
+from orchestrator.lifecycle.topology import Topology
+from orchestrator.run_folder.rundir import RunDir, write_json
+
+
+def describe(error: BaseException) -> str:
+    """The cause in one line or a few: our own errors as they are, others with their type's name."""
+    if told := _loader_worker(error):
+        return told
+    text = str(error)
+    if isinstance(error, OrchestratorError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)")
+_BY_SIGNAL = re.compile(r"killed by signal: (.*?)\.")
+_REMEDIES = {
+    "SIGKILL": ", mostly by the kernel, for want of memory: fewer train.loader_workers, or a "
+    "smaller accumulation.micro_batch, need less",
+    "SIGBUS": ", mostly for want of shared memory (/dev/shm): fewer train.loader_workers need less",
+}
+
+
+def _loader_worker(error: BaseException) -> str | None:
+    """A sentence about a loader's process that ended, where that is what happened: torch tells it
+    in an error of its own, raised wherever the rank happens to be, and says more in its cause.
+    """
+    found: list[tuple[str, str]] = []
+    one: BaseException | None = error
+    while one is not None:
+        if match := _WORKER.match(str(one)):
+            found.append((match[1], match[2]))
+        one = one.__cause__ or one.__context__
+    if not found:
+        return None
+    names = {signal.strsignal(number): number.name for number in signal.Signals}
+    for pid, what in found:
+        if killed := _BY_SIGNAL.search(what):
+            name = names.get(killed[1], killed[1])
+            remedy = _REMEDIES.get(name, "; what it said last is in this rank's log")
+            return f"a loader worker of this rank (process {pid}) was killed by {name}{remedy}"
+    pid, what = found[-1]
+    ended = what.partition(".")[0]
+    return f"a loader worker of this rank (process {pid}) {ended}; the log has what it said last"
+
+
+def exit_code(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, OrchestratorError) else EXIT_FAILED
+
+
+def failure_of(topology: Topology, error: BaseException) -> dict[str, Any]:
+    """What is kept of this rank's failure.
+
+    `secondary`: it failed only because a peer did, or differed.
+    """
+    others = isinstance(error, ReplicasDiffer) and topology.rank not in error.ranks
+    return {
+        "rank": topology.rank,
+        "node": topology.node,
+        "time": time.time(),
+        "cause": describe(error),
+        "usage": isinstance(error, UsageError),
+        "secondary": others or isinstance(error, PeerLost | RanksMissing),
+        "exit_code": exit_code(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def write_failure(run: RunDir, attempt: int, failure: dict[str, Any]) -> None:
+    """Into the attempt's folder. Where that is full or gone, it is all in the last word."""
+    try:
+        write_json(run.failure(attempt, failure["rank"]), failure)
+    except OSError as error:
+        print(f"the failure could not be recorded: {error}", file=sys.stderr)  # noqa: T201  # the log

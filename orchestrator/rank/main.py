@@ -1,0 +1,280 @@
+"""A rank, from its environment to its exit code: set up, meet the others, train, say how it ended.
+
+Started by the local cluster as `python -m orchestrator.rank RUN --attempt N`, by SLURM through
+the one pickled task. Both give it SLURM's variables; what differs is in `attendance`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from orchestrator.config.engine_rules import check_installed
+from orchestrator.config.job_source import check_target
+from orchestrator.config.schema import Config, read_config
+from orchestrator.engine.api import Engine, EngineSettings, GroupSpec
+from orchestrator.engine.common.waiting import for_others
+from orchestrator.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    JobError,
+    OrchestratorError,
+    RunFolderError,
+    StopRequested,
+)
+from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
+from orchestrator.lifecycle import checkpoint
+from orchestrator.lifecycle.address import interface_variables
+from orchestrator.lifecycle.node_watch import FAILED, FINISHED, STOPPED
+from orchestrator.lifecycle.signals import StopFlag
+from orchestrator.lifecycle.topology import Topology
+from orchestrator.plan.from_config import plan_of
+from orchestrator.plan.plan import Plan
+from orchestrator.rank.agreed.dataset import agreed_samples
+from orchestrator.rank.agreed.devices_asked import devices_asked
+from orchestrator.rank.agreed.environment import describe_environment
+from orchestrator.rank.agreed.facts import compare_facts
+from orchestrator.rank.agreed.rates import own_rates
+from orchestrator.rank.duties import Attendance
+from orchestrator.rank.failure import exit_code
+from orchestrator.rank.loop import Outcome, train
+from orchestrator.rank.windows import RankWindows
+from orchestrator.rank.writing.rank_log import send_output_to
+from orchestrator.rank.writing.recorder import Recorder, Silent
+from orchestrator.rank.writing.result import memory_of_ranks, result_of
+from orchestrator.report.computed_with import warnings_of
+from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.run_warnings import warn, warn_into
+from orchestrator.snapshot.code_state import code_state, folder_of
+
+FRAMEWORKS = ("torch", "mindspore")
+LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED}
+
+
+def build_job(settings: Mapping[str, Any]) -> Job:
+    """Import the class that `job._target_` names and call it. Raises `JobError`."""
+    dotted = str(settings["_target_"])
+    module, _, name = dotted.rpartition(".")
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise JobError(f"job._target_={dotted}: {error}") from error
+    except AttributeError as error:
+        raise JobError(f"job._target_={dotted}: {module} has no '{name}'") from error
+    missing = [method for method in REQUIRED_METHODS if not callable(getattr(target, method, None))]
+    if missing == ["loss"] and is_coupled(target):
+        missing = []
+    if missing:
+        raise JobError(f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)}")
+    return target(**{key: value for key, value in settings.items() if key != "_target_"})
+
+
+def framework_of(job: Job, config: Config) -> str:
+    """The engine to use. Raises `JobError` when the job was written for another one."""
+    own = getattr(job, "framework", "torch")
+    asked = config.engine.framework
+    if asked not in ("auto", own):
+        raise JobError(
+            f"engine.framework={asked}, but {type(job).__name__} is written for {own}; "
+            f"leave engine.framework out, or choose another job"
+        )
+    if own not in FRAMEWORKS:
+        raise JobError(f"{type(job).__name__}.framework must be torch or mindspore, but is {own!r}")
+    return own
+
+
+def engine_settings(config: Config, job: Job) -> EngineSettings:
+    return EngineSettings(
+        seed=config.train.seed,
+        precision=config.train.precision,
+        clip_norm=config.train.clip_norm,
+        reduction=config.accumulation.reduction,
+        sync=config.accumulation.sync,
+        leaf_size=config.accumulation.micro_batch,
+        optimizer=config.optimizer,
+        metric_names=tuple(getattr(job, "metric_names", ())),
+        bucket_bytes=config.engine.bucket_bytes,
+        wire=config.engine.wire,
+        on_non_finite=config.train.on_non_finite,
+        loader_workers=config.train.loader_workers,
+        mode=config.engine.mode,
+        jit_level=None if config.engine.jit_level == "auto" else config.engine.jit_level,
+        style=config.engine.style,
+        norm=config.engine.norm,
+        log_every=config.engine.log_every,
+        shard_optimizer=config.engine.shard_optimizer,
+    )
+
+
+def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
+    """Load the newest sound checkpoint, the same on every rank: rank 0 chooses."""
+    own = run.identity
+    if rank == 0:
+        checkpoint.remove_partial(run.checkpoints)
+    found, passed_over = checkpoint.newest(run.checkpoints, own) if rank == 0 else (None, [])
+    for sentence in passed_over:
+        warn(sentence)
+    updates = int(engine.gather([found.updates if found else -1])[0][0])
+    if updates < 0:
+        return
+    chosen = found or checkpoint.load(checkpoint.folder_of(run.checkpoints, updates), own)
+    engine.load_state(chosen.folder, chosen.extra)
+    outcome.updates, outcome.samples = chosen.updates, chosen.samples
+
+
+def _environment_before(run: RunDir) -> dict[str, Any] | None:
+    """What the attempt before computed with; None, and a warning, where that cannot be read."""
+    try:
+        return run.read_environment()
+    except RunFolderError as error:
+        warn(f"{error}; so nobody can tell whether this start computes with the same")
+        return None
+
+
+def _package(framework: str) -> ModuleType:
+    return importlib.import_module(f"orchestrator.engine.{framework}")
+
+
+def _start_ahead(config: Config, spec: GroupSpec) -> None:
+    """Let the framework start what takes time before the job is imported, if the job's source says
+    which framework that is. Raises `JobError` when it is not installed as it must be.
+    """
+    named = check_target(config.job).framework
+    check_installed(named)
+    if named in FRAMEWORKS:
+        getattr(_package(named), "ahead", lambda _: None)(spec)
+
+
+def _run_rank(
+    run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
+) -> Outcome:
+    config = read_config(run.existing().read_config())
+    attendance.begin(config)
+    spec = GroupSpec(
+        rank=topology.rank,
+        size=topology.size,
+        local_rank=topology.local_rank,
+        node=topology.node,
+        address=topology.address,
+        folder=run.attempt(attempt),
+        transport=config.transport,
+        timeout_s=config.cluster.rendezvous_timeout_s,
+        collective_timeout_s=config.cluster.collective_timeout_s,
+        devices_asked=devices_asked(config.cluster, os.environ, scheduled=topology.scheduled),
+        stop_requested=lambda: stop.requested,
+    )
+    _start_ahead(config, spec)
+    job = build_job(config.job)
+    written_for = framework_of(job, config)
+    framework = _package(written_for)
+    with for_others():
+        group = framework.form_group(spec)
+    engine: Engine = framework.build_engine(
+        job, engine_settings(config, job), group, topology.local_rank
+    )
+
+    def plan_with(parameters: int | None, samples: int | None) -> Plan:
+        return plan_of(
+            config,
+            nodes=topology.nodes,
+            dataset_samples=samples,
+            parameters=parameters,
+            metric_count=len(getattr(job, "metric_names", ())),
+            framework=written_for,
+            collectives_beside=engine.collectives_beside(),
+            own_rate=has_own_rate(job),
+        )
+
+    planned = plan_with(engine.parameter_count(), agreed_samples(engine, job.dataset()))
+    compare_facts(config.facts, planned, plan_with)
+    assert planned.updates is not None  # noqa: S101  # the data set is known here
+    rates = own_rates(job, config.schedule, engine, planned.updates)
+    windows = RankWindows(planned, topology.rank, rates)
+    outcome = Outcome()
+    _restore(run, engine, outcome, topology.rank)
+    if config.train.initial_weights is not None and not outcome.updates:
+        checkpoint.check_initial(run)
+        engine.load_weights(run.initial_weights)
+    recorder = Silent()
+    if topology.rank == 0:
+        copied = run.submitted_code(attempt) if topology.scheduled and config.run.snapshot else None
+        code = copied or code_state(folder_of(type(job)))
+        environment = describe_environment(framework.versions(), group.transport, code)
+        environment["optimizer"] = engine.optimizer_used()
+        changed = warnings_of(environment, _environment_before(run))
+        micro_batches = sum(map(len, planned.micro_batches))
+        for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
+            warn(sentence)
+        write_json(run.environment, environment)
+        run.write_own(run.plan, planned.to_json())
+        recorder = Recorder(run, attempt, config, engine, planned.updates)
+    began = time.perf_counter()
+    train(
+        engine=engine, windows=windows, settings=config.train,
+        recorder=attendance.recorder(
+            recorder, outcome.updates, outcome.samples, transport=group.transport
+        ),
+        updates=planned.updates, stop=stop, rank=topology.rank, outcome=outcome,
+    )  # fmt: skip
+    seconds = time.perf_counter() - began
+    attendance.at_the_end()
+    memory = memory_of_ranks(engine)
+    if isinstance(recorder, Recorder):
+        recorder.close(finished=outcome.state == "finished")
+        attendance.allow_result()
+        if outcome.state == "finished" or not attendance.leave(outcome.updates):
+            result = result_of(run, outcome, engine, planned, seconds=seconds, memory=memory)
+            run.write_own(run.result, result)
+    # Groups that watch their peers are told that what follows is an end, not a loss.
+    getattr(group, "close", lambda: None)()
+    return outcome
+
+
+def run_rank(run_path: Path, attempt: int) -> int:
+    """Be one rank of the run in `run_path`; give the exit code. Never raises what a job raised."""
+    stop = StopFlag().install()
+    # MindSpore's C++ prints pages of warnings unless told otherwise before its import.
+    os.environ.setdefault("GLOG_v", "3")
+    run = RunDir(run_path)
+    topology = Topology.from_env(os.environ)
+    if topology.scheduled:
+        os.environ.update(interface_variables(os.environ, topology.address))
+    send_output_to(run.rank_log(topology.rank))
+    warn_into(run.warnings(attempt, topology.node_index), topology.rank)
+    attendance = Attendance(run, attempt, topology, stop)
+    code = EXIT_FAILED
+    try:
+        code = _train(run, attempt, topology, stop, attendance)
+    finally:
+        attendance.end(LAST_WORDS.get(code, FAILED))
+    return code
+
+
+def _train(
+    run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
+) -> int:
+    """`_run_rank`, and what is to be said of how it ended; gives the exit code."""
+    try:
+        outcome = _run_rank(run, attempt, topology, stop, attendance)
+    except StopRequested:
+        if topology.rank == 0:
+            attendance.leave(None)
+        return EXIT_STOPPED
+    except BaseException as error:  # noqa: BLE001  # whatever ended this rank has to be told to the others
+        if attendance.excused(error):
+            return EXIT_STOPPED
+        if not isinstance(error, OrchestratorError):
+            traceback.print_exception(error)
+        else:
+            print(f"error: {error}", file=sys.stderr)  # noqa: T201  # goes to the rank's log
+        attendance.failed(error)
+        return exit_code(error)
+    return EXIT_FINISHED if outcome.state == "finished" else EXIT_STOPPED

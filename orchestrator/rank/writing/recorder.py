@@ -1,0 +1,246 @@
+"""What rank 0 writes down: metrics.jsonl, TensorBoard scalars, checkpoints, where it stands."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.schema import Config
+from orchestrator.engine.api import BoundaryReport, Engine, Window
+from orchestrator.errors import RunFolderError
+from orchestrator.lifecycle import checkpoint
+from orchestrator.lifecycle.progress import ProgressWriter
+from orchestrator.rank.agreed.facts import UpdateTime
+from orchestrator.rank.writing.line_file import LineFile
+from orchestrator.rank.writing.update_lines import UpdateLines
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.run_warnings import NewWarnings, warn
+
+
+class Silent:
+    """The recorder of every rank but 0."""
+
+    def micro_step(self, update: int, done: int, steps: int) -> None: ...
+    def boundary(
+        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
+    ) -> None: ...
+    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None: ...
+    def checkpoint(self, updates: int, samples: int) -> None: ...
+
+
+class Scalars:
+    """TensorBoard event files, written by the tensorboard package itself; no framework needed."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import (
+            Event,  # pyright: ignore[reportAttributeAccessIssue]  # made at run time by protobuf
+        )
+        from tensorboard.compat.proto.summary_pb2 import (
+            Summary,  # pyright: ignore[reportAttributeAccessIssue]  # made at run time by protobuf
+        )
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._event: Any = Event
+        self._summary: Any = Summary
+        self._writer: Any = EventFileWriter(str(folder))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        pairs = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._writer.add_event(
+            self._event(wall_time=time.time(), step=step, summary=self._summary(value=pairs))
+        )
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Recorder:
+    """Rank 0's. A line of metrics.jsonl is one `write`, so a reader sees whole lines but the last.
+
+    Some of it stands in the rank's log as well. A full disk never ends a training: lines wait for
+    room, a checkpoint that cannot be written is said, the last good one kept, and the next one
+    tried when it is due. Only at the end (`close`) does it matter.
+    """
+
+    def __init__(
+        self, run: RunDir, attempt: int, config: Config, engine: Engine, updates: int
+    ) -> None:
+        self._run, self._attempt, self._engine = run, attempt, engine
+        self._keep = config.train.keep_checkpoints
+        self._identity = run.identity
+        self._metrics = LineFile(run.metrics)
+        self._unsaved: str | None = None  # why the latest checkpoint could not be written
+        self._place = ProgressWriter(run.progress(attempt))
+        self._scalars = Scalars(run.tensorboard) if config.tracker.kind == "tensorboard" else None
+        self.note: dict[str, Any] = {}  # goes with the next update's line, once
+        self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
+        self._update = -1
+        self._pace = UpdateTime(config.facts.update_s)
+        self._told = UpdateLines(updates)
+
+    def micro_step(self, update: int, done: int, steps: int) -> None:
+        self._place.write(update, done, steps)
+
+    def boundary(
+        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
+    ) -> None:
+        self._update = window.update
+        _warn_of_metrics(report)
+        self._pace.see(update_s)
+        self._line(
+            {
+                "update": window.update,
+                "epoch": epoch,
+                "time": time.time(),
+                "attempt": self._attempt,
+                "loss": report.loss,
+                "learning_rate": window.learning_rate,
+                "samples": window.samples,
+                "weight": report.weight,
+                "micro_steps": window.steps,
+                "collectives": report.collectives,
+                **({"exchanges": report.exchanges} if report.exchanges else {}),
+                "bytes_on_wire": report.bytes_on_wire,
+                "compute_s": round(report.compute_s, 6),
+                "wait_s": round(report.wait_s, 6),
+                "optimizer_s": round(report.optimizer_s, 6),
+                **{
+                    name: round(seconds, 6)
+                    for name in ("compile_s", "plain_step_s")
+                    if (seconds := getattr(report, name))
+                },
+                "update_s": round(update_s, 6),
+                "peak_memory_bytes": self._engine.peak_memory_bytes(),
+                "gradient_norm": report.gradient_norm,
+                "applied": report.applied,
+                "loss_scale": report.loss_scale,
+                "metrics": dict(report.metrics),
+                **self.note,
+                **self._warned(),
+            }
+        )
+        self.note = {}
+        self._told.update(
+            window.update,
+            loss=report.loss,
+            learning_rate=window.learning_rate,
+            samples=window.samples,
+        )
+        self._scalar(
+            window.update,
+            {
+                "train/loss": report.loss,
+                "train/learning_rate": window.learning_rate,
+                "time/update_s": update_s,
+                **{f"train/{name}": value for name, value in report.metrics.items()},
+            },
+        )
+
+    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None:
+        self._line(
+            {"evaluation": figures, "update": update, "epoch": epoch, "time": time.time(),
+             "attempt": self._attempt}
+        )  # fmt: skip
+        self._told.evaluation(update, figures)
+        self._scalar(update, {f"evaluation/{name}": value for name, value in figures.items()})
+
+    def can_save(self) -> bool:
+        """Whether a checkpoint can be written in mid-window: rank 0 holds all of the state."""
+        return self._engine.holds_state()
+
+    def checkpoint(self, updates: int, samples: int) -> None:
+        try:
+            checkpoint.save(
+                self._run.checkpoints,
+                self._engine,
+                updates=updates,
+                samples=samples,
+                keep=self._keep,
+                run=self._identity,
+            )
+        except OSError as error:
+            reason = error.strerror or str(error)
+            self._unsaved = f"the checkpoint after update {updates} could not be written: {reason}"
+            warn(
+                f"{self._unsaved}; the run goes on"
+                + ", the last good checkpoint is kept"
+                * any(self._run.checkpoints.glob("update-*")),
+                kind="checkpoint not written",
+            )
+            return
+        if self._unsaved is not None:
+            warn(f"there is room again: the checkpoint after update {updates} was written")
+        self._unsaved = None
+
+    def close(self, *, finished: bool) -> None:
+        """Write down what was warned of after the last boundary, in a line of its own.
+
+        Args:
+            finished: nothing comes later, so that what is not written now never will be.
+
+        Raises:
+            RunFolderError: it is finished, but its last checkpoint or its metrics are not written.
+        """
+        if late := self._warned(now=True):
+            update = max(0, self._update)
+            self._line(
+                {"update": update, "time": time.time(), "attempt": self._attempt, **late}
+            )  # fmt: skip
+        unwritten = self._unsaved
+        try:
+            self._metrics.close()
+        except OSError as error:
+            unwritten = unwritten or f"metrics.jsonl could not be written: {error.strerror}"
+        self._with_scalars(lambda scalars: scalars.close())
+        if finished and unwritten:
+            raise RunFolderError(f"trained to the end, but {unwritten}; make room, and resume")
+
+    def _warned(self, *, now: bool = False) -> dict[str, list[str]]:
+        found = self._warnings.read(now=now)
+        return {"warnings": found} if found else {}
+
+    def _line(self, record: Mapping[str, Any]) -> None:
+        waited = self._metrics.waiting
+        try:
+            self._metrics.write(json.dumps(record))
+        except OSError as error:
+            warn(
+                f"metrics.jsonl could not be written: {error.strerror}; its lines are kept, and "
+                f"follow as soon as there is room",
+                kind="metrics not written",
+            )
+            return
+        if waited:
+            lost = f", {self._metrics.lost} had to be given up" if self._metrics.lost else ""
+            warn(f"there is room again: {waited} lines of metrics.jsonl that waited follow{lost}")
+
+    def _scalar(self, step: int, values: Mapping[str, float]) -> None:
+        self._with_scalars(lambda scalars: scalars.write(step, values))
+
+    def _with_scalars(self, write: Callable[[Scalars], None]) -> None:
+        """TensorBoard's writer cannot go on after an error, so the scalars end with the first."""
+        try:
+            if self._scalars is not None:
+                write(self._scalars)
+        except OSError as error:
+            self._scalars = None
+            warn(
+                f"TensorBoard's events could not be written: {error.strerror}; no more of them "
+                f"follow in this attempt, metrics.jsonl has all of it"
+            )
+
+
+def _warn_of_metrics(report: BoundaryReport) -> None:
+    """What `Loss.metrics` came to; a loss that is not finite is `train.on_non_finite`'s."""
+    for name, value in report.metrics.items():
+        if not math.isfinite(value):
+            warn(
+                f"metric '{name}' is {value} in update {report.update}: a sum in Loss.metrics was "
+                "not finite, on some rank in some micro-step",
+                kind=f"metric {name}",
+            )

@@ -1,0 +1,55 @@
+"""What rank 0 writes into result.json when a run ends well, or is stopped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from orchestrator.engine.api import Engine
+from orchestrator.plan.plan import Plan
+from orchestrator.rank.loop import Outcome
+from orchestrator.report.metrics import read_metrics
+from orchestrator.run_folder.rundir import RunDir
+
+
+def memory_of_ranks(engine: Engine) -> dict[str, list[int]]:
+    """Bytes by what they are for, and their peak, a number for each rank. Collective."""
+    mine = {**engine.memory_bytes(), "peak": engine.peak_memory_bytes()}
+    rows = engine.gather([float(size) for size in mine.values()])
+    return {name: [int(row[place]) for row in rows] for place, name in enumerate(mine)}
+
+
+def result_of(
+    run: RunDir,
+    outcome: Outcome,
+    engine: Engine,
+    planned: Plan,
+    *,
+    seconds: float,
+    memory: dict[str, list[int]],
+) -> dict[str, Any]:
+    """The values of result.json.
+
+    Args:
+        memory: of all ranks; `memory` in the result is that of the largest, in bytes.
+    """
+    history = read_metrics(run.metrics).updates  # of all attempts
+    outcome.collectives = sum(record.get("collectives", 0) for record in history)
+    outcome.bytes_on_wire = sum(record.get("bytes_on_wire", 0) for record in history)
+    return {
+        "state": outcome.state,
+        "updates": outcome.updates,
+        "samples": outcome.samples,
+        "loss": outcome.loss,
+        "metrics": outcome.evaluation,
+        "optimizer": engine.optimizer_used(),
+        "weights_sha256": engine.weights_sha256(),
+        "peak_memory_bytes": memory["peak"],
+        "memory": {name: max(sizes) for name, sizes in memory.items()},
+        "collectives": outcome.collectives,
+        "bytes_on_wire": outcome.bytes_on_wire,
+        "seconds": seconds,
+        "planned_updates": planned.updates,
+        "planned_collectives_per_update": planned.collectives_per_update,
+        "culprit": None,
+        "restarts": run.restarts(),
+    }

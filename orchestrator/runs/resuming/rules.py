@@ -1,0 +1,210 @@
+"""What a run may go on with: each key of the configuration, by what a change does to numbers.
+
+`FREE`: no number depends on it. `ROUNDING`: sums are added in another order, so results agree up to
+rounding, not in bits. `PLANNED`: the two plans are compared, update by update. `NUMBERS`: refused,
+since what comes out would be neither this run nor a new one. docs/reproducible.md has the table.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError
+from orchestrator.plan.plan import Plan
+from orchestrator.plan.window import planner_of
+
+MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
+
+
+class Kind(Enum):
+    """What a change of a key does."""
+
+    FREE = "no number depends on it"
+    ROUNDING = "sums are added in another order"
+    PLANNED = "it depends on the rest of the plan"
+    NUMBERS = "it changes what is computed"
+
+
+# The longest prefix of a key's dotted name counts.
+KINDS: dict[str, Kind] = {
+    "cluster": Kind.FREE,
+    "cluster.nodes": Kind.PLANNED,
+    "cluster.ranks_per_node": Kind.PLANNED,
+    "cluster.cpus_per_rank": Kind.ROUNDING,  # threads of a kernel
+    "run": Kind.FREE,
+    "run.dir": Kind.NUMBERS,
+    "run.name": Kind.NUMBERS,
+    "tracker": Kind.FREE,
+    "facts": Kind.FREE,
+    "transport": Kind.ROUNDING,
+    "accumulation": Kind.NUMBERS,
+    "accumulation.global_batch": Kind.PLANNED,
+    "accumulation.steps": Kind.PLANNED,
+    "accumulation.micro_batch": Kind.PLANNED,
+    "accumulation.sync": Kind.ROUNDING,
+    "accumulation.reduction": Kind.ROUNDING,
+    "schedule": Kind.PLANNED,
+    "train": Kind.NUMBERS,
+    "train.updates": Kind.PLANNED,
+    "train.epochs": Kind.PLANNED,
+    "train.evaluate_every": Kind.FREE,
+    "train.checkpoint_every": Kind.FREE,
+    "train.keep_checkpoints": Kind.FREE,
+    "train.loader_workers": Kind.FREE,
+    "train.on_non_finite": Kind.FREE,  # what went well so far would have gone the same way
+    "engine": Kind.NUMBERS,
+    "engine.log_every": Kind.FREE,
+    "engine.bucket_mib": Kind.ROUNDING,
+    "engine.shard_optimizer": Kind.ROUNDING,
+    "engine.mode": Kind.ROUNDING,
+    "engine.jit_level": Kind.ROUNDING,
+    "optimizer": Kind.NUMBERS,
+    "job": Kind.NUMBERS,
+}
+ANOTHER_PLACE = {"run.dir": "the run is its folder", "run.name": "it names a new run's folder"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One key that is set to another value."""
+
+    key: str
+    before: Any
+    after: Any
+
+    @property
+    def kind(self) -> Kind:
+        """What that does to numbers."""
+        if self.key.startswith("job.") and _is_path(self.before) and _is_path(self.after):
+            return Kind.FREE  # where data lie; whether they are the same is compared at the start
+        parts = self.key.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next(KINDS[prefix] for prefix in prefixes if prefix in KINDS)
+
+    @property
+    def text(self) -> str:
+        """As it would be typed."""
+        return f"{self.key}={'null' if self.after is None else self.after}"
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and (os.sep in value or value.startswith("~"))
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a nested table; an empty table is a value.
+
+    >>> dict(flat({"a": {"b": 1, "c": {}}, "d": None}))
+    {'a.b': 1, 'a.c': {}, 'd': None}
+    """
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """What differs between two configurations, as plain values."""
+    old, new = dict(flat(before)), dict(flat(after))
+    return [
+        Change(key=key, before=old.get(key), after=new.get(key))
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def refuse_other_numbers(made: list[Change], run: str) -> None:
+    """Raises `ConfigError` naming every change that makes other numbers, and what can be done."""
+    wrong: list[str] = []
+    for change in made:
+        if change.kind is not Kind.NUMBERS:
+            continue
+        why = ANOTHER_PLACE.get(change.key) or (
+            f"it was {'null' if change.before is None else change.before}, and the updates that "
+            f"are done were made with that"
+        )
+        wrong.append(f"a run cannot go on with {change.text}: {why}")
+    if wrong:
+        raise ConfigError("\n".join([*wrong, anew(run)]))
+
+
+def anew(run: str) -> str:
+    """What to do instead."""
+    return (
+        f"to go on from these weights with other settings, start a new run: "
+        f"train.initial_weights={run}"
+    )
+
+
+def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
+    """Raises `ConfigError` when an update would be of other samples or at another rate.
+
+    Args:
+        old, new: of the run as it was, and as it would be.
+        done: updates that the newest checkpoint holds.
+    """
+    if new.updates is not None and new.updates < done:
+        raise ConfigError(
+            f"{done} updates are done already, which is more than the {new.updates} that are asked "
+            f"for now; try train.updates={done + 1} or more"
+        )
+    if new.global_batch != old.global_batch:
+        raise ConfigError(
+            f"an update would be of {new.global_batch} samples, but was of {old.global_batch} so "
+            f"far; to keep it, add accumulation.global_batch={old.global_batch} "
+            f"accumulation.steps={old.steps} accumulation.micro_batch=null\n{anew(run)}"
+        )
+    if new.reduction == "reproducible" and new.micro_batch != old.micro_batch:
+        raise ConfigError(
+            f"accumulation.micro_batch={new.micro_batch}: in reproducible mode it is the size of a "
+            f"leaf, which was {old.micro_batch} so far; another one is another sum\n{anew(run)}"
+        )
+    for update in _looked_at(old, new):
+        if old.schedule and new.schedule and _rate(old, update) != _rate(new, update):
+            raise ConfigError(
+                f"the learning rate of update {update + 1} would be {_rate(new, update):.6g}, but "
+                f"was to be {_rate(old, update):.6g}: schedule.* decides it, and where "
+                f"schedule.decay is not none, the number of updates does, too\n{anew(run)}"
+            )
+        if update < done and _samples(old, update) != _samples(new, update):
+            raise ConfigError(
+                f"update {update + 1} was of {_samples(old, update)} samples, and would be of "
+                f"{_samples(new, update)} in the run that is asked for now\n{anew(run)}"
+            )
+
+
+def _looked_at(old: Plan, new: Plan) -> list[int]:
+    if old.updates is None or new.updates is None:
+        return []
+    common = min(old.updates, new.updates)
+    step = max(1, common // MOST_UPDATES)
+    return sorted({*range(0, common, step), common - 1})
+
+
+def _rate(plan: Plan, update: int) -> float:
+    assert plan.schedule is not None  # noqa: S101  # asked by the only caller
+    return plan.schedule.learning_rate(update)
+
+
+def _samples(plan: Plan, update: int) -> int:
+    return planner_of(plan).order.samples_of(update) if plan.dataset_samples else 0
+
+
+def rounding(made: list[Change], old: Plan, new: Plan, config: Config) -> str | None:
+    """A sentence when what follows agrees with the undisturbed run up to rounding only."""
+    kept = config.accumulation.reduction == old.reduction == "reproducible"
+    split = [] if kept or old.micro_batches == new.micro_batches else ["another split of the batch"]
+    causes = split + [change.text for change in made if change.kind is Kind.ROUNDING]
+    if not causes:
+        return None
+    dropout = "" if kept else ", and random numbers as dropout's are drawn for other micro-batches"
+    return (
+        f"from here on sums are added in another order ({', '.join(causes)}): results agree with "
+        f"those of the undisturbed run up to rounding, not in bits{dropout if split else ''}"
+    )

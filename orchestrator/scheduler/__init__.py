@@ -1,0 +1,1 @@
+"""SLURM's commands, run in one place and read into values; below clusters and ranks."""

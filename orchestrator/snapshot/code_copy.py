@@ -1,0 +1,205 @@
+"""What was submitted is what runs: the code is copied into the run folder before a job is queued.
+
+A queued job may start days later, and again after every preemption. It imports from its copy, so
+editing files meanwhile changes nothing. Copied are the source folders that hold this package and
+the job's module, as git sees them: tracked, modified and new files, not the ignored ones. Packages
+that were installed into Python's own folders are left there.
+
+The copy is one archive; each start of the job unpacks it afresh. Hundreds of small files are what
+a shared file system is slowest at, and what quotas count.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import os
+import stat
+import subprocess
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from orchestrator.config.job_source import find_module
+from orchestrator.errors import RunFolderError
+from orchestrator.report.units import format_bytes
+from orchestrator.run_folder.files import blocks
+from orchestrator.run_folder.rundir import code_state_beside, write_atomically, write_json
+from orchestrator.snapshot.code_state import code_state, is_installed
+from orchestrator.snapshot.secret_files import is_secret
+
+LIMIT_BYTES = 64 * 2**20
+LIMIT_FILES = 20_000
+GIT_TIMEOUT_S = 60
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def source_root(module: str) -> tuple[Path, str] | None:
+    """The folder on Python's path that holds a module, and the module's own top entry in it.
+
+    None for what is installed, built in, or not there.
+    """
+    spec = find_module(module)
+    places = list(spec.submodule_search_locations or []) if spec else []
+    origin = spec.origin if spec and spec.origin not in (None, "built-in", "frozen") else None
+    if origin is None and not places:
+        return None
+    path = Path(places[0] if places else str(origin)).absolute()
+    root = path.parents[module.count(".")]
+    return None if is_installed(path) else (root, module.split(".", maxsplit=1)[0])
+
+
+def source_roots(job_target: str) -> dict[Path, set[str]]:
+    """The source folders to copy, each with the top entries that are needed from it for certain."""
+    roots: dict[Path, set[str]] = {}
+    if not is_installed(PACKAGE):
+        roots[PACKAGE.parent] = {PACKAGE.name}
+    job = source_root(job_target.rpartition(".")[0])
+    if job is not None:
+        roots.setdefault(job[0], set()).add(job[1])
+    return roots
+
+
+def _git_files(root: Path) -> list[str] | None:
+    """Files below `root` that git knows or would add; None where git does not say."""
+    try:
+        done = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=root, capture_output=True, timeout=GIT_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    if done.returncode:
+        return None
+    return sorted({os.fsdecode(name) for name in done.stdout.split(b"\0") if name})
+
+
+def _walked(root: Path, tops: set[str]) -> Iterator[str]:
+    """Without git: the needed packages whole, and the modules that lie beside them."""
+    for path in sorted(root.iterdir()):
+        if path.is_file() and path.suffix == ".py":
+            yield path.name
+    for top in sorted(tops):
+        for folder, folders, files in os.walk(root / top):
+            folders[:] = sorted(f for f in folders if f != "__pycache__" and f[0] != ".")
+            yield from (
+                str((Path(folder) / f).relative_to(root)) for f in files if not f.endswith(".pyc")
+            )
+
+
+def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[str]]:
+    """Names below `root` of the files to copy, with their sizes; and of those that are left out:
+    secrets, and links that lead out of `root`.
+    """
+    listed = _git_files(root)
+    wanted = {*tops, *(f"{top}.py" for top in tops)}
+    if listed is None or not any(name.split("/")[0] in wanted for name in listed):
+        listed = list(_walked(root, tops))  # no repository, or one that ignores this folder
+    own = f"{os.path.relpath(run, root)}/"
+    found: dict[str, int] = {}
+    left_out: list[str] = []
+    for name in listed:
+        if name.startswith(("runs/", own)):
+            continue
+        try:
+            facts = os.lstat(f"{root}/{name}")  # hundreds of times a submission
+        except FileNotFoundError:  # deleted, but git still has it
+            continue
+        if is_secret(name) or (stat.S_ISLNK(facts.st_mode) and _leads_out(root, name)):
+            left_out.append(name)
+        elif stat.S_ISREG(facts.st_mode) or stat.S_ISLNK(facts.st_mode):
+            found[name] = facts.st_size
+    return found, left_out
+
+
+def _leads_out(root: Path, name: str) -> bool:
+    """Whether a link would lead elsewhere from the copy than from here."""
+    link = root / name
+    inside = Path(os.path.realpath(link)).is_relative_to(os.path.realpath(root))
+    return not inside or os.path.isabs(os.readlink(link))  # noqa: PTH115, PTH117  # text is enough
+
+
+def copies(job_target: str, into: Path) -> dict[Path, Path]:
+    """Where each source folder's copy goes: what the job's PYTHONPATH begins with, in order."""
+    return {root: into / str(i) for i, root in enumerate(source_roots(job_target))}
+
+
+def take(job_target: str, run: Path, into: Path) -> list[str]:
+    """Copy the code of the run `run` into `into`.tar, which unpacks as the folder `into`.
+
+    Its digest is put beside it, together with its place: who unpacks it makes sure that it is what
+    was submitted, and for this run.
+
+    Returns:
+        The names of files that were left out: secrets, and links that lead elsewhere.
+
+    Raises:
+        RunFolderError: there is too much of it.
+    """
+    files = size = 0
+    left_out: list[str] = []
+    places = copies(job_target, into)
+    into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = archive_of(into).with_suffix(".part")
+    part.unlink(missing_ok=True)  # whatever it is, or leads to
+    with part.open("xb") as file, tarfile.open(fileobj=file, mode="w") as archive:
+        for root, tops in source_roots(job_target).items():
+            sizes, omitted = _files(root, tops, run)
+            left_out += omitted
+            files, size = files + len(sizes), size + sum(sizes.values())
+            if size > LIMIT_BYTES or files > LIMIT_FILES:
+                _refuse(root, sizes, files, size)
+            for name in sizes:
+                _add(archive, f"{root}/{name}", f"{places[root].name}/{name}")
+    write_atomically(digest_of(into), f"{_sha256(into, part)}  -\n")
+    part.replace(archive_of(into))
+    write_json(code_state_beside(into), code_state(next(reversed(places), PACKAGE.parent)))
+    return left_out
+
+
+def archive_of(into: Path) -> Path:
+    """The archive that unpacks as the folder `into`."""
+    return into.with_name(f"{into.name}.tar")
+
+
+def digest_of(into: Path) -> Path:
+    """The digest of the archive's place and content, as `sha256sum --check` takes it with the
+    folder's name, a line feed and the archive as its input.
+    """
+    return into.with_name(f"{into.name}.sha256")
+
+
+def _sha256(into: Path, archive: Path) -> str:
+    whole = hashlib.sha256(os.fsencode(into) + b"\n")
+    for block in blocks(archive):
+        whole.update(block)
+    return whole.hexdigest()
+
+
+def _add(archive: tarfile.TarFile, path: str, name: str) -> None:
+    """Add a file or a link: its contents as they are at this moment, nothing of its owner."""
+    entry = tarfile.TarInfo(name)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(path)  # noqa: PTH115  # as text
+        archive.addfile(entry)
+        return
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(LIMIT_BYTES)
+        entry.size, entry.mode = len(data), 0o600
+        entry.mtime = int(os.fstat(file.fileno()).st_mtime)
+    archive.addfile(entry, io.BytesIO(data))
+
+
+def _refuse(root: Path, sizes: Mapping[str, int], files: int, size: int) -> NoReturn:
+    largest = max(sizes, key=lambda name: sizes[name])
+    raise RunFolderError(
+        f"the code in {root} is {format_bytes(size)} in {files} files (the largest is {largest}), "
+        f"too much to keep a copy with the run (at most {format_bytes(LIMIT_BYTES)}, "
+        f"{LIMIT_FILES} files); leave data out by .gitignore, or set run.snapshot=false"
+    )

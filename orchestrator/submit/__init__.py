@@ -1,1 +1,0 @@
-"""Placing a run: requests as values, the local cluster, SLURM."""

@@ -1,0 +1,1 @@
+"""The points of a sweep, and what they are compared by."""

@@ -1,0 +1,63 @@
+"""Why the weights of a sweep's points differ: other updates, or only another order of additions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.report.sweep import Cell
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.runs.resuming.rules import Kind, changes
+
+MAGNIFIES = (
+    "Adam in float32 magnifies rounding where a gradient is nearly zero, so weights differ by more "
+    "than the updates do; optimizer=sgd or train.precision=float64 shows the exactness."
+)
+OF_THE_PLAN = {
+    "global_batch": "the global batch", "updates": "the number of updates",
+    "schedule": "the learning rates",
+}  # fmt: skip
+
+
+def remarks(cells: Sequence[Cell]) -> list[str]:
+    """What has to be known to read the differences from the first finished point."""
+    finished = [(number, cell) for number, cell in enumerate(cells, 1) if cell.finished]
+    if len(finished) < 2:
+        return []
+    (_, first), *others = finished
+    reference = RunDir(first.folder).read_config()
+    unlike: dict[int, list[str]] = {}
+    for number, cell in others:
+        causes = _causes(first, cell, reference, RunDir(cell.folder).read_config())
+        if causes:
+            unlike[number] = causes
+    said: list[str] = []
+    if unlike:
+        causes = ", ".join(dict.fromkeys(cause for found in unlike.values() for cause in found))
+        points = ", ".join(map(str, unlike))
+        said.append(
+            f"Weights of point{'s' * (len(unlike) > 1)} {points} differ from the first finished "
+            f"point's because other updates were made ({causes}), not by rounding."
+        )
+    if len(unlike) < len(others) and _magnifies(reference):
+        said.append(MAGNIFIES)
+    return said
+
+
+def _causes(
+    one: Cell, other: Cell, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[str]:
+    """What makes two points compute something else; empty where only the split differs."""
+    keys = [
+        change.key
+        for change in changes(before, after)
+        if change.kind is Kind.NUMBERS and not change.key.startswith("run.")
+    ]
+    plans = [OF_THE_PLAN[n] for n in OF_THE_PLAN if one.plan.get(n) != other.plan.get(n)]
+    return [*keys, *plans]
+
+
+def _magnifies(config: Mapping[str, Any]) -> bool:
+    """Whether rounding grows in this optimizer, so that weights differ more."""
+    optimizer, train = config.get("optimizer", {}), config.get("train", {})
+    return "adam" in str(optimizer).lower() and train.get("precision") != "float64"

@@ -1,1 +1,0 @@
-"""What runs on each rank: who am I, meet the others, the loop, checkpoints."""

@@ -1,0 +1,326 @@
+"""What follows an attempt that ended, by what it left: another start, or an end and its culprit."""
+
+import json
+
+import pytest
+
+from orchestrator.clusters.api import Culprit
+from orchestrator.clusters.slurm.ending.after_srun import (
+    FRUITLESS,
+    KILLED,
+    LATE_S,
+    _culprit,
+    _cut_short,
+    conclude,
+    reason,
+    settle,
+)
+from orchestrator.clusters.slurm.watch import CAUSES
+from orchestrator.config.schema import SIGNAL_AHEAD_S
+from orchestrator.run_folder.rundir import CONFIG_SECTIONS, RunDir, read_json, write_json
+from orchestrator.scheduler.client import Answer, SlurmClient
+from orchestrator.scheduler.jobs import STANDING, Standing
+
+BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
+JOB = Standing(state="RUNNING")
+LEFT = {"why": "told to stop", "updates": 4, "time": 1.0}
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    configure(run, **{name: {} for name in CONFIG_SECTIONS})
+    configure(run, run={"max_restarts": 0}, cluster={"signal_ahead_s": 60})
+    return run
+
+
+def configure(folder, **sections):
+    """Set sections of its config.yaml."""
+    before = folder.read_config() if folder.config.exists() else {}
+    folder.config.write_text(json.dumps({**before, **sections}))
+
+
+def attempts(run, starts, *, updates=4, resumed_from=None):
+    """So many starts, each but the first from a checkpoint; the number of the last."""
+    for number in range(starts):
+        run.begin_attempt()
+        if number:
+            begun = updates if resumed_from is None else resumed_from[number]
+            note = {"attempt": number - 1, "why": "x", "resumed_from": begun, "lost_updates": 0}
+            write_json(run.restart(number), note)
+    return starts - 1
+
+
+def update_done(run, attempt):
+    with run.metrics.open("a") as file:
+        done = {"update": 7, "attempt": attempt, "samples": 4, "collectives": 1,
+                "bytes_on_wire": 8, "update_s": 0.5}  # fmt: skip
+        print(json.dumps(done), file=file)
+
+
+def concluded(run, attempt, *, code=143, job=JOB, departure=LEFT, culprit=BEYOND):
+    """(whether it starts again, how often it was handed back, the end that was written)."""
+    handed_back = []
+    again = conclude(run, attempt, code, job, departure=departure, culprit=lambda: culprit,
+                     again=lambda: handed_back.append(1))  # fmt: skip
+    return again, len(handed_back), run.read_result()
+
+
+def test_an_attempt_that_left_in_order_is_handed_back_with_its_reason(run):
+    assert concluded(run, attempts(run, 1)) == (True, 1, None)
+    assert read_json(run.departure(0)) == LEFT
+
+
+def test_ten_starts_in_a_row_without_an_update_end_the_run(run):
+    again, handed_back, end = concluded(run, attempts(run, FRUITLESS + 1))
+    assert (again, handed_back, end["state"], FRUITLESS) == (False, 0, "failed", 10)
+    assert (end["culprit"]["node"], end["culprit"]["rank"]) == ("batch", None)
+    assert "10 starts in a row were stopped before one update" in end["culprit"]["cause"]
+
+
+def test_nine_starts_without_an_update_do_not(run):
+    assert concluded(run, attempts(run, FRUITLESS))[0]
+
+
+@pytest.mark.parametrize(("progress_at", "goes_on"), [(1, False), (2, True), (FRUITLESS, True)])
+def test_a_start_that_went_on_from_further_makes_the_count_begin_anew(run, progress_at, goes_on):
+    begun = [4 if number < progress_at else 5 for number in range(FRUITLESS + 1)]
+    last = attempts(run, FRUITLESS + 1, resumed_from=begun)
+    assert concluded(run, last)[0] == goes_on
+
+
+@pytest.mark.parametrize(("attempt", "goes_on"), [(0, False), (1, True), (FRUITLESS, True)])
+def test_an_update_in_one_of_the_ten_counts_although_no_checkpoint_holds_it(run, attempt, goes_on):
+    last = attempts(run, FRUITLESS + 1)
+    update_done(run, attempt)
+    assert concluded(run, last)[0] == goes_on
+
+
+@pytest.mark.parametrize(
+    ("code", "departure", "stopped"), [(143, LEFT, True), (0, None, True), (1, None, False)]
+)
+def test_a_cancelled_run_ends_as_stopped_unless_it_failed(run, code, departure, stopped):
+    attempts(run, 1)
+    run.cancel.touch()
+    again, handed_back, end = concluded(run, 0, code=code, departure=departure)
+    assert (again, handed_back) == (False, 0)
+    assert end["state"] == ("stopped" if stopped else "failed")
+
+
+@pytest.mark.parametrize("departure", [LEFT, None])
+def test_a_job_that_may_not_be_requeued_fails_by_its_culprit(run, departure):
+    attempts(run, 1)
+    configure(run, run={"max_restarts": 5})
+    job = Standing(state="RUNNING", requeue=False)
+    again, handed_back, end = concluded(run, 0, job=job, departure=departure)
+    assert (again, handed_back, end["culprit"]["cause"]) == (False, 0, BEYOND.cause)
+    assert end["culprit"]["rank"] == 3
+
+
+def test_a_silent_node_is_the_culprit_of_a_job_that_may_not_be_requeued(run):
+    attempts(run, 1)
+    job = Standing(state="RUNNING", requeue=False)
+    end = concluded(run, 0, job=job, departure={**LEFT, "node": "n7"})[2]
+    assert (end["culprit"]["node"], end["culprit"]["rank"]) == ("n7", None)
+    assert "it stopped answering" in end["culprit"]["cause"]
+
+
+@pytest.mark.parametrize(("first", "goes_on"), [(0, False), (2, True)])
+def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(run, first, goes_on):
+    configure(run, run={"max_restarts": 2})
+    attempts(run, 3)
+    write_json(run.handle, {"job_id": "7", "attempt": first})
+    for earlier in (0, 1):
+        failed = {"attempt": earlier, "update": -1, "raised": None}
+        write_json(run.departure(earlier), {"why": "x", "updates": None, "failed": failed})
+    again, handed_back, end = concluded(run, 2, code=1, departure=None)
+    assert (again, handed_back, end is None) == (goes_on, int(goes_on), goes_on)
+    if not goes_on:
+        assert "that was done 2 times already" in end["culprit"]["remark"]
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (Standing(state="RUNNING", preempted_at=5.0), "preempted"),
+        (Standing(state="RUNNING", reason="TimeLimit"), "near its time limit"),
+        (Standing(state="RUNNING", reason="NodeFail"), None),
+        (Standing(state="RUNNING", ends_at=1000.0 + 60 + LATE_S - 1), "near its time limit"),
+        (Standing(state="RUNNING", ends_at=1000.0 + 60 + LATE_S), None),
+        (Standing(state="RUNNING"), None),
+    ],
+)
+def test_the_schedulers_reason_is_told_where_it_shows(job, why):
+    assert reason(job, now=1000.0, ahead_s=60.0) == why
+
+
+def test_the_schedulers_reason_replaces_the_ranks_but_not_that_of_a_silent_node(run):
+    attempts(run, 2)
+    preempted = Standing(state="RUNNING", preempted_at=5.0)
+    concluded(run, 0, job=preempted)
+    assert read_json(run.departure(0)) == {**LEFT, "why": "preempted"}
+    concluded(run, 1, job=preempted, departure={**LEFT, "node": "n7"})
+    assert read_json(run.departure(1))["why"] == "told to stop"
+
+
+def test_without_a_notice_of_its_own_the_usual_one_tells_a_time_limit(run, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    configure(run, cluster={"signal_ahead_s": None})
+    attempts(run, 2)
+    for attempt, short in ((0, 1), (1, 0)):
+        ends_at = 1000.0 + SIGNAL_AHEAD_S + LATE_S - short
+        concluded(run, attempt, job=Standing(state="RUNNING", ends_at=ends_at))
+    assert read_json(run.departure(0))["why"] == "near its time limit"
+    assert read_json(run.departure(1))["why"] == "told to stop"
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "said", "why"),
+    [
+        (143, "TERM", "", "its batch script was sent SIGTERM"),
+        (143, "", "", "stopped before it began"),
+        (143, "", "srun: error: n1: task 1: Exited with exit code 5\n", None),
+        (KILLED, "USR1", "", "its batch script was sent SIGUSR1"),
+        (KILLED, "", "", "srun was killed"),
+        (KILLED, "", "srun: forcing job termination\n", "srun was told to end the job"),
+        (KILLED, "", "srun: error: n1: task 1: Killed\n", None),
+        (1, "TERM", "", None),
+        (0, "", "", None),
+    ],
+)
+def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, told, said, why):
+    attempts(run, 1)
+    run.srun_log(0).write_text(said)
+    assert _cut_short(run, 0, code, told) == why
+    failure = {"rank": 0, "node": "n1", "cause": "x", "secondary": False, "usage": False, "time": 1}
+    write_json(run.failure(0, 0), failure)
+    assert _cut_short(run, 0, code, told) is None
+
+
+def test_ranks_that_all_ended_in_order_without_a_result_are_nobodys_fault(run):
+    attempts(run, 1)
+    in_order = _culprit(run, 0, 0)
+    assert (in_order.rank, in_order.node) == (None, "batch")
+    assert "none wrote a result" in in_order.cause
+    run.srun_log(0).write_text("srun: error: n1: task 1: Exited with exit code 5\n")
+    write_json(run.node_ranks(0, 0), {"node": "gpu1", "ranks": [0, 1]})
+    assert (_culprit(run, 0, 5).rank, _culprit(run, 0, 5).node) == (1, "gpu1")
+
+
+class Scheduler:
+    """Answers as squeue and scontrol would, in turn; the last answer for ever."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+
+    def ask(self, *command, **_):
+        if command[0] == "squeue":
+            assert command[command.index("-j") + 1] == "77"
+            return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        self.asked.append(command)
+        return Answer(0, "", "")
+
+
+def standing(**values):
+    made = {"State": "RUNNING", "RestartCnt": "0", "Requeue": "1", "PreemptTime": "N/A",
+            "EndTime": "N/A", "exit_code": "0", "Reason": "None", **values}  # fmt: skip
+    return Answer(0, "".join(f"{made[name]:<{width}}" for name, width in STANDING.items()), "")
+
+
+@pytest.fixture
+def settled(run, monkeypatch):
+    """Settles attempt 0 of job 77: (its end, what scontrol was asked, the pauses)."""
+
+    def call(*answers, code=143, told="TERM", restarts=None):
+        scheduler, pauses = Scheduler(*answers), []
+        monkeypatch.setattr(SlurmClient, "ask", lambda _, *command, **more: scheduler.ask(*command))
+        monkeypatch.setattr("time.sleep", pauses.append)
+        monkeypatch.setenv("SLURM_JOB_ID", "77")
+        monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+        if restarts is not None:
+            monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        settle(run.path, 0, code, told)
+        return run.read_result(), scheduler.asked, pauses
+
+    attempts(run, 1)
+    return call
+
+
+REQUEUED = [("scontrol", "requeue", "77")]
+
+
+def test_a_job_that_was_told_to_stop_is_handed_back_and_notes_why(run, settled):
+    assert settled(standing()) == (None, REQUEUED, [])
+    noted = read_json(run.departure(0))
+    assert (noted["why"], noted["updates"]) == ("its batch script was sent SIGTERM", None)
+    assert noted["time"] > 0
+
+
+def test_what_the_ranks_noted_of_their_leaving_stands(run, settled):
+    write_json(run.departure(0), LEFT)
+    assert settled(standing(), code=1, told="") == (None, REQUEUED, [])
+    assert read_json(run.departure(0)) == LEFT
+
+
+def test_a_failure_ends_the_run_by_what_srun_says(run, settled):
+    run.srun_log(0).write_text("srun: error: n1: task 1: Exited with exit code 5\n")
+    end, asked, _ = settled(standing(), code=5)
+    assert (end["state"], end["culprit"]["rank"], asked) == ("failed", 1, [])
+
+
+@pytest.mark.parametrize(
+    ("values", "restarts"),
+    [
+        ({"State": "PENDING"}, None),
+        ({"State": "COMPLETED"}, None),
+        ({"RestartCnt": "1"}, None),
+        ({"RestartCnt": "1"}, "2"),
+        ({"RestartCnt": "1", "State": "CANCELLED"}, "0"),
+        (None, None),
+    ],
+)
+def test_a_job_that_the_scheduler_has_taken_back_is_not_touched(run, settled, values, restarts):
+    gone = Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
+    answer = gone if values is None else standing(**values)
+    assert settled(answer, restarts=restarts) == (None, [], [])
+    assert read_json(run.departure(0)) is None
+
+
+def test_a_job_that_was_started_again_as_often_as_its_script_says_is_its_own(settled):
+    assert settled(standing(RestartCnt="2"), restarts="2")[1] == REQUEUED
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
+def test_a_job_that_a_person_cancelled_through_the_scheduler_is_stopped(settled, state):
+    end, asked, _ = settled(standing(State=state))
+    assert (end["state"], asked) == ("stopped", [])
+    assert (end["culprit"]["node"], end["culprit"]["cause"]) == ("scheduler", CAUSES["CANCELLED"])
+    assert end["culprit"]["rank"] is None
+
+
+def test_a_job_that_completes_for_a_reason_was_not_cancelled(settled):
+    assert settled(standing(State="COMPLETING", Reason="TimeLimit"))[1] == REQUEUED
+
+
+def test_an_attempt_with_a_newer_one_or_an_end_is_not_settled(run, settled):
+    run.newest_attempt.write_text("1")
+    assert settled(standing()) == (None, [], [])
+    run.newest_attempt.write_text("0")
+    write_json(run.result, {"state": "finished", "updates": 4})
+    assert settled(standing())[0]["state"] == "finished"
+
+
+def test_while_the_scheduler_does_not_answer_it_is_asked_again_ever_more_seldom(settled, capsys):
+    down = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller")
+    _, asked, pauses = settled(*[down] * 7, standing())
+    assert (asked, pauses) == (REQUEUED, [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0])
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 7
+    assert said[1].endswith("asking again in 2 s")
+
+
+def test_a_run_from_before_restarts_could_be_asked_for_has_none(run):
+    attempts(run, 1)
+    configure(run, run={})
+    assert concluded(run, 0, code=1, departure=None)[2]["state"] == "failed"

@@ -1,0 +1,341 @@
+"""The batch script run by bash, with a srun that only says what it was given. Without SLURM."""
+
+import copy
+import os
+import shutil
+import subprocess
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.clusters.slurm.batch_script import Here, all_options, batch_script
+from orchestrator.clusters.slurm.sbatch_defaults import OPTION_OF, Default, read_defaults
+from orchestrator.clusters.slurm.values import (
+    OWN_FLAGS,
+    OWN_SRUN_FLAGS,
+    check_clusters,
+    check_defaults,
+    check_preamble,
+    check_values,
+)
+from orchestrator.compose.composer import compose
+from orchestrator.config.schema import Config, gpu_count
+from orchestrator.errors import ConfigError
+from orchestrator.run_folder import files
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.snapshot import code_copy as snapshot
+
+SAYS = """\
+#!/bin/bash
+{{ echo "$0"; printf '<%s>' "$@"; echo; echo "PYTHONPATH=$PYTHONPATH A=$A"; }} >>{told}
+exit {code}
+"""
+
+
+PLAIN = compose(["+cluster=slurm"])
+
+
+def slurm_config(**cluster) -> Config:
+    config = copy.deepcopy(PLAIN)
+    for name, value in cluster.items():
+        setattr(config.cluster, name, value)
+    return config
+
+
+class Script:
+    """One run of a batch script. Its srun ends with `code`, its python says what it is asked.
+
+    With `unpacked` it unpacks an archive first. `before`: what befalls its folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        *,
+        code: int = 0,
+        unpacked: Path | None = None,
+        before: Callable[[RunDir], None] = lambda _: None,
+        **environment: str,
+    ) -> None:
+        self.run = RunDir(folder / "run")
+        self.run.create()
+        self.run.submitit.mkdir()
+        self.told = {"srun": folder / "srun.told", "python": folder / "python.told"}
+        for name, told in self.told.items():
+            program = folder / name
+            program.write_text(SAYS.format(told=told, code=code if name == "srun" else 0))
+            program.chmod(0o755)
+        self.here = Here(
+            python=str(folder / "python"), folder=folder, package=folder / "code/orchestrator",
+            path=(folder / "code",), unpacked=unpacked,
+        )  # fmt: skip
+        check_values(config, self.run.path)
+        check_preamble(config.cluster.preamble)
+        before(self.run)
+        script = folder / "003.sh"
+        script.write_text(batch_script(config, self.run, 3, self.here))
+        self.done = subprocess.run(
+            ["bash", script], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            cwd=folder, check=False, timeout=20,
+            env={"PATH": f"{folder}:{os.environ['PATH']}", "SLURMD_NODENAME": "n0", **environment},
+        )  # fmt: skip
+
+    def words(self, program: str) -> str:
+        told = self.told[program]
+        return told.read_text() if told.exists() else ""
+
+
+OWN_NAMES = ("run", "attempt", "code", "told", "name", "snapshot", "PYTHONPATH", "python", "srun",
+             "pid", "status", "signal", "0", "IFS", "BASH_ENV", "PATH", "HOME", "trap")  # fmt: skip
+
+
+def test_no_variable_of_the_persons_reaches_the_scripts_own_part(tmp_path):
+    names = [name for name in OWN_NAMES if name.isidentifier() and name != "PATH"]
+    config = slurm_config(environment=dict.fromkeys(names, "/elsewhere"))
+    config.cluster.preamble = [f"{name}=/elsewhere" for name in names] + ["trap 'exit 5' EXIT"]
+    script = Script(tmp_path, config, code=7)
+    assert script.done.returncode == 7, script.done.stderr
+    said = script.words("python")
+    assert f"<after><{script.run.path}><003><7>" in said
+    assert f"PYTHONPATH={tmp_path}/code A=" in said
+    assert script.run.srun_log(3).exists()
+
+
+@pytest.mark.parametrize(
+    ("preamble", "code", "starts"),
+    [
+        (["set -euo pipefail"], 0, True),
+        (["set -euo pipefail", "false", "export A=1"], 1, False),
+        (["set -e", "A=$(false)"], 1, False),
+        (["exit 9"], 9, False),
+        (["export PYTHONPATH=/site/python"], 0, True),
+        (["unset PYTHONPATH", "set -u"], 0, True),
+        (["cd /", "umask 0", "exec 2>/dev/null"], 0, True),
+        (["shopt -s extglob", "case x in @(x|y)) export A=2;; esac"], 0, True),
+        (["cat <<END >/dev/null", "never ended"], 0, True),
+        (["cat", "END_OF_PREAMBLE() { :; }", "export A=3"], 0, True),
+        (["END_OF_PREAMBLE"], 0, True),
+        (["python() { exit 1; }", "export -f python", "alias srun=false"], 0, True),
+    ],
+)
+def test_whatever_a_preamble_does_the_run_is_settled_and_its_code_comes_first(
+    tmp_path, preamble, code, starts
+):
+    script = Script(tmp_path, slurm_config(preamble=preamble), PYTHONPATH="/login/python")
+    assert script.done.returncode == code, script.done.stderr
+    assert f"<after><{script.run.path}><003><{code}>" in script.words("python")
+    assert bool(script.words("srun")) == starts
+    if starts:
+        assert f"PYTHONPATH={tmp_path}/code" in script.words("srun")
+
+
+DAMAGE = {
+    "none": lambda archive, digest, other: None,
+    "a flipped bit": lambda archive, digest, other: flip(archive, 700),
+    "a flipped bit at its end": lambda archive, digest, other: flip(archive, -1),
+    "cut short": lambda archive, digest, other: os.truncate(archive, 1536),
+    "emptied": lambda archive, digest, other: os.truncate(archive, 0),
+    "longer": lambda archive, digest, other: os.truncate(archive, 1 << 16),
+    "another's": lambda archive, digest, other: shutil.copy(other, archive),
+    "another's, digest and all": lambda archive, digest, other: [
+        shutil.copy(other.with_suffix(kind.suffix), kind) for kind in (archive, digest)
+    ],
+    "gone": lambda archive, digest, other: archive.unlink(),
+    "its digest flipped": lambda archive, digest, other: flip(digest, 3),
+    "its digest names a file": lambda archive, digest, other: flip(digest, -2),
+    "its digest cut short": lambda archive, digest, other: os.truncate(digest, 40),
+    "its digest emptied": lambda archive, digest, other: os.truncate(digest, 0),
+    "its digest gone": lambda archive, digest, other: digest.unlink(),
+}
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Where a copy of the code of a run goes; another run's lies beside it."""
+    for name in ("mine", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.py").write_text(f"{name} = 1\n")
+        roots = {tmp_path / name: {name}}
+        monkeypatch.setattr(snapshot, "source_roots", lambda _, roots=roots: roots)
+        snapshot.take(f"{name}.Job", tmp_path / "nowhere", tmp_path / "copies of" / name)
+    return tmp_path / "copies of" / "mine"
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_copy_of_the_code_is_run_only_as_it_was_submitted(mine, tmp_path, damage):
+    archive, digest = snapshot.archive_of(mine), snapshot.digest_of(mine)
+    DAMAGE[damage](archive, digest, snapshot.archive_of(tmp_path / "copies of" / "other"))
+    script = Script(tmp_path, slurm_config(), unpacked=mine)
+    sound = damage == "none"
+    assert script.done.returncode == (0 if sound else 1), script.done.stderr
+    assert bool(script.words("srun")) == sound
+    assert (mine / "0" / "mine.py").exists() == sound
+    if not sound:
+        assert f"error: the code in {archive} is damaged: {digest} differs" in script.done.stderr
+
+
+def changed(unpacked, tmp_path):
+    (unpacked / "0" / "mine.py").write_text("mine = 2\n")
+
+
+def added_to(unpacked, tmp_path):
+    (unpacked / "0" / "__pycache__").mkdir()
+    (unpacked / "0" / "__pycache__" / "mine.cpython-311.pyc").write_bytes(b"code")
+
+
+def led_elsewhere(unpacked, tmp_path):
+    shutil.move(unpacked, tmp_path / "elsewhere")
+    unpacked.symlink_to(tmp_path / "elsewhere")
+
+
+def broken_off(unpacked, tmp_path):
+    shutil.rmtree(unpacked)
+    unpacked.with_name(f"{unpacked.name}.part").symlink_to(tmp_path)
+
+
+@pytest.mark.parametrize("befalls", [changed, added_to, led_elsewhere, broken_off])
+def test_each_start_unpacks_the_code_afresh_whatever_became_of_it(mine, tmp_path, befalls):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        script = Script(tmp_path / name, slurm_config(), unpacked=mine)
+        assert script.done.returncode == 0, script.done.stderr
+        assert not mine.is_symlink()
+        assert [p.read_text() for p in mine.rglob("*") if p.is_file()] == ["mine = 1\n"]
+        befalls(mine, tmp_path)
+
+
+PLACES = ("attempts", "attempts/003", "attempts/003/srun.log", "logs", "code", "submitit",
+          "submitit/7_submitted.pkl", "tar", "sha256")  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_batch_script_follows_no_link_and_waits_at_no_fifo(mine, tmp_path, place):
+    for kind in ("link", "fifo"):
+        folder = tmp_path / kind
+        (folder / "elsewhere").mkdir(parents=True)
+
+        def befall(run, kind=kind, elsewhere=folder / "elsewhere"):
+            beside = place in ("tar", "sha256")
+            named = mine.with_suffix(f".{place}") if beside else run.path / place
+            (run.attempts / "003").mkdir()
+            if os.path.lexists(named):
+                files.remove(named)
+            os.mkfifo(named) if kind == "fifo" else named.symlink_to(elsewhere)
+
+        script = Script(folder, slurm_config(), unpacked=mine, before=befall)
+        assert script.done.returncode == 1
+        assert "is a link, or neither a file nor a folder" in script.done.stderr
+        assert not script.words("srun")
+        assert not list((folder / "elsewhere").iterdir())
+
+
+@pytest.mark.parametrize("preamble", [[")"], ["if true"], ["echo 'x"], ["fi; id"], ["done"]])
+def test_a_preamble_that_bash_cannot_read_is_refused_before_it_is_queued(preamble):
+    with pytest.raises(ConfigError, match=r"cluster\.preamble is no shell"):
+        check_preamble(preamble)
+
+
+def test_srun_gets_the_sites_options_and_no_mpi_by_default(tmp_path):
+    flags = {"cpu-bind": "verbose,cores", "gpu-bind": "closest", "exact": True, "label": False}
+    words = Script(tmp_path, slurm_config(srun_flags=flags)).words("srun")
+    assert "<--cpu-bind=verbose,cores><--gpu-bind=closest><--exact>" in words
+    assert "<--mpi=none>" in words
+    assert "label" not in words
+    other = batch_script(
+        slurm_config(srun_flags={"mpi": "pmix"}), RunDir(tmp_path), 0,
+        Here(python="python", folder=tmp_path, package=tmp_path),
+    )  # fmt: skip
+    assert "--mpi=pmix" in other
+    assert "--mpi=none" not in other
+
+
+@pytest.mark.parametrize("own", [OWN_FLAGS, OWN_SRUN_FLAGS], ids=["sbatch", "srun"])
+def test_an_option_of_ours_is_refused_in_every_abbreviation_that_slurm_takes(own):
+    section = "slurm_flags" if own is OWN_FLAGS else "srun_flags"
+    for name in own:
+        for length in range(2, len(name) + 1):
+            short = name[:length].rstrip("-")
+            if short in ("gpus", "no", "nt"):
+                continue
+            with pytest.raises(ConfigError, match=f"cluster.{section}.{short} cannot be set"):
+                check_values(slurm_config(**{section: {short: "x"}}), Path("/run"))
+
+
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SBATCH_PARTITION", "SRUN_MPI", "UID"])
+def test_a_jobs_own_variables_cannot_be_set_for_the_ranks(name):
+    with pytest.raises(ConfigError, match=f"cluster.environment.{name} cannot be set"):
+        check_values(slurm_config(environment={name: "1"}), Path("/run"))
+
+
+def test_every_default_of_sbatch_is_obeyed_where_the_configuration_is_silent(tmp_path):
+    found = read_defaults(dict.fromkeys(OPTION_OF, "7"))
+    assert {default.variable for default in found} == set(OPTION_OF)
+    config, run = slurm_config(account="mine", time_min=None), RunDir(tmp_path)
+    here = Here(python="python", folder=tmp_path, package=tmp_path, defaults=found)
+    options = all_options(config, run, here)
+    assert (options["account"], options["partition"], options["time"]) == ("mine", "7", "7")
+    lines = batch_script(config, run, 0, here).splitlines()
+    assert "#SBATCH --account=mine" in lines
+    assert "#SBATCH --partition=7" in lines
+    assert not any("account=7" in line for line in lines)
+    assert any("SBATCH_PARTITION" in line and "SBATCH_ACCOUNT" not in line for line in lines)
+    memories = [line for line in lines if line.startswith("#SBATCH --mem")]
+    assert len([line for line in memories if "bind" not in line]) == 1
+    plain = batch_script(config, run, 0, replace(here, defaults=()))
+    assert "in the environment" not in plain
+
+
+@pytest.mark.parametrize("name", ["SBATCH_CLUSTERS", "SLURM_CLUSTERS"])
+def test_a_default_that_sends_jobs_to_another_cluster_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name}=b sends jobs to other clusters"):
+        check_clusters({name: "b"})
+    check_clusters({name: "", "SLURM_CLUSTER_NAME": "a"})
+
+
+def test_a_default_that_is_no_word_is_refused_with_its_variables_name():
+    hostile = Default(variable="SBATCH_PARTITION", option="partition", value="a\n#SBATCH --uid=0")
+    with pytest.raises(ConfigError, match="SBATCH_PARTITION must not"):
+        check_defaults([hostile])
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "value"),
+    [
+        ("cluster.partition=main,low", "partition", "main,low"),
+        ("cluster.exclude=n[1-2],n7", "exclude", "n[1-2],n7"),
+        ("cluster.gpus_per_node=a100:2,h100:2", "gpus_per_node", "a100:2,h100:2"),
+        ("+cluster.slurm_flags.mail-type=END,FAIL", "slurm_flags", {"mail-type": "END,FAIL"}),
+        ("cluster.constraint=a&b|c", "constraint", "a&b|c"),
+        ("+cluster.srun_flags.cpu-bind=v,cores", "srun_flags", {"cpu-bind": "v,cores"}),
+        (
+            "+cluster.slurm_flags.dependency=afterok:1:2,afterany:3",
+            "slurm_flags",
+            {"dependency": "afterok:1:2,afterany:3"},
+        ),
+    ],
+)
+def test_lists_are_written_as_for_sbatch(written, key, value):
+    assert getattr(compose(["+cluster=slurm", written]).cluster, key) == value
+
+
+@pytest.mark.parametrize("gpus", ["four", "a100:", ":4", -1, True, "a100:4;id", 1.5])
+def test_what_is_no_number_of_gpus_is_refused(gpus):
+    with pytest.raises(ConfigError, match=r"as in a100:4"):
+        gpu_count(gpus)
+
+
+def test_typed_gpus_reach_the_script(tmp_path):
+    here = Here(python="python", folder=tmp_path, package=tmp_path)
+    text = batch_script(slurm_config(gpus_per_node="a100:4"), RunDir(tmp_path), 0, here)
+    assert "#SBATCH --gpus-per-node=a100:4" in text
+    assert textwrap.dedent(text) == text

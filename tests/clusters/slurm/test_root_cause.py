@@ -1,0 +1,282 @@
+"""Reading what SLURM's commands say, and putting it into words."""
+
+import pytest
+
+from orchestrator.clusters.slurm.admission.checks import grace_s, too_slow
+from orchestrator.clusters.slurm.admission.limits import (
+    Wanted,
+    exceeded,
+    misfit,
+    read_limits,
+    read_partitions,
+    wanted,
+)
+from orchestrator.clusters.slurm.cluster import patiently
+from orchestrator.clusters.slurm.root_cause import blame_slurm, task_ends
+from orchestrator.clusters.slurm.watch import ending
+from orchestrator.config.schema import Config
+from orchestrator.errors import ClusterError
+from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.scheduler.client import (
+    Answer,
+    NoClient,
+    SchedulerDown,
+    SlurmClient,
+    explained,
+)
+from orchestrator.scheduler.jobs import Job, read_queue
+
+PARTITIONS = (
+    "PartitionName=main AllowGroups=ALL Default=YES GraceTime=0 MaxNodes=UNLIMITED "
+    "MaxTime=UNLIMITED PreemptMode=OFF State=UP TotalNodes=4\n"
+    "PartitionName=low Default=NO GraceTime=20 MaxNodes=2 MaxTime=1-00:00:00 "
+    "PreemptMode=REQUEUE State=UP TotalNodes=4\n"
+    "PartitionName=old Default=NO GraceTime=0 MaxNodes=UNLIMITED MaxTime=30:00 PreemptMode=OFF "
+    "State=DOWN TotalNodes=4\n"
+    "PartitionName=shut Default=NO GraceTime=0 MaxNodes=UNLIMITED MinNodes=2 MaxTime=UNLIMITED "
+    "MaxCPUsPerNode=6 PreemptMode=OFF State=DRAIN TotalNodes=4\n"
+)
+SHAPES = "main|3|8|16384|gpu:a100:4(S:0-1)\nmain|1|64|256000|gpu:h100:8,npu:2\n"
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.attempt(0).mkdir()
+    return run
+
+
+def config(**cluster):
+    made = Config()
+    made.cluster.kind = "slurm"
+    for name, value in cluster.items():
+        setattr(made.cluster, name, value)
+    return made
+
+
+def test_partitions_are_read_with_their_limits():
+    found = read_partitions(PARTITIONS)
+    assert found["main"].is_default
+    assert found["main"].limit_min is None
+    assert (found["low"].max_nodes, found["low"].limit_min, found["low"].grace_s) == (2, 1440, 20)
+    assert not found["old"].up
+    assert found["old"].open
+    assert not found["shut"].open
+
+
+def test_what_a_partition_never_gives_is_found_although_slurm_would_take_it():
+    found = read_partitions(PARTITIONS)
+    assert misfit(Wanted(nodes=2), found["low"]) is None
+    assert "gives 2 at most" in misfit(Wanted(nodes=3), found["low"])
+    assert "try cluster.time_min=1440" in misfit(Wanted(minutes=1441), found["low"])
+    assert misfit(Wanted(), found["old"]) is None  # it is down, not closed: a job waits there
+    assert "takes no jobs" in misfit(Wanted(most_nodes=2), found["shut"])
+    assert "gives 2 at least" in misfit(Wanted(most_nodes=1), found["shut"])
+    assert "6 CPUs of a node at most" in misfit(Wanted(most_nodes=2, cpus=7), found["shut"])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "against"),
+    [
+        (4, {}, None),
+        (3, {"gpus-per-node": "a100:4"}, None),
+        (4, {"gpus-per-node": "a100:4"}, "4 gpu:a100"),
+        (4, {"gpus-per-node": "4"}, None),
+        (2, {"gpus-per-node": "8"}, "has 8 at most"),
+        (1, {"gpus-per-node": "9"}, "has 8 at most"),
+        (1, {"gres": "npu:2"}, None),
+        (2, {"gres": "npu:2"}, "2 npu"),
+        (1, {"gres": "none"}, None),
+        (1, {"mem": "200000M"}, None),
+        (2, {"mem": "200G"}, "cluster.memory_gib"),
+        (1, {"mem": "200000M", "gpus-per-node": "a100:1"}, "too few nodes with all"),
+    ],
+)
+def test_what_no_configured_node_has_can_never_run(nodes, options, against):
+    main = read_partitions(PARTITIONS, SHAPES)["main"]
+    said = misfit(wanted(options, nodes=(nodes, nodes), cpus=8), main)
+    assert (said is None) if against is None else against in said
+
+
+def test_cpus_are_those_of_a_nodes_ranks_unless_they_may_be_overcommitted():
+    main = read_partitions(PARTITIONS, SHAPES)["main"]
+    assert "cluster.cpus_per_rank" in misfit(wanted({}, nodes=(2, 2), cpus=9), main)
+    assert misfit(wanted({"overcommit": True}, nodes=(2, 2), cpus=9), main) is None
+
+
+def test_the_limits_of_accounting_are_for_the_whole_job():
+    # As sacctmgr prints MaxTRES, GrpTRES and MaxWall of an association.
+    limits = list(read_limits("account dev", ("gres/gpu=2,mem=8G,node=2", "cpu=4"), "00:30:00"))
+    job = wanted({"time": 30, "mem": "4096M", "gpus-per-node": 1}, nodes=(2, 2), cpus=2)
+    assert list(exceeded(job, limits)) == []
+    more = wanted({"time": "31", "mem": "5G", "gpus-per-node": "a:2"}, nodes=(3, 3), cpus=2)
+    said = " / ".join(exceeded(more, limits))
+    for words in ("3 of node, but account dev allows 2", "15360 MB", "6 of gres/gpu", "6 of cpu"):
+        assert words in said
+    assert "31 minutes, but account dev allows 30" in said
+
+
+def test_the_grace_is_the_shorter_of_notice_and_preemption():
+    found = read_partitions(PARTITIONS)
+    assert grace_s(config(), [found["main"]]) == 60
+    assert grace_s(config(), [found["low"]]) == 20
+    assert grace_s(config(signal_ahead_s=5), [found["low"]]) == 5
+
+
+def test_updates_longer_than_the_grace_are_told_before_queueing():
+    made = config()
+    assert too_slow(made, 20) is None
+    made.facts.update_s = 19
+    assert too_slow(made, 20) is None
+    made.facts.update_s = 45.5
+    assert "cluster.signal_ahead_s=46" in too_slow(made, 20)
+
+
+def test_squeue_is_read_and_an_unknown_job_is_simply_not_there():
+    text = (
+        "7|RUNNING|n[0-1]|59:30|0:30|1700000000|None|/r/000.sh\n"
+        "8|PENDING||1:00|0:00|N/A|Priority|(null)\n"
+    )
+    jobs = read_queue(Answer(0, text, ""))
+    assert jobs["7"].time_left_s == 3570
+    assert jobs["7"].alive
+    assert not jobs["7"].waiting
+    assert (jobs["8"].waiting, jobs["8"].reason, jobs["8"].start) == (True, "Priority", None)
+    assert read_queue(Answer(1, "", "slurm_load_jobs error: Invalid job id specified")) == {}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+        "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
+    ],
+)
+def test_a_silent_scheduler_is_told_from_a_refusal(words):
+    assert Answer(1, "", words).down
+    assert not Answer(1, "", "sbatch: error: invalid partition specified: x").down
+
+
+def test_a_refusal_keeps_the_schedulers_words_and_adds_what_they_mean():
+    said = explained("sbatch: error: Invalid generic resource (gres) specification")
+    assert "Invalid generic resource (gres)" in said
+    assert "cluster.gpus_per_node" in said
+
+
+def test_submission_waits_for_a_scheduler_but_not_for_ever():
+    told, calls = [], []
+
+    def answer_at_last():
+        calls.append(1)
+        if len(calls) < 2:
+            raise SchedulerDown("the scheduler does not answer")
+        return "7"
+
+    assert patiently(answer_at_last, patience_s=60, tell=told.append) == "7"
+    assert "trying again" in told[0]
+
+    def never():
+        raise SchedulerDown("the scheduler does not answer")
+
+    with pytest.raises(ClusterError, match="nothing was submitted"):
+        patiently(never, patience_s=0.5, tell=told.append)
+
+
+def failure(run, rank, cause, *, secondary, time):
+    write_json(
+        run.failure(0, rank),
+        {"rank": rank, "node": f"n{rank // 2}", "time": time, "cause": cause, "usage": False,
+         "secondary": secondary, "exit_code": 1, "traceback": ""},
+    )  # fmt: skip
+
+
+SRUN = (
+    "srun: error: vm: task 2: Killed\n"
+    "srun: launch/slurm: _step_signal: Terminating StepId=20.0\n"
+    "srun: error: vm: tasks 0-1,3: Exited with exit code 1\n"
+)
+
+
+def test_sruns_words_are_read_in_their_order():
+    assert [(e.rank, e.words) for e in task_ends(SRUN)] == [
+        (2, "killed by signal 9 (SIGKILL)"),
+        (0, "exited with code 1"),
+        (1, "exited with code 1"),
+        (3, "exited with code 1"),
+    ]
+
+
+def test_the_rank_that_could_not_report_is_blamed_before_those_that_missed_it(run):
+    run.srun_log(0).write_text(SRUN)
+    for rank in (0, 1, 3):
+        failure(run, rank, "lost a peer", secondary=True, time=rank)
+    culprit = blame_slurm(run, 0, {2: "n1"}, 137)
+    assert (culprit.rank, culprit.node) == (2, "n1")
+    assert culprit.cause == "killed by signal 9 (SIGKILL)"
+
+
+def test_the_first_that_failed_by_itself_is_blamed(run):
+    run.srun_log(0).write_text(SRUN)
+    failure(run, 3, "ValueError: x", secondary=False, time=2.0)
+    failure(run, 1, "ValueError: y", secondary=False, time=1.0)
+    assert blame_slurm(run, 0, {}, 1).cause == "ValueError: y"
+
+
+@pytest.mark.parametrize(
+    ("log", "rank", "words"),
+    [
+        ("srun: error: n1: task 1: Out Of Memory\n", 1, "killed by the kernel"),
+        (
+            "slurmstepd: error: Detected 1 oom-kill event(s)\nsrun: error: n1: task 1: Killed\n",
+            1,
+            "killed by the kernel",
+        ),
+        ("srun: error: Unable to create step: x\n", None, "Unable to create step"),
+    ],
+)
+def test_want_of_memory_and_a_step_that_never_began_are_named(run, log, rank, words):
+    run.srun_log(0).write_text(log)
+    culprit = blame_slurm(run, 0, {}, 137)
+    assert culprit.rank == rank
+    assert words in culprit.cause
+
+
+def test_the_gpus_memory_counts_too(run):
+    failure(run, 1, "OutOfMemoryError: CUDA out of memory", secondary=False, time=1)
+    cause = blame_slurm(run, 0, {}, 1).cause
+    assert cause.startswith("out of memory: ")
+    assert "accumulation.steps" in cause
+
+
+@pytest.mark.parametrize(
+    ("state", "ends", "words"),
+    [
+        ("CANCELLED", "stopped", "scancel"),
+        ("TIMEOUT", "failed", "time limit"),
+        ("NODE_FAIL", "failed", "a node failed"),
+        ("OUT_OF_MEMORY", "failed", "out of memory"),
+        ("FAILED", "failed", "without a result"),
+    ],
+)
+def test_a_job_that_ended_without_a_result_is_explained(run, state, ends, words):
+    found, culprit = ending(run, Job(id="1", state=state, nodes="n0"))
+    assert found.value == ends
+    assert words in culprit.cause
+
+
+def test_a_machine_with_the_commands_but_no_cluster_is_told_from_one_that_does_not_answer():
+    words = (
+        "scontrol: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n"
+        "scontrol: error: fetch_config: DNS SRV lookup failed\n"
+        "scontrol: fatal: Could not establish a configuration source\n"
+    )
+    assert Answer(1, "", words).homeless
+    assert not Answer(1, "", words).down
+    assert not Answer(1, "", "Unable to contact slurm controller (connect failure)").homeless
+
+
+def test_a_slurm_conf_that_is_not_there_is_said_at_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "gone.conf"))
+    with pytest.raises(NoClient, match=r"gone\.conf: there is no such file"):
+        SlurmClient()

@@ -1,0 +1,87 @@
+"""A run folder cannot bring a slurm.conf of its own: it could name code for squeue to load."""
+
+import pytest
+
+from orchestrator.clusters.slurm import trust as slurm_trust
+from orchestrator.clusters.slurm.trust import client_of, is_trusted, remember
+from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.runs.status import statuses
+from tests.run_folder.test_files import made
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    return tmp_path / "home"
+
+
+def placed(run, conf, job_id="7"):
+    handle = {"kind": "slurm", "job_id": job_id, "attempt": 0, "slurm_conf": str(conf)}
+    write_json(run.handle, handle)
+    return run
+
+
+def test_status_runs_no_command_with_a_slurm_conf_that_only_the_folder_vouches_for(
+    home, tmp_path, monkeypatch
+):
+    ran = tmp_path / "ran"
+    for name in ("squeue", "sacct", "scontrol"):
+        command = tmp_path / "bin" / name
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(f"#!/bin/sh\necho $SLURM_CONF >> {ran}\n")
+        command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    run = made(tmp_path / "run")
+    conf = run.path / "slurm.conf"
+    conf.write_text("PluginDir=/tmp/evil\n")
+    for path in (conf, "run/slurm.conf", "~/slurm.conf", "/dev/zero", "/proc/self/environ"):
+        [found], sentences = statuses([placed(run, path)])
+        assert not ran.exists()
+        assert found.state == "unknown"
+        assert "A slurm.conf can make SLURM's commands run code" in sentences[0]
+    remember(str(conf))
+    statuses([placed(run, conf)])
+    assert set(ran.read_text().split()) == {str(conf)}
+
+
+def test_a_slurm_conf_is_trusted_if_it_is_ours_or_the_administrators(home, tmp_path, monkeypatch):
+    conf, other = tmp_path / "slurm.conf", tmp_path / "other.conf"
+    for path in (conf, other):
+        path.write_text("ClusterName=x\n")
+    assert not is_trusted(conf)
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    assert is_trusted(conf)
+    assert not is_trusted(other)
+    remember(str(other))
+    assert is_trusted(other)
+    assert (home / ".orchestrator" / "slurm_confs").stat().st_mode & 0o777 == 0o600
+    other.chmod(0o666)
+    assert not is_trusted(other)
+    administrators = slurm_trust.Path("/etc/hostname")
+    assert not is_trusted(administrators)  # squeue would print it
+    monkeypatch.setattr(slurm_trust, "SYSTEM_NAME", administrators.name)
+    assert is_trusted(administrators)
+
+
+def test_what_is_gone_is_forgotten_when_the_next_is_remembered(home, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    remember(str(tmp_path / "a"))
+    (tmp_path / "a").unlink()
+    remember(str(tmp_path / "b"))
+    remembered = (home / ".orchestrator" / "slurm_confs").read_text().split()
+    assert remembered == [str(tmp_path / "b")]
+
+
+@pytest.mark.parametrize("job_id", ["--user=me", "7;8", "7,8", "-1", "", " 7", "7\n"])
+def test_a_job_id_that_is_none_never_becomes_a_word_for_scancel(home, tmp_path, job_id):
+    run = placed(made(tmp_path / "run"), "/etc/hostname", job_id)
+    with pytest.raises(RunFolderError, match="is no job's id"):
+        RunDir(run.path).read_handle()
+
+
+def test_a_client_of_an_unknown_cluster_is_refused(home, tmp_path):
+    with pytest.raises(ClusterError, match="export SLURM_CONF="):
+        client_of(made(tmp_path / "run"), str(tmp_path / "slurm.conf"))

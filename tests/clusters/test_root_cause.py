@@ -1,0 +1,153 @@
+"""Who failed first, where little is known."""
+
+import pytest
+
+from orchestrator.clusters.root_cause import TAIL_BYTES, Behind, End, behind_of, blame, tail
+from orchestrator.run_folder.rundir import RunDir, write_json
+
+
+def seen(node, rank, status, time=0.0):
+    return End(time=time, node=node, rank=rank, status=status)
+
+
+@pytest.mark.parametrize(
+    ("log", "status", "cause"),
+    [
+        ("update 1\nerror: the scheduler ended\n", 1, "the scheduler ended"),
+        ("error: long ago\nupdate 2\n", 1, "exited with code 1"),
+        ("error: then somebody killed it\n", -9, "killed by signal 9 (SIGKILL)"),
+        ("", 5, "exited with code 5"),
+    ],
+)
+def test_a_rank_that_wrote_no_failure_is_heard_by_its_logs_last_word(tmp_path, log, status, cause):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.logs.mkdir(exist_ok=True)
+    run.rank_log(1).write_text(log)
+    culprit = blame(run, run.failures(0), [seen("node1", 1, status)])
+    assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", cause)
+    assert culprit.log_tail == tuple(log.splitlines())
+
+
+def written(run, rank, time, *, secondary, cause="ValueError: wrong"):
+    write_json(
+        run.failure(0, rank),
+        {"rank": rank, "node": f"node{rank}", "cause": cause, "time": time, "usage": False,
+         "secondary": secondary},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def begun(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.begin_attempt()
+    return run
+
+
+def test_of_several_primary_failures_the_first_in_time_is_the_cause(begun):
+    written(begun, 0, 5.0, secondary=True, cause="PeerLost: rank 1 went away")
+    written(begun, 3, 4.0, secondary=False, cause="ValueError: later")
+    written(begun, 1, 2.0, secondary=False, cause="ValueError: first")
+    written(begun, 2, 1.0, secondary=True, cause="PeerLost: earliest, but only followed")
+    culprit = blame(begun, begun.failures(0), [seen("node0", 0, 1)])
+    assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", "ValueError: first")
+
+
+def test_a_primary_failure_that_was_seen_first_is_not_passed_on_to_an_earlier_one(begun):
+    written(begun, 0, 5.0, secondary=False, cause="ValueError: mine")
+    written(begun, 1, 2.0, secondary=False, cause="ValueError: another")
+    assert blame(begun, begun.failures(0), [seen("node0", 0, 1)]).cause == "ValueError: mine"
+
+
+def test_where_all_only_followed_the_one_seen_first_is_named(begun):
+    written(begun, 0, 5.0, secondary=True, cause="PeerLost: a")
+    written(begun, 1, 2.0, secondary=True, cause="PeerLost: b")
+    assert blame(begun, begun.failures(0), [seen("node0", 0, 1)]).rank == 0
+
+
+def test_a_node_that_went_away_is_named_without_a_rank(begun):
+    begun.node_log("node1").write_text("last\n")
+    culprit = blame(begun, begun.failures(0), [seen("node1", None, -9)])
+    assert (culprit.rank, culprit.node, culprit.log_tail) == (None, "node1", ("last",))
+    assert "its supervisor was killed by signal 9 (SIGKILL)" in culprit.cause
+
+
+@pytest.mark.parametrize("status", [0, 3, 7, -9, -15])
+@pytest.mark.parametrize("later", [0, 1, 2])
+def test_who_left_without_a_word_is_named_and_never_who_waited(begun, status, later):
+    """The one that waited may be seen first, and may have written of it first."""
+    written(begun, 0, 1.0, secondary=True, cause="PeerLost: rank 0 lost a peer")
+    ends = [seen("node0", 0, 1, 1.0), seen("node1", 1, status, later)]
+    culprit = blame(begun, begun.failures(0), ends, [standing(2, 0.5)])
+    assert culprit.rank == 1
+    if status in (0, 3):
+        assert f"exited with code {status} before its training had ended" in culprit.cause
+
+
+def standing(rank, since):
+    return Behind(rank=rank, node=f"node{rank}", since=since, where="micro-step 1 of 2 of update 3",
+                  at="in loss (job.py, line 3)", stack=("in loss",))  # fmt: skip
+
+
+def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
+    written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
+    begun.logs.mkdir(exist_ok=True)
+    begun.rank_log(3).write_text(
+        "update 1\nerror: rank 1 went away\n"
+    )  # stuck in a framework, and told so
+    ends = [seen("node0", 0, 1, 1.0), seen("node3", 3, 1, 2.0)]
+    culprit = blame(begun, begun.failures(0), ends, [standing(2, 8.0), standing(1, 7.0)])
+    assert (culprit.rank, culprit.log_tail) == (1, ("in loss",))
+    assert "the others waited in vain: it was still at micro-step 1 of 2" in culprit.cause
+    assert blame(begun, begun.failures(0), ends).rank == 0
+
+
+def test_what_a_rank_says_of_where_it_stands_is_taken_as_it_is():
+    said = {"since": 7.5, "where": "micro-step 1 of 2", "at": "in loss", "stack": ["a", "b"]}
+    expected = Behind(since=7.5, node="n1", rank=3, where="micro-step 1 of 2", at="in loss",
+                      stack=("a", "b"))  # fmt: skip
+    assert behind_of(3, "n1", said) == expected
+
+
+def test_the_first_in_time_is_blamed_whatever_the_order_in_which_they_are_told(begun):
+    ends = [seen("node2", 2, -11, 9.0), seen("node1", 1, 7, 3.0), seen("node3", 3, 5, 4.0)]
+    assert (blame(begun, [], ends).rank, blame(begun, [], ends).cause) == (1, "exited with code 7")
+
+
+def test_a_failure_is_told_with_all_that_the_rank_said_and_the_end_of_its_log(begun):
+    failure = {"rank": 2, "node": "n9", "cause": "no such file", "time": 1.0, "usage": True,
+               "secondary": False}  # fmt: skip
+    begun.rank_log(2).write_text("one\ntwo\n")
+    culprit = blame(begun, [failure], [seen("n9", 2, 1)])
+    assert (culprit.rank, culprit.node, culprit.cause) == (2, "n9", "no such file")
+    assert (culprit.usage, culprit.log_tail) == (True, ("one", "two"))
+
+
+def test_a_rank_without_a_log_of_its_own_is_heard_in_its_nodes(begun):
+    begun.node_log("node1").write_text("error: ImportError\n")
+    culprit = blame(begun, [], [seen("node1", 1, 1)])
+    assert (culprit.cause, culprit.log_tail) == ("ImportError", ("error: ImportError",))
+
+
+def test_a_signal_without_a_name_is_told_by_its_number(begun):
+    assert blame(begun, [], [seen("node1", 1, -99)]).cause == "killed by signal 99"
+
+
+def test_of_a_long_log_the_last_lines_are_told_whatever_bytes_they_hold(tmp_path):
+    log = tmp_path / "log"
+    assert tail(log) == ()
+    log.write_bytes(b"x" * TAIL_BYTES + b"\n" + b"".join(b"%d\n" % n for n in range(40)) + b"\xff")
+    assert tail(log) == (*(str(n) for n in range(11, 40)), "\ufffd")
+    assert tail(log, 2) == ("39", "\ufffd")
+    log.write_bytes(b"y" * (TAIL_BYTES + 9))
+    assert len(tail(log)[0]) == TAIL_BYTES
+
+
+def test_who_stood_still_without_a_stack_is_told_by_its_log(begun):
+    written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
+    begun.rank_log(1).write_text("epoch 1\n")
+    behind = Behind(since=1.0, node="n1", rank=1, where="update 3", at="in loss")
+    culprit = blame(begun, begun.failures(0), [seen("node0", 0, 1, 1.0)], [behind])
+    assert (culprit.rank, culprit.node, culprit.log_tail) == (1, "n1", ("epoch 1",))
+    assert culprit.cause.endswith("it was still at update 3, in loss")

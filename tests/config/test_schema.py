@@ -1,0 +1,106 @@
+"""What is refused before anything is written, and in which words."""
+
+import pytest
+
+from orchestrator.compose.composer import compose
+from orchestrator.config.schema import CHOICES, read_config, to_yaml
+from orchestrator.errors import ConfigError
+
+
+def refusal(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        compose(list(overrides))
+    return str(caught.value)
+
+
+def test_without_a_cluster_a_run_is_local_with_two_nodes_of_two_ranks():
+    cluster = compose([]).cluster
+    assert (cluster.kind, cluster.nodes, cluster.ranks_per_node) == ("local", 2, 2)
+
+
+@pytest.mark.parametrize("spelling", ["+cluster=slurm", "cluster=slurm"])
+def test_both_spellings_of_the_cluster_are_understood(spelling):
+    assert compose([spelling]).cluster.kind == "slurm"
+
+
+def test_a_cluster_choice_does_not_overrule_what_an_experiment_says_of_nodes():
+    cluster = compose(["+cluster=slurm", "experiment=jepa_240"]).cluster
+    assert (cluster.kind, cluster.nodes, cluster.ranks_per_node) == ("slurm", 30, 8)
+
+
+@pytest.mark.parametrize(
+    ("override", "right"),
+    [
+        ("+clutser=slurm", "cluster"),
+        ("accumulation.stpes=4", "steps"),
+        ("+accumulation.stpes=4", "steps"),
+        ("expermient=jepa_240", "experiment"),
+        ("job=digit", "digits"),
+        ("+cluster=slrum", "slurm"),
+        ("experiment=jepa_24", "jepa_240"),
+        ("+train.epoch=3", "epochs"),
+        ("transport=nclc", "nccl"),
+        ("accumulation.ragged=updte", "update"),
+    ],
+)
+def test_a_misspelled_word_is_answered_with_the_right_one(override, right):
+    assert f"did you mean '{right}'?" in refusal(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("accumulation.steps=0", "accumulation.steps must be at least 1, but is 0"),
+        ("accumulation.steps=many", "accumulation.steps"),
+        ("cluster.nodes=0", "cluster.nodes must be at least 1"),
+        ("cluster.nodes={min:3,max:2}", "cluster.nodes must be at least 1"),
+        ("cluster.nodes=two", "cluster.nodes must be a number"),
+        ("schedule.base_lr=-1", "schedule.base_lr must be a number above 0"),
+        ("schedule.base_lr=nan", "schedule.base_lr must be a number above 0"),
+        ("cluster.partition=gpu", "means nothing on a local cluster"),
+        ("accumulation.reduction=reproducible", "needs accumulation.micro_batch"),
+        ("train.updates=[1", "the command line cannot be read"),
+        (
+            "optimizer.betaz=3",
+            "adam takes no 'betaz' (from optimizer.betaz); did you mean 'betas'?",
+        ),
+        ("job._target_=null", "job._target_ must be"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named_with_what_is_needed(override, words):
+    assert words in refusal(override)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    text = refusal("accumulation.steps=0", "train.seed=-1")
+    assert "accumulation.steps" in text
+    assert "train.seed" in text
+
+
+def test_the_written_configuration_reads_back_as_the_same():
+    import yaml
+
+    config = compose(["accumulation.steps=7", "cluster.nodes={min:1,max:3}"])
+    assert read_config(yaml.safe_load(to_yaml(config))) == config
+
+
+def test_every_choice_names_a_key_of_the_schema():
+    config = compose([])
+    for dotted in CHOICES:
+        node = config
+        for part in dotted.split("."):
+            node = getattr(node, part)
+
+
+def test_an_own_job_does_not_inherit_the_default_jobs_arguments():
+    config = compose(["job._target_=my.Job", "job.width=3"])
+    assert config.job == {"_target_": "my.Job", "width": 3}
+    assert config.facts.parameters is None
+
+
+def test_own_configs_join_through_a_folder(tmp_path):
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "mine.yaml").write_text("_target_: my.Job\n")
+    assert compose(["job=mine"], str(tmp_path)).job["_target_"] == "my.Job"
+    with pytest.raises(ConfigError, match="must be a folder"):
+        compose([], str(tmp_path / "absent"))

@@ -1,0 +1,39 @@
+"""Resuming from another folder means the same files and modules as the submission did."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import RunFolderError
+from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.runs.start import at_home
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    write_json(run.submission, {"folder": str(tmp_path / "project")})
+    return run
+
+
+def test_a_resume_stands_where_the_run_was_submitted(run, tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(sys, "path", [str(elsewhere), "/usr/lib/python"])
+    with at_home(run):
+        assert Path.cwd() == tmp_path / "project"
+        assert sys.path == [str(tmp_path / "project"), "/usr/lib/python"]
+    assert Path.cwd() == elsewhere
+    assert sys.path == [str(elsewhere), "/usr/lib/python"]
+
+
+def test_a_folder_of_submission_that_is_gone_is_named(run, tmp_path):
+    with (
+        pytest.raises(RunFolderError, match=r"was submitted in .*project, .* entered"),
+        at_home(run),
+    ):
+        raise AssertionError

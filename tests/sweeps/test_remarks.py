@@ -1,0 +1,52 @@
+"""What a sweep says of differing weights: rounding where only the split differs, else the cause."""
+
+import pytest
+
+from orchestrator.compose.composer import compose
+from orchestrator.config.schema import to_yaml
+from orchestrator.plan.from_config import plan_of
+from orchestrator.report.sweep import Cell
+from orchestrator.sweeps.remarks import remarks
+
+
+@pytest.fixture
+def cells(tmp_path):
+    def make(*points):
+        made = []
+        for number, point in enumerate(points):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            config = compose([*point.split(), f"run.dir={folder}"])
+            (folder / "config.yaml").write_text(to_yaml(config))
+            plan = plan_of(config, dataset_samples=1437).to_json()
+            overrides = {"accumulation": point}
+            result = {"state": "finished"}
+            made.append(Cell(overrides=overrides, folder=folder, result=result, plan=plan))
+        return made
+
+    return make
+
+
+def test_only_points_that_differ_in_their_split_are_said_to_differ_by_rounding(cells):
+    [said] = remarks(cells("accumulation.steps=1", "accumulation.steps=4 cluster.nodes=1"))
+    assert "magnifies rounding" in said
+
+
+def test_another_global_batch_is_no_rounding(cells):
+    small, large = "accumulation.global_batch=32", "accumulation.global_batch=128"
+    [said] = remarks(cells(small, large))
+    assert "the global batch" in said
+    assert "not by rounding" in said
+
+
+def test_both_are_said_of_a_sweep_that_has_both(cells):
+    many = "accumulation.global_batch=128 accumulation.steps=4"
+    other, rounding = remarks(cells(many, "accumulation.global_batch=128", "train.seed=1", many))
+    assert other.startswith("Weights of point 3 differ")
+    assert "train.seed" in other
+    assert "magnifies" in rounding
+
+
+def test_float64_and_sgd_magnify_nothing(cells):
+    same = "optimizer=sgd accumulation.steps="
+    assert remarks(cells(f"{same}1", f"{same}2")) == []
