@@ -8,7 +8,13 @@ from safetensors import SafetensorError
 
 from orchestrator.errors import RunFolderError
 from orchestrator.lifecycle import checkpoint
-from orchestrator.run_folder.rundir import write_json
+from orchestrator.run_folder.rundir import (
+    INITIAL_BYTES,
+    INITIAL_DIGEST,
+    RunDir,
+    read_json,
+    write_json,
+)
 
 
 class Engine:
@@ -200,3 +206,27 @@ def test_checkpoints_are_in_the_order_of_their_updates_however_long_the_numbers(
         "update-000000011",
     ]
     assert checkpoint.folder_of(tmp_path, 7) == tmp_path / "update-000000007"
+
+
+def test_a_checkpoint_from_before_lengths_were_written_is_read_by_its_digests(tmp_path):
+    folder = save(tmp_path, 2)
+    state = read_json(folder / checkpoint.STATE)
+    del state["bytes"]
+    write_json(folder / checkpoint.STATE, state)
+    assert checkpoint.load(folder).updates == 2
+
+
+@pytest.mark.parametrize("lengths", [True, False])
+@pytest.mark.parametrize("content", [b"weightz", b"weights and more", b"", None])
+def test_initial_weights_are_those_of_the_start_or_refused(tmp_path, lengths, content):
+    run = RunDir(tmp_path)
+    run.initial_weights.write_bytes(b"weights")
+    told = {INITIAL_DIGEST: checkpoint.digest_of(run.initial_weights)}
+    write_json(run.submission, {**told, INITIAL_BYTES: 7} if lengths else told)
+    checkpoint.check_initial(run)
+    run.initial_weights.unlink()
+    if content is not None:
+        run.initial_weights.write_bytes(content)
+    said = "cannot be read: No such file" if content is None else "is damaged: its digest"
+    with pytest.raises(RunFolderError, match=f"{run.initial_weights} {said}"):
+        checkpoint.check_initial(run)

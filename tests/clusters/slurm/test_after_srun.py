@@ -126,11 +126,12 @@ def test_a_silent_node_is_the_culprit_of_a_job_that_may_not_be_requeued(run):
     assert "it stopped answering" in end["culprit"]["cause"]
 
 
-@pytest.mark.parametrize(("first", "goes_on"), [(0, False), (2, True)])
+@pytest.mark.parametrize(("first", "goes_on"), [(None, False), (0, False), (2, True)])
 def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(run, first, goes_on):
     configure(run, run={"max_restarts": 2})
     attempts(run, 3)
-    write_json(run.handle, {"job_id": "7", "attempt": first})
+    if first is not None:
+        write_json(run.handle, {"job_id": "7", "attempt": first})
     for earlier in (0, 1):
         failed = {"attempt": earlier, "update": -1, "raised": None}
         write_json(run.departure(earlier), {"why": "x", "updates": None, "failed": failed})
