@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mutmut.__main__ import create_mutants
+from mutmut.configuration import config
 from mutmut.mutation.diff_apply import get_diff_for_mutant
 from mutmut.stats import status_by_exit_code
 from mutmut.utils.file_utils import copy_also_copy_files, copy_src_dir, walk_mutatable_files
@@ -31,7 +32,7 @@ from mutmut.utils.file_utils import copy_also_copy_files, copy_src_dir, walk_mut
 WORK = Path("mutants")
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 LEAST = 0.9
-SHELL = {"slurm_request.py", "slurm_shell.py"}
+SHELL = {"batch_script.py", "shell_lines.py"}
 """Files whose texts a machine reads: there a change of words is one of meaning."""
 NOTICED = {"killed", "timeout", "segfault", "suspicious"}
 COLUMNS = ("drawn", "words only", "equal", "killed", "survived")
@@ -72,6 +73,9 @@ class Mutant:
 
 def make() -> dict[Path, list[str]]:
     """The names of all mutants, by file; their code is in `WORK`."""
+    for pattern in config().only_mutate:
+        if not any(Path().glob(pattern)):
+            sys.exit(f"pyproject.toml: only_mutate of [tool.mutmut] names {pattern}: no such file")
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir()
     with contextlib.redirect_stdout(io.StringIO()):
