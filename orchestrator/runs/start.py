@@ -167,12 +167,28 @@ def resume(
             say(manner.console, f"warning: {sentence}", "yellow")
         if asked.changes:
             prepare(asked.config, new=False)
+        _vouch(run, asked.config, typed=any(c.key == "cluster.slurm_conf" for c in asked.changes))
         if run.handle.exists():
             from orchestrator.runs.background import refuse_while_queued
 
             refuse_while_queued(run)
         note = partial(record, run, asked)
         return _way(asked.config).resume(asked.config, run, manner, interrupts, note)
+
+
+def _vouch(run: RunDir, config: Config, *, typed: bool) -> None:
+    """Use no slurm.conf that only the run folder names; one that was `typed` now is remembered.
+
+    Raises:
+        ClusterError: nobody vouches for it. Nothing was submitted.
+    """
+    conf = config.cluster.slurm_conf
+    if conf is not None and config.cluster.kind != "local":
+        from orchestrator.clusters.slurm.trust import client_of, remember
+
+        if typed:
+            remember(conf)
+        client_of(run, conf)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,24 @@ def test_cancel_stops_at_a_boundary_and_resume_ends_with_the_same_weights(
     assert "has finished already" in again.stdout
 
 
+def test_a_run_moves_to_slurm_and_back_and_is_watched_meanwhile(slurm, tmp_path, digest_of_60):
+    run = tmp_path / "run"
+    begun = call(*runs.BATCH, *runs.SHAPE, "train.updates=20", f"run.dir={run}", **runs.QUIET)
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    there = ("cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", *runs.SHAPE)
+    moved = runs.verb("resume", run, "train.updates=40", *there)
+    assert moved.returncode == 0, moved.stdout + moved.stderr
+    assert "going on after update 20 of 40" in moved.stdout
+    watched = runs.verb("attach", run, timeout=90)
+    assert watched.returncode == 0, watched.stderr
+    assert f"job {runs.job_of(run)}" in watched.stdout
+    assert "40 of 40" in watched.stdout
+    back = runs.verb("resume", run, "train.updates=60", "cluster=local", *runs.SHAPE)
+    assert back.returncode == 0, back.stdout + back.stderr
+    assert result(run)["weights_sha256"] == digest_of_60
+    assert runs.status(run)["state"] == "finished"
+
+
 def test_cancel_now_ends_it_at_once(slurm, tmp_path):
     run = tmp_path / "run"
     job = runs.submit(slurm, run, "train.updates=500", "job.pause_s=0.05")

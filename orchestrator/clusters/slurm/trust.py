@@ -30,7 +30,7 @@ def client_of(run: RunDir, slurm_conf: str | None) -> SlurmClient:
     """
     if slurm_conf is not None and not is_trusted(Path(slurm_conf).expanduser()):
         raise ClusterError(
-            f"{run.handle} names the cluster of {slurm_conf}, which was never used from this "
+            f"{run.path} names the cluster of {slurm_conf}, which was never used from this "
             f"account. A slurm.conf can make SLURM's commands run code: if you know it, "
             f"export {CONF}={slurm_conf}"
         )

@@ -4,8 +4,10 @@ import pytest
 
 from orchestrator.clusters.slurm import trust as slurm_trust
 from orchestrator.clusters.slurm.trust import client_of, is_trusted, remember
+from orchestrator.compose.composer import compose
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.runs.start import _vouch
 from orchestrator.runs.status import statuses
 from tests.run_folder.test_files import made
 
@@ -85,3 +87,15 @@ def test_a_job_id_that_is_none_never_becomes_a_word_for_scancel(home, tmp_path, 
 def test_a_client_of_an_unknown_cluster_is_refused(home, tmp_path):
     with pytest.raises(ClusterError, match="export SLURM_CONF="):
         client_of(made(tmp_path / "run"), str(tmp_path / "slurm.conf"))
+
+
+def test_a_resume_remembers_the_slurm_conf_that_was_typed_and_uses_none_of_the_folders(
+    home, tmp_path
+):
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("ClusterName=x\n")
+    config = compose(["+cluster=slurm", f"cluster.slurm_conf={conf}"])
+    with pytest.raises(ClusterError, match=r"which was never used from this account"):
+        _vouch(made(tmp_path / "run"), config, typed=False)
+    _vouch(made(tmp_path / "another"), config, typed=True)
+    assert is_trusted(conf)
