@@ -100,3 +100,15 @@ def test_a_schedule_that_cannot_be_is_refused(values, message):
 def test_updates_count_from_zero():
     with pytest.raises(PlanError, match="the number of an update=-1"):
         schedule().learning_rate(-1)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear"])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_run_of_one_update_that_goes_on_after_its_end_has_decayed(decay, warmup):
+    one = schedule(decay=decay, warmup_updates=warmup, total_updates=1, final_fraction=0.25)
+    assert [one.learning_rate(update) for update in (0, 1, 7)] == [0.1, 0.025, 0.025]
+
+
+def test_a_cosine_is_cut_to_14_digits_since_libraries_differ_in_its_last():
+    rate = schedule(base_lr=1.0, decay="cosine", total_updates=6).learning_rate(1)
+    assert rate == 0.5 * (1.0 + 0.80901699437495)  # cos 36° = 0.809016994374947…
