@@ -16,6 +16,7 @@ from orchestrator.clusters.slurm.root_cause import blame_slurm, task_ends
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError
+from orchestrator.lifecycle.progress import ProgressWriter
 from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.scheduler.client import (
     Answer,
@@ -280,3 +281,80 @@ def test_a_slurm_conf_that_is_not_there_is_said_at_once(monkeypatch, tmp_path):
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "gone.conf"))
     with pytest.raises(NoClient, match=r"gone\.conf: there is no such file"):
         SlurmClient()
+
+
+@pytest.mark.parametrize(("code", "words"), [(137, "was killed by signal 9 (SIGKILL)"),
+                                             (129, "was killed by signal 1 (SIGHUP)"),
+                                             (128, "ended with code 128"),
+                                             (1, "ended with code 1")])  # fmt: skip
+def test_where_nobody_is_named_it_is_srun_with_its_last_line(run, code, words):
+    assert blame_slurm(run, 0, {}, code).cause == f"srun {words}"
+    run.batch_log.write_text("batch: one\nbatch: two\n")
+    assert blame_slurm(run, 0, {}, code).cause == f"srun {words}: batch: two"
+    run.srun_log(0).write_text("".join(f"srun: {n}\n\n" for n in range(40)) + "  \n")
+    culprit = blame_slurm(run, 0, {}, code)
+    assert (culprit.rank, culprit.node) == (None, "batch")
+    assert culprit.cause == f"srun {words}: srun: 39"
+    assert culprit.log_tail == tuple(f"srun: {n}" for n in range(10, 40))
+
+
+def test_a_rank_that_was_only_stopped_is_blamed_after_those_that_say_why(run):
+    run.srun_log(0).write_text("srun: error: vm: task 2: Terminated\n")
+    failure(run, 1, "PeerLost: later", secondary=True, time=2.0)
+    failure(run, 0, "PeerLost: first", secondary=True, time=1.0)
+    assert blame_slurm(run, 0, {}, 1).cause == "PeerLost: first"
+
+
+def test_a_failure_comes_with_its_log_and_whether_it_was_a_wrong_request(run):
+    told = {"rank": 1, "node": "n9", "time": 1.0, "cause": "no such file", "usage": True,
+            "secondary": False}  # fmt: skip
+    write_json(run.failure(0, 1), told)
+    run.rank_log(1).write_text("one\ntwo\n")
+    culprit = blame_slurm(run, 0, {}, 1)
+    assert (culprit.rank, culprit.node, culprit.cause) == (1, "n9", "no such file")
+    assert (culprit.usage, culprit.log_tail) == (True, ("one", "two"))
+
+
+def test_a_rank_that_fell_silent_after_its_first_update_is_told_with_its_own_log(run):
+    ProgressWriter(run.progress(0)).write(3, 0, 4)
+    run.srun_log(0).write_text("srun: error: vm: task 1: Exited with exit code 5\n")
+    run.node_log("node0").write_text("of the first node\n")
+    run.node_log("node1").write_text("of the second node\n")
+    culprit = blame_slurm(run, 0, {0: "a", 1: "b"}, 5)
+    assert (culprit.cause, culprit.node) == ("exited with code 5", "b")
+    assert culprit.log_tail == ("of the second node",)
+    assert blame_slurm(run, 0, {}, 5).log_tail == ("of the first node",)
+    assert blame_slurm(run, 0, {}, 5).node == "vm"
+    run.rank_log(1).write_text("its own\n")
+    assert blame_slurm(run, 0, {0: "a", 1: "b"}, 5).log_tail == ("its own",)
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("one\n two \nsrun: three\n\n", ": two"),
+        ("a\nValueError: x\n", ": ValueError: x"),
+        ("OSError: x\nduring that\nKeyError: a\nb\nc\nd\n", ": KeyError: a b c"),
+        ("torch.OutOfMemoryError: x\n", ": torch.OutOfMemoryError: x"),
+        ("srun: only this\n", ""),
+    ],
+)
+def test_what_could_not_begin_is_told_by_its_last_exception_or_line(run, log, said):
+    run.srun_log(0).write_text("srun: error: vm: task 0: Exited with exit code 1\n")
+    run.node_log("node0").write_text(log)
+    cause = blame_slurm(run, 0, {0: "n0"}, 1).cause
+    assert cause == f"exited with code 1 before the first update{said}"
+
+
+def test_what_could_not_begin_and_left_no_log_is_told_by_srun(run):
+    words = "srun: error: vm: task 0: Exited with exit code 127"
+    run.srun_log(0).write_text(f"\nexec: python: not found\n{words}\n")
+    culprit = blame_slurm(run, 0, {}, 127)
+    assert culprit.cause == "exited with code 127 before the first update: exec: python: not found"
+    assert culprit.log_tail == ("exec: python: not found", words)
+
+
+def test_a_rank_that_lost_a_peer_had_begun(run):
+    failure(run, 0, "PeerLost: x", secondary=True, time=1.0)
+    run.srun_log(0).write_text("srun: error: vm: task 1: Exited with exit code 5\n")
+    assert blame_slurm(run, 0, {}, 5).cause == "exited with code 5"
