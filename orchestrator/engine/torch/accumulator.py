@@ -29,6 +29,7 @@ from orchestrator.engine.torch.checks.alike import start_alike
 from orchestrator.engine.torch.checks.arguments import check_arguments, number
 from orchestrator.engine.torch.checks.call_order import WindowState
 from orchestrator.engine.torch.checks.invariants import WindowWatch
+from orchestrator.engine.torch.checks.same_buffers import SameBuffers
 from orchestrator.engine.torch.checks.same_optimizer import SameOptimizer
 from orchestrator.engine.torch.checks.supported import served
 from orchestrator.engine.torch.checks.weights_digest import replicas_of
@@ -133,7 +134,7 @@ class Accumulator:
         self._watch = WindowWatch(
             model, named, self._parameters, group, silent=silent, advise=advise
         )
-        self._replicas = replicas_of(named, group)
+        self._replicas, self._same_buffers = replicas_of(named, group), SameBuffers(model, group)
         self.precision = Precision(precision, self._parameters[0][1].device)
         self._names = tuple(metric_names)
         self._rate = LearningRate(optimizer)
@@ -211,12 +212,14 @@ class Accumulator:
             restore_optimizer(self.optimizer, part_of(self._shard, state))
 
     def check_replicas(self) -> None:
-        """Compare all parameters of all ranks, trained or not. Collective, for between windows.
+        """Compare all parameters of all ranks, trained or not; buffers that differ are warned of.
+        Collective, for between windows.
 
         Raises:
             ReplicasDiffer: on all ranks alike.
         """
         self._replicas.check_all()
+        self._same_buffers.look()
 
     def gradient_ready(self, parameter: int) -> None:
         """For the hooks of this accumulator's parameters."""

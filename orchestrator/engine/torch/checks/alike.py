@@ -63,7 +63,7 @@ def start_alike(
     if broadcast:
         _check(group, shapes)
         _spread(group, [tensor for _, tensor in tensors])
-    numbers = [(f"{_NUMBERS}{name}", _sha256(tensor)) for name, tensor in tensors]
+    numbers = [(f"{_NUMBERS}{name}", sha256_of(tensor)) for name, tensor in tensors]
     _check(group, [*shapes, *numbers, *_optimizer(optimizer, named)])
 
 
@@ -143,7 +143,7 @@ def _optimizer(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> Ite
 
 
 def _told_of(value: Any) -> str:
-    return _sha256(value) if isinstance(value, Tensor) else repr(value)
+    return sha256_of(value) if isinstance(value, Tensor) else repr(value)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -151,7 +151,8 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _sha256(tensor: Tensor) -> str:
+def sha256_of(tensor: Tensor) -> str:
+    """The first 16 digits of the SHA-256 of its bytes."""
     return hashlib.sha256(_bytes(tensor).cpu().numpy().data).hexdigest()[:16]
 
 
