@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from tests import helpers
 from tests.docs.scripts import ROOT
 
@@ -14,19 +12,12 @@ def _commands():
     return [line.split()[3:] for line in block.splitlines() if line.strip()]
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        ["job.layers=[784,32,10]"],
-        ["job=language_model", "job.width=16", "job.layers=1", "job.dropout=0.2"],
-    ],
-    ids=["digits", "transformer with dropout"],
-)
-def test_the_commands_of_the_page_end_with_one_digest(more, tmp_path):
+def test_the_commands_of_the_page_end_with_one_digest(tmp_path):
     digests = set()
     for number, arguments in enumerate(_commands()):
+        shorter = ("job.layers=[784,32,10]", "train.updates=3")
         folder = tmp_path / str(number)
-        done = helpers.call(*arguments, *more, "train.updates=3", f"run.dir={folder}", "-q")
+        done = helpers.call(*arguments, *shorter, f"run.dir={folder}", "-q")
         assert done.returncode == 0, done.stdout + done.stderr
         digests.add(helpers.result(folder)["weights_sha256"])
     assert len(digests) == 1

@@ -6,7 +6,7 @@ from orchestrator.run_folder.rundir import read_json, write_json
 from tests import helpers
 from tests.helpers import TINY
 
-SHAPES = ((1, 1), (1, 2), (3, 1), (2, 2), (5, 1), (1, 7))
+SHAPES = ((1, 1), (3, 1), (1, 7))  # the laws have all others
 REPRODUCIBLE = (
     "accumulation.reduction=reproducible",
     "accumulation.micro_batch=16",
@@ -25,7 +25,7 @@ def _shape(nodes, ranks):
     ("job", "shapes"),
     [
         (("job=digits", "job.dropout=0.3"), SHAPES),
-        (("job=language_model",), SHAPES[::2]),  # with dropout, too
+        (("job=language_model",), SHAPES),  # with dropout, too
     ],
     ids=["digits", "transformer"],
 )
