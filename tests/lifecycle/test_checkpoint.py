@@ -1,6 +1,7 @@
 """Checkpoints appear whole or not at all, and a damaged one is passed over."""
 
 import errno
+import json
 import os
 
 import pytest
@@ -230,3 +231,11 @@ def test_initial_weights_are_those_of_the_start_or_refused(tmp_path, lengths, co
     said = "cannot be read: No such file" if content is None else "is damaged: its digest"
     with pytest.raises(RunFolderError, match=f"{run.initial_weights} {said}"):
         checkpoint.check_initial(run)
+
+
+def test_the_state_of_a_run_that_seals_its_files_has_a_seal(tmp_path):
+    folder = save(tmp_path, 2, run="a")
+    state = folder / checkpoint.STATE
+    state.write_text(json.dumps(read_json(state)))
+    with pytest.raises(RunFolderError, match="its digest is missing"):
+        checkpoint.load(folder, "a")

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.clusters.api import Culprit
 from orchestrator.lifecycle.progress import ProgressWriter
-from orchestrator.outcome.restart_policy import rule
+from orchestrator.outcome.restart_policy import Ruling, rule
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 
 KILLED = Culprit(rank=1, node="node0", cause="killed by signal 9 (SIGKILL)")
@@ -33,7 +33,7 @@ def ruled(run, culprit, *, most=2, first=0, update=None):
 
 def test_without_an_allowance_nothing_starts_again_and_nothing_is_said(run):
     ruling = ruled(run, KILLED, most=0)
-    assert (ruling.again, ruling.words) == (False, "")
+    assert ruling == Ruling(again=False)
 
 
 def test_as_many_restarts_as_are_allowed(run):
@@ -53,7 +53,7 @@ def test_a_start_by_a_person_gives_a_new_allowance(run):
 def test_the_same_exception_without_progress_ends_it_early(run):
     assert ruled(run, RAISED, most=9, update=5).again
     ruling = ruled(run, RAISED, most=9, update=5)
-    assert not ruling.again
+    assert ruling.again is False
     assert "attempt 0 raised the same in update 5" in ruling.words
 
 
@@ -72,12 +72,12 @@ def test_other_failures_at_the_same_place_do_not(run):
 
 def test_what_was_asked_for_wrongly_is_not_tried_again(run):
     wrong = Culprit(rank=0, node="node0", cause="no such file", usage=True)
-    assert not ruled(run, wrong, most=9).again
+    assert ruled(run, wrong, most=9) == Ruling(again=False)
 
 
 def test_a_cancelled_run_stays_ended(run):
     run.cancel.touch()
-    assert not ruled(run, KILLED, most=9).again
+    assert ruled(run, KILLED, most=9) == Ruling(again=False)
 
 
 def test_another_exception_at_the_same_place_does_not_end_it(run):

@@ -149,3 +149,13 @@ def test_updates_and_epochs_out_of_range_are_refused():
     for epochs in (0, -1, float("inf"), float("nan")):
         with pytest.raises(PlanError, match=r"train\.epochs=.* above 0"):
             order.updates_for(epochs)
+
+
+@pytest.mark.parametrize("ragged", ["update", "drop", "carry"])
+def test_a_window_is_told_with_its_number_its_epoch_and_its_samples(ragged):
+    order = DataOrder(dataset_samples=10, global_batch=4, ragged=ragged, seed=3)
+    for update in range(6):
+        window = order.window(update)
+        assert (window.update, window.epoch) == (update, order.epoch_of(update))
+        assert window.samples == order.samples_of(update) == len(window.indices)
+        assert window.indices.tolist() == order.indices(update).tolist()

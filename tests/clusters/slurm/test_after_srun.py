@@ -165,12 +165,15 @@ def test_the_schedulers_reason_replaces_the_ranks_but_not_that_of_a_silent_node(
     assert read_json(run.departure(1))["why"] == "told to stop"
 
 
-def test_without_a_notice_of_its_own_the_usual_one_tells_a_time_limit(run, monkeypatch):
+@pytest.mark.parametrize("stated", [None, 600])
+def test_a_time_limit_is_told_by_the_notice_that_was_asked_for_or_the_usual(
+    run, monkeypatch, stated
+):
     monkeypatch.setattr("time.time", lambda: 1000.0)
-    configure(run, cluster={"signal_ahead_s": None})
+    configure(run, cluster={"signal_ahead_s": stated})
     attempts(run, 2)
     for attempt, short in ((0, 1), (1, 0)):
-        ends_at = 1000.0 + SIGNAL_AHEAD_S + LATE_S - short
+        ends_at = 1000.0 + (stated or SIGNAL_AHEAD_S) + LATE_S - short
         concluded(run, attempt, job=Standing(state="RUNNING", ends_at=ends_at))
     assert read_json(run.departure(0))["why"] == "near its time limit"
     assert read_json(run.departure(1))["why"] == "told to stop"
@@ -325,3 +328,9 @@ def test_a_run_from_before_restarts_could_be_asked_for_has_none(run):
     attempts(run, 1)
     configure(run, run={})
     assert concluded(run, 0, code=1, departure=None)[2]["state"] == "failed"
+
+
+def test_a_cancelled_run_whose_ranks_ended_in_order_is_stopped(run, settled):
+    run.cancel.touch()
+    end, asked, _ = settled(standing(), code=0, told="")
+    assert (end["state"], asked) == ("stopped", [])

@@ -81,3 +81,11 @@ def test_a_norm_of_nothing_is_zero_and_one_just_at_the_clip_is_left_alone():
     assert GradientNorm().value() == 0.0
     assert factor_for(4.0, 2.0, 2.0 + EPSILON) == (2.0, 0.5)
     assert factor_for(4.0, 2.0, 1.0)[1] < 0.25
+
+
+def test_norms_of_chunks_are_added_up_in_float64_whatever_they_are_made_of():
+    piece = torch.zeros(3 * 4096)
+    piece[::4096] = 1.0
+    norm = GradientNorm()
+    norm.add(piece)
+    assert norm.value() == pytest.approx(math.sqrt(3), rel=1e-15)
