@@ -92,7 +92,7 @@ def standing_there(reader, monkeypatch):
 
 def composed(words):
     """Raises if a launch with these words would be refused before it starts."""
-    line = read_command_line([word for word in words if word != "…"])
+    line = read_command_line([word for word in words if not word.endswith("…")])
     composer = Composer(line)
     found = composer.compose()
     if found.sweeps:
@@ -316,7 +316,8 @@ def test_every_file_that_is_named_exists():
             continue
         bases = (ROOT, ROOT / "orchestrator", (ROOT / printed.page).parent, ROOT / "benchmarks")
         there = any(list(base.glob(name.strip("/"))) for base in bases)
-        if not there and ("/" in name or not list((ROOT / "orchestrator").rglob(name))):
+        alone = "/" not in name.strip("/")  # in a table of rooms, beside the one it lies in
+        if not there and not (alone and any((ROOT / "orchestrator").rglob(name.strip("/")))):
             missing.append(str(printed))
     assert not missing
 
