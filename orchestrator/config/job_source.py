@@ -16,6 +16,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.job_slips import refuse_slips
 from orchestrator.errors import JobError, did_you_mean
 from orchestrator.job import COUPLED_METHODS, REQUIRED_METHODS
 from orchestrator.returned import DEFINITIONS, no_table
@@ -378,6 +379,7 @@ def _check_class(dotted: str, found: _Class, job: Mapping[str, Any]) -> TargetFa
         for key in required:
             if key not in given:
                 raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
+    refuse_slips(dotted, members, [item.node for item in lineage.classes])
     evaluate = members.get("evaluate")
     figures = no_table(evaluate) if isinstance(evaluate, DEFINITIONS) else None
     if figures is not None:

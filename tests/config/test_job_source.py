@@ -164,3 +164,43 @@ def test_an_evaluate_that_can_never_return_figures_is_refused_before_anything_st
         return
     with pytest.raises(JobError, match=f"Rates.evaluate.. must return .*, but returns {told}$"):
         check_target(job)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("def optimizer(self, model):\n        sgd(model)", r"optimizer\(\) returns nothing"),
+        (
+            "def model(self):\n        self.net = make()",
+            r"model\(\) returns nothing; is a `return`",
+        ),
+        ("def loss(self, model, batch):\n        sum(batch)", r"loss\(\) returns nothing"),
+        ("metric_names = ('accuracy')", r"must be a tuple of names, as in \('accuracy',\)"),
+        ("def evalute(self, model):\n        return {}", "did you mean 'evaluate'"),
+        ("def optimiser(self, model):\n        return sgd(model)", "did you mean 'optimizer'"),
+        ("def collate_fn(self, samples):\n        return samples", "did you mean 'collate'"),
+        ("metrics_names = ('a',)", "did you mean 'metric_names'"),
+    ],
+)
+def test_a_slip_that_python_takes_is_refused_before_anything_starts(package, tmp_path, body, words):
+    source = (tmp_path / package / "jobs.py").read_text()
+    slip = f"{source}\nclass Slip(Good):\n    {body}\n"
+    (tmp_path / package / "slips.py").write_text(slip)
+    with pytest.raises(JobError, match=words):
+        check_target({"_target_": f"{package}.slips.Slip", "width": 1})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def optimizer(self, model):\n        del model",
+        "def optimizer(self, model):\n        print('the usual one')\n        return None",
+        "def model(self):\n        raise NotImplementedError(str(self))",
+        "def models(self):\n        return 1\n    def model(self):\n        return self.models()",
+        "def losses(self):\n        return 1",
+    ],
+)
+def test_what_may_be_meant_passes(package, tmp_path, body):
+    source = (tmp_path / package / "jobs.py").read_text()
+    (tmp_path / package / "meant.py").write_text(f"{source}\nclass Meant(Good):\n    {body}\n")
+    check_target({"_target_": f"{package}.meant.Meant", "width": 1})

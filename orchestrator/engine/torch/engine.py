@@ -47,7 +47,7 @@ from orchestrator.engine.torch.state import (
     save_optimizer,
     weights_sha256,
 )
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job, is_coupled
 
 
@@ -116,6 +116,7 @@ class TorchEngine:
             prepare=self._prepared, leaves=self._leaves,
         )  # fmt: skip
         self._window: Window | None = None
+        self._trains = self._model.training
         self._done, self._lines = 0, LossLines(settings.log_every)
         self._warnings = norms + self._agree()
         if not (talks or is_coupled(job)):
@@ -185,6 +186,15 @@ class TorchEngine:
         )
         self._lines.tell(loss, micro_batch.update)
 
+    def _refuse_evaluation_mode(self) -> None:
+        """Nothing would show it: without dropout, and with frozen statistics, losses look fine."""
+        if self._trains and not self._model.training:
+            raise JobError(
+                "the model is in evaluation mode at an update's end, but did not begin in it: "
+                f"{type(self._job).__name__}.loss() or after_update() has called model.eval() "
+                "without a model.train() after it"
+            )
+
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         """Reduce once, clip once, step once. Collective."""
         window, self._window = self._window, None
@@ -192,6 +202,7 @@ class TorchEngine:
         if self._whole is not None and window is not None:
             gather_s = self._whole.finish(window)
         self._hyperparameters.check("inside a window")
+        self._refuse_evaluation_mode()
         report = self._accumulator.boundary(stop=stop)
         self._hyperparameters.keep()  # some optimizers count in them
         report = replace(report, wait_s=report.wait_s + gather_s)

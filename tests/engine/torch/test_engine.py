@@ -14,8 +14,8 @@ from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.replicas import unlike_most
 from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
-from orchestrator.engine.torch.checks import versions
 from orchestrator.engine.torch.checks.agreement import as_numbers, machine_warning
+from orchestrator.engine.torch.checks.versions import versions
 from orchestrator.engine.torch.placement import moved
 from orchestrator.engine.torch.seeds import derived_seed
 from orchestrator.errors import ConfigError, JobError, SilenceError
@@ -172,6 +172,17 @@ def test_evaluation_leaves_the_model_as_it_was():
     assert isinstance(figures["loss"], float)
     assert engine.model.training
     assert not engine.model[2].training
+
+
+class Evaluating(Curve):
+    def loss(self, model, batch):
+        model.eval()
+        return super().loss(model, batch)
+
+
+def test_a_loss_that_leaves_the_model_in_evaluation_mode_is_refused():
+    with pytest.raises(JobError, match=r"Evaluating\.loss\(\) or after_update\(\) has called"):
+        _train(assign([15, 14], cap=8), Evaluating())
 
 
 def test_small_questions_have_plain_answers():
