@@ -18,6 +18,7 @@ from orchestrator.errors import (
     UsageError,
 )
 from orchestrator.lifecycle.topology import Topology
+from orchestrator.rank.remedies import remedy
 from orchestrator.run_folder.rundir import RunDir, write_json
 
 
@@ -28,7 +29,9 @@ def describe(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, OrchestratorError):
         return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    told_how = remedy(error)
+    return told if told_how is None else f"{told} ({told_how})"
 
 
 _WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)")
