@@ -24,10 +24,7 @@ _BY_WORDS = (
     ),
     (
         "Torch not compiled with CUDA enabled",
-        (
-            "the engine moves model and batches to where the rank computes: leave .cuda() and .to() "
-            "out"
-        ),
+        "the engine moves model and batches to where a rank computes: leave .cuda() out",
     ),
     ("Cannot copy out of meta tensor", "model() must give a model with numbers (to_empty)"),
     ("EOF when reading a line", "ranks have no terminal to read from"),
