@@ -16,7 +16,7 @@ class Tiny(Job):
     Args:
         pause_s: sleep in every micro-step, so that a test can step in.
         fault: what happens to rank `fault_rank` when it has done `fault_after` micro-steps:
-            "raise", "kill", "exit", "nan", "memory", "silence", "hang", "drift".
+            "raise", "kill", "exit", "leave", "nan", "memory", "silence", "hang", "drift".
     """
 
     metric_names = ("error",)
@@ -80,6 +80,8 @@ class Tiny(Job):
             os.kill(os.getpid(), signal.SIGKILL)
         if self._now("exit"):
             os._exit(7)
+        if self._now("leave"):
+            os._exit(0)
         if self._now("memory"):
             raise MemoryError
         if self._now("hang"):

@@ -14,6 +14,7 @@ from orchestrator.run_folder.rundir import RunDir
 
 TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024
+WORDLESS = " before its training had ended: something in it ended the process (os._exit, say)"
 LAST_WORD = "error: "
 """How the log of a rank ends whose main thread was stuck in the framework and could not fail."""
 
@@ -95,7 +96,7 @@ def blame(
     if wordless:
         return _of_end(run, wordless[0])
     if behind:
-        return _of_behind(run, min(behind, key=lambda one: one.since))
+        return of_behind(run, min(behind, key=lambda one: one.since))
     return _of_end(run, first) if own is None else _from_failure(run, own)
 
 
@@ -112,13 +113,14 @@ def _of_end(run: RunDir, end: End) -> Culprit:
     log = tail(run.rank_log(end.rank)) or tail(run.node_log(end.node))
     cause = describe_status(end.status)
     if end.status in (EXIT_FINISHED, EXIT_STOPPED):
-        cause += " before its training had ended: something in it ended the process (os._exit, say)"
+        cause += WORDLESS
     elif end.status > 0 and log and log[-1].startswith(LAST_WORD):  # it could say no more than that
         cause = log[-1].removeprefix(LAST_WORD)
     return Culprit(rank=end.rank, node=end.node, cause=cause, log_tail=log)
 
 
-def _of_behind(run: RunDir, one: Behind) -> Culprit:
+def of_behind(run: RunDir, one: Behind) -> Culprit:
+    """The culprit is a rank for which the others waited in vain."""
     cause = f"the others waited in vain: it was still at {one.where}, {one.at}"
     log = tail(run.rank_log(one.rank))
     return Culprit(rank=one.rank, node=one.node, cause=cause, log_tail=one.stack or log)

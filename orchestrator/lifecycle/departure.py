@@ -9,7 +9,6 @@ ends.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -22,11 +21,14 @@ from orchestrator.lifecycle.signals import StopFlag
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
 from orchestrator.run_folder.files import read_end
 from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.run_folder.seal import sealed_json
 
 if TYPE_CHECKING:
     from orchestrator.scheduler.client import SlurmClient
 
 POLL_S = 0.05
+LOOK_S = 1.0
+TOLD_S = 3.0  # after which srun has told all ranks that one of them was killed
 MARGIN_S = 10.0
 REQUEUE_TRIES = 20
 SAID_BYTES = 16 * 2**20
@@ -155,17 +157,24 @@ def await_verdict(run: RunDir, attempt: int, stop: StopFlag, timeout_s: float) -
     """A peer went away: wait to learn what that means, up to `timeout_s` and a margin.
 
     If a rank failed, srun sends us SIGTERM at once. If a whole node fell silent, a watcher writes a
-    departure. If neither comes, it is a failure that nobody else has seen.
+    departure. A rank that left with code 0 is one that srun sees nothing in. If none of this comes,
+    it is a failure that nobody else has seen. Files are looked at once in `LOOK_S`.
 
     Returns:
         Whether the attempt is departing, so that this is no failure.
     """
     signals = stop.received
-    deadline = time.monotonic() + timeout_s + MARGIN_S
-    while time.monotonic() < deadline and stop.received == signals:
-        if run.departure(attempt).exists():
-            return True
+    now = look_at = time.monotonic()
+    deadline = now + timeout_s + MARGIN_S
+    while now < deadline and stop.received == signals:
+        if now >= look_at:
+            if run.departure(attempt).exists():
+                return True
+            if run.wordless(attempt).exists():  # of a rank that was killed, srun tells us soon
+                deadline = min(deadline, now + TOLD_S)
+            look_at = now + LOOK_S
         time.sleep(POLL_S)
+        now = time.monotonic()
     return run.departure(attempt).exists()
 
 
@@ -182,12 +191,13 @@ def leave_silent_node(
         raise ClusterError(f"node {node_name(node_index)} fell silent after the run's end")
     value = _departure_of_silent(node_name(node_index))
     print(f"error: {value['why']}", flush=True)  # noqa: T201  # goes to the rank's log
+    path = run.departure(attempt)
     try:
-        descriptor = os.open(run.departure(attempt), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:  # another watcher, or an agreed stop: it is being seen to
         return
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(value, file)
+        file.write(sealed_json(path.name, value))
     if not requeue:
         raise ClusterError("the job ends, since it may not be requeued (cluster.requeue=false)")
     ask_for_requeue(_client(), topology.job_id)

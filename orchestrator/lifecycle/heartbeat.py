@@ -68,8 +68,6 @@ class Heartbeat:
 
     Args:
         on_silence: called once, with the index of the node that stopped answering.
-        beside: asked every beat for a rank of this node that is stopped.
-        on_stopped: called once with its rank and process id.
         superseded: asked now and then; when it says yes, `on_superseded` is called.
     """
 
@@ -82,8 +80,6 @@ class Heartbeat:
         nodes: int,
         timeout_s: float,
         on_silence: Callable[[int], None],
-        beside: Callable[[], tuple[int, int] | None] = lambda: None,
-        on_stopped: Callable[[int, int], None] = lambda _rank, _pid: None,
         superseded: Callable[[], bool],
         on_superseded: Callable[[], None],
     ) -> None:
@@ -92,7 +88,6 @@ class Heartbeat:
         self._path = run.heartbeat(attempt, self._watched or 0)
         self._silence = Silence(timeout_s=timeout_s)
         self._on_silence, self._on_superseded = on_silence, on_superseded
-        self._beside, self._on_stopped = beside, on_stopped
         self._superseded = superseded
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
@@ -127,10 +122,6 @@ class Heartbeat:
             self._write(str(count))
             if count % FENCE_EVERY == 0 and self._superseded():
                 self._on_superseded()
-                return
-            stopped = self._beside()
-            if stopped is not None:
-                self._on_stopped(*stopped)
                 return
             if self._watched is None:
                 continue

@@ -144,11 +144,19 @@ class Life:
         link: to whoever watches; None when nobody does.
         on_hang: called from the thread, with a sentence and the stack, when this rank hangs; it
             ends the process.
+        on_behind: called from the thread when this rank is behind, with what is told of it, and
+            with None when it moves on.
     """
 
     def __init__(
-        self, log: str, link: socket.socket | None, on_hang: Callable[[str, str], None]
+        self,
+        log: str,
+        link: socket.socket | None,
+        on_hang: Callable[[str, str], None],
+        on_behind: Callable[[dict[str, Any] | None], None] = lambda _: None,
     ) -> None:
+        self._on_behind = on_behind
+        self._beside: Callable[[], None] = lambda: None
         self._log, self._link, self._on_hang = log, link, on_hang
         self._place: tuple[float, str, tuple[int, ...], bool] = (time.monotonic(), "", (), False)
         self._main = threading.main_thread().ident
@@ -168,8 +176,9 @@ class Life:
         threading.Thread(target=self._live, name="life", daemon=True).start()
         return self
 
-    def expect(self, patience: Patience) -> None:
-        """Judge from now on."""
+    def expect(self, patience: Patience, beside: Callable[[], None] = lambda: None) -> None:
+        """Judge from now on. `beside` is called every beat: a look at another rank."""
+        self._beside = beside
         self._standstill = Standstill(patience)
 
     def at(self, words: str, *numbers: int, waits: bool = False) -> None:
@@ -198,6 +207,7 @@ class Life:
     def _live(self) -> None:
         while not self._over.wait(BEAT_S):
             self._send({})
+            self._beside()
             if self._standstill is not None:
                 self._look(self._standstill)
 
@@ -209,6 +219,7 @@ class Life:
         news = standstill.look(now, since, waits=may_wait or waiting.waits())
         if news == "moves":
             self._send({"behind": None})
+            self._on_behind(None)
             print("note: it moves on", flush=True)  # noqa: T201  # goes to the rank's log
         elif news == "behind":
             at, stack = self._stack()
@@ -222,6 +233,8 @@ class Life:
             at, stack = self._stack()
             message = {"where": where, "since": since, "at": at, "stack": stack.splitlines()}
             self._send({"behind": message})
+            if news == "behind":
+                self._on_behind(message)
         if standstill.due(now):
             self._perhaps_hangs(standstill, where, now - since)
 

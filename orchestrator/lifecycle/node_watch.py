@@ -21,6 +21,13 @@ BEAT_S = 1.0
 LINK_VARIABLE = "ORCHESTRATOR_LIFE_SOCKET"
 AT_WORK = 0.01
 """From this share of one processor on, a process that says nothing is at work."""
+STACK_S = 0.3
+"""How long a rank that is asked for its stack (SIGQUIT) has to write it down."""
+FROZEN = "it was frozen (SIGSTOP) for {} s (cluster.heartbeat_timeout_s)"
+NO_SIGN = (
+    "it gave no sign of life for {} s (cluster.heartbeat_timeout_s): code that holds Python's "
+    "interpreter waits there for something"
+)
 FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 
 
@@ -99,7 +106,8 @@ class NodeWatch:
             if one.word or one.told or not one.heard or now - one.heard < 2 * BEAT_S:
                 continue
             letter, used_s = _stat(one.pid)
-            if letter == "t" or used_s - one.used_s > AT_WORK * (now - one.heard):
+            # one that is traced, or waits for a disk, may be slow
+            if letter in "tD" or used_s - one.used_s > AT_WORK * (now - one.heard):
                 one.heard, one.used_s = now, used_s
             elif now - one.heard > self._silence_s:
                 one.told = True

@@ -1,21 +1,29 @@
-"""The other ranks of a node, as its first rank sees them: processes of the same step daemon.
+"""The other ranks of a node under a scheduler: who gives no sign of life, seen by its neighbour.
 
-One that is stopped (SIGSTOP) can say nothing, and its peers would wait for it for ever. The kernel
-shows it; no rank has to write a file. Where ranks do not see each other's processes (a container of
-its own for each), nobody is found, and nobody is judged.
+No process watches the ranks of a real node, so they watch each other, in a ring. Each stores its
+beat in memory that they share: no system call, no file of a shared file system. Only of a rank
+whose beat has stopped the kernel is asked what it does (`NodeWatch`): stopped, or at work with
+Python's interpreter held, or lost. Where ranks do not share memory, or see each other's processes
+(a container of its own for each), nobody is heard, and nobody is judged.
 """
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.lifecycle.node_watch import BEAT_S, state_of
+from orchestrator.lifecycle.node_watch import NodeWatch, state_of
+from orchestrator.run_folder.files import open_regular
 
 RANK = b"SLURM_PROCID="
 STEP = b"SLURM_STEP_ID="
+SHARED = Path("/dev/shm")  # noqa: S108  # memory; a name of our own, opened as `files` opens
+_BEAT = struct.Struct("<q")
 
 
 def _variables(pid: int) -> list[bytes]:
@@ -38,35 +46,75 @@ def ranks_beside() -> dict[int, int]:
     return found
 
 
+class Beats:
+    """One number for each rank of a node, which its owner counts up; 0 before the first beat.
+
+    The file has no name any more once all ranks of the node have it.
+
+    Raises:
+        OSError: there is no memory to share, or a file of that name that is not this user's.
+    """
+
+    def __init__(self, path: Path, count: int) -> None:
+        self._path, self._count = path, count
+        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if os.fstat(descriptor).st_uid != os.getuid():
+                raise PermissionError(errno.EPERM, f"{path} is somebody else's")
+            os.ftruncate(descriptor, _BEAT.size * count)
+            self._memory = mmap.mmap(descriptor, _BEAT.size * count)
+        finally:
+            os.close(descriptor)
+
+    def beat(self, local_rank: int) -> None:
+        place = _BEAT.size * local_rank
+        (last,) = _BEAT.unpack_from(self._memory, place)
+        _BEAT.pack_into(self._memory, place, last + 1)
+        if last == 0 and all(self.of(one) for one in range(self._count)):
+            self._path.unlink(missing_ok=True)
+
+    def of(self, local_rank: int) -> int:
+        return _BEAT.unpack_from(self._memory, _BEAT.size * local_rank)[0]
+
+
 class Siblings:
-    """Looks once a beat for ranks that are stopped.
+    """One rank's part in the ring of its node.
 
     Args:
-        count: how many there are.
-        timeout_s: for how long one may be stopped.
+        ranks: the node's ranks, in the order of their local numbers.
+        name: of what they share, the same for all of them and nobody else.
+        silence_s: for how long one may give no sign of life.
     """
 
     def __init__(
-        self, count: int, timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        ranks: list[int],
+        local_rank: int,
+        name: str,
+        silence_s: float,
+        *,
+        folder: Path = SHARED,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._count, self._timeout_s, self._clock = count, timeout_s, clock
-        self._pids: dict[int, int] = {}
-        self._stopped: dict[int, float] = {}  # rank: when it was first seen so
-        self._looked = clock()
+        self._beats, self._local = Beats(folder / name, len(ranks)), local_rank
+        self._next = (local_rank + 1) % len(ranks)
+        self._rank, self._heard = ranks[self._next], 0
+        self._watch = NodeWatch(silence_s, clock)
 
-    def lost(self) -> tuple[int, int] | None:
-        """Rank and process id of one that has been stopped for too long. A time in which this
-        process stood still itself does not count.
-        """
-        now = self._clock()
-        paused, self._looked = max(0.0, now - self._looked - 3 * BEAT_S), now
-        if len(self._pids) < self._count:
-            self._pids = ranks_beside()
-        for rank, pid in self._pids.items():
-            if state_of(pid) != "T":
-                self._stopped.pop(rank, None)
-                continue
-            since = self._stopped[rank] = self._stopped.get(rank, now) + paused
-            if now - since > self._timeout_s:
+    def beat(self) -> tuple[int, int] | None:
+        """Beat, and look at the next: its rank and process id when it has just become lost."""
+        self._beats.beat(self._local)
+        heard = self._beats.of(self._next)
+        if heard and not self._watch.ranks:
+            pid = ranks_beside().get(self._rank)
+            if pid is None:
+                return None
+            self._watch.joined(self._rank, pid)
+        if heard != self._heard and self._watch.ranks:
+            self._heard = heard
+            self._watch.hear(self._rank, b"")
+        for rank in self._watch.silent():
+            pid = self._watch.ranks[rank].pid
+            if state_of(pid) not in "XZ":  # who has ended is others' to judge
                 return rank, pid
         return None

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config
+from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost, RankHangs
 from orchestrator.lifecycle.deadline import Deadline, Notice
 from orchestrator.lifecycle.departure import (
@@ -26,12 +27,13 @@ from orchestrator.lifecycle.departure import (
 )
 from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.heartbeat import Heartbeat
+from orchestrator.lifecycle.last_word import say_last_word, wordless
 from orchestrator.lifecycle.life import Life, Patience, link_to_supervisor
 from orchestrator.lifecycle.node_watch import FAILED
 from orchestrator.lifecycle.progress import read_progress
-from orchestrator.lifecycle.siblings import Siblings
 from orchestrator.lifecycle.signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
+from orchestrator.rank.beside import look_beside, ranks_of_node
 from orchestrator.rank.failure import failure_of, write_failure
 from orchestrator.rank.fenced_recorder import Follower, Guard
 from orchestrator.rank.loop import Recorder as LoopRecorder
@@ -43,6 +45,7 @@ KILL_WAIT_S = 60.0
 LOOK_S = 0.5
 LATEST = 3.0  # times heartbeat_timeout_s: when a rank that stands still is spoken of at the latest
 WAITS_UNMARKED = ("nccl", "hccl")
+OTHERS_FIRST_S = 3.0  # a rank's own node knows more of it than the next node does
 NO_WORD = "it ended without a word: a node failed, or the time to stop was too short"
 
 
@@ -64,7 +67,7 @@ class Attendance:
         self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
         log = str(run.rank_log(topology.rank).relative_to(run.logs))
         self._failure: dict[str, Any] | None = None
-        self._life = Life(log, link_to_supervisor(), on_hang=self._hang).begin()
+        self._life = Life(log, link_to_supervisor(), self._hang, self._behind).begin()
         self._fence = Fence(run.newest_attempt, attempt)
         self._heartbeat: Heartbeat | None = None
         self._requeue, self._timeout_s, self._ahead_s = True, 0.0, 0.0
@@ -74,11 +77,15 @@ class Attendance:
         """Publish this attempt, start to beat. Raises `Superseded` when a newer one has begun."""
         self._requeue = config.cluster.requeue is not False
         self._timeout_s = config.cluster.heartbeat_timeout_s
-        self._life.expect(_patience(config.cluster))
         self._ahead_s = float(config.cluster.signal_ahead_s or SIGNAL_AHEAD_S)
         topology = self._topology
         if not topology.scheduled:
+            self._life.expect(_patience(config.cluster))
             return
+        beside = look_beside(
+            self._run, self._attempt, topology, timeout_s=self._timeout_s, requeue=self._requeue
+        )
+        self._life.expect(_patience(config.cluster), beside)
         if topology.rank == 0:
             self._fence.take()
         self._heed_signals()
@@ -88,10 +95,8 @@ class Attendance:
                 self._attempt,
                 node_index=topology.node_index,
                 nodes=topology.nodes,
-                timeout_s=self._timeout_s,
+                timeout_s=self._timeout_s + OTHERS_FIRST_S * (len(ranks_of_node()) > 1),
                 on_silence=self._node_is_silent,
-                beside=Siblings(topology.size // topology.nodes - 1, self._timeout_s).lost,
-                on_stopped=self._rank_is_stopped,
                 superseded=lambda: self._fence.superseded,
                 on_superseded=self._vanish,
             ).start()
@@ -102,7 +107,7 @@ class Attendance:
         error.add_note(f"its stack:\n{stack}")
         print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)  # noqa: T201  # the rank's log
         self.failed(error)
-        self._life.say(FAILED, self._failure)
+        self._last_word(FAILED)
         os._exit(EXIT_FAILED)
 
     def _heed_signals(self) -> None:
@@ -120,6 +125,7 @@ class Attendance:
             while not any(self._run.attempt(self._attempt).glob("failure-*.json")):
                 time.sleep(LOOK_S)
             print("ended with the rank that failed", flush=True)  # noqa: T201  # the rank's log
+            self._last_word(FAILED)
             os._exit(EXIT_FAILED)
 
         threading.Thread(target=heed, name="signals", daemon=True).start()
@@ -193,7 +199,8 @@ class Attendance:
         """Whether an error only shows that the attempt is ending in order. Waits to find out."""
         if not isinstance(error, PeerLost) or not self._topology.scheduled:
             return False
-        return await_verdict(self._run, self._attempt, self._stop, self._timeout_s)
+        with for_others():
+            return await_verdict(self._run, self._attempt, self._stop, self._timeout_s)
 
     def at_the_end(self) -> None:
         """The loop is done; what follows is the result, and goodbye."""
@@ -213,9 +220,18 @@ class Attendance:
             self._heartbeat.end()
         with self._asking:
             pass
+        self._last_word(word)
+
+    def _last_word(self, word: str) -> None:
         self._life.say(word, self._failure)
+        if self._topology.scheduled:
+            say_last_word(self._attempt, word)
 
     def _node_is_silent(self, node_index: int) -> None:
+        if lost := wordless(self._run, self._attempt):  # not the node: its rank is to blame
+            print(f"error: rank {lost[0]} on {lost[1]} ended without a word", flush=True)  # noqa: T201  # the rank's log
+            self._last_word(FAILED)
+            os._exit(EXIT_FAILED)
         with self._asking:
             try:
                 leave_silent_node(
@@ -227,17 +243,18 @@ class Attendance:
         threading.Event().wait(KILL_WAIT_S)  # the scheduler ends us long before
         os._exit(EXIT_FAILED)
 
-    def _rank_is_stopped(self, rank: int, pid: int) -> None:
-        """As for a silent node, the run goes on where it may; srun ends the rest with that rank."""
-        cause = f"it was frozen (SIGSTOP) for {self._timeout_s:g} s (cluster.heartbeat_timeout_s)"
-        print(f"rank {rank}: {cause}", flush=True)  # noqa: T201  # goes to the rank's log
-        failure = failure_of(self._topology, RankHangs(cause)) | {"rank": rank, "traceback": ""}
-        write_failure(self._run, self._attempt, failure)
-        departure = self._run.departure(self._attempt)
-        if self._requeue and not departure.exists():
-            why = f"rank {rank} on {self._topology.node}: {cause}"
-            write_json(departure, {"why": why, "updates": None, "time": time.time()})
-        os.kill(pid, signal.SIGKILL)
+    def _behind(self, said: dict[str, Any] | None) -> None:
+        """From the thread of `Life`: for who is to say whose fault it is that others fail."""
+        path = self._run.behind(self._attempt, self._topology.rank)
+        try:
+            if said is None:
+                path.unlink(missing_ok=True)
+            elif self._topology.scheduled:
+                own = {"rank": self._topology.rank, "node": self._topology.node}
+                since = time.time() - (time.monotonic() - said["since"])
+                write_json(path, {**said, **own, "since": since})
+        except OSError as error:
+            print(f"that could not be recorded: {error}", flush=True)  # noqa: T201  # the rank's log
 
     def _vanish(self) -> None:
         print(  # noqa: T201  # goes to the rank's log

@@ -58,6 +58,7 @@ MOST_ATTEMPTS = 10**6
 OF_RANKS = re.compile(r"ranks-[0-9]+")
 CODE_STATE = re.compile(rf"({ATTEMPT.pattern})\.json")
 FAILURE = re.compile(r"failure-[0-9]+\.json")
+BEHIND = re.compile(r"behind-[0-9]+\.json")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -161,6 +162,14 @@ class RunDir:
 
     def failure(self, attempt: int, rank: int) -> Path:
         return self.attempt(attempt) / f"failure-{rank:05d}.json"
+
+    def behind(self, attempt: int, rank: int) -> Path:
+        """Where a rank of a scheduled run stands, while it stands still."""
+        return self.attempt(attempt) / f"behind-{rank:05d}.json"
+
+    def wordless(self, attempt: int) -> Path:
+        """The first rank that ended without its last word; see `lifecycle/last_word.py`."""
+        return self.attempt(attempt) / "wordless"
 
     def departure(self, attempt: int) -> Path:
         """Why an attempt ended although the run goes on (preempted, a node lost, …)."""
@@ -434,6 +443,13 @@ class RunDir:
 
     def failures(self, attempt: int) -> list[Mapping[str, Any]]:
         """What the attempt's ranks wrote when they failed."""
+        return self._of_ranks(attempt, FAILURE)
+
+    def all_behind(self, attempt: int) -> list[Mapping[str, Any]]:
+        """What the attempt's ranks wrote that stood still at its end."""
+        return self._of_ranks(attempt, BEHIND)
+
+    def _of_ranks(self, attempt: int, names: re.Pattern[str]) -> list[Mapping[str, Any]]:
         folder = self.attempt(attempt)
-        found = [folder / name for name in names_in(folder) if FAILURE.fullmatch(name)]
+        found = [folder / name for name in names_in(folder) if names.fullmatch(name)]
         return [value for path in found if (value := self.read(path)) is not None]

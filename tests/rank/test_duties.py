@@ -16,7 +16,7 @@ from orchestrator.lifecycle.heartbeat import ENDED, Heartbeat, Silence, read_bea
 from orchestrator.lifecycle.signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.fenced_recorder import Follower, Guard
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 from tests.helpers import ROOT, until
 
 
@@ -150,6 +150,8 @@ def test_a_rank_ends_only_when_the_scheduler_has_heard_that_it_shall_start_again
     )  # fmt: skip
     assert rank.returncode == 7
     assert (commands / "scontrol.asked").read_text().splitlines() == ["requeue 1"] * 4
+    departure = read_json(run.departure(2), sealed=True)  # as all that the next start reads
+    assert departure["why"] == "node n1 stopped answering"
 
 
 class Record:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -15,7 +16,26 @@ FAULTS = {
     "raise": "ValueError: the tiny job was told to fail [here]",
     "kill": "killed by signal 9 (SIGKILL)",
     "memory": "out of memory: MemoryError",
+    "leave": "exited with code 0 before its training had ended",
 }
+
+
+SOON = "cluster.heartbeat_timeout_s=4"
+# act, in which ranks, settings -> the culprit's rank (None: any), its cause, a line of its stack
+STILL = {
+    "every rank leaves": ("exit0", "all", (), None, FAULTS["leave"], ""),
+    "a one-node job's first rank holds the interpreter": (
+        "interpreter", 0, (SOON,), 0, "it gave no sign of life for 4 s", "in loss"),
+    "a one-node job's first rank is stopped": (
+        "stop", 0, (SOON,), 0, "it was frozen (SIGSTOP) for 4 s", ""),
+    "a rank stands still, and the other gives up": (
+        "sleep", 1, (SOON, "cluster.collective_timeout_s=10"), 1,
+        "the others waited in vain: it was still at micro-step", "in loss"),
+}  # fmt: skip
+
+
+def words_only(name):
+    return re.sub(r"\W+", "-", name)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,8 +51,14 @@ def limited(slurm, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def failing(slurm, tmp_path_factory):
-    """All three at once: they do not touch each other."""
+    """All at once: they do not touch each other."""
     folder = tmp_path_factory.mktemp("failing")
+    for name, (act, ranks, more, *_) in STILL.items():
+        runs.submit(
+            slurm, folder / words_only(name), "job._target_=tests.lively_jobs.Lively",
+            f"+job.act={act}", f"+job.ranks={ranks}", "train.updates=999", "train.evaluate_every=0",
+            "cluster.nodes=1", "cluster.ranks_per_node=2", "cluster.requeue=false", *more,
+        )  # fmt: skip
     for fault in FAULTS:
         runs.submit(
             slurm, folder / fault, f"job.fault={fault}", "job.fault_rank=3", "train.updates=30",
@@ -63,6 +89,19 @@ def test_a_failing_rank_fails_the_job_within_ten_seconds(slurm, failing, fault):
     assert found["state"] == "failed"
     assert found["reason"] == culprit["cause"]
     until(lambda: not runs.processes_of_job(slurm, job), 5, "the end of every process")
+
+
+@pytest.mark.parametrize("name", STILL)
+def test_who_left_without_a_word_or_stands_still_is_the_culprit(slurm, failing, name):
+    *_, rank, cause, line = STILL[name]
+    run = failing / words_only(name)
+    ended = runs.wait_over(slurm, run)
+    assert ended["state"] == "failed"
+    culprit = ended["culprit"]
+    assert rank in (None, culprit["rank"])
+    assert culprit["cause"].startswith(cause)
+    assert line in "\n".join(culprit["log_tail"])
+    assert not runs.processes_of_job(slurm, runs.job_of(run))
 
 
 def test_code_that_is_not_what_was_submitted_fails_the_job_by_its_name(slurm, tmp_path):

@@ -22,7 +22,7 @@ from orchestrator.clusters.api import Culprit, Request, State
 from orchestrator.clusters.root_cause import Behind, End, behind_of, blame, tail
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError
-from orchestrator.lifecycle.node_watch import FINISHED, STOPPED
+from orchestrator.lifecycle.node_watch import FINISHED, FROZEN, NO_SIGN, STOPPED
 from orchestrator.run_folder.files import open_regular
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.environment import clean_environment
@@ -193,10 +193,7 @@ class LocalHandle:
                 self._stands(node.name, event["rank"], event["behind"])
             elif event["event"] == "silent":
                 silence_s = self._request.details["silence_s"]
-                cause = (
-                    f"it gave no sign of life for {silence_s:g} s (cluster.heartbeat_timeout_s): "
-                    f"code that holds Python's interpreter waits there for something"
-                )
+                cause = NO_SIGN.format(f"{silence_s:g}")
                 self._lose(event["rank"], node.name, cause)
 
     def _node_ended(self, node: _Node) -> None:
@@ -230,7 +227,7 @@ class LocalHandle:
         for rank, (node, lost_at) in self._frozen.items():
             if time.monotonic() >= lost_at:
                 silence_s = self._request.details["silence_s"]
-                cause = f"it was frozen (SIGSTOP) for {silence_s:g} s (cluster.heartbeat_timeout_s)"
+                cause = FROZEN.format(f"{silence_s:g}")
                 self._lose(rank, node, cause)
 
     def _lose(self, rank: int, node: str, cause: str) -> None:

@@ -22,12 +22,11 @@ import sys
 import time
 from typing import Any
 
-from orchestrator.lifecycle.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch, state_of
+from orchestrator.lifecycle.node_watch import BEAT_S, LINK_VARIABLE, STACK_S, NodeWatch, state_of
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 5.0
-STACK_S = 0.3  # how long a rank has to write its stack down
 
 
 def _report(event: str, **values: Any) -> None:

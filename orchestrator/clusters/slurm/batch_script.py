@@ -23,6 +23,7 @@ from orchestrator.clusters.slurm.shell_lines import (
 from orchestrator.clusters.slurm.values import quoted
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
 from orchestrator.lifecycle.address import INTERFACE_VARIABLE
+from orchestrator.lifecycle.last_word import SCRIPT
 from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
 from orchestrator.run_folder.rundir import RunDir
 
@@ -155,6 +156,7 @@ def _srun(config: Config, here: Here, run: RunDir) -> list[list[str]]:
         ["--export=ALL"],
         [f"--cpus-per-task={cluster.cpus_per_rank}"],
         [f"--output={run.logs}/node%n.log"],
+        [f"--task-epilog={run.submitit / SCRIPT}"],
         *(
             [f"--{name}" if value is True else f"--{name}={value}"]
             for name, value in flags.items()

@@ -26,10 +26,12 @@ from orchestrator.clusters.slurm.values import (
     check_defaults,
     check_preamble,
     check_values,
+    quoted,
 )
 from orchestrator.clusters.slurm.watch import SlurmHandle
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError
+from orchestrator.lifecycle.last_word import SCRIPT, after_rank
 from orchestrator.run_folder.rundir import RunDir, write_atomically, write_json
 from orchestrator.scheduler.client import SchedulerDown, SlurmClient, explained
 from orchestrator.scheduler.jobs import mine
@@ -187,6 +189,9 @@ class SlurmCluster:
                     f"that lead elsewhere: {told(left_out)}"
                 )
         run.submitit.mkdir(mode=0o700, exist_ok=True)
+        script = run.submitit / SCRIPT
+        write_atomically(script, after_rank(run, quoted(run.path)))
+        script.chmod(0o700)
         executor = Executor(
             run.submitit, str(request.details["sbatch"]), client, f"{request.attempt:03d}"
         )

@@ -7,17 +7,20 @@ whether it was for want of memory. The others fail an instant later because of i
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.root_cause import TAIL_LINES, tail
-from orchestrator.errors import describe_status
+from orchestrator.clusters.root_cause import TAIL_LINES, WORDLESS, behind_of, of_behind, tail
+from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
+from orchestrator.lifecycle.last_word import wordless
 from orchestrator.lifecycle.progress import read_progress
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.srun_words import TaskEnd, task_ends
 
+KILLED = 128 + signal.SIGKILL
 OUT_OF_MEMORY = re.compile(
     r"MemoryError|OutOfMemoryError|out of memory|oom-kill|Out Of Memory|cannot allocate memory",
     re.IGNORECASE,
@@ -72,6 +75,14 @@ def blame_slurm(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int
     silent = sorted((e for e in ends if e.rank not in failures), key=lambda e: e.stopped)
     if primary:
         return _reported(run, min(primary, key=lambda f: f["time"]))
+    # srun names all whose code is not 0, unless it was killed itself.
+    left = None if code == KILLED and not ends else wordless(run, attempt)
+    if left is not None and left[0] not in (*failures, *(end.rank for end in ends)):
+        return _left(run, *left)
+    stood = run.all_behind(attempt) if failures else []
+    if stood and all(end.stopped or end.signal is None for end in silent):
+        first = min(stood, key=lambda one: one["since"])
+        return of_behind(run, behind_of(first["rank"], first["node"], first))
     if silent and not (failures and silent[0].stopped):
         began = bool(failures) or read_progress(run.progress(attempt)) is not None
         return _silent(run, silent[0], node_of, said, began=began)
@@ -80,6 +91,12 @@ def blame_slurm(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int
     lines = tuple(line for line in said.splitlines() if line.strip()) or tail(run.batch_log)
     cause = f"srun {describe_code(code)}" + (f": {lines[-1]}" if lines else "")
     return Culprit(rank=None, node="batch", cause=cause, log_tail=lines[-TAIL_LINES:])
+
+
+def _left(run: RunDir, rank: int, node: str) -> Culprit:
+    """A rank that ended with code 0 and without a word."""
+    cause = describe_status(EXIT_FINISHED) + WORDLESS
+    return Culprit(rank=rank, node=node, cause=cause, log_tail=tail(run.rank_log(rank)))
 
 
 MEMORY_REMEDY = "more accumulation.steps make the micro-batches smaller"
@@ -106,6 +123,8 @@ def _silent(
     elif not began:
         log = log or tuple(line for line in said.splitlines() if line.strip())[-TAIL_LINES:]
         cause += f" before the first update{_last_word(log)}"
+    elif end.words == describe_status(EXIT_STOPPED):
+        cause += WORDLESS
     return Culprit(rank=end.rank, node=node_of.get(end.rank, end.node), cause=cause, log_tail=log)
 
 

@@ -96,6 +96,7 @@ OWN_SRUN_FLAGS = {
     "pty": "a rank has no terminal",
     "relative": "ranks run on all nodes of the job",
     "signal": "use cluster.signal_ahead_s",
+    "task-epilog": "the run looks there how each rank ended",
     "test-only": "it would start nothing",
     "time": "use cluster.time_min",
     "unbuffered": "the batch script sets it",

@@ -9,7 +9,6 @@ script was killed itself, `slurm_settle` does the same later.
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from orchestrator.clusters.api import Culprit, State
 from orchestrator.clusters.slurm.root_cause import (
+    KILLED,
     blame_slurm,
     srun_ended,
     stopped_only,
@@ -26,6 +26,7 @@ from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.errors import EXIT_FINISHED
 from orchestrator.lifecycle.departure import ask_for_requeue, step_gone
 from orchestrator.lifecycle.fence import Fence
+from orchestrator.lifecycle.last_word import wordless
 from orchestrator.outcome.folder_status import recent_updates
 from orchestrator.outcome.restart_policy import rule
 from orchestrator.outcome.run_result import write_end
@@ -39,7 +40,6 @@ LONGEST_PAUSE_S = 30.0
 LATE_S = 90.0
 """SLURM sends its notice of a time limit up to a minute early, and minds limits twice a minute."""
 FRUITLESS = 10
-KILLED = 128 + signal.SIGKILL
 
 
 def _job(client: SlurmClient, job_id: str) -> Standing | None:
@@ -191,7 +191,7 @@ def _stuck(run: RunDir, attempt: int) -> str | None:
 
 
 def _culprit(run: RunDir, attempt: int, code: int) -> Culprit:
-    if code == EXIT_FINISHED:
+    if code == EXIT_FINISHED and wordless(run, attempt) is None:
         return Culprit(
             rank=None, node="batch", cause="all ranks ended in order, but none wrote a result"
         )

@@ -1,0 +1,58 @@
+"""A rank's last word under a scheduler, and who ended without one.
+
+A rank that calls `os._exit(0)` looks to SLURM as one that is done. So a rank says in its log how it
+ended, and the scheduler starts a few lines of shell on the node of each that has ended (srun's
+--task-epilog), which look for that. The first of an attempt that is without it is written down:
+one small file, and only where something went wrong.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
+from orchestrator.run_folder.files import read_text
+from orchestrator.run_folder.rundir import RANKS_A_FOLDER, RunDir
+
+SCRIPT = "after_rank.sh"
+MOST_BYTES = 512
+LOOKED_AT_BYTES = 4096
+FOUND = re.compile(r"([0-9]{1,9}) ([\w.-]+)\n")
+
+
+def say_last_word(attempt: int, word: str) -> None:
+    """Into this rank's log, just before its process ends."""
+    print(f"attempt {attempt} ended: {word}", flush=True)  # noqa: T201  # the rank's log
+
+
+def wordless(run: RunDir, attempt: int) -> tuple[int, str] | None:
+    """The first rank of an attempt that ended without a last word, and its node, if one did."""
+    try:
+        found = FOUND.fullmatch(read_text(run.wordless(attempt), at_most=MOST_BYTES))
+    except FileNotFoundError:
+        return None
+    return (int(found[1]), found[2]) if found else None
+
+
+def after_rank(run: RunDir, quoted: str) -> str:
+    """The shell that the scheduler starts where a rank's process has ended.
+
+    Args:
+        quoted: the run's folder, as a shell takes it.
+    """
+    path = Path("$run") / run.attempts.name
+    return f"""\
+#!/bin/sh
+# Started by the scheduler on the node of each rank whose process has ended.
+exec >/dev/null 2>&1
+run={quoted} rank=$SLURM_PROCID
+attempt=$((${BASE_ATTEMPT_VARIABLE} + ${{SLURM_RESTART_COUNT:-0}}))
+first=$((rank - rank % {RANKS_A_FOLDER})) folder=$run/{run.logs.name}
+[ "$first" = 0 ] || folder=$folder/$(printf 'ranks-%05d' "$first")
+tail -c {LOOKED_AT_BYTES} "$folder/$(printf 'rank-%05d.log' "$rank")" |
+    grep -qx "attempt $attempt ended: .*" && exit
+set -C
+umask 077
+echo "$rank $SLURMD_NODENAME" >"{path}/$(printf '%03d' "$attempt")/{run.wordless(0).name}"
+"""
