@@ -23,10 +23,8 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from mutmut.__main__ import create_mutants
 from mutmut.configuration import config
 from mutmut.mutation.diff_apply import get_diff_for_mutant
-from mutmut.stats import status_by_exit_code
 from mutmut.utils.file_utils import copy_also_copy_files, copy_src_dir, walk_mutatable_files
 
 WORK = Path("mutants")
@@ -34,7 +32,8 @@ SURVIVORS = Path(__file__).with_name("survivors.toml")
 LEAST = 0.9
 SHELL = {"batch_script.py", "shell_lines.py"}
 """Files whose texts a machine reads: there a change of words is one of meaning."""
-NOTICED = {"killed", "timeout", "segfault", "suspicious"}
+NOTICED = {1, 3, -24, -11, -9}
+"""Exit codes of pytest, and signals of a test that never ended or crashed. All else is survival."""
 COLUMNS = ("drawn", "words only", "equal", "killed", "survived")
 
 
@@ -50,12 +49,8 @@ class Mutant:
     @property
     def function(self) -> str:
         """Dotted, as in orchestrator.plan.split.shares."""
-        return (
-            self.name.partition("__mutmut_")[0]
-            .replace("x_", "")
-            .replace("xǁ", "")
-            .replace("ǁ", ".")
-        )
+        module, _, mangled = self.name.partition("__mutmut_")[0].rpartition(".")
+        return f"{module}.{mangled.removeprefix('x_').removeprefix('xǁ').replace('ǁ', '.')}"
 
     @property
     def words_only(self) -> bool:
@@ -73,6 +68,8 @@ class Mutant:
 
 def make() -> dict[Path, list[str]]:
     """The names of all mutants, by file; their code is in `WORK`."""
+    from mutmut.__main__ import create_mutants  # which sets how processes are started, for good
+
     for pattern in config().only_mutate:
         if not any(Path().glob(pattern)):
             sys.exit(f"pyproject.toml: only_mutate of [tool.mutmut] names {pattern}: no such file")
@@ -93,10 +90,10 @@ def exit_codes(file: Path) -> dict[str, int | None]:
     return found
 
 
-def drawn(names: list[str], file: Path, share: float, seed: int) -> list[Mutant]:
-    """The share of a file's mutants that this seed gives, at least one."""
+def drawn(names: list[str], file: Path, share: float, seed: int) -> list[str]:
+    """The share of a file's mutants that this seed gives, at least one where there are any."""
     chosen = random.Random(f"{seed} {file.name}").sample(names, math.ceil(share * len(names)))
-    return [mutant_of(name, file) for name in sorted(chosen, key=names.index)]
+    return sorted(chosen, key=names.index)
 
 
 def mutant_of(name: str, file: Path) -> Mutant:
@@ -132,7 +129,7 @@ def judged(mutants: list[Mutant]) -> dict[Mutant, str]:
             codes[mutant.file] = exit_codes(mutant.file)
         if mutant.words_only:
             verdicts[mutant] = "words only"
-        elif status_by_exit_code[codes[mutant.file][mutant.name]] in NOTICED:
+        elif codes[mutant.file][mutant.name] in NOTICED:
             verdicts[mutant] = "killed"
         else:
             verdicts[mutant] = "equal" if kind_of(mutant) == "equal" else "survived"
@@ -170,10 +167,10 @@ def main() -> int:
     given = parser.parse_args()
     began = time.monotonic()
     mutants = [
-        mutant
+        mutant_of(name, file)
         for file, names in make().items()
-        if names and (not given.files or any(part in str(file) for part in given.files))
-        for mutant in drawn(names, file, given.share, given.seed)
+        if not given.files or any(part in str(file) for part in given.files)
+        for name in drawn(names, file, given.share, given.seed)
     ]
     asked = [mutant.name for mutant in mutants if not mutant.words_only]
     mutmut = Path(sys.executable).with_name("mutmut")
