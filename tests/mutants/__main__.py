@@ -165,6 +165,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="which of them")
     parser.add_argument("--at-once", type=int, default=1, help="tested at the same time")
     given = parser.parse_args()
+    if not 0 < given.share <= 1:
+        parser.error(f"--share={given.share}: it must be above 0, and 1 at most")
     began = time.monotonic()
     mutants = [
         mutant_of(name, file)
@@ -173,6 +175,8 @@ def main() -> int:
         for name in drawn(names, file, given.share, given.seed)
     ]
     asked = [mutant.name for mutant in mutants if not mutant.words_only]
+    if not asked:  # mutmut would take that for all of them
+        parser.error("none of the files that pyproject.toml names is meant")
     mutmut = Path(sys.executable).with_name("mutmut")
     subprocess.run([mutmut, "run", f"--max-children={given.at_once}", *asked], check=True)
     killed = report(judged(mutants))
