@@ -115,6 +115,6 @@ def say_left_over(window: WindowState, tally: Tally) -> None:
         if getattr(sys, "last_value", None) is not None:
             return  # the program ends because of that
         sys.stderr.write(
-            f"warning: {tally.micro_steps} micro-steps of update {window.update} were accumulated "
-            "and trained nothing: boundary() was not called after them\n"
+            f"warning: micro-steps of update {window.update} ({tally.micro_steps}) were "
+            "accumulated and trained nothing: boundary() was not called after them\n"
         )
