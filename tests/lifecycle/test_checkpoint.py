@@ -239,3 +239,14 @@ def test_the_state_of_a_run_that_seals_its_files_has_a_seal(tmp_path):
     state.write_text(json.dumps(read_json(state)))
     with pytest.raises(RunFolderError, match="its digest is missing"):
         checkpoint.load(folder, "a")
+
+
+def test_initial_weights_of_another_length_are_refused_unread(tmp_path, monkeypatch):
+    run, read = RunDir(tmp_path), []
+    monkeypatch.setattr(checkpoint, "digest_of", read.append)
+    write_json(run.submission, {INITIAL_DIGEST: "0" * 64, INITIAL_BYTES: 7})
+    run.initial_weights.touch()
+    os.truncate(run.initial_weights, 1 << 40)  # which would be read for an hour
+    with pytest.raises(RunFolderError, match="is damaged"):
+        checkpoint.check_initial(run)
+    assert read == []

@@ -143,6 +143,8 @@ def test_ten_thousand_ranks_take_less_than_50_ms_and_share_their_tuples():
         (lambda: assign([], steps=1), "it has none"),
         (lambda: assign([2, -1], steps=1), "the samples of a rank=-1"),
         (lambda: split_leaves(4, 2, 0), "accumulation.micro_batch=0"),
+        (lambda: split_leaves(4, 0, 1), "the number of ranks=0"),
+        (lambda: split_leaves(-1, 2, 1), "the update's samples=-1"),
         (lambda: assign_leaves([1, 1], samples=9, leaf_size=3), "given 2 leaves, but 9 samples"),
         (lambda: assign_leaves([4, -1], samples=9, leaf_size=3), "the leaves of a rank=-1"),
         (lambda: split_window(4, 2, steps=1).pieces(2), "there is no rank 2 among 2"),

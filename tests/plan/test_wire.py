@@ -135,6 +135,7 @@ def test_a_rounded_gradient_travels_in_its_own_bytes_and_its_trailer_beside_it(
 def test_buckets_of_no_stated_size_are_eight_but_neither_small_nor_large(mib, early, late):
     payload = int(mib * 2**20)
     assert [bucket_count(payload, None), bucket_count(payload, None, early=False)] == [early, late]
+    assert isinstance(bucket_count(payload, None), int)
     assert bucket_count(0, None) == bucket_count(0, 10) == 1
 
 
