@@ -4,6 +4,7 @@ Damage of a file gets the file; damage of a folder the run. Both get a `World`: 
 run, which no damage may make a command change or print.
 """
 
+import json
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.run_folder.seal import sealed_json
 from tests.hostile.lines import CANARY
 
 ESCAPE = "\x1b[31mred\x07"
@@ -27,6 +29,9 @@ TEXTS = {
     "a pickle": f"cos\nsystem\n(S'touch {CANARY}'\ntR.", "surrogates": '{"state": "\\ud800"}',
     "an alias": "a: &a [1]\nb: *a\n", "dates": "{time: 2001-01-01}", "another encoding": "",
 }  # fmt: skip
+FORGED = (None, -1, 10**400, 1e300, float("nan"), float("inf"), True, "text", "", [], {}, "7",
+          [[1]], {"a": [1]}, ESCAPE, "../../../etc/passwd", "/etc/passwd", "x" * 5000, "\ud800",
+          2**63, -0.0, "a\nb", [None])  # fmt: skip
 VALUES = ("null", "-1", "1e999", "NaN", "true", '"text"', "[]", "{}", "9" * 5000, "1.5", "[[1]]",
           '"\\u001b[31mred"', '"../../../etc/passwd"', '"/etc/passwd"', str(2**64), "-0.0")  # fmt: skip
 NAMES = ("x", ".partial-000000009-1", "update-", "update-0", "update-999999999999999999", "100000000",
@@ -162,6 +167,45 @@ def forbid(path: Path, chance: random.Random, world: World) -> str:
     return f"mode {mode:o} of user {owner}"
 
 
+def second_name(path: Path, chance: random.Random, world: World) -> str:
+    """As `cp -al` leaves it: what is written here is written elsewhere, too."""
+    elsewhere = world.outside / f"{chance.randrange(10**9)}-{path.name[:50]}"
+    shutil.copyfile(path, elsewhere)
+    path.unlink()
+    path.hardlink_to(elsewhere)
+    return "has a second name outside"
+
+
+def date(path: Path, chance: random.Random, world: World) -> str:
+    when = chance.choice((0, 1, 2**31, 2**33, 2**40))
+    os.utime(path, (when, when))
+    return f"is of {when}"
+
+
+def forge(path: Path, chance: random.Random, world: World) -> str:
+    """A value of another kind under a sound seal, as who may write in the folder could leave it."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return mistype(path, chance, world)
+    if not isinstance(value, dict) or not value:
+        return rewrite(path, chance, world)
+    value.pop("sha256", None)
+    place, inner = value, chance.choice(list(value))
+    while isinstance(place[inner], dict) and place[inner] and chance.random() < 0.5:
+        place, inner = place[inner], chance.choice(list(place[inner]))
+    place[inner] = chance.choice(FORGED)
+    path.write_text(sealed_json(path.name, value))
+    return f"{inner!r} is forged, {place[inner]!r:.40}"
+
+
+def nest(folder: Path, chance: random.Random, world: World) -> str:
+    """Folders in folders in folders, under a name that a run has a use for, or none."""
+    name = chance.choice(("x", "rank-00000.log", "007", "update-000000004", "ranks-00512"))
+    (folder / Path(*[name] * 150)).mkdir(parents=True)
+    return f"{name} is 150 folders deep"
+
+
 def lead_out(folder: Path, chance: random.Random, world: World) -> str:
     """A folder becomes a link: to a like one of another run, to somebody's files, to itself."""
     shutil.rmtree(folder)
@@ -215,9 +259,21 @@ def lock(folder: Path, chance: random.Random, world: World) -> str:
 Damage = Callable[[Path, random.Random, World], str]
 OF_FILES: tuple[Damage, ...] = (
     flip, flip, flip, cut, cut, empty, grow, rewrite, rewrite, rewrite, mistype, mistype, mistype,
-    swap_within, swap_between, swap_between, replace, replace, forbid,
+    swap_within, swap_between, swap_between, replace, replace, forbid, second_name, second_name,
+    date, forge, forge,
 )  # fmt: skip
-OF_FOLDERS: tuple[Damage, ...] = (lead_out, lead_out, add, add, add, replace, forbid, handle, lock)
+OF_FOLDERS: tuple[Damage, ...] = (
+    lead_out,
+    lead_out,
+    add,
+    add,
+    add,
+    replace,
+    forbid,
+    handle,
+    lock,
+    nest,
+)
 
 
 def spoil(run: Path, chance: random.Random, world: World) -> str:

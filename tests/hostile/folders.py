@@ -156,7 +156,8 @@ def tried(case: Case) -> tuple[Ended, list[str]]:
     faults += [f"changed {name}" for name in changed]
     faults += ["changed the system"] if _system() != system else []
     faults += _words(case, ended)
-    if not faults and ended.code == 0:
+    forged = any(" is forged, " in damage for damage in case.damages)
+    if not faults and ended.code == 0 and not forged:
         faults = {"read": _read, "resume": _resumed}.get(case.verb, lambda *_: [])(case, ended)
     return ended, faults
 
