@@ -10,9 +10,9 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
+from orchestrator.config.returned import DEFINITIONS, NOTHING, no_table
 from orchestrator.errors import JobError
 from orchestrator.job import COUPLED_METHODS, REQUIRED_METHODS
-from orchestrator.returned import DEFINITIONS, NOTHING, no_table
 
 GIVING = (*REQUIRED_METHODS, *COUPLED_METHODS, "optimizer", "collate", "learning_rate")
 """Methods whose whole purpose is what they return."""

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.job_slips import refuse_slips
+from orchestrator.config.returned import DEFINITIONS, no_table
 from orchestrator.errors import JobError, did_you_mean
 from orchestrator.job import COUPLED_METHODS, REQUIRED_METHODS
-from orchestrator.returned import DEFINITIONS, no_table
 
 BASE_JOB = ("orchestrator.job", "Job")
 

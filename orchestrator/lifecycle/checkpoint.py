@@ -224,3 +224,12 @@ def check_initial(run: RunDir) -> None:
         raise RunFolderError(f"{run.initial_weights} cannot be read: {error.strerror}") from error
     if found is None or found != told.get(INITIAL_DIGEST):
         raise RunFolderError(f"{run.initial_weights} is damaged: its digest is another one")
+
+
+def refuse_beyond(run: RunDir, done: int, total: int | None) -> None:
+    """Raises `RunFolderError` when more updates are done than the configuration asks for."""
+    if total is not None and done > total:
+        raise RunFolderError(
+            f"{run.config} is an older one of this run: it asks for {total} updates, but the "
+            f"newest checkpoint is after {done}; bring back the newest"
+        )

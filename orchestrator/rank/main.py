@@ -200,6 +200,7 @@ def _run_rank(
     windows = RankWindows(planned, topology.rank, rates)
     outcome = Outcome()
     _restore(run, engine, outcome, topology.rank)
+    checkpoint.refuse_beyond(run, outcome.updates, planned.updates)
     if config.train.initial_weights is not None and not outcome.updates:
         checkpoint.check_initial(run)
         engine.load_weights(run.initial_weights)

@@ -18,6 +18,7 @@ from orchestrator.run_folder.files import open_regular
 from orchestrator.run_folder.shapes import fits_record
 
 Record = dict[str, Any]
+MOST_TABLES = 64  # in a record
 MOST_BYTES = 4 << 30  # of some million updates; what is larger no run has written
 
 
@@ -178,11 +179,15 @@ def record_of(text: str) -> Record | None:
 
 
 def _record_at_end(text: str) -> Record | None:
-    """The whole record with which a damaged line ends, if there is one."""
-    start = text.find('{"', 1)
-    while start != -1:
+    """The whole record with which a damaged line ends, if there is one. What begins at a table in
+    it is none: its end is one of too many.
+    """
+    start = len(text)
+    for _ in range(MOST_TABLES):
+        start = text.rfind('{"', 1, start)
+        if start == -1:
+            return None
         record = record_of(text[start:])
         if record is not None:
             return record
-        start = text.find('{"', start + 1)
     return None

@@ -96,3 +96,12 @@ def test_a_resume_forgets_what_was_thrown_away_with_its_weights():
     history.add([record(2, attempt=1)])
     assert [r["update"] for r in history.updates] == [0, 1, 2]
     assert [r["update"] for r in history.evaluations] == [1]
+
+
+@pytest.mark.timeout(10)
+def test_a_line_of_a_megabyte_of_open_tables_costs_no_time_and_hides_no_record(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"a":' * 200_000 + lines(record(0)))
+    tail = Tail(path)
+    assert tail.read() == [record(0)]
+    assert tail.damaged == 1

@@ -16,12 +16,13 @@ from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_input import check_arguments, guarded
 from orchestrator.config.schema import Config, read_config, to_yaml, unknown_keys
 from orchestrator.errors import ConfigError, PlanError
-from orchestrator.lifecycle.checkpoint import PREFIX, complete
+from orchestrator.lifecycle.checkpoint import PREFIX, complete, refuse_beyond
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
 from orchestrator.report.units import format_count, plural
 from orchestrator.run_folder.files import read_text
 from orchestrator.run_folder.rundir import ASKED, RunDir, write_atomically
+from orchestrator.runs.resuming.left_behind import refuse_left_behind
 from orchestrator.runs.resuming.rules import (
     Change,
     Kind,
@@ -78,11 +79,14 @@ def resumption(
 
     Raises:
         ConfigError: a key that is none, a value that cannot be, or one that makes other numbers.
+        RunFolderError: `config` is one that the run has left behind.
     """
     before = asdict(config)
+    refuse_left_behind(run, before)
     done = updates_saved(run)
     known = run.read_plan()
     old = plan = _plan(config, known)
+    refuse_beyond(run, done, plan.updates)
     made: list[Change] = []
     if overrides:
         config = _with(asdict(config), overrides, config_dir)

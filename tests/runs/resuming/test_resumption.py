@@ -9,7 +9,7 @@ import yaml
 
 from orchestrator.compose.composer import compose
 from orchestrator.config.schema import Config, read_config, to_yaml
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.plan.from_config import plan_of
 from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.runs.resuming.resumption import record, resumption
@@ -98,7 +98,7 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
          "cluster.nodes=1", "add accumulation.global_batch=48"),
         (["accumulation.reduction=reproducible", "accumulation.micro_batch=8"],
          "accumulation.micro_batch=4", "the size of a leaf, which was 8"),
-        (["accumulation.ragged=carry", "train.epochs=1", "accumulation.global_batch=100"],
+        (["accumulation.ragged=carry", "train.epochs=2", "accumulation.global_batch=100"],
          "train.epochs=0.5", "4 updates are done already"),
         ([], "train.updates=2", "4 updates are done already"),
         ([], "train.updats=20", "did you mean 'updates'"),
@@ -147,6 +147,36 @@ def test_another_cluster_keeps_the_ranks_and_the_run_forgets_its_job(make_run):
     assert not run.handle.exists()
     assert (run.attempt(1) / "handle.json").exists()
     assert json.loads(run.submission.read_text())["cluster"] == "local"
+
+
+@pytest.mark.parametrize(
+    ("asked", "done", "says"),
+    [
+        (["train.updates=20"], 4, r"it has train\.updates=8, but attempt 1 began with 20"),
+        (["train.loader_workers=1"], 4, r"it has train\.loader_workers=0, but attempt 1 .* 1;"),
+        ([], 9, "it asks for 8 updates, but the newest checkpoint is after 9"),
+    ],
+)
+def test_a_configuration_that_the_run_has_left_behind_is_refused(make_run, asked, done, says):
+    run = make_run("train.updates=8", done=done)
+    older = run.config.read_bytes()
+    if asked:
+        record(run, asked_of(run, asked), 1)
+        run.begin_attempt()
+        assert asked_of(run, []).changes == []
+    run.config.write_bytes(older)
+    with pytest.raises(RunFolderError, match=rf"config\.yaml is an older one of this run: {says}"):
+        asked_of(run, [])
+
+
+def test_a_resume_that_never_began_leaves_nothing_behind(make_run):
+    run = make_run("train.updates=8")
+    older = run.config.read_bytes()
+    record(run, asked_of(run, ["train.updates=20"]), 1)
+    run.config.write_bytes(older)  # the disk was full: nothing was started
+    record(run, asked_of(run, ["train.loader_workers=1"]), 1)
+    run.begin_attempt()
+    assert asked_of(run, []).config.train.updates == 8
 
 
 def test_each_resume_is_recorded_and_the_configurations_before_stay_readable(make_run):
