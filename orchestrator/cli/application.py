@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_app(given)
     except OrchestratorError as error:
         if verbose and (error.__cause__ or not isinstance(error, UsageError)):
-            raise
+            traceback.print_exception(error)  # the sentence and the exit code stay as they are
         return report(error, Console(stderr=True))
 
 

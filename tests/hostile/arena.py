@@ -20,6 +20,7 @@ LIMIT_S = 30.0
 MEMORY = 3 << 30
 LONGEST = 6_000
 CODES = (0, 1, 2)
+USAGE = 2
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Ended:
     code: int | None
     words: str
     seconds: float
+    verbose: bool = False  # was asked for tracebacks
 
     def faults(self, watched: Path) -> list[str]:
         """What must not be, in words; nothing when all is well."""
@@ -37,7 +39,8 @@ class Ended:
             found.append(f"hangs: over after {self.seconds:.0f} s")
         elif self.code not in CODES:
             found.append(f"exit code {self.code}")
-        if "Traceback" in self.words or "Error executing job" in self.words:
+        asked = self.verbose and self.code == USAGE
+        if ("Traceback" in self.words and not asked) or "Error executing job" in self.words:
             found.append("a traceback")
         if self.code == 2 and not self.words.strip():
             found.append("refused without a word")
@@ -69,7 +72,7 @@ def run(line: Line, folder: Path, limit_s: float = LIMIT_S) -> Ended:
             break
         time.sleep(0.005)
     words = output.read_bytes().decode("utf-8", "replace") if output.exists() else ""
-    return Ended(code, words, seconds)
+    return Ended(code, words, seconds, "-v" in line.arguments)
 
 
 def _own_bytes() -> int:

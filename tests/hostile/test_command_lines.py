@@ -6,7 +6,7 @@ import orchestrator.cli.application
 import orchestrator.compose.hydra_app  # noqa: F401  # so that each child finds it imported
 from orchestrator.compose.composer import compose
 from tests.hostile.arena import run
-from tests.hostile.lines import FILES, FOLDERS, lines
+from tests.hostile.lines import FILES, FOLDERS, Line, lines
 
 SEED, SHARES, EACH = 20261121, 2, 30
 
@@ -41,3 +41,14 @@ def test_a_config_folder_of_any_name_is_read(tmp_path, name):
     if "\n" in name:  # no command line of ours can hold it
         return
     assert compose(["experiment=fine"], str(configs)).train.seed == 5
+
+
+def test_a_traceback_that_is_asked_for_leaves_the_sentence_and_the_exit_code(tmp_path):
+    for number, more in enumerate(([], ["-v"])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ended = run(Line("orchestrator.launch", ("train.seed='", *more), "."), folder)
+        assert ended.code == 2
+        assert ("Traceback" in ended.words) == bool(more)
+        assert "error: the command line cannot be read at train.seed" in ended.words
+        assert not ended.faults(folder)
