@@ -183,7 +183,7 @@ def test_a_stopped_rank_that_is_not_its_nodes_first_is_noticed_in_time_and_costs
 ):
     run = tmp_path / "run"
     more = (
-        "cluster.nodes=2", "cluster.ranks_per_node=2", "train.updates=40", "job.pause_s=0.1",
+        "cluster.nodes=2", "cluster.ranks_per_node=2", "train.updates=20", "job.pause_s=0.1",
         "train.checkpoint_every=2", "cluster.heartbeat_timeout_s=5",
     )  # fmt: skip
     job = runs.submit(slurm, run, *more)
@@ -191,7 +191,7 @@ def test_a_stopped_rank_that_is_not_its_nodes_first_is_noticed_in_time_and_costs
     pid = next(
         pid for pid in runs.processes_of_job(slurm, job)
         if b"SLURM_PROCID=3\0" in Path(f"/proc/{pid}/environ").read_bytes()
-        and b"on_node" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and b"node_entry" in Path(f"/proc/{pid}/cmdline").read_bytes()
     )  # fmt: skip
     os.kill(pid, signal.SIGSTOP)
     stopped = time.monotonic()
