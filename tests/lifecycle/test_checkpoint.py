@@ -169,6 +169,8 @@ def test_without_its_contents_a_checkpoint_is_read_by_its_files_and_their_length
     assert checkpoint.newest(tmp_path, contents=False)[0].updates == 2
     with pytest.raises(RunFolderError, match=f"{weights} is damaged: its digest"):
         checkpoint.load(folder)
+    with pytest.raises(RunFolderError, match=f"{weights} is damaged: its digest"):
+        checkpoint.newest(tmp_path)
     weights.write_bytes(b"longer than that")
     with pytest.raises(RunFolderError, match="it has 16 bytes, not 7"):
         checkpoint.load(folder, contents=False)
@@ -178,9 +180,9 @@ def test_without_its_contents_a_checkpoint_is_read_by_its_files_and_their_length
 
 
 def test_a_checkpoint_that_is_met_again_is_kept_as_it_is(tmp_path):
-    before = save(tmp_path, 2)
+    before = save(tmp_path, 2, run="a")
     number = before.stat().st_ino
-    assert save(tmp_path, 2, Engine(content=b"others")) == before
+    assert save(tmp_path, 2, Engine(content=b"others"), run="a") == before
     assert before.stat().st_ino == number
     assert (before / checkpoint.WEIGHTS).read_bytes() == b"weights"
 
