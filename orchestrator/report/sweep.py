@@ -192,7 +192,10 @@ def broken(text: str, width: int) -> list[str]:
 
     >>> broken("1: accumulation={global_batch:32,steps:1}", 36)
     ['1: accumulation={global_batch:32,', '   steps:1}']
+    >>> broken("1: a=2", 1)
+    ['1:', '   a', '   =', '   2']
     """
+    width = max(width, len(INDENT) + 1)  # room for a letter, however narrow the terminal
     lines = [""]
     for piece in re.findall(r"[^ ,]+[ ,]*|[ ,]+", text):
         rest = piece
