@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from orchestrator.compose.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
 from orchestrator.compose.hydra_input import check_arguments, guarded
 from orchestrator.compose.hydra_loader import Loader
-from orchestrator.compose.hydra_settings import refuse_unused
+from orchestrator.compose.hydra_settings import refuse_replaced, refuse_unused
 from orchestrator.config.job_source import builds_optimizer
 from orchestrator.config.schema import Config, read_config, unknown_keys
 from orchestrator.errors import ConfigError
@@ -86,6 +86,7 @@ class Composer:
             sweeps = self.line.multirun or asked == RunMode.MULTIRUN
             if not sweeps:
                 self.loader.refuse_choices(self.overrides)
+            refuse_replaced(found.hydra)
             self._params = found.hydra.sweeper.params or {}
             return self._composed(found, self.line.overrides, sweeps=sweeps)
 

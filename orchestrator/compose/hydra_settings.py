@@ -28,6 +28,19 @@ UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Key below `hydra`: the values that change nothing, and what to do instead."""
 
 
+SECTIONS = ("sweeper", "launcher", "job", "run", "sweep")
+
+
+def refuse_replaced(hydra: DictConfig) -> None:
+    """Raise `ConfigError` where a section of Hydra's settings became a single value."""
+    for name in SECTIONS:
+        if not OmegaConf.is_dict(OmegaConf.select(hydra, name)):
+            raise ConfigError(
+                f"hydra.{name} is a group of settings of Hydra's own and cannot be one value; "
+                f"leave hydra.{name} out"
+            )
+
+
 def refuse_unused(hydra: DictConfig) -> None:
     """Raise `ConfigError` for what is set below `hydra` and would be ignored."""
     wrong: list[str] = []

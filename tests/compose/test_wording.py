@@ -35,6 +35,8 @@ WRONG = [
     ["optimizer=null"],
     ["cluster.nods=1"],
     ["~job.dorpout"],
+    ["hydra.sweeper=null"],
+    ["hydra.launcher="],
 ]
 
 
