@@ -14,7 +14,7 @@ from orchestrator.errors import EXIT_INTERRUPTED
 
 
 def _leave(*_: object) -> None:
-    """End at once: before a run folder exists (see `submit.interrupts`) nothing needs cleaning up.
+    """End at once: before a run folder exists (see `runs.interrupts`) nothing needs cleaning up.
 
     Not left to KeyboardInterrupt, which libraries turn into errors of their own.
     """

@@ -129,8 +129,8 @@ def _unreadable(error: BaseException, text: str) -> str | None:
         if first.startswith("LexerNoViableAlt"):  # ANTLR's name for it, and the whole text again
             first = "a quote or a bracket is not closed"
         return (
-            f"the command line cannot be read at {override.removeprefix('++')}: {first}; text with other letters than "
-            f"a-z, 0-9 and ./_- is put in quotes, as in KEY=\"'VALUE'\""
+            f"the command line cannot be read at {override.removeprefix('++')}: {first}; text with "
+            f"other letters than a-z, 0-9 and ./_- is put in quotes, as in KEY=\"'VALUE'\""
         )
     if isinstance(error, YAMLError):
         return f"a configuration file is no YAML: {first}"

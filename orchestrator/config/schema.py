@@ -15,8 +15,8 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator.config.bounds import refuse_beyond, too_many_ranks
 from orchestrator.config.optimizer_rules import problems
+from orchestrator.config.upper_bounds import refuse_beyond, too_many_ranks
 from orchestrator.errors import ConfigError, did_you_mean
 
 GPUS = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.+-]*:)?([0-9]{1,6})")

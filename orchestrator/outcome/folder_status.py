@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any
 
 from orchestrator.errors import ClusterError, RunFolderError
-from orchestrator.outcome.holder import is_held
+from orchestrator.outcome.lock_holder import is_held
 from orchestrator.report.metrics import Record
 from orchestrator.report.metrics_glance import recent_records, updates_of
 from orchestrator.report.summary import seconds_per_update

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.lifecycle.progress import read_progress
 from orchestrator.outcome.values import Culprit
-from orchestrator.report.closing import describe_culprit
+from orchestrator.report.closing_table import describe_culprit
 from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir, write_json
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from orchestrator.config.schema import TrainConfig
 from orchestrator.engine.api import BoundaryReport, Engine, MicroBatch, Window
-from orchestrator.lifecycle.signals import StopFlag
+from orchestrator.lifecycle.stop_signals import StopFlag
 
 
 class Windows(Protocol):
@@ -73,7 +73,7 @@ def train(
     rank: int,
     outcome: Outcome,
 ) -> Outcome:
-    """Train from `outcome.updates` up to `updates`, or until all ranks agree to stop.
+    """Train from the `updates` of `outcome` up to `updates`, or until all ranks agree to stop.
 
     Args:
         outcome: where the run stands; it is filled on and given back.

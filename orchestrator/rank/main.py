@@ -34,7 +34,7 @@ from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.lifecycle import checkpoint
 from orchestrator.lifecycle.address import interface_variables
 from orchestrator.lifecycle.node_watch import FAILED, FINISHED, STOPPED
-from orchestrator.lifecycle.signals import StopFlag
+from orchestrator.lifecycle.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
@@ -43,7 +43,7 @@ from orchestrator.rank.agreed.devices_asked import devices_asked
 from orchestrator.rank.agreed.environment import describe_environment
 from orchestrator.rank.agreed.facts import compare_facts
 from orchestrator.rank.agreed.rates import own_rates
-from orchestrator.rank.duties import Attendance
+from orchestrator.rank.attendance import Attendance
 from orchestrator.rank.failure import exit_code
 from orchestrator.rank.loop import Outcome, train
 from orchestrator.rank.windows import RankWindows

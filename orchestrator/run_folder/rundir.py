@@ -357,7 +357,7 @@ class RunDir:
         write_atomically(self.config, sealed_config(text, identity))
 
     def read_config(self) -> dict[str, Any]:
-        """The plain values of config.yaml; `config.read_config` makes a `Config` of them.
+        """The plain values of config.yaml; `config.schema.read_config` makes a `Config` of them.
 
         Raises:
             RunFolderError: it is damaged.

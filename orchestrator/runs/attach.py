@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED
-from orchestrator.report.closing import print_closing
+from orchestrator.report.closing_table import print_closing
 from orchestrator.report.metrics import Tail, read_metrics
 from orchestrator.report.progress import Progress
 from orchestrator.report.terminal import command, say

@@ -17,7 +17,7 @@ from orchestrator.report.terminal import HarmlessStream
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.clusters.api import State
 from orchestrator.outcome.run_result import write_end
-from orchestrator.outcome.holder import signal_holder
+from orchestrator.outcome.lock_holder import signal_holder
 from orchestrator.scheduler.client import NoClient
 from orchestrator.scheduler.jobs import Job, queued
 from orchestrator.clusters.slurm.watch import SlurmHandle

@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_INTERRUPTED, UsageError
-from orchestrator.report.closing import describe_culprit, print_closing
+from orchestrator.report.closing_table import describe_culprit, print_closing
 from orchestrator.report.metrics import Tail, read_metrics
 from orchestrator.report.progress import Progress
 from orchestrator.report.terminal import say
@@ -44,7 +44,7 @@ def resume(
     interrupts: Interrupts,
     note: Callable[[int], None],
 ) -> Ended:
-    """Go on from the newest checkpoint, if there is one; after failures as `restarts` rules.
+    """Go on from the newest checkpoint, if there is one; after failures as `outcome.restart_policy` rules.
 
     Args:
         note: called with the attempt's number once nothing stands against it any more.

@@ -29,7 +29,7 @@ from orchestrator.errors import (
     TransportError,
     UsageError,
 )
-from orchestrator.outcome.holder import held
+from orchestrator.outcome.lock_holder import held
 from orchestrator.outcome.run_result import Ended
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
@@ -40,7 +40,7 @@ from orchestrator.runs.console import Manner
 from orchestrator.runs.interrupts import Interrupts
 from orchestrator.runs.new_folder import new_folder
 from orchestrator.runs.resuming.initial_weights import initial_weights, keep_initial_weights
-from orchestrator.runs.resuming.owned import check_own
+from orchestrator.runs.resuming.own_runs_only import check_own
 
 DISK_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT, errno.ENOTDIR,
@@ -256,12 +256,12 @@ def _way(config: Config) -> ModuleType:
     Both modules have `check`, `place` and `resume`; only the one that is needed is imported.
     """
     if config.cluster.kind == "local":
-        from orchestrator.runs import foreground as attended
+        from orchestrator.runs import foreground
 
-        return attended
-    from orchestrator.runs import background as detached
+        return foreground
+    from orchestrator.runs import background
 
-    return detached
+    return background
 
 
 def _submission(config: Config, overrides: Sequence[str]) -> dict[str, Any]:

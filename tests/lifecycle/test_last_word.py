@@ -9,7 +9,7 @@ import pytest
 from orchestrator.clusters.slurm.root_cause import blame_slurm
 from orchestrator.lifecycle.departure import await_verdict
 from orchestrator.lifecycle.last_word import after_rank, say_last_word, wordless
-from orchestrator.lifecycle.signals import StopFlag
+from orchestrator.lifecycle.stop_signals import StopFlag
 from orchestrator.run_folder.rundir import RunDir, write_json
 
 GONE = "exited with code 0 before its training had ended"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.clusters.slurm.sbatch_defaults import Default, obeyed
 from orchestrator.clusters.slurm.shell_lines import (
     heeding,
@@ -20,7 +21,6 @@ from orchestrator.clusters.slurm.shell_lines import (
     unless_stopped,
     waiting,
 )
-from orchestrator.clusters.slurm.values import quoted
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
 from orchestrator.lifecycle.address import INTERFACE_VARIABLE
 from orchestrator.lifecycle.last_word import SCRIPT

@@ -19,15 +19,15 @@ from orchestrator.clusters.api import Request
 from orchestrator.clusters.slurm.admission.checks import Verdict, check_request
 from orchestrator.clusters.slurm.admission.limits import wanted
 from orchestrator.clusters.slurm.batch_script import Here, all_options, batch_script
-from orchestrator.clusters.slurm.sbatch_defaults import read_defaults
-from orchestrator.clusters.slurm.task import Task
-from orchestrator.clusters.slurm.values import (
+from orchestrator.clusters.slurm.safe_values import (
     check_clusters,
     check_defaults,
     check_preamble,
     check_values,
     quoted,
 )
+from orchestrator.clusters.slurm.sbatch_defaults import read_defaults
+from orchestrator.clusters.slurm.task import Task
 from orchestrator.clusters.slurm.watch import SlurmHandle
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError

@@ -1,4 +1,4 @@
-"""What the batch script starts on a node: `on_node.py rank FOLDER | after RUN ATTEMPT CODE TOLD`.
+"""What the batch script starts: `node_entry.py rank FOLDER | after RUN ATTEMPT CODE TOLD`.
 
 Run as a file, so that the first entry of Python's path is this file's folder, which is taken away:
 with `-m` it would be the folder where the person stood, whose files may have been edited since.

@@ -2,14 +2,14 @@
 
 The script must outlive what is sent to it, because what the ranks leave is its to settle (see
 `epilogue`). What it cannot settle, since it was killed itself, rank 0 does, or the next `resume` or
-`status` (see `slurm_settle`).
+`status` (see `ending/settle.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.clusters.slurm.values import quoted
+from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE
 
 STOP_SIGNALS = "TERM INT HUP USR1 USR2"

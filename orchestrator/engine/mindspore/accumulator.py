@@ -22,7 +22,7 @@ import mindspore
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from orchestrator.engine.mindspore.buffer import Layout, lay_out
+from orchestrator.engine.mindspore.bucket_layout import Layout, lay_out
 from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
 from orchestrator.engine.mindspore.model.compiling import Compiled
 from orchestrator.engine.mindspore.model.losses import Sums

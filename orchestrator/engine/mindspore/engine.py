@@ -15,7 +15,7 @@ from mindspore import Tensor, nn
 
 from orchestrator.config.optimizer_rules import chosen, described
 from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
-from orchestrator.engine.common.figures import checked_figures
+from orchestrator.engine.common.evaluation_figures import checked_figures
 from orchestrator.engine.common.hyperparameters import Hyperparameters, refuse_scheduler
 from orchestrator.engine.common.packed_sums import STOP, Trailer
 from orchestrator.engine.common.seeding import derived_seed
@@ -56,7 +56,7 @@ class MindSporeEngine:
 
     Args:
         job: what to train.
-        settings: checked already (see `settings.py`).
+        settings: checked already.
         group: the ranks.
     """
 

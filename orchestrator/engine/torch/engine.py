@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from orchestrator.config.optimizer_rules import described
 from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
-from orchestrator.engine.common.figures import checked_figures
+from orchestrator.engine.common.evaluation_figures import checked_figures
 from orchestrator.engine.common.hyperparameters import Hyperparameters
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
@@ -27,6 +27,7 @@ from orchestrator.engine.torch.checks.agreement import (
 )
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.deferred.base import whole_windows
+from orchestrator.engine.torch.device_and_dtype import be_deterministic, moved
 from orchestrator.engine.torch.gradients.chunks import Leaves
 from orchestrator.engine.torch.memory import memory_bytes, peak_memory_bytes
 from orchestrator.engine.torch.model_building import (
@@ -36,7 +37,6 @@ from orchestrator.engine.torch.model_building import (
     tried_loss,
 )
 from orchestrator.engine.torch.optimizers import hyperparameters_of
-from orchestrator.engine.torch.placement import be_deterministic, moved
 from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.engine.torch.state import (

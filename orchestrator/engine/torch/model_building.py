@@ -16,8 +16,8 @@ from orchestrator.engine.common.hyperparameters import refuse_scheduler
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.checks.trial import loss_warning
 from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.device_and_dtype import doubled
 from orchestrator.engine.torch.optimizers import build_optimizer, usable
-from orchestrator.engine.torch.placement import doubled
 from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.engine.torch.uncompiled import spare_the_compiler

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from orchestrator.engine.torch.comm.base_group import BaseGroup
-from orchestrator.engine.torch.gradients.bucketing import BucketSender
+from orchestrator.engine.torch.gradients.at_boundary import AtBoundary, EveryStep, Reduction
+from orchestrator.engine.torch.gradients.bucket_sender import BucketSender
 from orchestrator.engine.torch.gradients.buffer import GradientBuffers
-from orchestrator.engine.torch.gradients.fast import AtBoundary, EveryStep, Reduction
 from orchestrator.engine.torch.gradients.layout import aligned_first
 from orchestrator.engine.torch.gradients.reproducible import Reproducible
 from orchestrator.engine.torch.sharding.reduction import SegmentSender, ShardedBoundary

@@ -16,7 +16,7 @@ from orchestrator.lifecycle import checkpoint
 from orchestrator.lifecycle.progress import ProgressWriter
 from orchestrator.rank.agreed.facts import UpdateTime
 from orchestrator.rank.writing.line_file import LineFile
-from orchestrator.rank.writing.update_lines import UpdateLines
+from orchestrator.rank.writing.log_lines import UpdateLines
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.run_warnings import NewWarnings, warn
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.clusters.slurm.batch_script import Here, all_options, batch_script
-from orchestrator.clusters.slurm.sbatch_defaults import OPTION_OF, Default, read_defaults
-from orchestrator.clusters.slurm.values import (
+from orchestrator.clusters.slurm.safe_values import (
     OWN_FLAGS,
     OWN_SRUN_FLAGS,
     check_clusters,
@@ -21,6 +20,7 @@ from orchestrator.clusters.slurm.values import (
     check_preamble,
     check_values,
 )
+from orchestrator.clusters.slurm.sbatch_defaults import OPTION_OF, Default, read_defaults
 from orchestrator.compose.composer import compose
 from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError

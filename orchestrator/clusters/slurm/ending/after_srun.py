@@ -3,7 +3,7 @@
 It runs on the first node, outside any container, when all ranks have ended. The scheduler is asked
 first what it thinks of the job: one that it has already taken back (requeued, cancelled) must not
 be touched, and a script that outlived its slurmd must not speak for a restarted job. Where the
-script was killed itself, `slurm_settle` does the same later.
+script was killed itself, `settle.py` does the same later.
 """
 
 from __future__ import annotations

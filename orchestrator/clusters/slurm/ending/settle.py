@@ -18,7 +18,7 @@ from orchestrator.clusters.slurm.watch import ending, read_handle
 from orchestrator.errors import RunFolderError
 from orchestrator.lifecycle.departure import ask_for_requeue
 from orchestrator.lifecycle.fence import read_newest
-from orchestrator.outcome.holder import held
+from orchestrator.outcome.lock_holder import held
 from orchestrator.outcome.run_result import write_end
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.jobs import ALIVE, Job, Standing, standing

@@ -17,7 +17,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from orchestrator.engine.common.member import Member, checked_sizes
+from orchestrator.engine.common.place_in_group import Member, checked_sizes
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.mindspore.comm.liveness import Watch
 from orchestrator.engine.mindspore.comm.scheduler import Scheduler

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.common.notice import Backoff, Notice
+from orchestrator.engine.common.published_notice import Backoff, Notice
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested
 
 LINGER_S = 5.0

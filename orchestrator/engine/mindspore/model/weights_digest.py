@@ -1,4 +1,4 @@
-"""A cheap digest of MindSpore's weights, for what all ranks compare (see `engine.replicas`)."""
+"""A cheap digest of MindSpore's weights, for what ranks compare (see `engine.common.replicas`)."""
 
 from __future__ import annotations
 

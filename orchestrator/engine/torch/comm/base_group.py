@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from orchestrator.engine.common.member import Member, checked_sizes
+from orchestrator.engine.common.place_in_group import Member, checked_sizes
 from orchestrator.engine.torch.comm.tensors import bytes_of, flat_of, reals_of, shaped
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from orchestrator.engine.common.member import checked_sizes
+from orchestrator.engine.common.place_in_group import checked_sizes
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 
 

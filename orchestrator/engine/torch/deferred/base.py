@@ -1,7 +1,7 @@
 """Windows whose micro-batches need each other: they are kept, and computed at the boundary.
 
-There are two: losses of all embeddings (`coupled.py`), and batch norm over the whole window
-(`exact_windows.py`).
+There are two: losses of all embeddings (`grad_cache.py`), and batch norm over the whole window
+(`exact_batch_norm.py`).
 """
 
 from __future__ import annotations

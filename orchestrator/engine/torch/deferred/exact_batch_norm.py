@@ -5,7 +5,7 @@ window's micro-batches are run again at the boundary, with the same random numbe
 norm, up to it, for its statistics; once for each, backwards from the last, for their influence on
 the loss; and once for the gradients. For n norms these are 2n + 1 forwards (three passes for one)
 and 2n small gathers, whatever the number of micro-steps. What is held is the activations of one
-micro-batch, and of the others the inputs. The mathematics is in `exact_norm.py`.
+micro-batch, and of the others the inputs. The mathematics is in `batch_norm/exact.py`.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ import time
 from torch._C._distributed_c10d import PrefixStore
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.torch.comm.backends import (
+from orchestrator.engine.torch.comm.process_group import TorchGroup, never_destroy
+from orchestrator.engine.torch.comm.transports import (
     build_process_group,
     choose,
     device_of,
     presence,
 )
-from orchestrator.engine.torch.comm.process_group import TorchGroup, never_destroy
 from orchestrator.engine.torch.rendezvous.decision import obey
 from orchestrator.engine.torch.rendezvous.store import await_verdict, decide, host, join
 from orchestrator.errors import RendezvousError, StopRequested

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.common.notice import Backoff, Notice
-from orchestrator.engine.torch.comm.backends import Presence, choose
+from orchestrator.engine.common.published_notice import Backoff, Notice
+from orchestrator.engine.torch.comm.transports import Presence, choose
 from orchestrator.engine.torch.rendezvous.decision import obey
 from orchestrator.engine.torch.rendezvous.secret_store import SecretStore
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError

@@ -2,7 +2,7 @@
 
 A bucket is R equal segments, and rank r owns the r-th of each. What reduces a bucket is a
 reduce-scatter, half of an all-reduce; the other half, a gather, is of the weights, once their
-owners have stepped them (`shard.py`). The trailer does not travel with the gradient, of which no
+owners have stepped them (`pieces.py`). The trailer does not travel with the gradient, of which no
 rank has all, but in one small gather: each rank's row of exact sums, and the norm of its segments.
 """
 
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from orchestrator.engine.common.packed_sums import WIDE, Trailer
 from orchestrator.engine.torch.comm.base_group import BaseGroup, Work
-from orchestrator.engine.torch.gradients.bucketing import BucketSender
+from orchestrator.engine.torch.gradients.at_boundary import AtBoundary
+from orchestrator.engine.torch.gradients.bucket_sender import BucketSender
 from orchestrator.engine.torch.gradients.buffer import GradientBuffers
 from orchestrator.engine.torch.gradients.clipping import GradientNorm
-from orchestrator.engine.torch.gradients.fast import AtBoundary
 from orchestrator.engine.torch.gradients.layout import bucket_slices, segment_of
 
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch import form_group
-from orchestrator.engine.torch.comm.backends import Presence, choose
+from orchestrator.engine.torch.comm.transports import Presence, choose
 from orchestrator.engine.torch.rendezvous.store import rendezvous_file
 from orchestrator.errors import RendezvousError, StopRequested, TransportError
 from tests.engine.torch.processes import collect, run_ranks, spec, start_ranks

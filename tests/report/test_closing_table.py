@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.report.closing import log_lines, print_closing
+from orchestrator.report.closing_table import log_lines, print_closing
 from orchestrator.report.metrics import History
 from tests.report.conftest import Screen, record, result
 

@@ -1,7 +1,8 @@
 """How local gradients become the sum over ranks: at the boundary, or after every micro-step.
 
 A reduction is told of every micro-step, and at the end gives the totals that all ranks share; the
-summed gradient is then in `buffers`. `reproducible.py` and `sharded.py` hold two more ways.
+summed gradient is then in `buffers`. Two more ways are in
+`reproducible.py` and `sharding/reduction.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from orchestrator.engine.common.packed_sums import Trailer, limb_bits
 from orchestrator.engine.torch.comm.base_group import BaseGroup
-from orchestrator.engine.torch.gradients.bucketing import BucketSender
+from orchestrator.engine.torch.gradients.bucket_sender import BucketSender
 from orchestrator.engine.torch.gradients.buffer import GradientBuffers
 
 

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 
-from orchestrator.engine.common.notice import ALONE_AFTER_S, Notice
+from orchestrator.engine.common.published_notice import ALONE_AFTER_S, Notice
 
 WAIT_S = 4.0
 opened: list[str] = []

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from orchestrator.engine.common.figures import checked_figures
+from orchestrator.engine.common.evaluation_figures import checked_figures
 from orchestrator.errors import JobError
 
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from orchestrator.lifecycle.life import Patience, Standstill, descendants
 from orchestrator.lifecycle.node_watch import NodeWatch, state_of
+from orchestrator.lifecycle.signs_of_life import Patience, Standstill, descendants
 from tests.helpers import until
 
 PATIENCE = Patience(notice_s=10.0, most_s=30.0, hang_s=60.0)

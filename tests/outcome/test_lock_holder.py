@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import ClusterError, RunFolderError
-from orchestrator.outcome.holder import Holder, held, is_held, signal_holder
+from orchestrator.outcome.lock_holder import Holder, held, is_held, signal_holder
 from orchestrator.run_folder.rundir import RunDir
 from tests.helpers import until
 
@@ -18,7 +18,7 @@ HOLD = """
 import signal, sys, time
 from pathlib import Path
 from orchestrator.run_folder.rundir import RunDir
-from orchestrator.outcome.holder import held
+from orchestrator.outcome.lock_holder import held
 with held(RunDir(Path(sys.argv[1]))):
     print("held", flush=True)
     time.sleep(60)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.rank.writing.update_lines import UpdateLines
+from orchestrator.rank.writing.log_lines import UpdateLines
 
 
 @pytest.mark.parametrize(

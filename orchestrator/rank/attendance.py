@@ -28,16 +28,16 @@ from orchestrator.lifecycle.departure import (
 from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.heartbeat import Heartbeat
 from orchestrator.lifecycle.last_word import say_last_word, wordless
-from orchestrator.lifecycle.life import Life, Patience, link_to_supervisor
 from orchestrator.lifecycle.node_watch import FAILED
 from orchestrator.lifecycle.progress import read_progress
-from orchestrator.lifecycle.signals import StopFlag
+from orchestrator.lifecycle.signs_of_life import Life, Patience, link_to_supervisor
+from orchestrator.lifecycle.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.beside import look_beside, ranks_of_node
 from orchestrator.rank.failure import failure_of, write_failure
 from orchestrator.rank.fenced_recorder import Follower, Guard
 from orchestrator.rank.loop import Recorder as LoopRecorder
-from orchestrator.rank.places import Placed
+from orchestrator.rank.place_in_loop import Placed
 from orchestrator.rank.writing.recorder import Recorder, Silent
 from orchestrator.run_folder.rundir import RESUMED, RunDir, write_json
 
