@@ -45,7 +45,6 @@ def test_a_run_moves_to_slurm_and_back_and_is_watched_meanwhile(slurm, tmp_path,
     assert "going on after update 20 of 40" in moved.stdout
     watched = runs.verb("attach", run, timeout=90)
     assert watched.returncode == 0, watched.stderr
-    assert f"job {runs.job_of(run)}" in watched.stdout
     assert "40 of 40" in watched.stdout
     back = runs.verb("resume", run, "train.updates=60", "cluster=local", *runs.SHAPE)
     assert back.returncode == 0, back.stdout + back.stderr

@@ -93,6 +93,7 @@ class SlowLine(Line):
 
     def collate(self, samples):
         time.sleep(self.pause_s)
+        return super().collate(samples)
 
 
 class Detached(Weighted):
