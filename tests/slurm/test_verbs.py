@@ -17,7 +17,7 @@ def test_cancel_stops_at_a_boundary_and_resume_ends_with_the_same_weights(
     slurm, tmp_path, digest_of_60
 ):
     run = tmp_path / "run"
-    job = runs.submit(slurm, run, "train.updates=60", "job.pause_s=0.03")
+    job = runs.submit(slurm, run, "train.updates=60", "job.pause_s=0.06")
     runs.wait_for_update(run, 3)
     assert runs.verb("resume", run).returncode == 2
     done = runs.verb("cancel", run)
