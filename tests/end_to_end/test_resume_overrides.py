@@ -5,7 +5,7 @@ import json
 import numpy as np
 from safetensors.numpy import save_file
 
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 from tests.helpers import TINY, call, result, verb
 
 LEAVES = (
@@ -28,8 +28,12 @@ def test_more_updates_on_other_ranks_end_with_the_bits_of_a_run_that_was_never_s
     assert (done.returncode, result(run)["updates"]) == (2, 4)
     assert "train.initial_weights=" in done.stderr
 
+    environment = read_json(run / "environment.json")
+    environment["framework"]["threads"] = "99"
+    write_json(run / "environment.json", environment)
     done = verb("resume", run, "train.updates=12", "cluster.nodes=2", "cluster.ranks_per_node=1")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "threads 1 against 99" in " ".join(done.stdout.split()), "what changed is said"
     first = done.stdout.splitlines()[0]
     assert first.startswith("going on after update 4 of 12, 2 ranks on 2 nodes")
     assert result(run)["weights_sha256"] == result(whole)["weights_sha256"]
