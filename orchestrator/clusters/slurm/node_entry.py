@@ -46,9 +46,9 @@ def _write_place(run: Path) -> None:
 
 def after(run: str, attempt: str, code: str, told: str) -> None:
     """What is left to do once srun has ended. `told`: the first signal the script got, or ""."""
-    from orchestrator.clusters.slurm.ending.after_srun import settle
+    from orchestrator.clusters.slurm.ending.after_srun import finish
 
-    settle(Path(run), int(attempt), int(code), told)
+    finish(Path(run), int(attempt), int(code), told)
 
 
 if __name__ == "__main__":

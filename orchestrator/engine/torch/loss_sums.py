@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orchestrator.engine.common.metric_names import check_metric_names
 from orchestrator.engine.common.packed_sums import BAD_WEIGHT, NON_FINITE, Trailer
 from orchestrator.engine.torch.checks.means import averaged_by
-from orchestrator.errors import JobError, did_you_mean
+from orchestrator.errors import JobError
 from orchestrator.job import Loss
 
 
@@ -105,15 +106,7 @@ def checked(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
         {"weight": loss.weight, **{f"metrics['{n}']": v for n, v in loss.metrics.items()}}
     )
     _refuse_mean(loss)
-    for name in loss.metrics:
-        if name not in names:
-            raise JobError(
-                f"Loss.metrics has '{name}', which the job's metric_names do not declare"
-                f"{did_you_mean(name, names)}"
-            )
-    for name in names:
-        if name not in loss.metrics:
-            raise JobError(f"Loss.metrics lacks '{name}', which the job's metric_names declare")
+    check_metric_names(loss.metrics, names)
     return loss.metrics
 
 

@@ -12,8 +12,8 @@ from orchestrator.clusters.slurm.ending.after_srun import (
     _culprit,
     _cut_short,
     conclude,
+    finish,
     reason,
-    settle,
 )
 from orchestrator.clusters.slurm.watch import CAUSES
 from orchestrator.config.schema import SIGNAL_AHEAD_S
@@ -244,7 +244,7 @@ def settled(run, monkeypatch):
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
         if restarts is not None:
             monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-        settle(run.path, 0, code, told)
+        finish(run.path, 0, code, told)
         return run.read_result(), scheduler.asked, pauses
 
     attempts(run, 1)

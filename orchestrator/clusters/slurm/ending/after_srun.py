@@ -75,7 +75,7 @@ def cancelled_by_scheduler() -> Culprit:
     return Culprit(rank=None, node="scheduler", cause=CAUSES["CANCELLED"])
 
 
-def settle(path: Path, attempt: int, code: int, told: str) -> None:
+def finish(path: Path, attempt: int, code: int, told: str) -> None:
     """Finish what the ranks could not.
 
     Args:

@@ -15,7 +15,8 @@ from typing import Any
 
 from mindspore import Tensor
 
-from orchestrator.errors import JobError, did_you_mean
+from orchestrator.engine.common.metric_names import check_metric_names
+from orchestrator.errors import JobError
 from orchestrator.job import Job, Loss
 
 Sums = tuple[Any, Any, Any]
@@ -81,15 +82,7 @@ def _check(loss: Any, names: Sequence[str]) -> None:
         if not one:
             named = "weight" if what == "weight" else f"metrics['{what}']"
             raise JobError(f"Loss.{named} must be a real number, but is {_told(value)}")
-    for name in loss.metrics:
-        if name not in names:
-            raise JobError(
-                f"Loss.metrics has '{name}', which the job's metric_names do not declare"
-                f"{did_you_mean(name, names)}"
-            )
-    for name in names:
-        if name not in loss.metrics:
-            raise JobError(f"Loss.metrics lacks '{name}', which the job's metric_names declare")
+    check_metric_names(loss.metrics, names)
 
 
 def _told(value: Any) -> str:
