@@ -58,9 +58,9 @@ ifdef PYTEST_ARGS
 	@echo "== pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	@echo "== pytest: all but tests/slurm, two files at a time; then tests/slurm, which wait for the scheduler, three"
-	@$(BIN)/python -m pytest --ignore=tests/slurm -n 2 --dist loadfile; all=$$?; \
-	$(BIN)/python -m pytest tests/slurm -n 3 --dist loadfile && exit $$all
+	@echo "== pytest: all but tests/slurm, three files at a time; then tests/slurm, which wait for the scheduler, two"
+	@$(BIN)/python -m pytest --ignore=tests/slurm -n 3 --dist loadfile; all=$$?; \
+	$(BIN)/python -m pytest tests/slurm -n 2 --dist loadfile && exit $$all
 endif
 
 mutants: setup  ## change the code in small ways: do the fast tests notice? (MUTANTS_ARGS)
