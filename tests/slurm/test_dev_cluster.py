@@ -211,6 +211,7 @@ def test_up_after_all_daemons_were_killed_keeps_jobs_and_history(cluster: DevClu
     # slurmctld saves its state within 5 s; what it had not saved is lost, as in a real crash.
     saved = cluster.layout.controller_state / "job_state"
     since = time.time()
+    submit(cluster, "true")  # where all is saved already, nothing would be saved again
     eventually(lambda: saved.exists() and saved.stat().st_mtime > since, "slurmctld saved")
     breaking.kill_every_daemon(cluster)
     assert not any(cluster.status().daemons.values())

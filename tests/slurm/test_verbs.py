@@ -122,7 +122,7 @@ def empty_path(folder):
 def test_a_watcher_lives_through_half_a_minute_without_scheduler(mended, tmp_path):
     run = tmp_path / "run"
     watcher = begin(
-        *runs.overrides(mended, run, "train.updates=400", "job.pause_s=0.03", "run.watch=true")
+        *runs.overrides(mended, run, "train.updates=500", "job.pause_s=0.03", "run.watch=true")
     )
     try:
         until((run / "handle.json").exists, 30, "the submission")
