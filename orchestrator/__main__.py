@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -22,6 +23,7 @@ from orchestrator.errors import (
     EXIT_INTERRUPTED,
     OrchestratorError,
     RunFolderError,
+    plainly_said,
     standing_somewhere,
     unreadable,
 )
@@ -50,9 +52,9 @@ def verb(**settings: Any) -> Callable[[Verb], Verb]:
             except BrokenPipeError:
                 raise
             except (OrchestratorError, OSError) as error:
-                if kwargs.get("verbose"):
-                    raise
                 told = error if isinstance(error, OrchestratorError) else unreadable(error)
+                if kwargs.get("verbose") and not plainly_said(told):
+                    traceback.print_exception(error)  # the sentence and the exit code stay
                 say_error(told, Console(stderr=True))
                 raise typer.Exit(told.exit_code) from error
 

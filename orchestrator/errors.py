@@ -29,6 +29,11 @@ class UsageError(OrchestratorError):
     exit_code = EXIT_USAGE
 
 
+def plainly_said(error: OrchestratorError) -> bool:
+    """Whether a traceback would tell nothing more: something asked for is wrong, and we saw it."""
+    return isinstance(error, UsageError) and error.__cause__ is None
+
+
 class ConfigError(UsageError):
     """A configuration key or value that cannot be used."""
 

@@ -20,7 +20,7 @@ from orchestrator.errors import (
     EXIT_FINISHED,
     ConfigError,
     OrchestratorError,
-    UsageError,
+    plainly_said,
     standing_somewhere,
 )
 from orchestrator.report.terminal import say, say_error, while_somebody_reads
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with while_somebody_reads():
             return run_app(given)
     except OrchestratorError as error:
-        if verbose and (error.__cause__ or not isinstance(error, UsageError)):
+        if verbose and not plainly_said(error):
             traceback.print_exception(error)  # the sentence and the exit code stay as they are
         return report(error, Console(stderr=True))
 

@@ -1,5 +1,7 @@
 """A sample of hostile command lines; `python -m tests.hostile --seed N --lines 1000` runs more."""
 
+from itertools import product
+
 import pytest
 
 import orchestrator.cli.application
@@ -44,10 +46,11 @@ def test_a_config_folder_of_any_name_is_read(tmp_path, name):
 
 
 def test_a_traceback_that_is_asked_for_leaves_the_sentence_and_the_exit_code(tmp_path):
-    for number, more in enumerate(([], ["-v"])):
+    starts = (("orchestrator.launch",), ("orchestrator", "plan"))
+    for number, ((module, *verb), more) in enumerate(product(starts, ([], ["-v"]))):
         folder = tmp_path / str(number)
         folder.mkdir()
-        ended = run(Line("orchestrator.launch", ("train.seed='", *more), "."), folder)
+        ended = run(Line(module, (*verb, "train.seed='", *more), "."), folder)
         assert ended.code == 2
         assert ("Traceback" in ended.words) == bool(more)
         assert "error: the command line cannot be read at train.seed" in ended.words
