@@ -65,7 +65,7 @@ def test_no_flipped_bit_of_any_file_changes_how_a_run_goes_on(whole):
             try:
                 found = read(whole)
             except RunFolderError as error:
-                assert path.name in str(error)  # noqa: PT017
+                assert path.name in str(error)  # noqa: PT017  # every bit may end this way
                 outcomes.add("refused")
                 continue
             finally:
@@ -124,7 +124,7 @@ def test_every_single_bit_of_every_file_that_a_resume_reads_is_under_a_digest(fu
             try:
                 accepted.append((place, bit, read_it(full)))
             except RunFolderError as error:
-                assert path.name in str(error)  # noqa: PT017
+                assert path.name in str(error)  # noqa: PT017  # every bit may end this way
             os.pwrite(file.fileno(), content[place : place + 1], place)
     assert not accepted
     read_it(full)
@@ -191,8 +191,8 @@ def test_whatever_stands_in_a_file_is_a_value_or_one_sentence(tmp_path, name, co
     try:
         assert isinstance(read_json(path), dict)
     except RunFolderError as error:
-        assert str(error).startswith(f"{path} is damaged: ")  # noqa: PT017
-        assert len(str(error)) < 400  # noqa: PT017
+        assert str(error).startswith(f"{path} is damaged: ")  # noqa: PT017  # every bit may end this way
+        assert len(str(error)) < 400  # noqa: PT017  # every bit may end this way
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,10 @@ def standing(**values):
 
 @pytest.fixture
 def settled(run, monkeypatch):
-    """Settles attempt 0 of job 77: (its end, what scontrol was asked, the pauses)."""
+    """Finishes attempt 0 of job 77: (its end, what scontrol was asked, the pauses).
+
+    Answers are recorded ones: tests of mutants start nothing. tests/slurm asks a real scheduler.
+    """
 
     def call(*answers, code=143, told="TERM", restarts=None):
         scheduler, pauses = Scheduler(*answers), []

@@ -17,7 +17,7 @@ from orchestrator.clusters.slurm.watch import ending
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.progress import ProgressWriter
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.run_folder.rundir import write_json
 from orchestrator.scheduler.client import (
     Answer,
     NoClient,
@@ -38,14 +38,6 @@ PARTITIONS = (
     "MaxCPUsPerNode=6 PreemptMode=OFF State=DRAIN TotalNodes=4\n"
 )
 SHAPES = "main|3|8|16384|gpu:a100:4(S:0-1)\nmain|1|64|256000|gpu:h100:8,npu:2\n"
-
-
-@pytest.fixture
-def run(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
-    run.attempt(0).mkdir()
-    return run
 
 
 def config(**cluster):

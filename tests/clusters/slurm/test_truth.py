@@ -9,7 +9,7 @@ from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.departure import why_restarted
 from orchestrator.outcome.folder_status import from_folder
 from orchestrator.report.status_table import remark
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.run_folder.rundir import write_json
 from orchestrator.runs.status import with_job
 from orchestrator.scheduler.client import Answer, SchedulerDown
 from orchestrator.scheduler.jobs import (
@@ -20,14 +20,6 @@ from orchestrator.scheduler.jobs import (
     read_queue,
     read_standing,
 )
-
-
-@pytest.fixture
-def run(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
-    run.attempt(0).mkdir()
-    return run
 
 
 def line(**values):

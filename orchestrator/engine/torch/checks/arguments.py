@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.nn import Module
@@ -80,9 +80,10 @@ def _checked_model(model: Any) -> list[Any] | Module:
         raise ConfigError(f"{_MODEL}, and comes before the optimizer; but it is {_words(model)}")
     if isinstance(model, (type, str, Mapping)) or not isinstance(model, Iterable):
         raise ConfigError(f"{_MODEL}; but it is {_words(model)}")
-    items: list[Any] = list(model)  # pyright: ignore[reportUnknownArgumentType]
+    items: list[Any] = list(cast("Iterable[Any]", model))
     for item in items:
-        named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor)  # pyright: ignore[reportUnknownArgumentType]
+        pair: Any = item
+        named = isinstance(item, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)
         if not (named or isinstance(item, Tensor)):
             raise ConfigError(f"{_MODEL}; but it holds {_words(item)}")
     return items

@@ -66,4 +66,7 @@ class SameOptimizer:
 
 def _plain(value: Any) -> Any:
     """What compares with `==`; of a tensor, at which a look would wait, that it is as it was."""
-    return (id(value), value._version) if isinstance(value, Tensor) else value  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    if not isinstance(value, Tensor):
+        return value
+    # torch has no public counter of writes in place
+    return id(value), value._version  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
