@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from jobs.idx import bundled_digits, read_digits
-from jobs.initial_weights import read_weights
+from jobs.weights_file import read_weights
 from orchestrator import Job, Loss
 
 

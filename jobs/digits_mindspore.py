@@ -10,7 +10,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.dataset import MnistDataset
 
 from jobs.idx import bundled_digits, read_digits
-from jobs.initial_weights import read_weights
+from jobs.weights_file import read_weights
 from orchestrator import Job, Loss
 
 

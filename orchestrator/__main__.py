@@ -145,8 +145,8 @@ def status(
 ) -> None:
     """Say where runs stand: those that wait, run, or have ended, however and wherever they run."""
     del verbose
-    from orchestrator.report.run_view import points_wanted, print_run
-    from orchestrator.report.status_table import print_status
+    from orchestrator.report.tables.run_view import points_wanted, print_run
+    from orchestrator.report.tables.status_table import print_status
     from orchestrator.runs.status import expand, losses_so_far, statuses
 
     asked = [path.absolute() for path in runs or []]
@@ -245,8 +245,8 @@ def compare(
     """Print the largest relative difference between the final weights of two runs."""
     del verbose
     from orchestrator.report import compare as comparing
-    from orchestrator.report.compare_table import print_comparison
-    from orchestrator.report.computed_with import differing
+    from orchestrator.report.tables.compare_table import print_comparison
+    from orchestrator.report.tables.computed_with import differing
     from orchestrator.run_folder.rundir import RunDir
 
     found = comparing.compare(final_weights(a), final_weights(b))

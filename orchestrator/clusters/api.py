@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrator.config.schema import Config
-from orchestrator.outcome.values import Culprit, State
+from orchestrator.outcome.run_state import Culprit, State
 
 __all__ = ["POLL_S", "Cluster", "Culprit", "Handle", "Request", "State"]
 

@@ -45,7 +45,7 @@ class Behind:
 
 
 def behind_of(rank: int, node: str, said: Mapping[str, Any]) -> Behind:
-    """From what the rank said of itself; see `lifecycle/signs_of_life.py`."""
+    """From what the rank said of itself; see `lifecycle/signs/signs_of_life.py`."""
     return Behind(
         rank=rank,
         node=node,

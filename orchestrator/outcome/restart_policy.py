@@ -11,9 +11,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.lifecycle.progress import read_progress
-from orchestrator.outcome.values import Culprit
-from orchestrator.report.closing_table import describe_culprit
+from orchestrator.lifecycle.signs.progress import read_progress
+from orchestrator.outcome.run_state import Culprit
+from orchestrator.report.tables.closing_table import describe_culprit
 from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir, write_json
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
-from orchestrator.outcome.values import Culprit, State
+from orchestrator.outcome.run_state import Culprit, State
 from orchestrator.report.metrics import read_metrics
 from orchestrator.run_folder.rundir import RunDir
 

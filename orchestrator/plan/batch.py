@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.checks import at_least
+from orchestrator.plan.bounds import at_least
 
 DEFAULT_GLOBAL_BATCH = 256
 DEFAULT_STEPS = 4

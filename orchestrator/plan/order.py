@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from orchestrator.errors import PlanError
 from orchestrator.plan.batch import GLOBAL_BATCH
-from orchestrator.plan.checks import at_least, one_of
+from orchestrator.plan.bounds import at_least, one_of
 
 if TYPE_CHECKING:  # numpy is loaded on first use: a plan that is only printed does without it
     import numpy as np

@@ -12,10 +12,10 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.advice import Facts, warnings_of
 from orchestrator.plan.batch import resolve_batch
-from orchestrator.plan.checks import at_least, one_of
+from orchestrator.plan.bounds import at_least, one_of
 from orchestrator.plan.order import DataOrder
+from orchestrator.plan.plan_warnings import Facts, warnings_of
 from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.split import split_for
 from orchestrator.plan.wire import bytes_on_wire_per_update, collectives_per_update

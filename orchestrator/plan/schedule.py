@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from orchestrator.errors import PlanError
 from orchestrator.plan.batch import GLOBAL_BATCH
-from orchestrator.plan.checks import at_least, one_of
+from orchestrator.plan.bounds import at_least, one_of
 
 SCALINGS = ("linear", "sqrt", "none")
 DECAYS = ("cosine", "linear", "none")

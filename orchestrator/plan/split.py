@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from orchestrator.errors import PlanError
 from orchestrator.plan.batch import MICRO_BATCH, STEPS, Batch, steps_for
-from orchestrator.plan.checks import at_least, one_of
+from orchestrator.plan.bounds import at_least, one_of
 
 REDUCTIONS = ("fast", "reproducible")
 

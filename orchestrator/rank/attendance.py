@@ -14,8 +14,14 @@ from typing import Any
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost, RankHangs
-from orchestrator.lifecycle.deadline import Deadline, Notice
-from orchestrator.lifecycle.departure import (
+from orchestrator.lifecycle.fence import Fence
+from orchestrator.lifecycle.signs.heartbeat import Heartbeat
+from orchestrator.lifecycle.signs.last_word import say_last_word, wordless
+from orchestrator.lifecycle.signs.node_watch import FAILED
+from orchestrator.lifecycle.signs.progress import read_progress
+from orchestrator.lifecycle.signs.signs_of_life import Life, Patience, link_to_supervisor
+from orchestrator.lifecycle.stopping.deadline import Deadline, Notice
+from orchestrator.lifecycle.stopping.departure import (
     ask_standing,
     await_verdict,
     depart,
@@ -25,17 +31,11 @@ from orchestrator.lifecycle.departure import (
     script_is_gone,
     why_restarted,
 )
-from orchestrator.lifecycle.fence import Fence
-from orchestrator.lifecycle.heartbeat import Heartbeat
-from orchestrator.lifecycle.last_word import say_last_word, wordless
-from orchestrator.lifecycle.node_watch import FAILED
-from orchestrator.lifecycle.progress import read_progress
-from orchestrator.lifecycle.signs_of_life import Life, Patience, link_to_supervisor
-from orchestrator.lifecycle.stop_signals import StopFlag
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
-from orchestrator.rank.beside import look_beside, ranks_of_node
 from orchestrator.rank.failure import failure_of, write_failure
 from orchestrator.rank.fenced_recorder import Follower, Guard
+from orchestrator.rank.hung_neighbour import look_beside, ranks_of_node
 from orchestrator.rank.loop import Recorder as LoopRecorder
 from orchestrator.rank.place_in_loop import Placed
 from orchestrator.rank.writing.recorder import Recorder, Silent

@@ -19,7 +19,7 @@ from pathlib import Path
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
 from orchestrator.lifecycle.fence import Fence
-from orchestrator.lifecycle.stop_signals import StopFlag
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.rank.writing.recorder import Recorder
 from orchestrator.run_warnings import warn
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from orchestrator.config.schema import TrainConfig
 from orchestrator.engine.api import BoundaryReport, Engine, MicroBatch, Window
-from orchestrator.lifecycle.stop_signals import StopFlag
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 
 
 class Windows(Protocol):

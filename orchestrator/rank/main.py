@@ -33,16 +33,16 @@ from orchestrator.errors import (
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.lifecycle import checkpoint
 from orchestrator.lifecycle.address import interface_variables
-from orchestrator.lifecycle.node_watch import FAILED, FINISHED, STOPPED
-from orchestrator.lifecycle.stop_signals import StopFlag
+from orchestrator.lifecycle.signs.node_watch import FAILED, FINISHED, STOPPED
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.plan.from_config import plan_of
 from orchestrator.plan.plan import Plan
 from orchestrator.rank.agreed.dataset import agreed_samples
 from orchestrator.rank.agreed.devices_asked import devices_asked
 from orchestrator.rank.agreed.environment import describe_environment
-from orchestrator.rank.agreed.facts import compare_facts
 from orchestrator.rank.agreed.rates import own_rates
+from orchestrator.rank.agreed.stated_facts import compare_facts
 from orchestrator.rank.attendance import Attendance
 from orchestrator.rank.failure import exit_code
 from orchestrator.rank.loop import Outcome, train
@@ -50,7 +50,7 @@ from orchestrator.rank.windows import RankWindows
 from orchestrator.rank.writing.rank_log import send_output_to
 from orchestrator.rank.writing.recorder import Recorder, Silent
 from orchestrator.rank.writing.result import memory_of_ranks, result_of
-from orchestrator.report.computed_with import warnings_of
+from orchestrator.report.tables.computed_with import warnings_of
 from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.run_warnings import warn, warn_into
 from orchestrator.snapshot.code_state import code_state, folder_of

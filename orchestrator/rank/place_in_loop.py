@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from orchestrator.engine.api import BoundaryReport, Window
-from orchestrator.lifecycle.signs_of_life import Life
+from orchestrator.lifecycle.signs.signs_of_life import Life
 from orchestrator.rank.loop import Recorder
 
 

@@ -168,7 +168,7 @@ class RunDir:
         return self.attempt(attempt) / f"behind-{rank:05d}.json"
 
     def wordless(self, attempt: int) -> Path:
-        """The first rank that ended without its last word; see `lifecycle/last_word.py`."""
+        """The first rank that ended without its last word; see `lifecycle/signs/last_word.py`."""
         return self.attempt(attempt) / "wordless"
 
     def departure(self, attempt: int) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.run_folder.files import BLOCK, blocks, open_regular
-from orchestrator.report.status_table import UNREADABLE
+from orchestrator.report.tables.status_table import UNREADABLE
 from orchestrator.report.terminal import HarmlessStream
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.clusters.api import State

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from orchestrator.errors import EXIT_INTERRUPTED, EXIT_USAGE
-from orchestrator.report.closing_table import print_closing
+from orchestrator.report.tables.closing_table import print_closing
 from orchestrator.report.metrics import Tail, read_metrics
-from orchestrator.report.progress import Progress
+from orchestrator.report.live.progress import Progress
 from orchestrator.report.terminal import command, say
 from orchestrator.run_warnings import NewWarnings
 from orchestrator.run_folder.rundir import RunDir
@@ -16,7 +16,7 @@ from orchestrator.outcome.run_result import EXIT_CODES, Ended, end_of
 from orchestrator.runs.interrupts import Interrupts
 from orchestrator.runs.console import Manner
 from orchestrator.clusters.slurm.watch import SlurmHandle
-from orchestrator.lifecycle.progress import read_progress
+from orchestrator.lifecycle.signs.progress import read_progress
 
 
 def follow(

@@ -10,9 +10,9 @@ from typing import Any
 
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_INTERRUPTED, UsageError
-from orchestrator.report.closing_table import describe_culprit, print_closing
+from orchestrator.report.tables.closing_table import describe_culprit, print_closing
 from orchestrator.report.metrics import Tail, read_metrics
-from orchestrator.report.progress import Progress
+from orchestrator.report.live.progress import Progress
 from orchestrator.report.terminal import say
 from orchestrator.run_warnings import NewWarnings
 from orchestrator.run_folder.rundir import RunDir
@@ -22,7 +22,7 @@ from orchestrator.runs.interrupts import Interrupts
 from orchestrator.clusters.local.cluster import LocalCluster
 from orchestrator.runs.console import Manner
 from orchestrator.outcome.restart_policy import Ruling, rule
-from orchestrator.lifecycle.progress import read_progress
+from orchestrator.lifecycle.signs.progress import read_progress
 
 
 def check(config: Config, run: RunDir, manner: Manner) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.run_folder.files import names_in
 from orchestrator.report.metrics_glance import loss_course
-from orchestrator.report.status_table import UNREADABLE
+from orchestrator.report.tables.status_table import UNREADABLE
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.outcome.folder_status import (
     DAMAGE,
@@ -30,7 +30,7 @@ from orchestrator.outcome.folder_status import (
 from orchestrator.scheduler.client import SlurmClient
 from orchestrator.scheduler.jobs import Job, accounted, queued
 from orchestrator.clusters.slurm.trust import client_of
-from orchestrator.lifecycle.heartbeat import ENDED, read_beat
+from orchestrator.lifecycle.signs.heartbeat import ENDED, read_beat
 
 LOOK_TWICE_S = 1.5
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.report.sweep import Cell
+from orchestrator.report.tables.sweep import Cell
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.resuming.rules import Kind, changes
 

@@ -13,11 +13,11 @@ from orchestrator.compose.composer import Composed
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UsageError
 from orchestrator.lifecycle.checkpoint import WEIGHTS, complete
-from orchestrator.plan.advice import named_numbers
+from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.metrics import read_metrics
-from orchestrator.report.sweep import Cell, print_sweep
+from orchestrator.report.tables.sweep import Cell, print_sweep
+from orchestrator.report.tables.time_and_memory import Pair, print_time_and_memory
 from orchestrator.report.terminal import command, say
-from orchestrator.report.time_and_memory import Pair, print_time_and_memory
 from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner

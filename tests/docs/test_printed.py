@@ -22,8 +22,8 @@ from orchestrator.__main__ import app
 from orchestrator.compose.command_line import read_command_line
 from orchestrator.compose.composer import Composer
 from orchestrator.config.schema import Config
-from orchestrator.report.closing_table import print_closing
 from orchestrator.report.metrics import History
+from orchestrator.report.tables.closing_table import print_closing
 from orchestrator.runs.start import prepare
 from orchestrator.sweeps.sweep import checked
 from tests.docs.printed import (

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from orchestrator.clusters.api import Culprit
-from orchestrator.lifecycle.progress import ProgressWriter
+from orchestrator.lifecycle.signs.progress import ProgressWriter
 from orchestrator.outcome.restart_policy import Ruling, rule
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 

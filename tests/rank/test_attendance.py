@@ -10,10 +10,15 @@ import pytest
 
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
-from orchestrator.lifecycle.departure import await_verdict, goes_on, step_gone, why_restarted
 from orchestrator.lifecycle.fence import Fence, Superseded, read_newest
-from orchestrator.lifecycle.heartbeat import ENDED, Heartbeat, Silence, read_beat
-from orchestrator.lifecycle.stop_signals import StopFlag
+from orchestrator.lifecycle.signs.heartbeat import ENDED, Heartbeat, Silence, read_beat
+from orchestrator.lifecycle.stopping.departure import (
+    await_verdict,
+    goes_on,
+    step_gone,
+    why_restarted,
+)
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.fenced_recorder import Follower, Guard
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json
@@ -116,7 +121,7 @@ from pathlib import Path
 from orchestrator.config.schema import Config
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.rank.attendance import Attendance
-from orchestrator.lifecycle.stop_signals import StopFlag
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 
 run = RunDir(Path(sys.argv[1]))

@@ -14,7 +14,7 @@ from orchestrator.config.schema import to_yaml
 from orchestrator.errors import RunFolderError, UsageError
 from orchestrator.lifecycle.checkpoint import check_initial, digest_of
 from orchestrator.lifecycle.fence import Fence
-from orchestrator.lifecycle.progress import ProgressWriter
+from orchestrator.lifecycle.signs.progress import ProgressWriter
 from orchestrator.outcome.lock_holder import held
 from orchestrator.report.metrics import read_metrics
 from orchestrator.report.safetensors_file import SafetensorsFile

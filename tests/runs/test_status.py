@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from orchestrator.config.schema import Config, to_yaml
-from orchestrator.report.run_view import print_run, sparkline
-from orchestrator.report.status_table import print_status
+from orchestrator.report.tables.run_view import print_run, sparkline
+from orchestrator.report.tables.status_table import print_status
 from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.runs.status import expand, losses_so_far, statuses
 

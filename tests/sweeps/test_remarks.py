@@ -5,7 +5,7 @@ import pytest
 from orchestrator.compose.composer import compose
 from orchestrator.config.schema import to_yaml
 from orchestrator.plan.from_config import plan_of
-from orchestrator.report.sweep import Cell
+from orchestrator.report.tables.sweep import Cell
 from orchestrator.sweeps.remarks import remarks
 
 

@@ -22,7 +22,7 @@ from orchestrator.clusters.api import Culprit, Request, State
 from orchestrator.clusters.root_cause import Behind, End, behind_of, blame, tail
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError
-from orchestrator.lifecycle.node_watch import FINISHED, FROZEN, NO_SIGN, STOPPED
+from orchestrator.lifecycle.signs.node_watch import FINISHED, FROZEN, NO_SIGN, STOPPED
 from orchestrator.run_folder.files import open_regular
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.environment import clean_environment

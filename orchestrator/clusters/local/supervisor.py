@@ -5,7 +5,7 @@ A process of its own, as slurmstepd is on a real node:
 `kill`), events go to standard output as JSON lines. When its input ends, because the launcher died,
 however it died, everything below it is killed. It is a sub-reaper: what a dead rank leaves behind
 (loader workers, say) becomes its child and is ended too.
-It hears each rank's signs of life (`lifecycle/node_watch.py`) and tells what they say.
+It hears each rank's signs of life (`lifecycle/signs/node_watch.py`) and tells what they say.
 Only the standard library is used, so that starting a node takes a few hundredths of a second.
 """
 
@@ -22,7 +22,13 @@ import sys
 import time
 from typing import Any
 
-from orchestrator.lifecycle.node_watch import BEAT_S, LINK_VARIABLE, STACK_S, NodeWatch, state_of
+from orchestrator.lifecycle.signs.node_watch import (
+    BEAT_S,
+    LINK_VARIABLE,
+    STACK_S,
+    NodeWatch,
+    state_of,
+)
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36

@@ -23,7 +23,7 @@ from orchestrator.clusters.slurm.shell_lines import (
 )
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
 from orchestrator.lifecycle.address import INTERFACE_VARIABLE
-from orchestrator.lifecycle.last_word import SCRIPT
+from orchestrator.lifecycle.signs.last_word import SCRIPT
 from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
 from orchestrator.run_folder.rundir import RunDir
 

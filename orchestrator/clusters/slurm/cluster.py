@@ -31,7 +31,7 @@ from orchestrator.clusters.slurm.task import Task
 from orchestrator.clusters.slurm.watch import SlurmHandle
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError
-from orchestrator.lifecycle.last_word import SCRIPT, after_rank
+from orchestrator.lifecycle.signs.last_word import SCRIPT, after_rank
 from orchestrator.run_folder.rundir import RunDir, write_atomically, write_json
 from orchestrator.scheduler.client import SchedulerDown, SlurmClient, explained
 from orchestrator.scheduler.jobs import mine

@@ -15,8 +15,8 @@ from typing import Any
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.root_cause import TAIL_LINES, WORDLESS, behind_of, of_behind, tail
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
-from orchestrator.lifecycle.last_word import wordless
-from orchestrator.lifecycle.progress import read_progress
+from orchestrator.lifecycle.signs.last_word import wordless
+from orchestrator.lifecycle.signs.progress import read_progress
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.srun_words import TaskEnd, task_ends
 

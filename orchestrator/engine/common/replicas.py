@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from orchestrator.engine.common.packed_sums import DIGEST_BITS, Trailer
 from orchestrator.errors import JobError, ReplicasDiffer
-from orchestrator.plan.advice import named_ranks
+from orchestrator.plan.plan_warnings import named_ranks
 
 MOST_SHARES = 32
 """In so many updates at most all weights are looked at: 0.04 ns of an update for each number."""

@@ -1,9 +1,9 @@
 """Whether this process waits for other ranks just now: what tells a rank that hangs from one that
 merely waits for it.
 
-The groups say so around every wait for a collective; a rank's own watch
-(`lifecycle/signs_of_life.py`) reads it. One count for the process, since a thread that sends may
-wait while the main thread computes.
+The groups say so around every wait for a collective; a rank's own watch (`signs_of_life.py`)
+reads it. One count for the process, since a thread that sends may wait while the main thread
+computes.
 """
 
 from __future__ import annotations

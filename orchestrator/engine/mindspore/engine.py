@@ -24,9 +24,9 @@ from orchestrator.engine.mindspore.accumulator import Accumulator
 from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
 from orchestrator.engine.mindspore.loader import Loader
 from orchestrator.engine.mindspore.loss_sums import Tally
-from orchestrator.engine.mindspore.model.advice import RANDOM, advice, layers
 from orchestrator.engine.mindspore.model.batch_norms import with_norms
 from orchestrator.engine.mindspore.model.losses import compiled_loss, python_loss
+from orchestrator.engine.mindspore.model.model_warnings import RANDOM, advice, layers
 from orchestrator.engine.mindspore.model.precision import Precision
 from orchestrator.engine.mindspore.model.weights_digest import replicas_of
 from orchestrator.engine.mindspore.optimizer_step import Applied, Stepper

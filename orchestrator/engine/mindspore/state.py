@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from safetensors.numpy import load_file, save_file
 
-from orchestrator.engine.common.initial_weights import check_fits
+from orchestrator.engine.common.weights_fit import check_fits
 from orchestrator.errors import RunFolderError, did_you_mean
 
 WEIGHTS = "weights.safetensors"

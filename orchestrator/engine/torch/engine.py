@@ -19,12 +19,12 @@ from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.batch_norm.modes import with_norms
 from orchestrator.engine.torch.bucket_order import agreed_order
-from orchestrator.engine.torch.checks.advice import advice
 from orchestrator.engine.torch.checks.agreement import (
     as_numbers,
     machine_digest,
     machine_warning,
 )
+from orchestrator.engine.torch.checks.model_warnings import advice
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.deferred.base import whole_windows
 from orchestrator.engine.torch.device_and_dtype import be_deterministic, moved

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from orchestrator.engine.common.initial_weights import check_fits
+from orchestrator.engine.common.weights_fit import check_fits
 from orchestrator.errors import JobError, RunFolderError
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"

@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.engine.api import Engine
 from orchestrator.engine.common.replicas import unlike_most
 from orchestrator.errors import JobError
-from orchestrator.plan.advice import named_ranks
+from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rank.agreed.value_digests import digests_of
 from orchestrator.run_warnings import warn
 

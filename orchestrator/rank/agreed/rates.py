@@ -16,7 +16,7 @@ from orchestrator.engine.api import Engine
 from orchestrator.engine.common.replicas import unlike_most
 from orchestrator.errors import JobError
 from orchestrator.job import has_own_rate
-from orchestrator.plan.advice import named_ranks
+from orchestrator.plan.plan_warnings import named_ranks
 
 Rates = Callable[[int], float]
 

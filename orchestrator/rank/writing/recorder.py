@@ -13,8 +13,8 @@ from orchestrator.config.schema import Config
 from orchestrator.engine.api import BoundaryReport, Engine, Window
 from orchestrator.errors import RunFolderError
 from orchestrator.lifecycle import checkpoint
-from orchestrator.lifecycle.progress import ProgressWriter
-from orchestrator.rank.agreed.facts import UpdateTime
+from orchestrator.lifecycle.signs.progress import ProgressWriter
+from orchestrator.rank.agreed.stated_facts import UpdateTime
 from orchestrator.rank.writing.line_file import LineFile
 from orchestrator.rank.writing.log_lines import UpdateLines
 from orchestrator.run_folder.rundir import RunDir

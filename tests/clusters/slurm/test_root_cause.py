@@ -16,7 +16,7 @@ from orchestrator.clusters.slurm.root_cause import blame_slurm, task_ends
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError
-from orchestrator.lifecycle.progress import ProgressWriter
+from orchestrator.lifecycle.signs.progress import ProgressWriter
 from orchestrator.run_folder.rundir import write_json
 from orchestrator.scheduler.client import (
     Answer,

@@ -24,9 +24,9 @@ from orchestrator.clusters.slurm.root_cause import (
 from orchestrator.clusters.slurm.watch import CAUSES
 from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.errors import EXIT_FINISHED
-from orchestrator.lifecycle.departure import ask_for_requeue, step_gone
 from orchestrator.lifecycle.fence import Fence
-from orchestrator.lifecycle.last_word import wordless
+from orchestrator.lifecycle.signs.last_word import wordless
+from orchestrator.lifecycle.stopping.departure import ask_for_requeue, step_gone
 from orchestrator.outcome.folder_status import recent_updates
 from orchestrator.outcome.restart_policy import rule
 from orchestrator.outcome.run_result import write_end

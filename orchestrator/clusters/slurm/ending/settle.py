@@ -16,8 +16,8 @@ from orchestrator.clusters.slurm.ending.after_srun import cancelled_by_scheduler
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.clusters.slurm.watch import ending, read_handle
 from orchestrator.errors import RunFolderError
-from orchestrator.lifecycle.departure import ask_for_requeue
 from orchestrator.lifecycle.fence import read_newest
+from orchestrator.lifecycle.stopping.departure import ask_for_requeue
 from orchestrator.outcome.lock_holder import held
 from orchestrator.outcome.run_result import write_end
 from orchestrator.run_folder.rundir import RunDir

@@ -10,7 +10,7 @@ from typing import Any
 
 from mindspore import nn
 
-from orchestrator.engine.mindspore.model.advice import batch_norms, listed
+from orchestrator.engine.mindspore.model.model_warnings import batch_norms, listed
 
 LARGEST_GROUPS, LEAST_CHANNELS = 32, 4
 

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import nn
 
 from orchestrator.engine.common.replicas import Piece, Replicas
-from orchestrator.engine.mindspore.model.advice import BATCH_NORMS
+from orchestrator.engine.mindspore.model.model_warnings import BATCH_NORMS
 
 
 def replicas_of(

@@ -21,7 +21,7 @@ from orchestrator.engine.torch.checks.agreement import as_numbers, unlike_most
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.comm.texts import texts_of_all
 from orchestrator.errors import JobError
-from orchestrator.plan.advice import named_ranks
+from orchestrator.plan.plan_warnings import named_ranks
 
 Trait = tuple[str, str]
 """What it is of, and what this rank has there."""

@@ -17,7 +17,7 @@ from orchestrator.engine.torch.checks.agreement import as_numbers, unlike_most
 from orchestrator.engine.torch.checks.alike import sha256_of
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.comm.texts import texts_of_all
-from orchestrator.plan.advice import named_ranks
+from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.run_warnings import warn
 
 MOST_NAMED = 3

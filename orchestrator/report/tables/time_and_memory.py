@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.report.summary import Summary
-from orchestrator.report.sweep import Cell
+from orchestrator.report.tables.sweep import Cell
 from orchestrator.report.terminal import literal, say
 from orchestrator.report.units import (
     format_bytes,

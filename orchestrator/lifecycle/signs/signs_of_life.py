@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.engine.common import waiting
-from orchestrator.lifecycle.node_watch import (
+from orchestrator.lifecycle.signs.node_watch import (
     AT_WORK,
     BEAT_S,
     LINK_VARIABLE,

@@ -7,9 +7,9 @@ import subprocess
 import pytest
 
 from orchestrator.clusters.slurm.root_cause import blame_slurm
-from orchestrator.lifecycle.departure import await_verdict
-from orchestrator.lifecycle.last_word import after_rank, say_last_word, wordless
-from orchestrator.lifecycle.stop_signals import StopFlag
+from orchestrator.lifecycle.signs.last_word import after_rank, say_last_word, wordless
+from orchestrator.lifecycle.stopping.departure import await_verdict
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.run_folder.rundir import RunDir, write_json
 
 GONE = "exited with code 0 before its training had ended"

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 
 from orchestrator.errors import RankHangs, RunFolderError
-from orchestrator.lifecycle.node_watch import FROZEN, NO_SIGN, STACK_S, state_of
-from orchestrator.lifecycle.siblings import Siblings
+from orchestrator.lifecycle.signs.node_watch import FROZEN, NO_SIGN, STACK_S, state_of
+from orchestrator.lifecycle.signs.siblings import Siblings
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.failure import failure_of, write_failure
 from orchestrator.run_folder.rundir import RunDir, write_json

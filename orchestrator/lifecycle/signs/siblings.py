@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.lifecycle.node_watch import NodeWatch, state_of
+from orchestrator.lifecycle.signs.node_watch import NodeWatch, state_of
 from orchestrator.run_folder.files import open_regular
 
 RANK = b"SLURM_PROCID="

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from orchestrator.lifecycle.node_watch import NodeWatch, state_of
-from orchestrator.lifecycle.signs_of_life import Patience, Standstill, descendants
+from orchestrator.lifecycle.signs.node_watch import NodeWatch, state_of
+from orchestrator.lifecycle.signs.signs_of_life import Patience, Standstill, descendants
 from tests.helpers import until
 
 PATIENCE = Patience(notice_s=10.0, most_s=30.0, hang_s=60.0)
@@ -135,7 +135,7 @@ def test_who_said_its_last_word_or_computes_is_not_silent(child):
 
 
 def read(pid):
-    from orchestrator.lifecycle.node_watch import processor_s
+    from orchestrator.lifecycle.signs.node_watch import processor_s
 
     return processor_s(pid)
 

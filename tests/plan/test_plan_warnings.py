@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.advice import named_ranks
 from orchestrator.plan.plan import make_plan
+from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.plan.window import planner_of
 
 NUMBERS = re.compile(r"\d+")

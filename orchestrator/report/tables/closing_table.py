@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from orchestrator.report.compilation import compilation
 from orchestrator.report.metrics import History, Record
 from orchestrator.report.summary import Summary, summarize
+from orchestrator.report.tables.compilation import compilation
 from orchestrator.report.terminal import command, literal, say
 from orchestrator.report.units import (
     format_bytes,

@@ -7,11 +7,11 @@ import threading
 import pytest
 
 from orchestrator.errors import StopRequested
-from orchestrator.lifecycle import deadline
-from orchestrator.lifecycle.deadline import Deadline, Notice, killed_at
-from orchestrator.lifecycle.departure import depart, script_is_gone
 from orchestrator.lifecycle.fence import Fence
-from orchestrator.lifecycle.stop_signals import StopFlag
+from orchestrator.lifecycle.stopping import deadline
+from orchestrator.lifecycle.stopping.deadline import Deadline, Notice, killed_at
+from orchestrator.lifecycle.stopping.departure import depart, script_is_gone
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
 from orchestrator.rank.fenced_recorder import Guard
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json

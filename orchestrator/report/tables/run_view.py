@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.report.status_table import STYLES, UNREADABLE, Shown, remark, updates_done
+from orchestrator.report.tables.status_table import STYLES, UNREADABLE, Shown, remark, updates_done
 from orchestrator.report.terminal import command, literal, say
 from orchestrator.report.units import (
     format_count,

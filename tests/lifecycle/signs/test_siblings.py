@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from orchestrator.lifecycle.siblings import Beats, Siblings
+from orchestrator.lifecycle.signs.siblings import Beats, Siblings
 from tests.helpers import ROOT, until
 
 RANK = """
 import ctypes, os, sys, threading, time
 from pathlib import Path
-from orchestrator.lifecycle.siblings import Siblings
+from orchestrator.lifecycle.signs.siblings import Siblings
 local, folder = int(sys.argv[1]), Path(sys.argv[2])
 siblings = Siblings([2, 5, 9], local, "node", 3.0, folder=folder)
 def live():

@@ -5,7 +5,7 @@ import pytest
 from orchestrator.config.schema import FactsConfig
 from orchestrator.errors import ConfigError
 from orchestrator.plan.plan import make_plan
-from orchestrator.rank.agreed.facts import UpdateTime, compare_facts
+from orchestrator.rank.agreed.stated_facts import UpdateTime, compare_facts
 
 
 def _plan_with(ranks, **more):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.report.closing_table import log_lines, print_closing
 from orchestrator.report.metrics import History
+from orchestrator.report.tables.closing_table import log_lines, print_closing
 from tests.report.conftest import Screen, record, result
 
 FOLDER = Path("runs/a very long name of a folder") / ("x" * 90)

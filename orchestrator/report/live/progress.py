@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from orchestrator.report.live.progress_line import Moment, live_line, plain_line
 from orchestrator.report.metrics import Record, only_warns
-from orchestrator.report.progress_line import Moment, live_line, plain_line
 from orchestrator.report.summary import time_shares
 from orchestrator.report.terminal import literal, say
 from orchestrator.report.units import (

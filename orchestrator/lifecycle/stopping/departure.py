@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ClusterError
-from orchestrator.lifecycle.deadline import Standing
-from orchestrator.lifecycle.stop_signals import StopFlag
+from orchestrator.lifecycle.stopping.deadline import Standing
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
 from orchestrator.run_folder.files import read_end
 from orchestrator.run_folder.rundir import RunDir, write_json

@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.errors import UsageError
-from orchestrator.report.closing_table import STATE_STYLES, describe_culprit
 from orchestrator.report.metrics import Record
 from orchestrator.report.summary import Summary, summarize
+from orchestrator.report.tables.closing_table import STATE_STYLES, describe_culprit
 from orchestrator.report.terminal import legible, literal, say
 from orchestrator.report.units import (
     UNKNOWN,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from orchestrator.report.sweep import Cell, differences, print_sweep
-from orchestrator.report.time_and_memory import Pair, print_time_and_memory, verdict
+from orchestrator.report.tables.sweep import Cell, differences, print_sweep
+from orchestrator.report.tables.time_and_memory import Pair, print_time_and_memory, verdict
 from tests.report.conftest import Screen, record, result
 
 

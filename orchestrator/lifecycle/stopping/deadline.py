@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from orchestrator.lifecycle.stop_signals import StopFlag
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 
 ASK_S = 1.0
 

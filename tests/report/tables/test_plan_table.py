@@ -2,7 +2,7 @@
 """A plan on the screen."""
 
 from orchestrator.plan.plan import make_plan
-from orchestrator.report.plan_table import print_plan
+from orchestrator.report.tables.plan_table import print_plan
 from tests.report.conftest import Screen
 
 
