@@ -35,7 +35,7 @@ from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.failure import failure_of, write_failure
 from orchestrator.rank.fenced_recorder import Follower, Guard
-from orchestrator.rank.hung_neighbour import look_beside, ranks_of_node
+from orchestrator.rank.hung_neighbour import look_beside
 from orchestrator.rank.loop import Recorder as LoopRecorder
 from orchestrator.rank.place_in_loop import Placed
 from orchestrator.rank.writing.recorder import Recorder, Silent
@@ -95,7 +95,7 @@ class Attendance:
                 self._attempt,
                 node_index=topology.node_index,
                 nodes=topology.nodes,
-                timeout_s=self._timeout_s + OTHERS_FIRST_S * (len(ranks_of_node()) > 1),
+                timeout_s=self._timeout_s + OTHERS_FIRST_S,
                 on_silence=self._node_is_silent,
                 superseded=lambda: self._fence.superseded,
                 on_superseded=self._vanish,
@@ -208,7 +208,7 @@ class Attendance:
 
     def failed(self, error: BaseException) -> None:
         """Record what ended this rank."""
-        self._failure = failure_of(self._topology, error)
+        self._failure = failure_of(self._topology.rank, self._topology.node, error)
         write_failure(self._run, self._attempt, self._failure)
 
     def end(self, word: str) -> None:

@@ -17,7 +17,6 @@ from orchestrator.errors import (
     ReplicasDiffer,
     UsageError,
 )
-from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.remedies import remedy
 from orchestrator.run_folder.rundir import RunDir, write_json
 
@@ -70,15 +69,15 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, OrchestratorError) else EXIT_FAILED
 
 
-def failure_of(topology: Topology, error: BaseException) -> dict[str, Any]:
-    """What is kept of this rank's failure.
+def failure_of(rank: int, node: str, error: BaseException) -> dict[str, Any]:
+    """What is kept of a rank's failure.
 
     `secondary`: it failed only because a peer did, or differed.
     """
-    others = isinstance(error, ReplicasDiffer) and topology.rank not in error.ranks
+    others = isinstance(error, ReplicasDiffer) and rank not in error.ranks
     return {
-        "rank": topology.rank,
-        "node": topology.node,
+        "rank": rank,
+        "node": node,
         "time": time.time(),
         "cause": describe(error),
         "usage": isinstance(error, UsageError),

@@ -47,27 +47,29 @@ def look_beside(
 
     def look() -> None:
         if lost := siblings.beat():
-            _end(run, attempt, topology, *lost, timeout_s=timeout_s, requeue=requeue)
+            end_lost(
+                run, attempt, rank=lost[0], node=topology.node, pid=lost[1],
+                timeout_s=timeout_s, requeue=requeue,
+            )  # fmt: skip
 
     return look
 
 
-def _end(
-    run: RunDir, attempt: int, topology: Topology, rank: int, pid: int, *, timeout_s: float,
-    requeue: bool,
-) -> None:  # fmt: skip
-    """The others end with it, by srun. Where it was stopped, the run goes on, as for a silent node;
-    to hold the interpreter is a failure.
+def end_lost(
+    run: RunDir, attempt: int, *, rank: int, node: str, pid: int, timeout_s: float, requeue: bool
+) -> None:
+    """End a rank of this node that is lost; the others end with it, by srun. Where it was stopped,
+    the run goes on, as for a silent node; to hold the interpreter is a failure.
     """
     stopped = state_of(pid) == "T"
     cause = (FROZEN if stopped else NO_SIGN).format(f"{timeout_s:g}")
     print(f"rank {rank}: {cause}", flush=True)  # noqa: T201  # goes to the rank's log
-    failure = failure_of(topology, RankHangs(cause)) | {"rank": rank, "traceback": ""}
+    failure = failure_of(rank, node, RankHangs(cause)) | {"traceback": ""}
     write_failure(run, attempt, failure)
     if not stopped:
         os.kill(pid, signal.SIGQUIT)  # it has a handler, which writes its stacks to its log
         time.sleep(STACK_S)
     elif requeue and not run.departure(attempt).exists():
-        why = f"rank {rank} on {topology.node}: {cause}"
+        why = f"rank {rank} on {node}: {cause}"
         write_json(run.departure(attempt), {"why": why, "updates": None, "time": time.time()})
     os.kill(pid, signal.SIGKILL)

@@ -21,13 +21,18 @@ FAULTS = {
 
 
 SOON = "cluster.heartbeat_timeout_s=4"
+ALONE = "cluster.ranks_per_node=1"
 # act, in which ranks, settings -> the culprit's rank (None: any), its cause, a line of its stack
 STILL = {
     "every rank leaves": ("exit0", "all", (), None, FAULTS["leave"], ""),
-    "a one-node job's first rank holds the interpreter": (
-        "interpreter", 0, (SOON,), 0, "it gave no sign of life for 4 s", "in loss"),
     "a one-node job's first rank is stopped": (
         "stop", 0, (SOON,), 0, "it was frozen (SIGSTOP) for 4 s", ""),
+    "all ranks of a node are stopped": (
+        "stop", "all", (SOON,), None, "it was frozen (SIGSTOP) for 4 s", ""),
+    "a job's only rank is stopped": (
+        "stop", 0, (SOON, ALONE), 0, "it was frozen (SIGSTOP) for 4 s", ""),
+    "a job's only rank holds the interpreter": (
+        "interpreter", 0, (SOON, ALONE), 0, "it gave no sign of life for 4 s", "in loss"),
     "a rank stands still, and the other gives up": (
         "sleep", 1, (SOON, "cluster.collective_timeout_s=10"), 1,
         "the others waited in vain: it was still at micro-step", "in loss"),

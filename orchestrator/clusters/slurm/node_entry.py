@@ -1,4 +1,5 @@
-"""What the batch script starts: `node_entry.py rank FOLDER | after RUN ATTEMPT CODE TOLD`.
+"""What the batch script starts: `node_entry.py rank FOLDER | after RUN ATTEMPT CODE TOLD`; and a
+node's first rank: `node_entry.py watch …`.
 
 Run as a file, so that the first entry of Python's path is this file's folder, which is taken away:
 with `-m` it would be the folder where the person stood, whose files may have been edited since.
@@ -19,29 +20,35 @@ def rank(folder: str) -> None:
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    _write_place(Path(folder).parent)
+    if os.environ.get("SLURM_LOCALID") == "0":
+        _first_of_node(Path(folder).parent)
     from submitit.core.submission import process_job
 
     process_job(folder)
 
 
-def _write_place(run: Path) -> None:
+def _first_of_node(path: Path) -> None:
     """Which ranks are on this node, by the scheduler's own names and its own distribution: said
-    before anything can fail here, so that whoever fails can be found. One file a node.
+    before anything can fail here, so that whoever fails can be found. One file a node, and one
+    watcher.
     """
-    if os.environ.get("SLURM_LOCALID") != "0":
-        return
     from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
+    from orchestrator.rank.watcher import start_watcher
     from orchestrator.run_folder.rundir import RunDir, write_json
 
     attempt = int(os.environ[BASE_ATTEMPT_VARIABLE]) + int(os.environ.get(RESTARTS_VARIABLE, "0"))
-    write_json(
-        RunDir(run).node_ranks(attempt, int(os.environ["SLURM_NODEID"])),
-        {
-            "node": os.environ["SLURMD_NODENAME"],
-            "ranks": [int(rank) for rank in os.environ["SLURM_GTIDS"].split(",")],
-        },
-    )
+    node = os.environ["SLURMD_NODENAME"]
+    ranks = [int(rank) for rank in os.environ["SLURM_GTIDS"].split(",")]
+    place = RunDir(path).node_ranks(attempt, int(os.environ["SLURM_NODEID"]))
+    write_json(place, {"node": node, "ranks": ranks})
+    start_watcher(__file__, path, attempt, int(os.environ["SLURM_PROCID"]), node)
+
+
+def watch(*words: str) -> None:
+    """The process that watches a node's first rank."""
+    from orchestrator.rank.watcher import watch
+
+    watch(*words)
 
 
 def after(run: str, attempt: str, code: str, told: str) -> None:
@@ -54,4 +61,4 @@ def after(run: str, attempt: str, code: str, told: str) -> None:
 if __name__ == "__main__":
     if sys.path[0] == str(Path(__file__).resolve().parent):
         del sys.path[0]
-    {"rank": rank, "after": after}[sys.argv[1]](*sys.argv[2:])
+    {"rank": rank, "watch": watch, "after": after}[sys.argv[1]](*sys.argv[2:])

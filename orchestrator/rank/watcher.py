@@ -1,0 +1,86 @@
+"""The process beside a node's first rank under a scheduler, which sees it stop or fall silent.
+
+Ranks of a node watch each other (`hung_neighbour.py`); of one that is alone there, or of all that
+are stopped at once, nobody would know. It is started before the rank imports anything, hears the
+lines of `Life` as the supervisor of a pretended node does, and dies with its rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch, state_of
+from orchestrator.rank.hung_neighbour import end_lost
+from orchestrator.run_folder.rundir import RunDir
+
+PR_SET_PDEATHSIG = 1
+LINE_BYTES = 65536
+
+
+def start_watcher(entry: str, run: Path, attempt: int, rank: int, node: str) -> None:
+    """Start one for this process, which is that rank.
+
+    Args:
+        entry: the file that runs `watch` when its first argument is that word.
+    """
+    ours, theirs = socket.socketpair()
+    theirs.set_inheritable(True)
+    ours.set_inheritable(True)  # until `link_to_supervisor` takes it
+    words = ("watch", run, attempt, rank, node, os.getpid(), theirs.fileno())
+    # It is not that rank: who looks for a rank's process by its number must not find it.
+    environment = {k: v for k, v in os.environ.items() if k not in ("SLURM_PROCID", LINK_VARIABLE)}
+    os.posix_spawn(
+        sys.executable,
+        [sys.executable, entry, *map(str, words)],
+        environment,
+        file_actions=[
+            (os.POSIX_SPAWN_CLOSE, ours.fileno()),
+            # The step ends when nobody holds its output any more.
+            *((os.POSIX_SPAWN_OPEN, n, os.devnull, os.O_RDWR, 0) for n in range(3)),
+        ],
+        setsid=True,
+    )
+    theirs.close()
+    os.environ[LINK_VARIABLE] = str(ours.detach())
+
+
+def watch(path: str, attempt: str, rank: str, node: str, pid: str, link: str) -> None:
+    """Be the watcher of the process `pid`, whose lines come from the socket `link`."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(pid):
+        return
+    run = RunDir(Path(path))
+    cluster = run.read_config()["cluster"]
+    lost = _lost(socket.socket(fileno=int(link)), int(pid), float(cluster["heartbeat_timeout_s"]))
+    if lost:
+        end_lost(
+            run, int(attempt), rank=int(rank), node=node, pid=int(pid),
+            timeout_s=float(cluster["heartbeat_timeout_s"]),
+            requeue=cluster.get("requeue") is not False,
+        )  # fmt: skip
+
+
+def _lost(link: socket.socket, pid: int, silence_s: float) -> bool:
+    """Whether the process becomes lost before it ends. Before its first line, which comes after
+    its imports, it is only lost when it is stopped.
+    """
+    neighbours, heard = NodeWatch(silence_s), False
+    neighbours.joined(0, pid)
+    neighbours.hear(0, b"")
+    while True:
+        if select.select([link], [], [], BEAT_S)[0]:
+            content = link.recv(LINE_BYTES)
+            if not content:
+                return False
+            neighbours.hear(0, content)
+            heard = True
+        if neighbours.silent():
+            if heard or state_of(pid) == "T":
+                return True
+            neighbours.hear(0, b"")
