@@ -1,108 +1,134 @@
 """The plan of a run: one value that says who computes what, printed by `plan`, kept as plan.json.
 
-It is made from plain values before anything is started, with or without knowing the data set and
+It is made of a configuration before anything is started, with or without knowing the data set and
 the model; what is not known is None. The workers make it again with both known, and
 `orchestrator.plan.window` derives every update from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from orchestrator.config.schema import Config, FactsConfig, ScheduleConfig, TrainConfig, node_range
 from orchestrator.errors import PlanError
-from orchestrator.plan.batch import resolve_batch
+from orchestrator.plan.batch import Batch, resolve_batch
 from orchestrator.plan.bounds import at_least, one_of
 from orchestrator.plan.order import DataOrder
-from orchestrator.plan.plan_warnings import Facts, warnings_of
+from orchestrator.plan.parts import Known, Length, Modes, Rates, Traffic
+from orchestrator.plan.plan_warnings import warnings_of
 from orchestrator.plan.schedule import Schedule
-from orchestrator.plan.split import split_for
-from orchestrator.plan.wire import bytes_on_wire_per_update, collectives_per_update
+from orchestrator.plan.split import Split, split_for
+from orchestrator.plan.wire import Wire
 
 SYNCS = ("boundary", "every_step")
 DEFAULT_EPOCHS = 1.0
+ITEMSIZE = {"float64": 8}
+WIRE_ITEMSIZE = {"own": None, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a run will do. The table of ranks is that of the first window.
+    """What a run will do.
 
     Attributes:
-        ranks, nodes, ranks_per_node: R = nodes * ranks_per_node.
-        global_batch: samples of a full update.
-        steps: micro-steps that the batch numbers call for (`accumulation.steps`, stated or not).
-        micro_batch: the stated cap, in reproducible mode the leaf's size; None when not stated.
-        micro_steps: micro-steps of the busiest rank: `steps`, or less when samples are fewer.
-        samples_per_rank: R numbers.
-        micro_batches: R lists of sizes, none 0; an idle rank's is empty.
-        idle_ranks: ranks without samples in a full window.
-        updates: of the whole run; None when only epochs are stated and the data set is not known.
-        epochs: stated, or what `updates` amount to; None when not known.
-        updates_per_epoch: see `DataOrder`; None when the data set is not known.
-        dataset_samples, parameters: of the data set and the model; None when not known.
-        learning_rate_first, _peak, _last: of update 0, at the top, of the last update; None when
-            not known beforehand, as where the job gives its own.
-        schedule: the whole schedule; None when it needs the number of updates and that is unknown.
-        collectives_per_update: 0 on one rank; None when not known beforehand, which is so without
-            `parameters` and in reproducible mode.
-        bytes_on_wire_per_update: per rank; None likewise.
-        ragged, reduction, sync, seed: as configured.
-        gathers_per_update: of the collectives, those that bring weights back from the ranks that
-            step them, where the optimizer is sharded; an update that is skipped needs none.
-        warnings: sentences for the person.
+        nodes, ranks_per_node: R = nodes * ranks_per_node.
+        batch: the batch numbers, stated or not.
+        split: of a full window, the first one.
+        modes, length, rates, traffic: see each.
     """
 
-    ranks: int
     nodes: int
     ranks_per_node: int
-    global_batch: int
-    steps: int
-    micro_batch: int | None
-    micro_steps: int
-    samples_per_rank: tuple[int, ...]
-    micro_batches: tuple[tuple[int, ...], ...]
-    idle_ranks: tuple[int, ...]
-    updates: int | None
-    epochs: float | None
-    updates_per_epoch: int | None
-    dataset_samples: int | None
-    parameters: int | None
-    learning_rate_first: float | None
-    learning_rate_peak: float | None
-    learning_rate_last: float | None
-    schedule: Schedule | None
-    collectives_per_update: int | None
-    bytes_on_wire_per_update: int | None
-    ragged: str
-    reduction: str
-    sync: str
-    seed: int
-    gathers_per_update: int = 0
-    warnings: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as what JSON can hold: dicts, lists, numbers, strings, None."""
-        return _listed(asdict(self))
+    batch: Batch
+    modes: Modes
+    split: Split
+    length: Length
+    rates: Rates
+    traffic: Traffic
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_json`. Keys that it does not know are left alone.
+    def of(cls, config: Config, known: Known | None = None) -> Plan:
+        """Plan with what is known: the ranks know all of it, the submitting side what `facts` says.
 
         Raises:
-            PlanError: a key is missing; the message names it.
+            PlanError: a batch, a schedule or a data set that cannot be planned.
         """
-        known = {f.name: f.default for f in fields(cls)}
-        missing = [n for n, default in known.items() if n not in data and default is MISSING]
-        if missing:
-            raise PlanError(f"the plan lacks {', '.join(missing)}; is it another version's?")
-        values = {name: data[name] for name in known if name in data}
-        if values["schedule"] is not None:
-            values["schedule"] = Schedule(**values["schedule"])
-        for name in ("samples_per_rank", "idle_ranks", "warnings"):
-            values[name] = tuple(values.get(name, ()))
-        values["micro_batches"] = tuple(map(tuple, values["micro_batches"]))
-        return cls(**values)
+        known = known or Known()
+        nodes = node_range(config.cluster.nodes)[1] if known.nodes is None else known.nodes
+        at_least(1, "cluster.nodes", nodes)
+        per_node = at_least(1, "cluster.ranks_per_node", config.cluster.ranks_per_node)
+        modes = _modes(config)
+        batch = _batch(config, nodes * per_node)
+        samples = _stated_or(known.dataset_samples, config.facts, "dataset_samples")
+        order = _order(modes, batch, samples)
+        split = split_for(
+            order.samples_of(0), nodes * per_node, batch=batch, reduction=modes.reduction
+        )
+        length = _length(order, config.train, samples)
+        return cls(
+            nodes=nodes,
+            ranks_per_node=per_node,
+            batch=batch,
+            modes=modes,
+            split=split,
+            length=length,
+            rates=_rates(config.schedule, batch, length, own=known.own_rate),
+            traffic=_traffic(config, known, split),
+        )
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def updates(self) -> int | None:
+        """Of the whole run; None when not known."""
+        return self.length.updates
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences for the person."""
+        return warnings_of(self.split, self.batch, self.modes, self.length, self.rates)
+
+    def figures(self) -> dict[str, Any]:
+        """Everything by its name in plan.json.
+
+        `steps` is what the batch numbers call for, `micro_steps` what the busiest rank takes: as
+        many, or less when samples are fewer. `micro_batch` is the stated cap, in reproducible mode
+        the leaf's size. `micro_batches` are R lists of sizes, none 0; an idle rank's is empty.
+        """
+        batch, split, length, rates = self.batch, self.split, self.length, self.rates
+        return {
+            "ranks": self.ranks,
+            "nodes": self.nodes,
+            "ranks_per_node": self.ranks_per_node,
+            "global_batch": batch.global_batch,
+            "steps": batch.steps,
+            "micro_batch": batch.micro_batch_cap,
+            "micro_steps": split.micro_steps,
+            "samples_per_rank": split.samples_per_rank,
+            "micro_batches": split.micro_batches,
+            "idle_ranks": split.idle_ranks,
+            "updates": length.updates,
+            "epochs": length.epochs,
+            "updates_per_epoch": length.updates_per_epoch,
+            "dataset_samples": length.dataset_samples,
+            "parameters": self.traffic.parameters,
+            "learning_rate_first": rates.first,
+            "learning_rate_peak": rates.peak,
+            "learning_rate_last": rates.last,
+            "schedule": None if rates.schedule is None else asdict(rates.schedule),
+            "collectives_per_update": self.traffic.collectives,
+            "bytes_on_wire_per_update": self.traffic.bytes_on_wire,
+            **asdict(self.modes),
+            "gathers_per_update": self.traffic.gathers,
+            "warnings": self.warnings,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """`figures` as what JSON can hold: dicts, lists, numbers, strings, None."""
+        return _listed(self.figures())
 
 
 def _listed(value: Any) -> Any:
@@ -111,153 +137,106 @@ def _listed(value: Any) -> Any:
     return [_listed(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def make_plan(
-    *,
-    nodes: int,
-    ranks_per_node: int,
-    global_batch: int | None = None,
-    steps: int | None = None,
-    micro_batch: int | None = None,
-    ragged: str = "update",
-    reduction: str = "fast",
-    sync: str = "boundary",
-    updates: int | None = None,
-    epochs: float | None = None,
-    seed: int = 0,
-    base_lr: float = 1e-3,
-    base_batch: int | None = None,
-    scaling: str = "none",
-    warmup_updates: int = 0,
-    decay: str = "none",
-    final_fraction: float = 0.0,
-    dataset_samples: int | None = None,
-    parameters: int | None = None,
-    itemsize: int = 4,
-    metric_count: int = 0,
-    bucket_bytes: int | None = None,
-    wire_itemsize: int | None = None,
-    shard_optimizer: bool = False,
-    early: bool = True,
-    own_rate: bool = False,
-) -> Plan:
-    """Make the plan of a run from values as stated (None: not stated, or not known).
+def _stated_or(known: int | None, facts: FactsConfig, name: str) -> int | None:
+    return getattr(facts, name) if known is None else known
 
-    `updates` wins over `epochs`; with neither it is one epoch. `itemsize` is the bytes of one
-    gradient number, `metric_count` the job's metrics, `bucket_bytes` the size of a
-    bucket (see `wire.bucket_count`), `wire_itemsize` the bytes of a gradient number while it
-    travels, where those are fewer. `shard_optimizer`: each rank steps 1/R of the weights.
-    `early`: buckets leave during the backward. `own_rate`: the job gives the learning rates.
 
-    Raises:
-        PlanError: values that are out of range or do not agree.
-    """
-    at_least(1, "cluster.nodes", nodes)
-    ranks = nodes * at_least(1, "cluster.ranks_per_node", ranks_per_node)
-    if one_of(SYNCS, "accumulation.sync", sync) == "every_step" and reduction == "reproducible":
+def _modes(config: Config) -> Modes:
+    asked = config.accumulation
+    sync = one_of(SYNCS, "accumulation.sync", asked.sync)
+    if sync == "every_step" and asked.reduction == "reproducible":
         raise PlanError(
             "accumulation.sync=every_step adds micro-steps up in an order that depends on the "
             "ranks, which accumulation.reduction=reproducible forbids; use "
             "accumulation.sync=boundary or accumulation.reduction=fast"
         )
-    batch = resolve_batch(
-        global_batch=global_batch, steps=steps, micro_batch=micro_batch, ranks=ranks
+    return Modes(ragged=asked.ragged, reduction=asked.reduction, sync=sync, seed=config.train.seed)
+
+
+def _batch(config: Config, ranks: int) -> Batch:
+    asked = config.accumulation
+    return resolve_batch(
+        global_batch=asked.global_batch,
+        steps=asked.steps,
+        micro_batch=asked.micro_batch,
+        ranks=ranks,
     )
+
+
+def _order(modes: Modes, batch: Batch, samples: int | None) -> DataOrder:
     # Without the data set the same checks run against one that is just large enough.
-    order = DataOrder(
-        dataset_samples=batch.global_batch if dataset_samples is None else dataset_samples,
+    return DataOrder(
+        dataset_samples=batch.global_batch if samples is None else samples,
         global_batch=batch.global_batch,
-        ragged=ragged,
-        seed=seed,
-    )
-    split = split_for(order.samples_of(0), ranks, batch=batch, reduction=reduction)
-    total, passes = _length(order, updates, epochs, known=dataset_samples is not None)
-    rates = Schedule(
-        base_lr=base_lr,
-        global_batch=batch.global_batch,
-        base_batch=base_batch,
-        scaling=scaling,
-        warmup_updates=warmup_updates,
-        # An end that the workers will know must not stop a plan that is made without the data.
-        decay="none" if total is None and decay in ("cosine", "linear") else decay,
-        total_updates=total,
-        final_fraction=final_fraction,
-    )
-    full_micro_steps = split.micro_steps
-    wire_parameters = None if reduction == "reproducible" else parameters
-    sync_steps = full_micro_steps if sync == "every_step" else 1
-    collectives = collectives_per_update(
-        wire_parameters,
-        itemsize=itemsize,
-        metric_count=metric_count,
-        bucket_bytes=bucket_bytes,
-        ranks=ranks,
-        sync_steps=sync_steps,
-        wire_itemsize=wire_itemsize,
-        sharded=shard_optimizer,
-        early=early,
-    )
-    return Plan(
-        ranks=ranks,
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        global_batch=batch.global_batch,
-        steps=batch.steps,
-        micro_batch=batch.micro_batch_cap,
-        micro_steps=full_micro_steps,
-        samples_per_rank=split.samples_per_rank,
-        micro_batches=split.micro_batches,
-        idle_ranks=split.idle_ranks,
-        updates=total,
-        epochs=passes,
-        updates_per_epoch=None if dataset_samples is None else order.updates_per_epoch,
-        dataset_samples=dataset_samples,
-        parameters=parameters,
-        learning_rate_first=None if own_rate else rates.learning_rate(0),
-        learning_rate_peak=None if own_rate else rates.peak,
-        learning_rate_last=None if own_rate or total is None else rates.learning_rate(total - 1),
-        schedule=rates if rates.decay == decay else None,
-        collectives_per_update=collectives,
-        bytes_on_wire_per_update=bytes_on_wire_per_update(
-            wire_parameters,
-            itemsize=itemsize,
-            metric_count=metric_count,
-            ranks=ranks,
-            sync_steps=sync_steps,
-            wire_itemsize=wire_itemsize,
-            sharded=shard_optimizer,
-        ),
-        gathers_per_update=(collectives or 0) // 2 if shard_optimizer else 0,
-        ragged=ragged,
-        reduction=reduction,
-        sync=sync,
-        seed=seed,
-        warnings=warnings_of(
-            Facts(
-                split=split,
-                batch=batch,
-                reduction=reduction,
-                ragged=ragged,
-                dataset_samples=dataset_samples,
-                warmup_updates=warmup_updates,
-                updates=total,
-                scaling=scaling,
-                own_rate=own_rate,
-            )
-        ),
+        ragged=modes.ragged,
+        seed=modes.seed,
     )
 
 
-def _length(
-    order: DataOrder, updates: int | None, epochs: float | None, *, known: bool
-) -> tuple[int | None, float | None]:
-    """Updates and epochs of the run, each None when it is not known."""
-    if updates is not None:
+def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length:
+    """`train.updates` wins over `train.epochs`; with neither it is one epoch."""
+    known = samples is not None
+    updates, epochs = train.updates, train.epochs
+    if updates is None:
+        epochs = DEFAULT_EPOCHS if epochs is None else epochs
+        total = order.updates_for(epochs)
+        updates = total if known else None
+    else:
         at_least(1, "train.updates", updates)
-        if not known:
-            return updates, None
-        if order.ragged == "carry":
-            return updates, updates * order.global_batch / order.dataset_samples
-        return updates, updates / order.updates_per_epoch
-    epochs = DEFAULT_EPOCHS if epochs is None else epochs
-    total = order.updates_for(epochs)
-    return (total if known else None), epochs
+        epochs = updates / order.updates_per_epoch if known else None
+        if known and order.ragged == "carry":
+            epochs = updates * order.global_batch / order.dataset_samples
+    return Length(
+        updates=updates,
+        epochs=epochs,
+        updates_per_epoch=order.updates_per_epoch if known else None,
+        dataset_samples=samples,
+    )
+
+
+def _rates(asked: ScheduleConfig, batch: Batch, length: Length, *, own: bool) -> Rates:
+    total = length.updates
+    # An end that the workers will know must not stop a plan that is made without the data.
+    unknown = total is None and asked.decay in ("cosine", "linear")
+    schedule = Schedule(
+        base_lr=asked.base_lr,
+        global_batch=batch.global_batch,
+        base_batch=asked.base_batch,
+        scaling=asked.scaling,
+        warmup_updates=asked.warmup_updates,
+        decay="none" if unknown else asked.decay,
+        total_updates=total,
+    )
+    return Rates(
+        first=None if own else schedule.learning_rate(0),
+        peak=None if own else schedule.peak,
+        last=None if own or total is None else schedule.learning_rate(total - 1),
+        schedule=None if unknown else schedule,
+    )
+
+
+def _traffic(config: Config, known: Known, split: Split) -> Traffic:
+    asked, engine = config.accumulation, config.engine
+    parameters = _stated_or(known.parameters, config.facts, "parameters")
+    wire = Wire(
+        ranks=split.ranks,
+        itemsize=ITEMSIZE.get(config.train.precision, 4),
+        metric_count=known.metric_count,
+        bucket_bytes=engine.bucket_bytes,
+        sync_steps=split.micro_steps if asked.sync == "every_step" else 1,
+        wire_itemsize=WIRE_ITEMSIZE[engine.wire],
+        sharded=engine.shard_optimizer,
+        early=known.framework != "mindspore",
+    )
+    summed = None if asked.reduction == "reproducible" else parameters
+    collectives, sent = wire.collectives(summed), wire.bytes_sent(summed)
+    gathers = (collectives or 0) // 2 if engine.shard_optimizer else 0
+    beside = known.collectives_beside
+    # How many batch norms there are, and how large embeddings are, is the job's secret.
+    secret = engine.norm == "exact" and beside is None
+    beside = int(known.coupled and split.ranks > 1) if beside is None else beside
+    if collectives is not None and (beside or secret):
+        collectives, sent = None if secret else collectives + beside, None
+    return Traffic(
+        parameters=parameters, collectives=collectives, bytes_on_wire=sent, gathers=gathers
+    )

@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from orchestrator.plan.batch import GLOBAL_BATCH, MICRO_BATCH, STEPS, Batch
+from orchestrator.plan.parts import Length, Modes, Rates
 from orchestrator.plan.split import Split
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """What the warnings are read from: the first window's split, and the values beside it.
-
-    `own_rate`: the job gives the learning rates, so nothing is true of the schedule.
-    """
-
-    split: Split
-    batch: Batch
-    reduction: str
-    ragged: str
-    dataset_samples: int | None
-    warmup_updates: int
-    updates: int | None
-    scaling: str = "none"
-    own_rate: bool = False
-
-
-def warnings_of(facts: Facts) -> tuple[str, ...]:
-    """All sentences that hold, the most important first."""
+def warnings_of(
+    split: Split, batch: Batch, modes: Modes, length: Length, rates: Rates
+) -> tuple[str, ...]:
+    """All sentences that hold, the most important first. `split` is of the first window."""
     return (
-        *_idle(facts),
-        *_empty_steps(facts),
-        *_uneven_leaves(facts),
-        *_data(facts),
-        *_warm_up(facts),
+        *_idle(split, batch, modes),
+        *_empty_steps(split, batch),
+        *_uneven_leaves(split, batch, modes, length),
+        *_data(batch, modes, length, rates),
+        *_warm_up(length, rates),
     )
 
 
@@ -65,18 +49,16 @@ def named_numbers(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(words[:8])}{more}"
 
 
-def _idle(facts: Facts) -> Iterator[str]:
-    split, idle = facts.split, facts.split.idle_ranks
-    if idle:
+def _idle(split: Split, batch: Batch, modes: Modes) -> Iterator[str]:
+    if idle := split.idle_ranks:
         yield (
             f"{named_ranks(idle)} of {split.ranks} will be idle: there is no work for them in an "
             f"update of {split.samples} samples"
-            + (f" in leaves of {facts.batch.micro_batch_cap}" * (facts.reduction != "fast"))
+            + (f" in leaves of {batch.micro_batch_cap}" * (modes.reduction != "fast"))
         )
 
 
-def _empty_steps(facts: Facts) -> Iterator[str]:
-    split, batch = facts.split, facts.batch
+def _empty_steps(split: Split, batch: Batch) -> Iterator[str]:
     taken = split.micro_steps
     if taken >= batch.steps:
         return
@@ -93,49 +75,53 @@ def _empty_steps(facts: Facts) -> Iterator[str]:
         )
 
 
-def _uneven_leaves(facts: Facts) -> Iterator[str]:
-    leaf = facts.batch.micro_batch_cap
-    if facts.reduction != "reproducible" or leaf is None:
+def _uneven_leaves(split: Split, batch: Batch, modes: Modes, length: Length) -> Iterator[str]:
+    leaf = batch.micro_batch_cap
+    if modes.reduction != "reproducible" or leaf is None:
         return
-    counts = [len(sizes) for sizes in facts.split.micro_batches]
+    counts = [len(sizes) for sizes in split.micro_batches]
     if min(counts) != max(counts):
-        even, total = facts.split.ranks * leaf * max(counts), facts.dataset_samples
-        fits = total is None or even <= total or facts.ragged == "carry"
+        even, total = split.ranks * leaf * max(counts), length.dataset_samples
+        fits = total is None or even <= total or modes.ragged == "carry"
         yield (
             f"{sum(counts)} leaves do not divide evenly: {counts.count(max(counts))} of "
-            f"{facts.split.ranks} ranks take {max(counts)} and the others wait for them"
+            f"{split.ranks} ranks take {max(counts)} and the others wait for them"
             + (f"; {GLOBAL_BATCH}={even} would fill all ranks at {MICRO_BATCH}={leaf}" * fits)
         )
 
 
-def _data(facts: Facts) -> Iterator[str]:
-    total, size = facts.dataset_samples, facts.batch.global_batch
+def _data(batch: Batch, modes: Modes, length: Length, rates: Rates) -> Iterator[str]:
+    total, size = length.dataset_samples, batch.global_batch
     if total is None:
         return
-    scaled = facts.scaling != "none" and not facts.own_rate
-    if size > total and facts.ragged == "update":
+    if size > total and modes.ragged == "update":
         yield (
             f"{GLOBAL_BATCH}={size} is more than the {total} samples of the data set: an update "
-            f"holds {total}" + f", while the learning rate is scaled for {size}" * scaled
+            f"holds {total}" + f", while the learning rate is scaled for {size}" * _scaled(rates)
         )
-    if size > total and facts.ragged == "carry":
+    if size > total and modes.ragged == "carry":
         yield (
             f"{GLOBAL_BATCH}={size} is more than the {total} samples of the data set: an update "
             "holds some samples more than once"
         )
-    epochs = (facts.updates or 0) // max(1, total // size)
-    if facts.ragged == "drop" and total % size and epochs:
+    epochs = (length.updates or 0) // max(1, total // size)
+    if modes.ragged == "drop" and total % size and epochs:
         yield (
             f"accumulation.ragged=drop leaves {total % size} of {total} samples out of each epoch"
             + " (others each time)" * (epochs > 1)
         )
 
 
-def _warm_up(facts: Facts) -> Iterator[str]:
-    if facts.own_rate or facts.updates is None:
+def _scaled(rates: Rates) -> bool:
+    followed = rates.schedule is not None and rates.schedule.scaling != "none"
+    return followed and rates.first is not None
+
+
+def _warm_up(length: Length, rates: Rates) -> Iterator[str]:
+    if rates.first is None or rates.schedule is None or length.updates is None:
         return
-    if facts.warmup_updates > facts.updates:
+    if rates.schedule.warmup_updates > length.updates:
         yield (
-            f"schedule.warmup_updates={facts.warmup_updates} is more than the {facts.updates} "
-            "updates of the run: the learning rate never reaches its peak"
+            f"schedule.warmup_updates={rates.schedule.warmup_updates} is more than the "
+            f"{length.updates} updates of the run: the learning rate never reaches its peak"
         )

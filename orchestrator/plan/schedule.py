@@ -4,7 +4,7 @@ With u from 0, T updates in all, W of warm-up, s = max(W - 1, 0) the update that
 
     peak  = base_lr * f(G / base_batch)   f(x) = x (linear), sqrt(x) (sqrt) or 1 (none)
     u < W:  peak * (u + 1) / W
-    else:   peak * (q + (1 - q) * d(p))   p = min(1, (u - s) / (T - 1 - s)), q = final_fraction,
+    else:   peak * d(p)                   p = min(1, (u - s) / (T - 1 - s)),
                                           d(p) = (1 + cos(pi p)) / 2 (cosine), 1 - p (linear), 1
 
 Linear scaling with warm-up: Goyal et al., arXiv 1706.02677. Square root: Krizhevsky, arXiv
@@ -35,10 +35,9 @@ class Schedule:
             `scaling="none"`.
         scaling: how the peak follows the global batch: linear, sqrt or none.
         warmup_updates: W; 0 for none.
-        decay: cosine, linear or none, from the peak to `final_fraction` of it at update T - 1.
+        decay: cosine, linear or none, from the peak to 0 at update T - 1.
         global_batch: G, in samples.
         total_updates: T; None when the run's end is not known, which only `decay="none"` allows.
-        final_fraction: between 0 and 1.
 
     Raises:
         PlanError: a value out of range, or a decay without a known end.
@@ -51,7 +50,6 @@ class Schedule:
     warmup_updates: int = 0
     decay: str = "none"
     total_updates: int | None = None
-    final_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.base_lr) and self.base_lr >= 0):
@@ -67,10 +65,6 @@ class Schedule:
                 f"schedule.scaling={self.scaling} needs schedule.base_batch, the global batch that "
                 f"schedule.base_lr was chosen for; schedule.base_batch={self.global_batch} keeps "
                 "schedule.base_lr as it is"
-            )
-        if not 0 <= self.final_fraction <= 1:
-            raise PlanError(
-                f"schedule.final_fraction={self.final_fraction}: it must be between 0 and 1"
             )
         if self.total_updates is not None:
             at_least(0, "train.updates", self.total_updates)
@@ -93,7 +87,7 @@ class Schedule:
 
         >>> Schedule(
         ...     base_lr=0.1, base_batch=256, scaling="linear", warmup_updates=2, decay="cosine",
-        ...     global_batch=512, total_updates=4, final_fraction=0.5,
+        ...     global_batch=512, total_updates=4,
         ... ).learning_rate(0)
         0.1
 
@@ -103,8 +97,7 @@ class Schedule:
         at_least(0, "the number of an update", update)
         if update < self.warmup_updates:
             return self.peak * ((update + 1) / self.warmup_updates)
-        q = self.final_fraction
-        return self.peak * (q + (1.0 - q) * self._decayed(update))
+        return self.peak * self._decayed(update)
 
     def _decayed(self, update: int) -> float:
         if self.decay == "none" or self.total_updates is None:

@@ -104,19 +104,18 @@ def planner_of(plan: Plan) -> WindowPlanner:
     Raises:
         PlanError: the plan was made without the data set's size.
     """
-    if plan.dataset_samples is None or plan.schedule is None:
+    samples, schedule = plan.length.dataset_samples, plan.rates.schedule
+    if samples is None or schedule is None:
         raise PlanError("windows need the size of the data set, and this plan was made without it")
     return WindowPlanner(
         order=DataOrder(
-            dataset_samples=plan.dataset_samples,
-            global_batch=plan.global_batch,
-            ragged=plan.ragged,
-            seed=plan.seed,
+            dataset_samples=samples,
+            global_batch=plan.batch.global_batch,
+            ragged=plan.modes.ragged,
+            seed=plan.modes.seed,
         ),
-        schedule=plan.schedule,
-        batch=Batch(
-            global_batch=plan.global_batch, steps=plan.steps, micro_batch_cap=plan.micro_batch
-        ),
+        schedule=schedule,
+        batch=plan.batch,
         ranks=plan.ranks,
-        reduction=plan.reduction,
+        reduction=plan.modes.reduction,
     )

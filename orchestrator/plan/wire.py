@@ -1,4 +1,4 @@
-"""What one update puts on the wire: how many collectives, how many bytes, how long.
+"""What one update puts on the wire: how many collectives, how many bytes.
 
 Pure arithmetic on counts. It knows the *layout* of what travels at the boundary (all gradients,
 then a short trailer of agreed numbers, cut into equal buckets), not how an engine fills it.
@@ -6,7 +6,7 @@ then a short trailer of agreed numbers, cut into equal buckets), not how an engi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from orchestrator.errors import PlanError
 
@@ -88,142 +88,109 @@ def bucket_count(payload: int, bucket_bytes: int | None, *, early: bool = True) 
     return max(1, -(-payload // bucket_bytes))
 
 
-def collectives_per_update(
-    parameters: int | None,
-    *,
-    itemsize: int,
-    metric_count: int,
-    bucket_bytes: int | None,
-    ranks: int,
-    sync_steps: int = 1,
-    wire_itemsize: int | None = None,
-    sharded: bool = False,
-    early: bool = True,
-) -> int | None:
-    """Collectives that each rank takes part in during one update; 0 on a single rank.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wire:
+    """How a gradient and what rides along travel in one update.
 
-    They are all-reduces. With `sharded`, each bucket is a reduce-scatter of the gradient and a
-    gather of the weights, and what the trailer says travels in one gather more.
-
-    `sync_steps` is how many times the update synchronises: 1 at the boundary, or K when it does so
-    after every micro-step (`accumulation.sync=every_step`). `wire_itemsize` is what a number of the
-    gradient has in bytes while it travels, where that is less than `itemsize`; the trailer then
-    travels by itself. `early`: buckets leave during the backward. None when `parameters` is unknown
-    and there is more than one rank.
-
-    >>> collectives_per_update(
-    ...     1_000_000, itemsize=4, metric_count=1, bucket_bytes=1_000_000, ranks=4
-    ... )
-    5
-    >>> collectives_per_update(
-    ...     999_000, itemsize=4, metric_count=1, bucket_bytes=1_000_000, ranks=4, sharded=True
-    ... )
-    9
+    Attributes:
+        ranks: R; on a single one nothing travels.
+        itemsize: bytes of a number of the gradient.
+        metric_count: metrics that the job reports besides its loss.
+        bucket_bytes: see `bucket_count`.
+        sync_steps: how many times the update synchronises: 1 at the boundary, or K when it does so
+            after every micro-step (`accumulation.sync=every_step`).
+        wire_itemsize: bytes of a number while it travels, where those are fewer; the trailer then
+            travels by itself.
+        sharded: each rank steps 1/R of the weights.
+        early: buckets leave during the backward.
 
     Raises:
-        PlanError: a count that is not possible (see `payload_bytes`), or `bucket_bytes`, `ranks`
-            or `sync_steps` below 1.
+        PlanError: `bucket_bytes`, `ranks` or `sync_steps` below 1.
     """
-    _check(ranks=ranks, sync_steps=sync_steps)
-    if bucket_bytes is not None and bucket_bytes < 1:
-        raise PlanError(f"the size of a bucket is {bucket_bytes} bytes; it must be 1 or more")
-    if ranks == 1:
-        return 0
-    if parameters is None:
-        return None
-    if sharded:
-        return 2 * sharded_buckets(parameters, itemsize, bucket_bytes, ranks) + 1
-    payload = payload_bytes(parameters, itemsize=itemsize, metric_count=metric_count)
-    if wire_itemsize is not None:
-        return sync_steps * (bucket_count(parameters * wire_itemsize, bucket_bytes) + 1)
-    return sync_steps * bucket_count(payload, bucket_bytes, early=early)
 
+    ranks: int
+    itemsize: int
+    metric_count: int
+    bucket_bytes: int | None = None
+    sync_steps: int = 1
+    wire_itemsize: int | None = None
+    sharded: bool = False
+    early: bool = True
 
-def sharded_buckets(parameters: int, itemsize: int, bucket_bytes: int | None, ranks: int) -> int:
-    """Buckets of a sharded gradient: none of them without a number for each rank."""
-    numbers = padded(parameters, ranks)
-    return min(bucket_count(numbers * itemsize, bucket_bytes), numbers // ranks)
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise PlanError(f"the number of ranks is {self.ranks}; it must be 1 or more")
+        if self.sync_steps < 1:
+            raise PlanError(
+                f"an update synchronises {self.sync_steps} times; it must do so at least once"
+            )
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
+            raise PlanError(
+                f"the size of a bucket is {self.bucket_bytes} bytes; it must be 1 or more"
+            )
 
+    def collectives(self, parameters: int | None) -> int | None:
+        """Collectives that each rank takes part in during one update; 0 on a single rank.
 
-def bytes_on_wire_per_update(
-    parameters: int | None,
-    *,
-    itemsize: int,
-    metric_count: int,
-    ranks: int,
-    sync_steps: int = 1,
-    wire_itemsize: int | None = None,
-    sharded: bool = False,
-) -> int | None:
-    """Bytes that each rank must send in one update, at the least: 2(R-1)/R of what it reduces.
+        They are all-reduces. When `sharded`, each bucket is a reduce-scatter of the gradient and a
+        gather of the weights, and what the trailer says travels in one gather more. None when
+        `parameters` is unknown and there is more than one rank.
 
-    That floor is reached by ring and recursive-halving all-reduces (Patarasuk and Yuan, 2009).
-    Rounded up, once per synchronisation; None when `parameters` is unknown, 0 on a single rank.
-    With `sharded`, (R-1)/R of the padded gradient and of the weights, and to every other rank
-    the numbers of the trailer and a norm, in float64.
+        >>> Wire(ranks=4, itemsize=4, metric_count=1, bucket_bytes=10**6).collectives(1_000_000)
+        5
+        >>> sharded = Wire(ranks=4, itemsize=4, metric_count=1, bucket_bytes=10**6, sharded=True)
+        >>> sharded.collectives(999_000)
+        9
 
-    >>> bytes_on_wire_per_update(1_000, itemsize=4, metric_count=0, ranks=4)
-    6324
-    >>> bytes_on_wire_per_update(1_000, itemsize=4, metric_count=0, ranks=4, wire_itemsize=2)
-    3324
+        Raises:
+            PlanError: a count that is not possible (see `payload_bytes`).
+        """
+        if self.ranks == 1:
+            return 0
+        if parameters is None:
+            return None
+        if self.sharded:
+            return 2 * self._sharded_buckets(parameters) + 1
+        payload = self._payload(parameters)
+        if self.wire_itemsize is None:
+            count = bucket_count(payload, self.bucket_bytes, early=self.early)
+        else:
+            count = bucket_count(parameters * self.wire_itemsize, self.bucket_bytes) + 1
+        return self.sync_steps * count
 
-    Raises:
-        PlanError: see `collectives_per_update`.
-    """
-    _check(ranks=ranks, sync_steps=sync_steps)
-    if ranks == 1:
-        return 0
-    if parameters is None:
-        return None
-    if sharded:
-        row = 8 * (trailer_numbers(metric_count) + 1)
-        return (ranks - 1) * (2 * padded(parameters, ranks) // ranks * itemsize + row)
-    payload = payload_bytes(parameters, itemsize=itemsize, metric_count=metric_count)
-    if wire_itemsize is not None:
-        payload -= parameters * (itemsize - wire_itemsize)
-    return sync_steps * -(-2 * (ranks - 1) * payload // ranks)
+    def bytes_sent(self, parameters: int | None) -> int | None:
+        """Bytes that each rank must send in one update, at the least: 2(R-1)/R of what it reduces.
 
+        That floor is reached by ring and recursive-halving all-reduces (Patarasuk and Yuan, 2009).
+        Rounded up, once per synchronisation; None when `parameters` is unknown, 0 on a single rank.
+        When `sharded`, (R-1)/R of the padded gradient and of the weights, and to every other rank
+        the numbers of the trailer and a norm, in float64.
 
-def bucket_seconds(bucket_bytes: float, *, alpha_s: float, beta_s_per_byte: float) -> float:
-    """Predicted seconds for one bucket: t(b) = alpha + beta * b (latency and inverse bandwidth)."""
-    return alpha_s + beta_s_per_byte * bucket_bytes
+        >>> Wire(ranks=4, itemsize=4, metric_count=0).bytes_sent(1_000)
+        6324
+        >>> Wire(ranks=4, itemsize=4, metric_count=0, wire_itemsize=2).bytes_sent(1_000)
+        3324
 
+        Raises:
+            PlanError: see `collectives`.
+        """
+        if self.ranks == 1:
+            return 0
+        if parameters is None:
+            return None
+        if self.sharded:
+            row = 8 * (trailer_numbers(self.metric_count) + 1)
+            numbers = padded(parameters, self.ranks)
+            return (self.ranks - 1) * (2 * numbers // self.ranks * self.itemsize + row)
+        payload = self._payload(parameters)
+        if self.wire_itemsize is not None:
+            payload -= parameters * (self.itemsize - self.wire_itemsize)
+        return self.sync_steps * -(-2 * (self.ranks - 1) * payload // self.ranks)
 
-def update_end_s(
-    ready_s: Sequence[float],
-    bucket_bytes: Sequence[float],
-    *,
-    compute_s: float,
-    alpha_s: float,
-    beta_s_per_byte: float,
-) -> float:
-    """Predicted seconds from an update's start to its end, with buckets sent while computing.
+    def _payload(self, parameters: int) -> int:
+        return payload_bytes(parameters, itemsize=self.itemsize, metric_count=self.metric_count)
 
-    Bucket i is ready at `ready_s[i]` and the link takes buckets in order, so it starts at
-    s_i = max(ready_i, e_{i-1}) and ends at e_i = s_i + alpha + beta * b_i. The update ends when
-    both the compute and the last bucket have.
-
-    >>> update_end_s([1.0, 2.0], [10, 10], compute_s=2.0, alpha_s=0.5, beta_s_per_byte=0.1)
-    4.0
-
-    Raises:
-        PlanError: not as many ready times as buckets.
-    """
-    if len(ready_s) != len(bucket_bytes):
-        raise PlanError(
-            f"there are {len(ready_s)} ready times for {len(bucket_bytes)} buckets; "
-            "there must be one for each"
-        )
-    free_s = 0.0
-    for ready, size in zip(ready_s, bucket_bytes, strict=True):
-        free_s = max(ready, free_s) + bucket_seconds(
-            size, alpha_s=alpha_s, beta_s_per_byte=beta_s_per_byte
-        )
-    return max(compute_s, free_s)
-
-
-def _check(*, ranks: int, sync_steps: int) -> None:
-    if ranks < 1:
-        raise PlanError(f"the number of ranks is {ranks}; it must be 1 or more")
-    if sync_steps < 1:
-        raise PlanError(f"an update synchronises {sync_steps} times; it must do so at least once")
+    def _sharded_buckets(self, parameters: int) -> int:
+        """None of them without a number for each rank."""
+        numbers = padded(parameters, self.ranks)
+        return min(bucket_count(numbers * self.itemsize, self.bucket_bytes), numbers // self.ranks)

@@ -36,7 +36,7 @@ from orchestrator.lifecycle.address import interface_variables
 from orchestrator.lifecycle.signs.node_watch import FAILED, FINISHED, STOPPED
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
-from orchestrator.plan.from_config import plan_of
+from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.rank.agreed.dataset import agreed_samples
 from orchestrator.rank.agreed.devices_asked import devices_asked
@@ -182,8 +182,7 @@ def _run_rank(
     )
 
     def plan_with(parameters: int | None, samples: int | None) -> Plan:
-        return plan_of(
-            config,
+        known = Known(
             nodes=topology.nodes,
             dataset_samples=samples,
             parameters=parameters,
@@ -192,6 +191,7 @@ def _run_rank(
             collectives_beside=engine.collectives_beside(),
             own_rate=has_own_rate(job),
         )
+        return Plan.of(config, known)
 
     planned = plan_with(engine.parameter_count(), agreed_samples(engine, job.dataset()))
     compare_facts(config.facts, planned, plan_with)
@@ -211,7 +211,7 @@ def _run_rank(
         environment = describe_environment(framework.versions(), group.transport, code)
         environment["optimizer"] = engine.optimizer_used()
         changed = warnings_of(environment, _environment_before(run))
-        micro_batches = sum(map(len, planned.micro_batches))
+        micro_batches = sum(map(len, planned.split.micro_batches))
         for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
             warn(sentence)
         write_json(run.environment, environment)

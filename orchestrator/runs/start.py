@@ -31,7 +31,7 @@ from orchestrator.errors import (
 )
 from orchestrator.outcome.lock_holder import held
 from orchestrator.outcome.run_result import Ended
-from orchestrator.plan.from_config import plan_of
+from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.report.metrics import Tail
 from orchestrator.report.terminal import command, say
@@ -60,13 +60,13 @@ def prepare(config: Config, *, new: bool = True) -> Plan:
     check_builder(config.optimizer, str(config.job["_target_"]), own=facts.own_optimizer)
     if facts.own_rate:
         refuse_schedule(str(config.job["_target_"]), config.schedule)
-    plan = plan_of(
-        config,
+    known = Known(
         own_rate=facts.own_rate,
         metric_count=facts.metric_count or 0,
         framework=facts.framework,
         coupled=facts.coupled,
     )
+    plan = Plan.of(config, known)
     if config.cluster.kind == "local" and config.transport == "nccl":
         from orchestrator.clusters.local.cluster import visible_gpus
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.plan import make_plan
 from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.plan.window import planner_of
+from tests.plan.stated import make_plan
 
 NUMBERS = re.compile(r"\d+")
 
@@ -45,7 +45,7 @@ def _holds(sentence, stated, plan):
     """Whether what a warning says is so, by the windows themselves."""
     planner = planner_of(plan)
     splits = [planner.assignment(update) for update in range(plan.updates)]
-    first, samples = splits[0], plan.dataset_samples
+    first, samples = splits[0], plan.length.dataset_samples
     if "will be idle" in sentence:
         idle = [rank for rank, sizes in enumerate(first.micro_batches) if not sizes]
         return idle and all(not one.micro_batches[rank] for one in splits for rank in idle)
@@ -61,9 +61,9 @@ def _holds(sentence, stated, plan):
         if "would fill" not in sentence:
             return uneven
         other = make_plan(**{**stated, "global_batch": int(NUMBERS.findall(sentence)[4])})
-        return uneven and len({len(sizes) for sizes in other.micro_batches}) == 1
+        return uneven and len({len(sizes) for sizes in other.split.micro_batches}) == 1
     if "more than the" in sentence and "samples of the data set" in sentence:
-        more = plan.global_batch > samples
+        more = plan.batch.global_batch > samples
         if "is scaled for" in sentence:
             more &= stated["scaling"] != "none" and not stated["own_rate"]
         if "holds some samples more than once" in sentence:

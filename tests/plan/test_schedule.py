@@ -33,15 +33,13 @@ def test_warm_up_rises_by_equal_parts_to_the_peak(warmup):
     assert rates[warmup - 1] == rates[warmup] == rates[warmup + 1] == 0.1
 
 
-@given(counts, st.integers(0, 100), st.floats(0, 1), st.sampled_from(["cosine", "linear"]))
-def test_decay_ends_at_the_final_fraction_on_the_last_update(total, warmup, fraction, decay):
+@given(counts, st.integers(0, 100), st.sampled_from(["cosine", "linear"]))
+def test_decay_ends_at_nothing_on_the_last_update(total, warmup, decay):
     total += warmup + 1
-    decayed = schedule(
-        warmup_updates=warmup, decay=decay, total_updates=total, final_fraction=fraction
-    )
+    decayed = schedule(warmup_updates=warmup, decay=decay, total_updates=total)
     peak_update = max(warmup - 1, 0)
     assert decayed.learning_rate(peak_update) == 0.1
-    assert decayed.learning_rate(total - 1) == pytest.approx(0.1 * fraction, abs=1e-16)
+    assert decayed.learning_rate(total - 1) == pytest.approx(0, abs=1e-16)
     assert decayed.learning_rate(total + 5) == decayed.learning_rate(total - 1)
     rates = [decayed.learning_rate(u) for u in range(peak_update, total)]
     assert rates == sorted(rates, reverse=True)
@@ -87,7 +85,6 @@ def test_a_warm_up_longer_than_the_run_stays_a_warm_up(decay):
         ({"decay": "cosine"}, "schedule.decay=cosine needs to know the last update"),
         ({"warmup_updates": -1}, "schedule.warmup_updates=-1"),
         ({"global_batch": 0}, "accumulation.global_batch=0"),
-        ({"final_fraction": 1.5}, "between 0 and 1"),
         ({"total_updates": -1}, "train.updates=-1"),
     ],
 )
@@ -105,8 +102,8 @@ def test_updates_count_from_zero():
 @pytest.mark.parametrize("decay", ["cosine", "linear"])
 @pytest.mark.parametrize("warmup", [0, 1])
 def test_a_run_of_one_update_that_goes_on_after_its_end_has_decayed(decay, warmup):
-    one = schedule(decay=decay, warmup_updates=warmup, total_updates=1, final_fraction=0.25)
-    assert [one.learning_rate(update) for update in (0, 1, 7)] == [0.1, 0.025, 0.025]
+    one = schedule(decay=decay, warmup_updates=warmup, total_updates=1)
+    assert [one.learning_rate(update) for update in (0, 1, 7)] == [0.1, 0.0, 0.0]
 
 
 def test_a_cosine_is_cut_to_14_digits_since_libraries_differ_in_its_last():

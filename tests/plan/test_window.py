@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.plan import make_plan
 from orchestrator.plan.split import assign, assign_leaves
 from orchestrator.plan.window import WindowPlanner, planner_of
+from tests.plan.stated import make_plan
 
 
 def planner(**values) -> WindowPlanner:

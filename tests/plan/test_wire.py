@@ -1,6 +1,4 @@
-"""Counts of collectives and bytes, and the time that they are predicted to take."""
-
-import math
+"""Counts of collectives and bytes."""
 
 import pytest
 from hypothesis import given
@@ -8,13 +6,11 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import PlanError
 from orchestrator.plan.wire import (
+    Wire,
     bucket_count,
-    bytes_on_wire_per_update,
-    collectives_per_update,
     padded,
     payload_bytes,
     trailer_numbers,
-    update_end_s,
 )
 
 COUNTS = {"itemsize": 4, "metric_count": 1}
@@ -30,16 +26,16 @@ def test_the_digits_network_at_one_bucket_is_one_collective():
     parameters = 784 * 512 + 512 + 512 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
     assert payload_bytes(parameters, **COUNTS) == 4 * (parameters + 66)
     buckets = {"bucket_bytes": 25 * 2**20, "ranks": 4}
-    assert collectives_per_update(parameters, **COUNTS, **buckets) == 1
-    assert collectives_per_update(parameters, **COUNTS, **buckets, sync_steps=4) == 4
-    assert bytes_on_wire_per_update(parameters, **COUNTS, ranks=4) == 6 * (parameters + 66)
+    assert Wire(**COUNTS, **buckets).collectives(parameters) == 1
+    assert Wire(**COUNTS, **buckets, sync_steps=4).collectives(parameters) == 4
+    assert Wire(**COUNTS, ranks=4).bytes_sent(parameters) == 6 * (parameters + 66)
 
 
 @given(parameters_, ranks_, st.integers(1, 2**30), st.integers(1, 9))
 def test_buckets_hold_the_payload_and_none_is_empty(parameters, ranks, bucket_bytes, sync_steps):
-    calls = collectives_per_update(
-        parameters, **COUNTS, bucket_bytes=bucket_bytes, ranks=ranks, sync_steps=sync_steps
-    )
+    calls = Wire(
+        **COUNTS, bucket_bytes=bucket_bytes, ranks=ranks, sync_steps=sync_steps
+    ).collectives(parameters)
     each, rest = divmod(calls, sync_steps)
     assert rest == 0
     assert (each - 1) * bucket_bytes < payload_bytes(parameters, **COUNTS) <= each * bucket_bytes
@@ -48,7 +44,7 @@ def test_buckets_hold_the_payload_and_none_is_empty(parameters, ranks, bucket_by
 @given(parameters_, ranks_)
 def test_bytes_on_the_wire_are_the_floor_of_an_all_reduce_rounded_up(parameters, ranks):
     payload = payload_bytes(parameters, **COUNTS)
-    moved = bytes_on_wire_per_update(parameters, **COUNTS, ranks=ranks)
+    moved = Wire(**COUNTS, ranks=ranks).bytes_sent(parameters)
     assert 0 <= moved * ranks - 2 * (ranks - 1) * payload < ranks
     assert payload <= moved <= 2 * payload
 
@@ -56,42 +52,27 @@ def test_bytes_on_the_wire_are_the_floor_of_an_all_reduce_rounded_up(parameters,
 @given(st.integers(1, 10**10), ranks_, st.one_of(st.none(), st.integers(1, 2**30)))
 def test_a_sharded_update_sends_every_segment_there_and_back_and_a_row(parameters, ranks, size):
     given = {**COUNTS, "ranks": ranks, "sharded": True}
-    calls = collectives_per_update(parameters, **given, bucket_bytes=size)
+    calls = Wire(**given, bucket_bytes=size).collectives(parameters)
     buckets, row = divmod(calls, 2)
     numbers = padded(parameters, ranks)
     assert row == 1
     assert 1 <= buckets <= numbers // ranks
     assert parameters <= numbers < parameters + ranks
     assert size is None or numbers // ranks == buckets or 4 * numbers <= size * buckets
-    moved = bytes_on_wire_per_update(parameters, **given)
+    moved = Wire(**given).bytes_sent(parameters)
     assert moved == (ranks - 1) * (2 * 4 * numbers // ranks + 8 * (trailer_numbers(1) + 1))
 
 
 @pytest.mark.parametrize("parameters", [None, 100])
 def test_one_rank_sends_nothing(parameters):
-    assert collectives_per_update(parameters, **COUNTS, bucket_bytes=8, ranks=1) == 0
-    assert bytes_on_wire_per_update(parameters, **COUNTS, ranks=1) == 0
-    assert collectives_per_update(parameters, **COUNTS, bucket_bytes=8, ranks=1, sharded=True) == 0
+    assert Wire(**COUNTS, bucket_bytes=8, ranks=1).collectives(parameters) == 0
+    assert Wire(**COUNTS, ranks=1).bytes_sent(parameters) == 0
+    assert Wire(**COUNTS, bucket_bytes=8, ranks=1, sharded=True).collectives(parameters) == 0
 
 
 def test_an_unknown_model_gives_unknown_counts():
-    assert collectives_per_update(None, **COUNTS, bucket_bytes=8, ranks=2) is None
-    assert bytes_on_wire_per_update(None, **COUNTS, ranks=2) is None
-
-
-times = st.floats(0, 100)
-
-
-@given(st.lists(st.tuples(times, st.integers(0, 10**9)), max_size=12), times, times)
-def test_the_predicted_end_is_at_least_every_lower_bound(buckets, compute_s, alpha_s):
-    ready = [r for r, _ in buckets]
-    sizes = [b for _, b in buckets]
-    beta = 1e-9
-    end = update_end_s(ready, sizes, compute_s=compute_s, alpha_s=alpha_s, beta_s_per_byte=beta)
-    busy = [alpha_s + beta * b for b in sizes]
-    # The end is the longest chain: wait for one bucket, then send it and all after it.
-    chains = [r + math.fsum(busy[i:]) for i, r in enumerate(ready)]
-    assert end == pytest.approx(max([compute_s, *chains]), rel=1e-9, abs=1e-9)
+    assert Wire(**COUNTS, bucket_bytes=8, ranks=2).collectives(None) is None
+    assert Wire(**COUNTS, ranks=2).bytes_sent(None) is None
 
 
 @pytest.mark.parametrize(
@@ -100,13 +81,9 @@ def test_the_predicted_end_is_at_least_every_lower_bound(buckets, compute_s, alp
         (lambda: trailer_numbers(-1), "the number of metrics is -1"),
         (lambda: payload_bytes(-1, **COUNTS), "the number of parameters is -1"),
         (lambda: payload_bytes(1, itemsize=0, metric_count=0), "a number is 0 bytes"),
-        (lambda: bytes_on_wire_per_update(1, **COUNTS, ranks=0), "the number of ranks is 0"),
-        (lambda: bytes_on_wire_per_update(1, **COUNTS, ranks=2, sync_steps=0), "0 times"),
-        (lambda: collectives_per_update(1, **COUNTS, bucket_bytes=0, ranks=2), "bucket is 0"),
-        (
-            lambda: update_end_s([1.0], [], compute_s=1, alpha_s=0, beta_s_per_byte=0),
-            "1 ready times for 0 buckets",
-        ),
+        (lambda: Wire(**COUNTS, ranks=0).bytes_sent(1), "the number of ranks is 0"),
+        (lambda: Wire(**COUNTS, ranks=2, sync_steps=0).bytes_sent(1), "0 times"),
+        (lambda: Wire(**COUNTS, bucket_bytes=0, ranks=2).collectives(1), "bucket is 0"),
     ],
 )
 def test_counts_that_cannot_be_are_refused(call, message):
@@ -121,9 +98,9 @@ def test_a_rounded_gradient_travels_in_its_own_bytes_and_its_trailer_beside_it(
     sync_steps, bucket_bytes
 ):
     given = {**COUNTS, "ranks": 4, "sync_steps": sync_steps, "wire_itemsize": 2}
-    calls = collectives_per_update(9000, **given, bucket_bytes=bucket_bytes)
+    calls = Wire(**given, bucket_bytes=bucket_bytes).collectives(9000)
     assert calls == sync_steps * ({None: 1, 1000: 18, 10**9: 1}[bucket_bytes] + 1)
-    moved = bytes_on_wire_per_update(9000, **given)
+    moved = Wire(**given).bytes_sent(9000)
     assert moved == sync_steps * 2 * 3 * (2 * 9000 + 4 * trailer_numbers(1)) // 4
 
 
@@ -141,5 +118,5 @@ def test_buckets_of_no_stated_size_are_eight_but_neither_small_nor_large(mib, ea
 
 def test_buckets_leave_early_unless_it_is_said_otherwise():
     given = {"itemsize": 1, "metric_count": 0, "bucket_bytes": None, "ranks": 2}
-    assert collectives_per_update(24 * 2**20, **given) == 8
-    assert collectives_per_update(24 * 2**20, **given, early=False) == 1
+    assert Wire(**given).collectives(24 * 2**20) == 8
+    assert Wire(**given, early=False).collectives(24 * 2**20) == 1

@@ -4,7 +4,8 @@ import pytest
 
 from orchestrator.compose.composer import compose
 from orchestrator.config.schema import to_yaml
-from orchestrator.plan.from_config import plan_of
+from orchestrator.plan.parts import Known
+from orchestrator.plan.plan import Plan
 from orchestrator.report.tables.sweep import Cell
 from orchestrator.sweeps.remarks import remarks
 
@@ -18,7 +19,7 @@ def cells(tmp_path):
             folder.mkdir()
             config = compose([*point.split(), f"run.dir={folder}"])
             (folder / "config.yaml").write_text(to_yaml(config))
-            plan = plan_of(config, dataset_samples=1437).to_json()
+            plan = Plan.of(config, Known(dataset_samples=1437)).to_json()
             overrides = {"accumulation": point}
             result = {"state": "finished"}
             made.append(Cell(overrides=overrides, folder=folder, result=result, plan=plan))

@@ -7,7 +7,6 @@ something else was asked for; where it is not, the two numbers are said.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from statistics import median
 
 from orchestrator.config.schema import FactsConfig
@@ -33,19 +32,18 @@ def compare_facts(
     Raises:
         ConfigError: the plan would be another one.
     """
+    true_plan = planned.figures()
     wrong = {
-        name: (said, true)
-        for name, true in (
-            ("parameters", planned.parameters),
-            ("dataset_samples", planned.dataset_samples),
-        )
-        if (said := getattr(facts, name)) is not None and said != true
+        name: (said, true_plan[name])
+        for name in ("parameters", "dataset_samples")
+        if (said := getattr(facts, name)) is not None and said != true_plan[name]
     }
     if not wrong:
         return
     shown = plan_with(
-        facts.parameters or planned.parameters, facts.dataset_samples or planned.dataset_samples
-    )
+        facts.parameters or planned.traffic.parameters,
+        facts.dataset_samples or planned.length.dataset_samples,
+    ).figures()
     told = "; ".join(
         f"facts.{name}={said}, but {'the model' if name == 'parameters' else 'the data set'} has "
         f"{true}"
@@ -53,10 +51,9 @@ def compare_facts(
     )
     remedy = " ".join(f"facts.{name}={true}" for name, (_, true) in wrong.items())
     changed = [
-        f"{field.name} {_short(getattr(shown, field.name))}, not "
-        f"{_short(getattr(planned, field.name))}"
-        for field in fields(Plan)
-        if field.name not in _FIGURES and getattr(shown, field.name) != getattr(planned, field.name)
+        f"{name} {_short(shown[name])}, not {_short(true)}"
+        for name, true in true_plan.items()
+        if name not in _FIGURES and shown[name] != true
     ]
     if changed:
         raise ConfigError(

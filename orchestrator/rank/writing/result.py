@@ -49,7 +49,7 @@ def result_of(
         "bytes_on_wire": outcome.bytes_on_wire,
         "seconds": seconds,
         "planned_updates": planned.updates,
-        "planned_collectives_per_update": planned.collectives_per_update,
+        "planned_collectives_per_update": planned.traffic.collectives,
         "culprit": None,
         "restarts": run.restarts(),
     }

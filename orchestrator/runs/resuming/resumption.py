@@ -17,7 +17,7 @@ from orchestrator.compose.hydra_input import check_arguments, guarded
 from orchestrator.config.schema import Config, read_config, to_yaml, unknown_keys
 from orchestrator.errors import ConfigError, PlanError
 from orchestrator.lifecycle.checkpoint import PREFIX, complete, refuse_beyond
-from orchestrator.plan.from_config import plan_of
+from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.report.units import format_count, plural
 from orchestrator.run_folder.files import read_text
@@ -117,11 +117,8 @@ def updates_saved(run: RunDir) -> int:
 
 def _plan(config: Config, known: Mapping[str, Any]) -> Plan:
     try:
-        return plan_of(
-            config,
-            dataset_samples=known.get("dataset_samples"),
-            parameters=known.get("parameters"),
-        )
+        samples, parameters = known.get("dataset_samples"), known.get("parameters")
+        return Plan.of(config, Known(dataset_samples=samples, parameters=parameters))
     except PlanError as error:
         raise ConfigError(str(error)) from error
 

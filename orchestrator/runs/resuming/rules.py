@@ -154,19 +154,21 @@ def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
             f"{done} updates are done already, which is more than the {new.updates} that are asked "
             f"for now; try train.updates={done + 1} or more"
         )
-    if new.global_batch != old.global_batch:
+    before, asked = old.batch, new.batch
+    if asked.global_batch != before.global_batch:
         raise ConfigError(
-            f"an update would be of {new.global_batch} samples, but was of {old.global_batch} so "
-            f"far; to keep it, add accumulation.global_batch={old.global_batch} "
-            f"accumulation.steps={old.steps} accumulation.micro_batch=null\n{anew(run)}"
+            f"an update would be of {asked.global_batch} samples, but was of {before.global_batch} "
+            f"so far; to keep it, add accumulation.global_batch={before.global_batch} "
+            f"accumulation.steps={before.steps} accumulation.micro_batch=null\n{anew(run)}"
         )
-    if new.reduction == "reproducible" and new.micro_batch != old.micro_batch:
+    leaf, leaf_before = asked.micro_batch_cap, before.micro_batch_cap
+    if new.modes.reduction == "reproducible" and leaf != leaf_before:
         raise ConfigError(
-            f"accumulation.micro_batch={new.micro_batch}: in reproducible mode it is the size of a "
-            f"leaf, which was {old.micro_batch} so far; another one is another sum\n{anew(run)}"
+            f"accumulation.micro_batch={leaf}: in reproducible mode it is the size of a "
+            f"leaf, which was {leaf_before} so far; another one is another sum\n{anew(run)}"
         )
     for update in _looked_at(old, new):
-        if old.schedule and new.schedule and _rate(old, update) != _rate(new, update):
+        if old.rates.schedule and new.rates.schedule and _rate(old, update) != _rate(new, update):
             raise ConfigError(
                 f"the learning rate of update {update + 1} would be {_rate(new, update):.6g}, but "
                 f"was to be {_rate(old, update):.6g}: schedule.* decides it, and where "
@@ -188,18 +190,19 @@ def _looked_at(old: Plan, new: Plan) -> list[int]:
 
 
 def _rate(plan: Plan, update: int) -> float:
-    assert plan.schedule is not None  # noqa: S101  # asked by the only caller
-    return plan.schedule.learning_rate(update)
+    assert plan.rates.schedule is not None  # noqa: S101  # asked by the only caller
+    return plan.rates.schedule.learning_rate(update)
 
 
 def _samples(plan: Plan, update: int) -> int:
-    return planner_of(plan).order.samples_of(update) if plan.dataset_samples else 0
+    return planner_of(plan).order.samples_of(update) if plan.length.dataset_samples else 0
 
 
 def rounding(made: list[Change], old: Plan, new: Plan, config: Config) -> str | None:
     """A sentence when what follows agrees with the undisturbed run up to rounding only."""
-    kept = config.accumulation.reduction == old.reduction == "reproducible"
-    split = [] if kept or old.micro_batches == new.micro_batches else ["another split of the batch"]
+    kept = config.accumulation.reduction == old.modes.reduction == "reproducible"
+    same_split = kept or old.split.micro_batches == new.split.micro_batches
+    split = [] if same_split else ["another split of the batch"]
     causes = split + [change.text for change in made if change.kind is Kind.ROUNDING]
     if not causes:
         return None

@@ -24,7 +24,7 @@ from orchestrator.engine.conformance import CHECKS
 from orchestrator.engine.mindspore import build_engine, form_group
 from orchestrator.engine.mindspore.comm.collectives import AllGather, AllReduceMean, AllReduceSum
 from orchestrator.errors import JobError, NonFiniteError, SilenceError
-from orchestrator.plan.wire import bytes_on_wire_per_update, collectives_per_update
+from orchestrator.plan.wire import Wire
 from tests.engine.mindspore.jobs import SAMPLES, Steep, Weighted, numpy_update
 
 RATE = 0.05
@@ -187,8 +187,8 @@ def collectives_are_as_planned(group):
         engine, report, before, after = _updates(group, bucket_bytes=bucket)
         facts = {"itemsize": 4, "metric_count": 1, "ranks": group.size}
         count = engine.parameter_count()
-        assert report.collectives == collectives_per_update(count, bucket_bytes=bucket, **facts)
-        wanted = bytes_on_wire_per_update(count, **facts)
+        assert report.collectives == Wire(bucket_bytes=bucket, **facts).collectives(count)
+        wanted = Wire(**facts).bytes_sent(count)
         assert abs(report.bytes_on_wire - wanted) <= 1, (report.bytes_on_wire, wanted)
         assert _distance(after, numpy_update(before, RATE)) < 1e-6
 

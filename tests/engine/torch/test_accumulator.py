@@ -8,7 +8,7 @@ from torch import nn
 
 from orchestrator.engine.torch import Accumulator, Loss, TorchGroup, run_in_threads
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, PeerLost, SilenceError
-from orchestrator.plan.wire import bytes_on_wire_per_update, collectives_per_update
+from orchestrator.plan.wire import Wire
 
 WIDTH = 6
 
@@ -65,10 +65,10 @@ def test_an_update_sends_what_the_plan_says(ranks, bucket_bytes, sync, wire):
             "wire_itemsize": 2 if wire == "bfloat16" else None,
         }
         sync_steps = steps if sync == "every_step" else 1
-        collectives = collectives_per_update(
-            parameters, bucket_bytes=bucket_bytes, sync_steps=sync_steps, **given
+        collectives = Wire(bucket_bytes=bucket_bytes, sync_steps=sync_steps, **given).collectives(
+            parameters
         )
-        sent = bytes_on_wire_per_update(parameters, **given)
+        sent = Wire(**given).bytes_sent(parameters)
         for report in reports:
             assert report.collectives == collectives
             assert abs(report.bytes_on_wire - sync_steps * sent) < sync_steps

@@ -4,8 +4,8 @@ import pytest
 
 from orchestrator.config.schema import FactsConfig
 from orchestrator.errors import ConfigError
-from orchestrator.plan.plan import make_plan
 from orchestrator.rank.agreed.stated_facts import UpdateTime, compare_facts
+from tests.plan.stated import make_plan
 
 
 def _plan_with(ranks, **more):

@@ -1,8 +1,8 @@
 # ruff: noqa: RUF001 - the signs that are printed.
 """A plan on the screen."""
 
-from orchestrator.plan.plan import make_plan
 from orchestrator.report.tables.plan_table import print_plan
+from tests.plan.stated import make_plan
 from tests.report.conftest import Screen
 
 

@@ -10,7 +10,8 @@ import yaml
 from orchestrator.compose.composer import compose
 from orchestrator.config.schema import Config, read_config, to_yaml
 from orchestrator.errors import ConfigError, RunFolderError
-from orchestrator.plan.from_config import plan_of
+from orchestrator.plan.parts import Known
+from orchestrator.plan.plan import Plan
 from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.runs.resuming.resumption import record, resumption
 from orchestrator.runs.resuming.rules import Kind, changes, flat
@@ -35,7 +36,7 @@ def make_run(tmp_path):
         config = composed(*overrides)
         run.config.write_text(to_yaml(config))
         write_json(run.submission, {"cluster": "local", "time": 1.0})
-        write_json(run.plan, plan_of(config, dataset_samples=240, parameters=10).to_json())
+        write_json(run.plan, Plan.of(config, Known(dataset_samples=240, parameters=10)).to_json())
         run.begin_attempt()
         saved = run.checkpoints / f"update-{done:09d}"
         saved.mkdir()
@@ -73,7 +74,7 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
     run = make_run(*begun)
     found = asked_of(run, asked)
     assert found.changes or asked == ["train.updates=8"]
-    assert found.plan.global_batch == 48
+    assert found.plan.batch.global_batch == 48
     assert "going on after update 4" in found.words
 
 

@@ -22,7 +22,7 @@ from orchestrator.engine.torch import (
 from orchestrator.engine.torch.sharding.eligibility import ELEMENTWISE
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, RunFolderError
 from orchestrator.plan.split import assign
-from orchestrator.plan.wire import bytes_on_wire_per_update, collectives_per_update
+from orchestrator.plan.wire import Wire
 from tests.engine.torch.batch_norm.test_exact import Nested
 from tests.engine.torch.processes import run_ranks
 from tests.engine.torch.test_engine import SAMPLES, Curve, _run, _windows
@@ -174,14 +174,14 @@ def test_processes_take_the_same_steps_and_send_what_the_plan_says(tmp_path, ran
     (tmp_path / "whole").mkdir()
     [(wanted, _, parameters, whole), *_] = run_ranks(ranks, tmp_path / "whole", _over_gloo, False)
     given = {"itemsize": 4, "metric_count": 0, "ranks": ranks, "sharded": True}
-    calls = collectives_per_update(parameters, **given, bucket_bytes=3 * 2**18)
+    calls = Wire(**given, bucket_bytes=3 * 2**18).collectives(parameters)
     assert calls == 2 * 3 + 1
     for weights, reports, _, moments in sharded:
         for name, weight in weights.items():
             assert (weight == sharded[0][0][name]).all()
             assert abs(weight - wanted[name]).max() <= 1e-6 * abs(wanted[name]).max()
         assert {r.collectives for r in reports} == {calls}
-        assert {r.bytes_on_wire for r in reports} == {bytes_on_wire_per_update(parameters, **given)}
+        assert {r.bytes_on_wire for r in reports} == {Wire(**given).bytes_sent(parameters)}
         assert moments == pytest.approx(whole / ranks, abs=2 * ranks)
     assert sum(moments for *_, moments in sharded) == whole
 

@@ -1,0 +1,94 @@
+"""The parts of a plan, each a thought of its own; `Plan.figures` has all of them by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from orchestrator.plan.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """What is known of a job beside its configuration: all of it on the ranks, less before.
+
+    Attributes:
+        nodes: how many there really are; None for the most that the configuration asks for.
+        dataset_samples, parameters: of the data set and the model; None for what `facts` says.
+        metric_count: metrics that the job reports besides its loss.
+        framework: that the job is written for, if that is known.
+        coupled: the job's loss is one of all embeddings, which are gathered once an update.
+        collectives_beside: of each update, besides the gradient's reduction, as the engine counts
+            them; None when there is none yet.
+        own_rate: the job gives the learning rates itself.
+    """
+
+    nodes: int | None = None
+    dataset_samples: int | None = None
+    parameters: int | None = None
+    metric_count: int = 0
+    framework: str | None = None
+    coupled: bool = False
+    collectives_beside: int | None = None
+    own_rate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Modes:
+    """How samples are ordered and gradients summed, as configured."""
+
+    ragged: str
+    reduction: str
+    sync: str
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Length:
+    """How long the run is.
+
+    Attributes:
+        updates: of the whole run; None when only epochs are stated and the data set is not known.
+        epochs: stated, or what `updates` amount to; None when not known.
+        updates_per_epoch: see `DataOrder`; None when the data set is not known.
+        dataset_samples: of the data set; None when not known.
+    """
+
+    updates: int | None
+    epochs: float | None
+    updates_per_epoch: int | None
+    dataset_samples: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Learning rates.
+
+    Attributes:
+        first, peak, last: of update 0, at the top, of the last update; None when not known
+            beforehand, as where the job gives its own.
+        schedule: the whole schedule; None when it needs the number of updates and that is unknown.
+    """
+
+    first: float | None
+    peak: float | None
+    last: float | None
+    schedule: Schedule | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What one update sends, as far as it is known.
+
+    Attributes:
+        parameters: of the model; None when not known.
+        collectives: each rank's in an update, 0 on one rank; None when not known beforehand, which
+            is so without `parameters` and in reproducible mode.
+        bytes_on_wire: per rank; None likewise.
+        gathers: of the collectives, those that bring weights back from the ranks that step them,
+            where the optimizer is sharded; an update that is skipped needs none.
+    """
+
+    parameters: int | None
+    collectives: int | None
+    bytes_on_wire: int | None
+    gathers: int = 0

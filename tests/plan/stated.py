@@ -1,0 +1,34 @@
+"""Plans for tests: of values by their own names, each at its place in a configuration."""
+
+from dataclasses import fields
+
+from orchestrator.config.schema import (
+    AccumulationConfig,
+    ClusterConfig,
+    Config,
+    EngineConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from orchestrator.plan.parts import Known
+from orchestrator.plan.plan import Plan
+
+SECTIONS = {
+    "cluster": ClusterConfig,
+    "accumulation": AccumulationConfig,
+    "schedule": ScheduleConfig,
+    "train": TrainConfig,
+    "engine": EngineConfig,
+}
+KNOWN = [field.name for field in fields(Known)]
+
+
+def make_plan(**values) -> Plan:
+    """`Plan.of` a configuration with these values and no checks of its own."""
+    known = Known(**{name: values.pop(name) for name in KNOWN if name in values})
+    config = Config()
+    for section, kind in SECTIONS.items():
+        given = {f.name: values.pop(f.name) for f in fields(kind) if f.name in values}
+        setattr(config, section, kind(**given))
+    assert not values
+    return Plan.of(config, known)
