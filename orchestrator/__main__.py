@@ -267,6 +267,31 @@ def compare(
         raise typer.Exit(EXIT_FAILED)
 
 
+@verb()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's.")],
+    form: Annotated[
+        str, typer.Option("--format", help="html (a page), md, csv, json or png.")
+    ] = "html",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A file; a page's is RUN/report.html.")
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Answer on loopback, fresh while runs go on.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="For --serve; 0: any.")] = 0,
+    verbose: Verbose = False,
+) -> None:
+    """Write a page about a run or a sweep: curves, time, memory, what differs, how to repeat it."""
+    del verbose
+    from orchestrator.page.report import serve_report, write_report
+
+    if serve:
+        serve_report(run.absolute(), port, Console())
+        return
+    write_report(run.absolute(), form, output, Console())
+
+
 def main() -> None:
     """The verbs, as `python -m orchestrator` and as the console script `orchestrator`."""
     script = Path(sys.argv[0]).name == "orchestrator"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,16 @@ from orchestrator.clusters.api import Culprit, State
 from orchestrator.compose.composer import Composed
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UsageError
-from orchestrator.lifecycle.checkpoint import WEIGHTS, complete
 from orchestrator.plan.plan_warnings import named_numbers
-from orchestrator.report.metrics import read_metrics
-from orchestrator.report.tables.sweep import Cell, print_sweep
-from orchestrator.report.tables.time_and_memory import Pair, print_time_and_memory
+from orchestrator.report.tables.sweep import print_sweep
+from orchestrator.report.tables.time_and_memory import print_time_and_memory
 from orchestrator.report.terminal import command, say
 from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
 from orchestrator.runs.new_folder import new_folder
 from orchestrator.runs.start import plan_and_notes, prepare, start
+from orchestrator.sweeps.cells import accumulation_pairs, cell_of, only_varying
 from orchestrator.sweeps.remarks import remarks
 
 
@@ -135,10 +134,10 @@ class Sweep:
                 "bold",
             )
             return max(codes)
-        varying = _varying([overrides for overrides, _, _ in self.points])
+        varying = only_varying([overrides for overrides, _, _ in self.points])
         cells = [
-            self._cell(number, overrides, folder, varying)
-            for number, (overrides, folder, _) in enumerate(self.points)
+            cell_of(RunDir(self.points[number][1]), overrides, result=self._refusal(number))
+            for number, overrides in enumerate(varying)
         ]
         print_sweep(cells, self._manner.console)
         for sentence in remarks(cells):
@@ -151,53 +150,9 @@ class Sweep:
         failed = [code for code in codes if code]
         return EXIT_FAILED if EXIT_FAILED in failed else max(failed, default=0)
 
-    def _cell(self, number: int, overrides: list[str], folder: Path, varying: set[str]) -> Cell:
-        run = RunDir(folder)
-        result = run.read_result()
-        if number in self._refused:
-            culprit = Culprit(rank=None, node="launcher", cause=str(self._refused[number]))
-            result = {"state": "failed", "culprit": culprit.to_json()}
-        saved = complete(run.checkpoints) if run.checkpoints.is_dir() else []
-        pairs = (o.split("=", 1) for o in overrides)
-        return Cell(
-            overrides={key.lstrip("+"): value for key, value in pairs if key in varying},
-            folder=folder,
-            result=result,
-            updates=read_metrics(run.metrics).updates if run.metrics.exists() else (),
-            plan=run.read_plan(),
-            weights=saved[-1] / WEIGHTS if saved else None,
-        )
-
-
-def accumulation_pairs(cells: Sequence[Cell]) -> list[Pair]:
-    """Points that show what accumulation does: K = 1 beside the largest K, all else being equal.
-
-    One pair at equal micro-batch and one at equal global batch, where the sweep has them.
-    """
-    done = [c for c in cells if c.finished and c.plan.get("micro_steps")]
-    plain = [c for c in done if c.plan["micro_steps"] == 1]
-    many = sorted(
-        (c for c in done if c.plan["micro_steps"] > 1), key=lambda c: -c.plan["micro_steps"]
-    )
-    pairs: list[Pair] = []
-    for title, figure in (
-        ("equal micro-batch", lambda c: c.plan["micro_batches"][0][0]),
-        ("equal global batch", lambda c: c.plan["global_batch"]),
-    ):
-        found = [(one, other) for other in many for one in plain if _alike(one, other, figure)]
-        pairs += [Pair(title=title, one=found[0][0], many=found[0][1])] if found else []
-    return pairs
-
-
-def _alike(one: Cell, other: Cell, figure: Callable[[Cell], int]) -> bool:
-    """Whether two points have the same figure and differ in their accumulation only."""
-    differing = {k for k, v in other.overrides.items() if one.overrides.get(k) != v}
-    alike = all(key.split(".")[0] == "accumulation" for key in differing)
-    return alike and one.plan["ranks"] == other.plan["ranks"] and figure(one) == figure(other)
-
-
-def _varying(all_overrides: Sequence[Sequence[str]]) -> set[str]:
-    """Keys whose value is not the same in all points (all keys, when there is one point)."""
-    tables = [dict(o.split("=", 1) for o in overrides if "=" in o) for overrides in all_overrides]
-    keys = {key for table in tables for key in table}
-    return {k for k in keys if len(tables) == 1 or len({table.get(k) for table in tables}) > 1}
+    def _refusal(self, number: int) -> dict[str, Any] | None:
+        """What stands for the result of a point that could not start."""
+        if number not in self._refused:
+            return None
+        culprit = Culprit(rank=None, node="launcher", cause=str(self._refused[number]))
+        return {"state": "failed", "culprit": culprit.to_json()}

@@ -158,7 +158,7 @@ def _columns(cells: Sequence[Cell], console: Console) -> list[_Column]:
     return [
         column("key", "no.", (str(number) for number in range(1, len(cells) + 1))),
         *(
-            column("key", _short(key, keys), (str(c.overrides.get(key, "")) for c in cells))
+            column("key", short_key(key, keys), (str(c.overrides.get(key, "")) for c in cells))
             for key in keys
         ),
         state,
@@ -209,7 +209,7 @@ def broken(text: str, width: int) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _short(key: str, keys: Sequence[str]) -> str:
+def short_key(key: str, keys: Sequence[str]) -> str:
     """The last part of a key, when no other swept key ends in the same."""
     last = key.rsplit(".", 1)[-1]
     return last if [k.rsplit(".", 1)[-1] for k in keys].count(last) == 1 else key

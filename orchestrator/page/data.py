@@ -1,0 +1,225 @@
+"""Everything that a page says, as plain values: the page, the other formats and the charts only
+put it into shape. Every figure has its raw value (seconds, bytes, counts) and its text.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from orchestrator.page.facts import Facts, RunFacts, differing
+from orchestrator.report.metrics import Record
+from orchestrator.report.summary import Summary
+from orchestrator.report.tables.closing_table import describe_culprit
+from orchestrator.report.tables.sweep import differences
+from orchestrator.report.tables.time_and_memory import verdict
+from orchestrator.report.terminal import harmless
+from orchestrator.report.units import (
+    UNKNOWN,
+    format_bytes,
+    format_count,
+    format_number,
+    format_rate,
+    format_seconds,
+    plural,
+)
+from orchestrator.sweeps.cells import accumulation_pairs
+from orchestrator.sweeps.remarks import remarks
+
+POINTS = 24_000  # drawn in all lines together, so that the page stays below 2 MB
+DIGITS = 6
+HIDDEN = ("token", "secret", "password", "passwd", "api_key", "apikey", "credential")
+
+
+def _per_second(value: float | None) -> str:
+    return format_rate(value, "").replace(" /s", "")
+
+
+# Of each run: key, title, what its text is made by. `metrics` follow.
+FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
+    ("updates", "updates", format_count),
+    ("samples", "samples", format_count),
+    ("seconds", "time", format_seconds),
+    ("seconds_per_update", "time per update", format_seconds),
+    ("samples_per_second", "samples per second", _per_second),
+    ("peak_memory_bytes", "peak memory", format_bytes),
+    ("bytes_on_wire_per_update", "bytes per update", format_bytes),
+    ("collectives_per_update", "collectives per update", format_count),
+)
+
+
+def data_of(facts: Facts) -> dict[str, Any]:
+    """The page's data. Nothing in it is a secret by the name of its key."""
+    cells = [run.cell for run in facts.runs]
+    apart = differences(cells) if facts.sweep else [UNKNOWN] * len(cells)
+    most = max(2, POINTS // max(1, len(cells)))
+    varied = differing(facts.runs)
+    return {
+        "title": facts.path.name,
+        "path": str(facts.path),
+        "sweep": facts.sweep,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "runs": [
+            _run(number, run, weights, most)
+            for number, (run, weights) in enumerate(zip(facts.runs, apart, strict=True), 1)
+        ],
+        "figures": [{"key": key, "title": title} for key, title, _ in FIGURES],
+        "metrics": list(dict.fromkeys(name for cell in cells for name in cell.summary.metrics)),
+        "differing": [
+            {"key": key, "values": [_shown(key, value) for value in values]}
+            for key, values in varied.items()
+        ],
+        "sentences": [
+            *(verdict(pair) for pair in accumulation_pairs(cells)),
+            *remarks(cells),
+            *(f"not read: {sentence}" for sentence in facts.unreadable),
+        ],
+    }
+
+
+def _run(number: int, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
+    cell, summary = run.cell, run.cell.summary
+    result = cell.result or {}
+    updates = thinned(cell.updates, most)
+    return {
+        "number": number,
+        "name": harmless(run.name),
+        "folder": str(cell.folder),
+        "overrides": {key: _shown(key, value) for key, value in cell.overrides.items()},
+        "state": summary.state,
+        "why": _why(result),
+        "weights": weights,
+        "sha256": result.get("weights_sha256"),
+        "figures": _figures(summary),
+        "metrics": {
+            name: {"value": value, "text": format_number(value)}
+            for name, value in summary.metrics.items()
+        },
+        "memory": summary.memory_bytes,
+        "time_shares": summary.time_shares,
+        "plan": {
+            key: cell.plan.get(key)
+            for key in ("nodes", "ranks", "global_batch", "micro_steps", "updates", "parameters")
+        },
+        "restarts": [
+            {key: harmless(note.get(key, "")) for key in ("attempt", "resumed_from", "why")}
+            for note in result.get("restarts") or []
+        ],
+        "warnings": list(
+            dict.fromkeys(
+                harmless(text) for record in cell.updates for text in record.get("warnings") or []
+            )
+        ),
+        "drawn": f"{format_count(len(updates))} of {plural(len(cell.updates), 'update')}",
+        "series": _series(updates),
+        "evaluations": _evaluations(thinned(run.evaluations, most)),
+        "environment": _environment(run.environment),
+        "command": _command(run.submission),
+        "made_in": str(run.submission.get("folder") or UNKNOWN),
+    }
+
+
+def _figures(summary: Summary) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for key, _, form in FIGURES:
+        value = getattr(summary, key)
+        found[key] = {"value": value, "text": form(value)}
+    return found
+
+
+def _why(result: Mapping[str, Any]) -> str:
+    culprit = result.get("culprit")
+    return harmless(describe_culprit(culprit)) if culprit else ""
+
+
+def thinned(records: Sequence[Record], most: int) -> Sequence[Record]:
+    """At most `most` of them at even distances, the first and the last included.
+
+    >>> [r["n"] for r in thinned([{"n": n} for n in range(10)], 4)]
+    [0, 3, 6, 9]
+    """
+    if len(records) <= most:
+        return records
+    last = len(records) - 1
+    return [records[round(place * last / (most - 1))] for place in range(most)]
+
+
+def _series(updates: Sequence[Record]) -> dict[str, list[Any]]:
+    """Columns, one place an update: what curves are drawn of."""
+    if not updates:
+        return {}
+    began = updates[0]["time"] - (updates[0].get("update_s") or 0)
+    samples, columns = 0, dict[str, list[Any]]()
+    for record in updates:
+        samples += record.get("samples") or 0
+        spent = {n: record.get(f"{n}_s") or 0.0 for n in ("compute", "wait", "optimizer")}
+        row = {
+            "update": record["update"] + 1,
+            "samples": samples,
+            "elapsed_s": record["time"] - began,
+            "loss": record.get("loss"),
+            **{f"{name}_s": seconds for name, seconds in spent.items()},
+            "other_s": max(0.0, (record.get("update_s") or 0.0) - sum(spent.values())),
+        }
+        for name, value in row.items():
+            columns.setdefault(name, []).append(rounded(value))
+    return columns
+
+
+def _evaluations(records: Sequence[Record]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for record in records for name in record["evaluation"])
+    columns: dict[str, list[Any]] = {"update": [record["update"] + 1 for record in records]}
+    for name in names:
+        columns[name] = [rounded(record["evaluation"].get(name)) for record in records]
+    return columns if names else {}
+
+
+def rounded(value: Any) -> Any:
+    """A number in six digits; None where it is not finite, which JSON cannot say.
+
+    >>> rounded(1.23456789), rounded(float("nan")), rounded(7)
+    (1.23457, None, 7)
+    """
+    if not isinstance(value, float):
+        return value
+    short = float(f"{value:.{DIGITS}g}")
+    return short if math.isfinite(short) else None
+
+
+def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
+    """What a run was computed with, flat, without what repeats elsewhere (the optimizer, diffs)."""
+    packages = environment.get("packages") or {}
+    framework, git = environment.get("framework") or {}, environment.get("git") or {}
+    rows = {
+        **{key: environment.get(key) for key in ("python", "platform", "processor", "cpus")},
+        **{key: environment.get(key) for key in ("transport", "threads")},
+        **{str(name): version for name, version in packages.items()},
+        **{f"framework {name}": text for name, text in framework.items()},
+        "git commit": git.get("commit"),
+        "uncommitted changes": ("yes" if git.get("diff") else "no") if git else None,
+    }
+    return {key: harmless(value) for key, value in rows.items() if value is not None}
+
+
+def _command(submission: Mapping[str, Any]) -> str:
+    """The command that made the run, as it can be typed again."""
+    words = [_hidden(word) for word in submission.get("overrides") or []]
+    return f"python -m orchestrator.launch {shlex.join(words)}".rstrip()
+
+
+def _hidden(override: str) -> str:
+    key, equals, value = override.partition("=")
+    return f"{key}{equals}{_shown(key, value)}"
+
+
+def _shown(key: str, value: Any) -> str:
+    """A value as text, unless its key's name says that it is a secret.
+
+    >>> _shown("job.api_key", "x"), _shown("job.width", 3)
+    ('(hidden)', '3')
+    """
+    secret = any(word in key.lower() for word in HIDDEN)
+    return "(hidden)" if secret and value is not None else harmless(value)

@@ -1,0 +1,120 @@
+"""What a page is made of: runs as they lie on disk, told apart by what varies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import RunFolderError
+from orchestrator.report.metrics import Record, read_metrics
+from orchestrator.report.tables.sweep import Cell, short_key
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.runs.resuming.rules import changes
+from orchestrator.runs.status import find_runs
+from orchestrator.sweeps.cells import cell_of, only_varying
+
+OF_NO_RUN = ("run", "hydra")  # sections that say where a run lies, not what it computes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """One run. `name` tells it from the others; the mappings are the files of its folder."""
+
+    name: str
+    cell: Cell
+    evaluations: Sequence[Record]
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    submission: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """One run, or the runs of a sweep in the order of their folders' names."""
+
+    path: Path
+    runs: Sequence[RunFacts]
+    unreadable: Sequence[str]
+
+    @property
+    def sweep(self) -> bool:
+        """Whether runs are set beside each other."""
+        return len(self.runs) > 1
+
+
+def facts_of(path: Path) -> Facts:
+    """Read a run's folder, or every run in a sweep's.
+
+    A damaged run of a sweep is named in `unreadable`, and the others are read.
+
+    Raises:
+        RunFolderError: there is no run, or none that can be read.
+    """
+    folders = find_runs(path)
+    if not folders:
+        RunDir(path).existing()
+        raise RunFolderError(f"there is no run in {path}")
+    sound: list[tuple[RunDir, dict[str, Any]]] = []
+    unreadable: list[str] = []
+    for folder in sorted(folders, key=_as_numbered):
+        try:
+            run = RunDir(folder).existing()
+            sound.append((run, run.read_submission()))
+        except RunFolderError as error:
+            if len(folders) == 1:
+                raise
+            unreadable.append(str(error))
+    varying = only_varying([s.get("overrides") or [] for _, s in sound])
+    runs: list[RunFacts] = []
+    for (run, submission), overrides in zip(sound, varying, strict=True):
+        try:
+            runs.append(_read(run, submission, overrides if len(sound) > 1 else {}))
+        except RunFolderError as error:
+            if len(folders) == 1:
+                raise
+            unreadable.append(str(error))
+    if not runs:
+        raise RunFolderError("\n".join(unreadable))
+    return Facts(path=path, runs=runs, unreadable=unreadable)
+
+
+def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:
+    """Hydra calls a sweep's points 0, 1, …, 10."""
+    name = folder.name
+    return folder.parent, not name.isdigit(), int(name) if name.isdigit() else 0, name
+
+
+def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, str]) -> RunFacts:
+    cell = cell_of(run, {k: v for k, v in overrides.items() if k.split(".")[0] not in OF_NO_RUN})
+    keys = list(cell.overrides)
+    return RunFacts(
+        name=" ".join(f"{short_key(k, keys)}={v}" for k, v in cell.overrides.items())
+        or run.path.name,
+        cell=cell,
+        evaluations=read_metrics(run.metrics).evaluations if run.metrics.exists() else (),
+        config=run.read_config(),
+        environment=run.read_environment() or {},
+        submission=submission,
+    )
+
+
+def differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
+    """Keys of the configuration that are not the same in all runs, with each run's value."""
+    if not runs:
+        return {}
+    first, *others = runs
+    keys: dict[str, None] = {}
+    for other in others:
+        for change in changes(first.config, other.config):
+            if change.key.split(".")[0] not in OF_NO_RUN:
+                keys[change.key] = None
+    return {key: [_at(run.config, key) for run in runs] for key in keys}
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    found: Any = config
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
