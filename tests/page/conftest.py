@@ -6,7 +6,8 @@ import pytest
 
 from orchestrator.compose.composer import compose
 from orchestrator.config.schema import to_yaml
-from orchestrator.plan.from_config import plan_of
+from orchestrator.plan.parts import Known
+from orchestrator.plan.plan import Plan
 from orchestrator.run_folder.rundir import SEALED, RunDir
 from tests.report.conftest import record, result
 
@@ -20,7 +21,7 @@ def maker(home):
         run = RunDir(folder)
         run.create()
         run.write_config(to_yaml(config))
-        run.write_own(run.plan, plan_of(config, dataset_samples=1437).to_json())
+        run.write_own(run.plan, Plan.of(config, Known(dataset_samples=1437)).to_json())
         told = {"overrides": list(overrides), "folder": str(home), SEALED: True, **more}
         run.write_own(run.submission, told)
         lines = [record(n) for n in range(5)] if records is None else records
