@@ -103,13 +103,32 @@ def processes_of(run):
     return found
 
 
+def preloaded(run):
+    """The process that a local run's nodes are forks of; None before it is there."""
+    word = "orchestrator.clusters.local.preloaded"
+    named = [p for p in processes_of(run) if word in p.cmdline()]
+    return next((p for p in named if not name_of(p).startswith(("node", "rank"))), None)
+
+
+def node_process(run, name):
+    """The process of one pretended node of a local run; None before it is there."""
+    return next((p for p in processes_of(run) if name_of(p) == name), None)
+
+
 def rank_pid(run, rank):
-    """The process of one rank of a local run: the one whose environment says so."""
+    """The process of one rank of a local run, not the workers that it has forked."""
     for process in processes_of(run):
-        worker = "orchestrator.rank" in process.cmdline()
-        if worker and process.environ().get("SLURM_PROCID") == str(rank):
+        if name_of(process) == f"rank {rank}" and name_of(process.parent()).startswith("node"):
             return process.pid
     return None
+
+
+def name_of(process):
+    """What the kernel calls a process; nothing when it is gone."""
+    try:
+        return process.name() if process else ""
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def compare(a, b):

@@ -72,13 +72,7 @@ def test_a_rank_that_just_exits_is_named_with_its_code(run):
 
 def test_a_lost_node_ends_the_run_and_is_named(run):
     process = started(run)
-    supervisor = [
-        p
-        for p in helpers.processes_of(run)
-        if "orchestrator.clusters.local.supervisor" in p.cmdline()
-    ]
-    node1 = next(p for p in supervisor if p.environ()["SLURMD_NODENAME"] == "node1")
-    node1.kill()
+    helpers.node_process(run, "node1").kill()
     process.communicate(timeout=30)
     assert process.returncode == 1
     assert helpers.result(run)["culprit"]["node"] == "node1"

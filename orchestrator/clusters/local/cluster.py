@@ -2,33 +2,31 @@
 
 Every rank is a real process with the environment that SLURM would give it, so a job that runs here
 runs there. The first rank that dies ends the run; whatever happens to the launcher, no process is
-left (see `node`).
+left (see `supervisor`).
 """
 
 from __future__ import annotations
 
-import json
 import os
-import selectors
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.api import Culprit, Request, State
+from orchestrator.clusters.local.nodes import Node, Nodes
 from orchestrator.clusters.root_cause import Behind, End, behind_of, blame, tail
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.signs.node_watch import FINISHED, FROZEN, NO_SIGN, STOPPED
-from orchestrator.run_folder.files import open_regular
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.environment import clean_environment
 
 GRACE_S = 1.0
-APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+IMPORT_HANGS = (
+    "the import of the framework has used no processor for {} s (cluster.hang_timeout_s); the "
+    "node's log has its stack"
+)
 NODES_LIMIT = 254 * 254
 
 
@@ -49,34 +47,12 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     return [str(i) for i in range(len(list(driver.iterdir())))] if driver.is_dir() else []
 
 
-@dataclass(slots=True)
-class _Node:
-    """The launcher's end of one node: its process and the unread part of its output."""
-
-    name: str
-    ranks: range
-    process: subprocess.Popen[bytes]
-    unread: bytes = b""
-    ended: bool = False
-
-    def command(self, word: str) -> None:
-        pipe = self.process.stdin
-        if pipe is None or self.ended:
-            return
-        try:
-            pipe.write(word.encode() + b"\n")
-            pipe.flush()
-        except BrokenPipeError:  # it ended in this moment; its end is read from its output
-            return
-
-
 class LocalHandle:
     """The nodes of a local run, as their launcher holds them."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._run = RunDir(request.run)
-        self._selector = selectors.DefaultSelector()
         self._ends: list[End] = []  # those that should not have been
         self._words: dict[int, str] = {}  # the last of those that ended
         self._behind: dict[int, Behind] = {}
@@ -87,17 +63,14 @@ class LocalHandle:
         self._state = State.RUNNING
         self._culprit: Culprit | None = None
         self.pids: dict[int, int] = {}
-        self._nodes = [self._start(index) for index in range(request.nodes)]
+        self._nodes = Nodes(request, [self._environment(i) for i in range(request.nodes)])
 
     @property
     def culprit(self) -> Culprit | None:
         return self._culprit
 
-    def _start(self, index: int) -> _Node:
+    def _environment(self, index: int) -> dict[str, str]:
         request = self._request
-        name = f"node{index}"
-        width = request.ranks_per_node
-        ranks = range(index * width, (index + 1) * width)
         environment = {
             **clean_environment(os.environ),
             **request.environment,
@@ -105,9 +78,9 @@ class LocalHandle:
             "SLURM_JOB_NUM_NODES": str(request.nodes),
             "SLURM_NNODES": str(request.nodes),
             "SLURM_NTASKS": str(request.ranks),
-            "SLURM_NTASKS_PER_NODE": str(width),
+            "SLURM_NTASKS_PER_NODE": str(request.ranks_per_node),
             "SLURM_NODEID": str(index),
-            "SLURMD_NODENAME": name,
+            "SLURMD_NODENAME": f"node{index}",
             "SLURM_JOB_NODELIST": ",".join(f"node{i}" for i in range(request.nodes)),
             "SLURM_SUBMIT_DIR": str(Path.cwd()),
             "ORCHESTRATOR_NODE_ADDRESS": node_address(index),
@@ -117,93 +90,67 @@ class LocalHandle:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index])
         if request.attempt:
             environment["SLURM_RESTART_COUNT"] = str(request.attempt)
-        log = self._run.node_log(name)
-        spec = {
-            "ranks": list(ranks),
-            "silence_s": request.details["silence_s"],
-            "command": [
-                sys.executable, "-m", "orchestrator.rank", str(request.run),
-                "--attempt", str(request.attempt),
-            ],
-        }  # fmt: skip
-        with os.fdopen(open_regular(log, APPENDING), "ab") as errors:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator.clusters.local.supervisor", json.dumps(spec)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                bufsize=0,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher alone
-            )
-        node = _Node(name=name, ranks=ranks, process=process)
-        self._selector.register(process.stdout, selectors.EVENT_READ, node)  # type: ignore[arg-type]
-        return node
+        return environment
 
     def poll(self, timeout_s: float) -> State:
         if self._state.ended:
             return self._state
         if self._give_up_at is not None:
             timeout_s = max(0.0, min(timeout_s, self._give_up_at - time.monotonic()))
-        for key, _ in self._selector.select(timeout_s):
-            self._read(key.data)
+        self._read(timeout_s)
         self._lose_frozen()
+        if not self.pids and self._culprit is None and self._nodes.import_hangs():
+            hang_s = self._request.details["hang_s"]
+            self._lose(None, self._nodes.all[0].name, IMPORT_HANGS.format(f"{hang_s:g}"))
         if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
             self._end_all()
-        if all(node.ended for node in self._nodes):
+        if self._nodes.ended:
             self._settle()
         return self._state
 
     def stop(self) -> None:
-        for node in self._nodes:
-            node.command("stop")
+        self._nodes.command("stop")
 
     def kill(self) -> None:
         self._end_all()
-        while not all(node.ended for node in self._nodes):
-            for key, _ in self._selector.select(1.0):
-                self._read(key.data)
+        while not self._nodes.ended:
+            self._read(1.0)
         self._settle()
 
     def _end_all(self) -> None:
         self._ending = True
-        for node in self._nodes:
-            node.command("kill")
+        if not self.pids:  # nobody may be there yet to read a command
+            self._nodes.kill_import()
+        self._nodes.command("kill")
 
-    def _read(self, node: _Node) -> None:
-        pipe = node.process.stdout
-        content = os.read(pipe.fileno(), 65536) if pipe is not None else b""
-        if not content:
-            self._node_ended(node)
-            return
-        *lines, node.unread = (node.unread + content).split(b"\n")
-        for line in lines:
-            event: dict[str, Any] = json.loads(line)
-            if event["event"] == "started":
-                self.pids[event["rank"]] = event["pid"]
-            elif event["event"] == "frozen":
-                lost_at = time.monotonic() + self._request.details["silence_s"]
-                self._frozen[event["rank"]] = (node.name, lost_at)
-            elif event["event"] == "thawed":
-                self._frozen.pop(event["rank"], None)
-            elif event["event"] == "exit":
-                self._frozen.pop(event["rank"], None)
-                self._ended(node.name, event)
-            elif event["event"] == "behind":
-                self._stands(node.name, event["rank"], event["behind"])
-            elif event["event"] == "silent":
-                silence_s = self._request.details["silence_s"]
-                cause = NO_SIGN.format(f"{silence_s:g}")
-                self._lose(event["rank"], node.name, cause)
+    def _read(self, timeout_s: float) -> None:
+        for node, news in self._nodes.news(timeout_s):
+            if news is None:
+                self._node_ended(node)
+            for event in news or ():
+                self._heed(node, event)
 
-    def _node_ended(self, node: _Node) -> None:
-        self._selector.unregister(node.process.stdout)  # type: ignore[arg-type]
-        status = node.process.wait()
-        node.ended = True
-        for pipe in (node.process.stdin, node.process.stdout):
-            if pipe is not None:
-                pipe.close()
+    def _heed(self, node: Node, event: dict[str, Any]) -> None:
+        if event["event"] == "started":
+            self.pids[event["rank"]] = event["pid"]
+        elif event["event"] == "frozen":
+            lost_at = time.monotonic() + self._request.details["silence_s"]
+            self._frozen[event["rank"]] = (node.name, lost_at)
+        elif event["event"] == "thawed":
+            self._frozen.pop(event["rank"], None)
+        elif event["event"] == "exit":
+            self._frozen.pop(event["rank"], None)
+            self._ended(node.name, event)
+        elif event["event"] == "behind":
+            self._stands(node.name, event["rank"], event["behind"])
+        elif event["event"] == "silent":
+            silence_s = self._request.details["silence_s"]
+            cause = NO_SIGN.format(f"{silence_s:g}")
+            self._lose(event["rank"], node.name, cause)
+
+    def _node_ended(self, node: Node) -> None:
         if any(rank not in self._words for rank in node.ranks):
+            status = self._nodes.status_of(node)
             self._failed(End(time=time.monotonic(), node=node.name, rank=None, status=status))
 
     def _ended(self, node: str, event: dict[str, Any]) -> None:
@@ -230,9 +177,9 @@ class LocalHandle:
                 cause = FROZEN.format(f"{silence_s:g}")
                 self._lose(rank, node, cause)
 
-    def _lose(self, rank: int, node: str, cause: str) -> None:
+    def _lose(self, rank: int | None, node: str, cause: str) -> None:
         if self._culprit is None and not self._ends:
-            log = tail(self._run.rank_log(rank))
+            log = tail(self._run.node_log(node) if rank is None else self._run.rank_log(rank))
             self._culprit = Culprit(rank=rank, node=node, cause=cause, log_tail=log)
             self._give_up_at = time.monotonic()
 
@@ -246,6 +193,7 @@ class LocalHandle:
 
     def _settle(self) -> None:
         """Finished is what every rank said, and rank 0 wrote down; nothing else is."""
+        self._nodes.close()
         words = set(self._words.values())
         if self._culprit is None and self._ends:
             behind = list(self._behind.values())
@@ -286,6 +234,7 @@ class LocalCluster:
             details={
                 "gpus": share_gpus(visible_gpus(os.environ), nodes, width),
                 "silence_s": config.cluster.heartbeat_timeout_s,
+                "hang_s": config.cluster.hang_timeout_s,
             },
         )
 

@@ -1,27 +1,28 @@
 """One pretended node: starts its ranks, reports their ends, and leaves no process behind.
 
-A process of its own, as slurmstepd is on a real node:
-`python -m orchestrator.clusters.local.supervisor SPEC`. Commands come on standard input (`stop`,
-`kill`), events go to standard output as JSON lines. When its input ends, because the launcher died,
-however it died, everything below it is killed. It is a sub-reaper: what a dead rank leaves behind
-(loader workers, say) becomes its child and is ended too.
-It hears each rank's signs of life (`lifecycle/signs/node_watch.py`) and tells what they say.
-Only the standard library is used, so that starting a node takes a few hundredths of a second.
+A process of its own, as slurmstepd is on a real node: a fork of `preloaded.py`, as its ranks are of
+it. Commands come on standard input (`stop`, `kill`), events go to standard output as JSON lines.
+When its input ends, because the launcher died, however it died, everything below it is killed. It
+is a sub-reaper: what a dead rank leaves behind (loader workers, say) becomes its child and is ended
+too. It hears each rank's signs of life (`lifecycle/signs/node_watch.py`) and tells what they say.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import psutil
+
+from orchestrator.clusters.local.process import adopt_orphans, fork
 from orchestrator.lifecycle.signs.node_watch import (
     BEAT_S,
     LINK_VARIABLE,
@@ -30,8 +31,6 @@ from orchestrator.lifecycle.signs.node_watch import (
     state_of,
 )
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 5.0
 
 
@@ -45,52 +44,46 @@ def _report(event: str, **values: Any) -> None:
 
 
 class Node:
-    """The ranks of one pretended node."""
+    """The ranks of one pretended node.
 
-    def __init__(self, spec: dict[str, Any]) -> None:
-        self._spec = spec
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    Args:
+        silence_s: for how long a rank may give no sign of life.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        adopt_orphans()
         self._ranks: dict[int, int] = {}  # pid -> rank
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._watch = NodeWatch(spec["silence_s"])
+        self._watch = NodeWatch(silence_s)
         self.links: dict[socket.socket, int] = {}  # to ranks
 
-    def start(self) -> None:
-        spec = self._spec
-        own_pid = os.getpid()
-
-        def die_with_the_node() -> None:
-            self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            # A stop that comes before the worker has its handler waits until it has.
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-            if os.getppid() != own_pid:
-                os._exit(1)
-
-        for local_rank, rank in enumerate(spec["ranks"]):
+    def start(self, ranks: list[int], be: Callable[[int], int]) -> None:
+        """Fork the ranks. SIGTERM and SIGCHLD have to be blocked."""
+        for local_rank, rank in enumerate(ranks):
             mine, theirs = socket.socketpair()
             mine.setblocking(False)
-            environment = {
-                **os.environ,
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": str(local_rank),
-                LINK_VARIABLE: str(theirs.fileno()),
-            }
-            process = subprocess.Popen(
-                spec["command"],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,  # the node's log
-                env=environment,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                preexec_fn=die_with_the_node,  # noqa: PLW1509  # this process has one thread
-            )
-            theirs.close()
             self.links[mine] = rank
-            self._watch.joined(rank, process.pid)
-            self._ranks[process.pid] = rank
-            self._processes.append(process)
-            _report("started", rank=rank, pid=process.pid)
+            pid = fork(partial(self._become, rank, local_rank, theirs, be))
+            theirs.close()
+            self._watch.joined(rank, pid)
+            self._ranks[pid] = rank
+            _report("started", rank=rank, pid=pid)
+
+    def _become(
+        self, rank: int, local_rank: int, link: socket.socket, be: Callable[[int], int]
+    ) -> int:
+        """In the fork: leave the node behind. SIGTERM stays blocked: a stop that comes before the
+        rank has its handler waits until it has.
+        """
+        for siblings in self.links:
+            siblings.close()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)  # the node's log
+        os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"] = str(rank), str(local_rank)
+        os.environ[LINK_VARIABLE] = str(link.detach())
+        return be(rank)
 
     def hear(self, link: socket.socket) -> bool:
         """Read what a rank said. Returns whether there may be more later."""
@@ -153,8 +146,6 @@ class Node:
 
     def kill_everything(self) -> None:
         """End all descendants, adopted ones included, and wait until none is left."""
-        import psutil
-
         deadline = time.monotonic() + KILL_DEADLINE_S
         myself = psutil.Process()
         while time.monotonic() < deadline:
@@ -172,15 +163,23 @@ class Node:
             time.sleep(0.005)  # between two looks at processes that were just killed
 
 
-def serve(spec: dict[str, Any]) -> None:
-    node = Node(spec)
+def serve(ranks: list[int], silence_s: float, be: Callable[[int], int]) -> None:
+    """Be a node until its ranks have ended.
+
+    Args:
+        be: all that the process of a rank does, called there with its number; gives its status.
+    """
+    waiting = [signal.SIGCHLD, signal.SIGTERM]
+    signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    node = Node(silence_s)
+    node.start(ranks, be)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGTERM, lambda *_: node.signal_ranks(signal.SIGTERM))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    node.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
     selector = selectors.DefaultSelector()
     selector.register(0, selectors.EVENT_READ)
     selector.register(wake_read, selectors.EVENT_READ)
@@ -203,7 +202,3 @@ def serve(spec: dict[str, Any]) -> None:
         node.lose_silent()
     node.kill_everything()
     _report("ended")
-
-
-if __name__ == "__main__":
-    serve(json.loads(sys.argv[1]))

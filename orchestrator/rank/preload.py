@@ -1,0 +1,41 @@
+"""What all ranks of a run import alike, for a process that they will be forked from."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from typing import Any
+
+from orchestrator.config.job_source import check_target
+from orchestrator.config.schema import read_config
+from orchestrator.run_folder.rundir import RunDir
+
+# Not MindSpore: its import starts threads, and no thread is there after a fork.
+FORKABLE = ("torch",)
+
+
+def preload(run: RunDir) -> None:
+    """Import what a rank is made of, and its engine if the job's source names the framework.
+
+    Whatever fails here fails in each rank again, which tells it where a person looks for it.
+    """
+    try:
+        importlib.import_module("orchestrator.rank.main")
+        framework = check_target(read_config(run.existing().read_config()).job).framework
+        if framework in FORKABLE:
+            importlib.import_module(f"orchestrator.engine.{framework}")
+    except Exception:  # noqa: BLE001  # see above; this is the node's log
+        traceback.print_exc()
+
+
+def draw_other_numbers() -> None:
+    """Seed generators anew that were seeded by an import, so that no two forks draw the same.
+
+    Python's own does so by itself.
+    """
+    modules: dict[str, Any] = dict(sys.modules)
+    if "numpy" in modules:
+        modules["numpy"].random.seed()
+    if "torch" in modules:
+        modules["torch"].default_generator.seed()

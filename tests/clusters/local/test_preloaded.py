@@ -1,0 +1,69 @@
+"""The process that imports the framework for all ranks: it may hang, be killed, or be interrupted,
+before there is any rank and after.
+"""
+
+import os
+import signal
+
+import pytest
+
+from tests import helpers
+from tests.helpers import SMALL, TINY, until
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """The environment of a machine where `import torch` never returns."""
+    package = tmp_path / "modules" / "torch"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import time\ntime.sleep(600)\n")
+    return {"PYTHONPATH": os.pathsep.join([str(package.parent), str(helpers.ROOT)])}
+
+
+def importing(run, hanging, *more):
+    """A run whose framework is being imported."""
+    launcher = helpers.begin(TINY, SMALL, f"run.dir={run}", *more, **hanging)
+    until((run / "logs" / "node0.log").exists, what="the start of the import")
+    return launcher
+
+
+def test_an_import_that_hangs_ends_the_run_with_its_stack(tmp_path, hanging):
+    run = tmp_path / "run"
+    launcher = importing(run, hanging, "cluster.hang_timeout_s=3")
+    output, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1, output
+    culprit = helpers.result(run)["culprit"]
+    assert "the import of the framework has used no processor for 3 s" in culprit["cause"]
+    assert any("torch/__init__.py" in line for line in culprit["log_tail"])
+    assert not helpers.processes_of(run)
+
+
+def test_a_second_interrupt_does_not_wait_for_an_import(tmp_path, hanging):
+    run = tmp_path / "run"
+    launcher = importing(run, hanging)
+    launcher.send_signal(signal.SIGINT)
+    until(lambda: "stopping" in (launcher.stdout.readline() or "x"), 10, "the word")
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == 130
+    assert not helpers.processes_of(run)
+
+
+def test_an_import_does_not_outlive_its_launcher(tmp_path, hanging):
+    run = tmp_path / "run"
+    launcher = importing(run, hanging)
+    until(lambda: helpers.preloaded(run), what="the process that imports")
+    launcher.kill()
+    launcher.communicate()
+    until(lambda: not helpers.processes_of(run), 5, "the end of all processes")
+
+
+def test_nodes_and_ranks_do_not_outlive_the_process_that_they_are_forks_of(tmp_path):
+    run = tmp_path / "run"
+    launcher = helpers.begin(TINY, SMALL, f"run.dir={run}", "job.pause_s=0.05", "train.updates=400")
+    until(lambda: helpers.records(run), what="training")
+    helpers.preloaded(run).kill()
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 1
+    assert "SIGKILL" in helpers.result(run)["culprit"]["cause"]
+    assert not helpers.processes_of(run)
