@@ -128,6 +128,20 @@ class Disturbed:
         except DevClusterError:
             return False
 
+    def _held(self) -> bool:
+        """Whether SLURM waits for a person, since a node still had the job's last start."""
+        query = ("squeue", "-h", "-a", "-j", self._job, "-o", "%r")
+        try:
+            return "requeued held" in self._cluster.command(*query)
+        except DevClusterError:
+            return False
+
+    def _let_go(self) -> None:
+        """What a person would do, who reads in `status` that it waits for them."""
+        self._state()
+        if self._held() and not (self._run / "result.json").exists():
+            self._cluster.command("scontrol", "release", self._job)
+
     def _attempt(self) -> int:
         return max((r["attempt"] for r in _records(self._run)), default=-1)
 
@@ -173,7 +187,12 @@ class Disturbed:
         if fault.ends is not None:
             self._resume(fault.ends)
             return
-        _wait(lambda: self._attempt() > before or self._over(), f"what follows from {kind}")
+        _wait(
+            lambda: self._attempt() > before or self._over() or self._held(),
+            f"what follows from {kind}",
+        )
+        if self._held():
+            self._let_go()
         if self._over() and not (self._run / "result.json").exists():
             self._state()  # does what the batch script could not do any more
             _wait(lambda: (self._run / "result.json").exists() or not self._over(), "the next look")

@@ -28,11 +28,17 @@ from orchestrator.outcome.folder_status import (
     unknown,
 )
 from orchestrator.scheduler.client import SlurmClient
-from orchestrator.scheduler.jobs import Job, accounted, queued
+from orchestrator.scheduler.jobs import Job, accounted, queue_of_user, queued, read_queue
+from orchestrator.scheduler.shared_queue import SharedQueue
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.lifecycle.signs.heartbeat import ENDED, read_beat
 
 LOOK_TWICE_S = 1.5
+MOMENT_S = 4.0
+HELD = (
+    "{}: a node could not start it, and it waits until you say `scontrol release {}`; `sinfo -R` may "
+    "know which node, and why"
+)
 
 
 def find_runs(below: Path) -> list[Path]:
@@ -98,7 +104,8 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
         )
         return replace(status, state="ending", reason=said)
     if job.waiting:
-        return replace(status, state="pending", reason=job.reason, boundary_age_s=None)
+        reason = HELD.format(job.reason, job.id) if job.held else job.reason
+        return replace(status, state="pending", reason=reason, boundary_age_s=None)
     name = "running" if status.updates else "starting"
     if ended or job.state == "COMPLETING":
         name = "ending"
@@ -144,7 +151,7 @@ def _asked(client: SlurmClient, runs: list[RunDir], found: dict[Path, RunStatus]
     """
     ids = sorted({str(found[run.path].job_id) for run in runs})
     try:
-        jobs = queued(client, ids)
+        jobs = _queue(client, ids, runs)
     except ClusterError as error:
         yield from _unasked(error, runs, found)
         return
@@ -168,23 +175,38 @@ def _asked(client: SlurmClient, runs: list[RunDir], found: dict[Path, RunStatus]
             found[run.path] = replace(found[run.path], state="lost", reason=reason)
 
 
+def _queue(client: SlurmClient, ids: list[str], runs: list[RunDir]) -> dict[str, Job]:
+    """What squeue knows of these jobs. For one's own, any shell's answer of a moment ago will do,
+    unless their folders have changed since. Raises `SchedulerDown`.
+    """
+    own = os.getuid()
+    if any(run.handle.stat().st_uid != own for run in runs):
+        return queued(client, ids)
+    now, clock = time.time(), time.monotonic()
+    changes = [place.lstat().st_mtime for run in runs for place in (run.path, run.attempts)]
+    newest = max(filter(lambda change: change <= now, changes), default=now)
+    newer_than = max(clock - MOMENT_S, clock - (now - newest))
+    jobs = read_queue(SharedQueue(client, *queue_of_user(own)).now(newer_than))
+    return {job_id: job for job_id, job in jobs.items() if job_id in ids}
+
+
 def _open(status: RunStatus) -> bool:
     return status.state not in ENDED_STATES
 
 
 def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[str]:
     """Take the scheduler's word on a run's job; finish what its batch script could not."""
-    if not job.alive and _open(found[run.path]):
-        from orchestrator.clusters.slurm.ending.settle import settle_ended
+    if not job.alive and _open(found[run.path]) or job.held and not _open(found[run.path]):
+        from orchestrator.clusters.slurm.ending.settle import dismiss_held, settle_ended
 
         try:
-            sentence = settle_ended(run, job)
+            sentence = dismiss_held(run, job) if job.held else settle_ended(run, job)
         except DAMAGE as error:  # a scheduler that is silent again, a folder that is not whole
             yield f"{run.path}: {error}"
         else:
             if sentence is not None:
                 yield sentence
-                job = replace(job, state="REQUEUED")
+                job = replace(job, state="CANCELLED" if job.held else "REQUEUED")
             found[run.path] = looked_at(run, partial(from_folder, run))
     if found[run.path].state not in UNREADABLE:
         status = found[run.path]

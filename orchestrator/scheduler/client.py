@@ -1,13 +1,15 @@
 """The one place that runs SLURM's commands: with a deadline, a clean environment, and their errors
 put into words.
 
-Nothing of an enclosing job (SLURM_*, SBATCH_* …) reaches them but SLURM_CONF. Without a controller
-each command takes about 10 s to say so, which is why watchers use `start` and look again later.
+Nothing of an enclosing job (SLURM_*, SBATCH_* …) reaches them but SLURM_CONF, and none of the
+person's own filters (SQUEUE_STATES, …). Without a controller each command takes about 10 s to say
+so, which is why watchers use `start` and look again later.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +23,8 @@ from orchestrator.scheduler.environment import clean_environment
 
 TIMEOUT_S = 60.0
 CONF = "SLURM_CONF"
+# A person's own defaults of these commands: a partition in SQUEUE_PARTITION hides jobs of others.
+FILTERS = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCTMGR_")
 DOWN = (
     "unable to contact slurm controller",
     "unable to contact the controller",
@@ -171,11 +175,13 @@ class SlurmClient:
     def environment(self, command: str) -> dict[str, str]:
         """For a command: ours, without traces of an enclosing job. A job inherits sbatch's."""
         conf = self._conf or os.environ.get(CONF)
-        clean = {k: v for k, v in clean_environment(os.environ).items() if k[:7] != "SLURMD_"}
+        batch = command == "sbatch"
+        drop = ("SLURMD_",) if batch else ("SLURMD_", *FILTERS)
+        clean = clean_environment(os.environ).items()
         return {
-            **clean,
+            **{name: value for name, value in clean if not name.startswith(drop)},
             **({CONF: conf} if conf else {}),
-            **({} if command == "sbatch" else {"SLURM_TIME_FORMAT": "%s"}),
+            **({} if batch else {"SLURM_TIME_FORMAT": "%s"}),
         }
 
     def _argv(self, command: tuple[str, ...]) -> tuple[str, ...]:
@@ -204,6 +210,12 @@ class SlurmClient:
         if answer.down:
             raise SchedulerDown(f"the scheduler does not answer: {answer.words}")
         return answer
+
+    def cluster_name(self) -> str:
+        """The name of this cluster among others. Raises `ClusterError`."""
+        shown = self.must("scontrol", "show", "config")
+        found = re.search(r"^ClusterName\s*=\s*(\S+)", shown, re.MULTILINE)
+        return found[1] if found else ""
 
     def must(self, *command: str) -> str:
         """Standard output of a command that has to succeed. Raises `ClusterError` otherwise."""

@@ -24,6 +24,9 @@ ALIVE = frozenset({
     "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING",
     "SIGNALING", "STAGE_OUT", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT",
 })  # fmt: skip
+# A node could not start the job (its prolog failed, say, or it still had the job's last start):
+# SLURM queues it again and holds it for good, until somebody says `scontrol release`.
+HELD_AFTER_LAUNCH = "launch failed requeued held"
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"})
 
 
@@ -58,6 +61,11 @@ class Job:
     @property
     def waiting(self) -> bool:
         return self.state in WAITING
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits for a person, since a node could not start it."""
+        return self.waiting and self.reason.lower().replace("_", " ") == HELD_AFTER_LAUNCH
 
 
 def seconds(span: str) -> float | None:

@@ -1,5 +1,5 @@
 """One look at the queue for all that a user watches on this machine, and never more than four a
-minute: watchers share the scheduler's answers through a file of the user's own.
+minute: watchers share the scheduler's answers through a file of the user's own, and with `status`.
 
 Whoever is the first to need a newer answer asks; the others read it. How training goes stands in
 the run folders, so nothing waits for these answers but the news that a job began or has ended.
@@ -27,6 +27,7 @@ LOOK_S = 1.0
 GAPS_S = (3.0, 6.0, 12.0, 20.0)
 STEADY_S, LATE_S, LATE_AFTER_S = 20.0, 60.0, 600.0
 RETRY_S = 8.0
+OTHERS_S = 2.0
 JITTER = 0.25
 
 
@@ -74,7 +75,9 @@ class Pace:
 
 
 def private_folder() -> Path:
-    """A folder of this user's on this machine alone, for what its processes share."""
+    """A folder of this user's on this machine alone, for what its processes share; where somebody
+    else has it, one for this process, which then shares with nobody.
+    """
     own = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(own or tempfile.gettempdir()) / f"orchestrator-{os.getuid()}"
     try:
@@ -87,7 +90,6 @@ def private_folder() -> Path:
             return folder
     except OSError:
         pass
-    # Somebody else's: this process then shares with nobody.
     return Path(tempfile.mkdtemp(prefix="orchestrator-"))
 
 
@@ -130,6 +132,30 @@ class SharedQueue:
             self._ask()
         return None
 
+    def now(self, newer_than: float) -> Answer:
+        """An answer to a question asked after `newer_than` (time.monotonic()), for who cannot come
+        back later: another's, where there is one, else ours, even beyond the bound. Who asks
+        at this moment is waited for, but not for long: it may be stopped.
+
+        Raises:
+            SchedulerDown: nobody answers.
+        """
+        patience = self._clock() + OTHERS_S
+        while True:
+            known = self._read()
+            if newer_than < known["asked"] <= self._clock():
+                return Answer(known["code"], known["out"], known["err"])
+            if self._take_turn() or self._clock() > patience:
+                break
+            time.sleep(OTHERS_S / 20)
+        self._began = self._clock()
+        try:
+            answer = self._client.ask(*self._command)
+            self._keep(answer)
+        finally:
+            self._release()
+        return answer
+
     def close(self) -> None:
         if self._asked is not None:
             self._asked.forget()
@@ -147,14 +173,20 @@ class SharedQueue:
         calls = [t for t in known["calls"] if now - WINDOW_S < t <= now]
         return len(calls) < CALLS and (not calls or now - calls[-1] >= APART_S)
 
-    def _ask(self) -> None:
+    def _take_turn(self) -> bool:
         lock = os.open(self._file.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # another watcher is asking; its answer will be ours
+        except BlockingIOError:  # another is asking; its answer will be ours
             os.close(lock)
+            return False
+        self._lock = lock
+        return True
+
+    def _ask(self) -> None:
+        if not self._take_turn():
             return
-        self._lock, self._began = lock, self._clock()
+        self._began = self._clock()
         if not self._may_ask(self._read(), self._began):  # one that asked a moment ago
             self._release()
             return
@@ -165,6 +197,12 @@ class SharedQueue:
         if answer is None:
             return None
         self._asked = None
+        self._keep(answer)
+        self._release()
+        return (self._began, answer) if self._began > newer_than else None
+
+    def _keep(self, answer: Answer) -> None:
+        """Share the answer to the question that was asked at `_began`."""
         calls = [t for t in self._read()["calls"] if self._began - WINDOW_S < t <= self._began]
         text = json.dumps(
             {"asked": self._began, "calls": [*calls, self._began], "code": answer.code,
@@ -173,8 +211,6 @@ class SharedQueue:
         partial = self._file.with_suffix(f".{os.getpid()}")
         partial.write_text(text, encoding="utf-8")
         partial.replace(self._file)
-        self._release()
-        return (self._began, answer) if self._began > newer_than else None
 
     def _release(self) -> None:
         if self._lock is not None:

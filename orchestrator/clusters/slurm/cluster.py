@@ -69,9 +69,16 @@ class Executor(submitit.SlurmExecutor):
                 if found is not None:
                     return found
             raise
-        job_id = answer.out.strip().split(";")[0]
+        job_id, _, elsewhere = answer.out.strip().partition(";")
         if answer.code or not job_id.isdigit():
             raise ClusterError(explained(answer.words))
+        if elsewhere and elsewhere != self._client.cluster_name():
+            self._client.must("scancel", f"--clusters={elsewhere}", job_id)
+            raise ClusterError(
+                f"sbatch queued it on another cluster of the federation, {elsewhere}, where this "
+                f"run would not be found again; that job ({job_id}) was cancelled. Submit it on a "
+                f"login node of {elsewhere}, or choose the cluster by cluster.slurm_conf"
+            )
         return job_id
 
 

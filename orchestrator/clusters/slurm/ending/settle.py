@@ -21,7 +21,7 @@ from orchestrator.lifecycle.stopping.departure import ask_for_requeue
 from orchestrator.outcome.lock_holder import held
 from orchestrator.outcome.run_result import write_end
 from orchestrator.run_folder.rundir import RunDir
-from orchestrator.scheduler.jobs import ALIVE, Job, Standing, standing
+from orchestrator.scheduler.jobs import ALIVE, Job, Standing, queued, standing
 
 
 def settle_ended(run: RunDir, job: Job) -> str | None:
@@ -41,6 +41,31 @@ def settle_ended(run: RunDir, job: Job) -> str | None:
             return _settle(run, job)
     except RunFolderError:  # its holder sees to it
         return None
+
+
+def dismiss_held(run: RunDir, job: Job) -> str | None:
+    """Take a job out of the queue that was requeued after its run's end, and that SLURM holds: a
+    node could not start it, and it would stay there for good.
+
+    Returns:
+        A sentence when that was done. Raises `ClusterError`.
+    """
+    if not os.access(run.path, os.W_OK | os.X_OK):
+        return None
+    try:
+        with held(run):
+            handle = read_handle(run)
+            client = client_of(run, handle.get("slurm_conf"))
+            now = queued(client, [job.id]).get(job.id) if str(handle["job_id"]) == job.id else None
+            if now is None or not now.held or run.read_result() is None:
+                return None
+            client.must("scancel", job.id)
+    except RunFolderError:  # its holder sees to it
+        return None
+    return (
+        f"{run.path}: job {job.id} was queued once more after the run's end, and held there "
+        f"({now.reason}); it is taken out of the queue"
+    )
 
 
 def _settle(run: RunDir, seen: Job) -> str | None:
