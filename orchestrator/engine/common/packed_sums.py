@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from struct import Struct
 
 from orchestrator.plan.wire import FLAGS, LIMBS, trailer_numbers
 
@@ -28,6 +29,7 @@ WIDE, NARROW = 16, 8
 
 MOST_RANKS = 65536
 _UNIT_BITS_OF = {WIDE: UNIT_BITS, NARROW: 40}
+_PLACES_OF = {WIDE: Struct(f"<{LIMBS}H"), NARROW: Struct(f"<{LIMBS}B")}
 
 STOP, NON_FINITE, BAD_WEIGHT, USES_ALL, USES_CHANGED = range(5)
 """Flags, each a number of ranks: asked to stop; a loss that is not finite; a weight that is
@@ -93,8 +95,8 @@ class ExactSum:
             odd = math.copysign(math.inf, rounded)
         if odd != 0:
             return [odd] + [0.0] * (LIMBS - 1)
-        sign, rest, mask = (-1.0 if rounded < 0 else 1.0), abs(rounded), (1 << bits) - 1
-        return [sign * (rest >> (bits * place) & mask) for place in range(LIMBS)]
+        sign, places = (-1.0 if rounded < 0 else 1.0), _PLACES_OF[bits]
+        return [sign * limb for limb in places.unpack(abs(rounded).to_bytes(places.size, "little"))]
 
     @classmethod
     def of(cls, limbs: Sequence[float], bits: int = NARROW) -> ExactSum:

@@ -321,11 +321,13 @@ class Accumulator:
             with self._window.micro_step(last=last):
                 self._tally.add(row)
                 self.buffers.expect()
-                self._reduction.before_backward(last=last, leaf=leaf)
+                told = self._reduction.before_backward(last=last, leaf=leaf)
                 factor = self.precision.scale / self._expected
-                # Not backward(gradient): that loads torch's symbolic shapes, and sympy with them.
-                (loss.total if factor == 1.0 else loss.total * factor).backward()
-                self.buffers.settle()
+                counted = self.buffers.begun and not told
+                with self._ears.counting(self.buffers.versions if counted else None):
+                    # Not backward(gradient): that loads torch's symbolic shapes, and sympy's.
+                    (loss.total if factor == 1.0 else loss.total * factor).backward()
+                self._used.mark(*self.buffers.settle())
                 self._reduction.after_backward()
             self.compute_s += time.perf_counter() - began
 

@@ -102,23 +102,20 @@ def checked(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
     given: Any = loss.metrics
     if not isinstance(given, Mapping):
         raise JobError(f"Loss.metrics must be a dictionary, but is {given!r:.40}")
-    _refuse_values(
-        {"weight": loss.weight, **{f"metrics['{n}']": v for n, v in loss.metrics.items()}}
-    )
+    _refuse_value("weight", loss.weight)
+    for name, value in given.items():
+        _refuse_value(f"metrics['{name}']", value)
     _refuse_mean(loss)
     check_metric_names(loss.metrics, names)
     return loss.metrics
 
 
-def _refuse_values(values: Mapping[str, Any]) -> None:
-    for what, value in values.items():
-        if isinstance(value, Tensor):
-            fits = value.numel() == 1 and not value.is_complex()
-            found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-        else:
-            fits, found = isinstance(value, Real), repr(value)
-        if not fits:
-            raise JobError(f"Loss.{what} must be a real number, but is {found}")
+def _refuse_value(what: str, value: Any) -> None:
+    tensor = isinstance(value, Tensor)
+    if (value.numel() == 1 and not value.is_complex()) if tensor else isinstance(value, Real):
+        return
+    found = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if tensor else repr(value)
+    raise JobError(f"Loss.{what} must be a real number, but is {found}")
 
 
 def _refuse_mean(loss: Loss) -> None:
@@ -135,7 +132,7 @@ def _refuse_mean(loss: Loss) -> None:
 def _as_floats(rows: list[list[Any]]) -> list[list[float]]:
     """The same numbers as floats, with one transfer from the device for all of them."""
     tensors = [value for row in rows for value in row if isinstance(value, Tensor)]
-    if not tensors:
+    if all(tensor.is_cpu for tensor in tensors):
         return [[float(value) for value in row] for row in rows]
     # int64 and float64 hold all others exactly; a count above 2**53 is out of reach.
     device = tensors[0].device

@@ -23,6 +23,7 @@ from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.errors import JobError, SilenceError
 
 _TRAINS, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
+_VERSION = attrgetter("_version")  # counts changes in place: the only sign that is free to look at
 _COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
 
 
@@ -84,7 +85,7 @@ class WindowWatch:
                     f"parameter {name} began to require gradients after the accumulator was built; "
                     "build another one, so that its gradients are reduced too"
                 )
-        self._versions = [_version(parameter) for _, parameter in self._trained]
+        self._versions = list(map(_VERSION, self._parameters))
         # Changes through `.data` are not counted; a few numbers of one parameter tell most of them.
         name, parameter = self._trained[update % len(self._trained)]
         self._looked_at = name, parameter, _some(parameter).clone()
@@ -119,9 +120,10 @@ class WindowWatch:
             SilenceError: the transport counted collectives that did not go through our group.
         """
         self._group.silence.end()
-        for (name, parameter), before in zip(self._trained, self._versions, strict=True):
-            if _version(parameter) != before:
-                raise _changed(name, update)
+        versions = list(map(_VERSION, self._parameters))
+        if versions != self._versions:
+            pairs = zip(self._trained, versions, self._versions, strict=True)
+            raise _changed(next(one[0] for one, now, before in pairs if now != before), update)
         if self._looked_at is not None:
             name, parameter, before = self._looked_at
             if not torch.equal(_some(parameter), before):
@@ -156,8 +158,3 @@ def _changed(name: str, update: int) -> JobError:
 def _some(parameter: Tensor) -> Tensor:
     """The first row of a parameter, which costs next to nothing to keep."""
     return parameter.detach()[:1] if parameter.dim() else parameter.detach()
-
-
-def _version(parameter: Tensor) -> int:
-    """Counts changes in place; the only sign of one that costs nothing to look at."""
-    return parameter._version  # noqa: SLF001  # no public name  # pyright: ignore[reportPrivateUsage]

@@ -41,8 +41,11 @@ class Reduction(Protocol):
         """A window begins, of at most `steps` micro-steps on a rank and `leaves` over all ranks."""
         ...
 
-    def before_backward(self, *, last: bool, leaf: int | None) -> None:
-        """A backward comes. `last`: of this rank in this window. `leaf`: its global number."""
+    def before_backward(self, *, last: bool, leaf: int | None) -> bool:
+        """A backward comes. `last`: of this rank in this window. `leaf`: its global number.
+
+        Gives whether `ready` has to be called in it.
+        """
         ...
 
     def after_backward(self) -> None:
@@ -119,11 +122,10 @@ class AtBoundary:
         _refuse_half_sent(self._sender)
         self._buffers.begin()
 
-    def before_backward(self, *, last: bool, leaf: int | None) -> None:
+    def before_backward(self, *, last: bool, leaf: int | None) -> bool:
         """Send during this backward if it is the last."""
         del leaf
-        if last and self._overlap:
-            self._sender.arm()
+        return last and self._overlap and self._sender.arm()
 
     def after_backward(self) -> None:
         """Nothing: buckets that are not ready leave at the boundary."""
@@ -188,7 +190,7 @@ class EveryStep:
         self._buffers.begin()
         self._steps, self._begun, self._done = max(1, steps), 0, 0
 
-    def before_backward(self, *, last: bool, leaf: int | None) -> None:
+    def before_backward(self, *, last: bool, leaf: int | None) -> bool:
         """Send during each backward. Raises `ValueError` when it is one more than was said."""
         del last, leaf
         self._begun += 1
@@ -196,8 +198,7 @@ class EveryStep:
             raise ValueError(
                 f"this window was said to have {self._steps} micro-steps; one more came"
             )
-        if self._overlap:
-            self._sender.arm()
+        return self._overlap and self._sender.arm()
 
     def after_backward(self) -> None:
         """Reduce, unless this was the last one: that is the boundary's, which adds the trailer."""

@@ -72,13 +72,15 @@ class BucketSender:
         """How many buckets have left and were not waited for."""
         return len(self._under_way)
 
-    def arm(self) -> None:
+    def arm(self) -> bool:
         """Send buckets as gradients become ready from now on: the backward that follows is the
-        last.
+        last. Alone there is nobody to send to, and it is False.
         """
-        if self._group.size > 1:
-            self._missing = list(self._members)
-            self._seen.clear()
+        if self._group.size == 1:
+            return False
+        self._missing = list(self._members)
+        self._seen.clear()
+        return True
 
     def ready(self, parameter: int) -> None:
         """A gradient is there. Called by the parameter's hook; does nothing unless armed.

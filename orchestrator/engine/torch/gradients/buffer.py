@@ -12,6 +12,7 @@ tensor in `.grad`'s place, is found at the next look, and refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from operator import attrgetter, is_
 
 import torch
@@ -41,6 +42,7 @@ class GradientBuffers:
         gradients: their gradients alone.
         views: one for each parameter, in the order of `parameters`.
         trailer: the trailer's numbers.
+        versions: what each view's version is to be: a backward that adds to one counts there.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class GradientBuffers:
         ]
         self._tensors = [parameter for _, parameter in self.parameters]
         self._addresses = [view.data_ptr() for view in self.views]
-        self._versions: list[int] = []
+        self.versions = [0] * len(self.views)
         self._here = bytearray(len(self.places))  # 1 where a gradient is in its place
         self._looked = False  # in this backward, what is in no view's place was None before it
 
@@ -97,7 +99,12 @@ class GradientBuffers:
             flat[gradient.numel() :].zero_()
         for parameter in self._tensors:
             parameter.grad = None
-        self._versions, self._looked = list(map(_VERSION, self.views)), False
+        self.versions[:], self._looked = map(_VERSION, self.views), False
+
+    @property
+    def begun(self) -> bool:
+        """A backward has brought gradients since `begin`; later ones add where those are."""
+        return 1 in self._here
 
     def expect(self) -> None:
         """Before a backward: every `.grad` is its view, or None.
@@ -108,9 +115,11 @@ class GradientBuffers:
         Raises:
             JobError: somebody put something else there.
         """
-        for number, found in enumerate(map(_GRADIENT, self._tensors)):
-            if found is not None and found is not self.views[number]:
-                raise self._strange(number)
+        before = map(_GRADIENT, self._tensors)
+        if not all(map(is_, before, self.views if self.begun else repeat(None))):
+            for number, (parameter, view) in enumerate(zip(self._tensors, self.views, strict=True)):
+                if parameter.grad is not None and parameter.grad is not view:
+                    raise self._strange(number)
         self._looked = True
 
     def take(self, number: int) -> None:
@@ -126,9 +135,9 @@ class GradientBuffers:
         found = parameter.grad
         if found is view:
             version = _VERSION(view)
-            if version != self._versions[number] + 1 or not self._here[number]:
+            if version != self.versions[number] + 1 or not self._here[number]:
                 raise self._strange(number)
-            self._versions[number] = version
+            self.versions[number] = version
             return
         if found is None:
             raise JobError(
@@ -148,33 +157,45 @@ class GradientBuffers:
         else:
             raise self._strange(number)
         self._here[number] = 1
-        self._versions[number] = _VERSION(view)
+        self.versions[number] = _VERSION(view)
         parameter.grad = view
 
-    def settle(self) -> None:
-        """After a backward: every gradient that came is in its place.
+    def settle(self) -> list[int]:
+        """After a backward: every gradient that came is in its place, and nothing else was written.
+
+        Returns:
+            The parameters whose gradients were put there now: they came in a backward that was
+            only counted, and had none before.
 
         Raises:
             JobError: one is not a backward's, or a backward with `create_graph=True` replaced it.
         """
-        self._looked = False
-        if all(map(is_, map(_GRADIENT, self._tensors), self.views)):
-            return
-        for number, (parameter, view) in enumerate(zip(self._tensors, self.views, strict=True)):
-            found = parameter.grad
-            if found is None:
-                if self._here[number]:
+        late: list[int] = []
+        if not all(map(is_, map(_GRADIENT, self._tensors), self.views)):
+            for number, (parameter, view) in enumerate(zip(self._tensors, self.views, strict=True)):
+                found = parameter.grad
+                came = self.versions[number] > _VERSION(view)
+                if found is view or (found is None and not (came or self._here[number])):
+                    continue
+                if found is None and not came:
                     parameter.grad = view
-            elif found is not view:
-                raise self._strange(number)
+                    continue
+                if not came or (found is not None and found.requires_grad):
+                    raise self._strange(number)
+                self.take(number)
+                late.append(number)
+        self._looked = False
+        if list(map(_VERSION, self.views)) != self.versions:
+            self.verify()
+        return late
 
     def verify(self) -> None:
         """Raise `JobError` unless the last to write in each view was a backward."""
         versions = list(map(_VERSION, self.views))
         addresses = [view.data_ptr() for view in self.views]
-        if versions != self._versions or addresses != self._addresses:
+        if versions != self.versions or addresses != self._addresses:
             now = zip(versions, addresses, strict=True)
-            before = zip(self._versions, self._addresses, strict=True)
+            before = zip(self.versions, self._addresses, strict=True)
             raise self._strange(
                 next(n for n, (a, b) in enumerate(zip(now, before, strict=True)) if a != b)
             )
@@ -183,11 +204,12 @@ class GradientBuffers:
         """`settle`, and zeros for parameters without a gradient: the buffers can be summed up."""
         self.settle()
         self.verify()
-        for number, view in enumerate(self.views):
-            if not self._here[number]:
-                view.zero_()
-                self._versions[number] = _VERSION(view)
-        self.attach()
+        if 0 in self._here:
+            for number, view in enumerate(self.views):
+                if not self._here[number]:
+                    view.zero_()
+                    self.versions[number] = _VERSION(view)
+            self.attach()
 
     def _strange(self, number: int) -> JobError:
         name, parameter = self.parameters[number]
@@ -206,8 +228,9 @@ class GradientBuffers:
     def attach(self) -> None:
         """Show the buffers' numbers: every `.grad` is its view, whatever it was."""
         self._here[:] = bytes([1]) * len(self._here)
-        for (_, parameter), view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+        if not all(map(is_, map(_GRADIENT, self._tensors), self.views)):
+            for parameter, view in zip(self._tensors, self.views, strict=True):
+                parameter.grad = view
 
     def detach(self, unused: Iterable[int]) -> None:
         """Set `.grad` of these parameters to None, so that the optimizer leaves them alone."""

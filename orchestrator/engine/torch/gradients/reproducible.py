@@ -100,7 +100,7 @@ class Reproducible:
         self._leaves, self._owned, self._spent = leaves, _NO_LEAVES, False
         self._current.begin()
 
-    def before_backward(self, *, last: bool, leaf: int | None) -> None:
+    def before_backward(self, *, last: bool, leaf: int | None) -> bool:
         """A leaf comes, into buffers of its own. Raises `ValueError` for one out of turn."""
         del last
         if self._leaves is None:
@@ -121,6 +121,7 @@ class Reproducible:
             self._current.verify()
             self._current, self._spent = self._pool.take(), False
             self._current.begin()
+        return False
 
     def after_backward(self) -> None:
         """Fold the leaf into the nodes that it completes."""

@@ -36,9 +36,10 @@ class UsedParameters:
         self.exchanges = 0
         self._mine[:] = bytes(len(self._mine))
 
-    def mark(self, parameter: int) -> None:
-        """This one had a gradient."""
-        self._mine[parameter] = 1
+    def mark(self, *parameters: int) -> None:
+        """These had a gradient."""
+        for parameter in parameters:
+            self._mine[parameter] = 1
 
     def flag(self, trailer: Trailer) -> None:
         """Say in the trailer what the others have to know."""
