@@ -15,7 +15,8 @@ from orchestrator.compose.command_line import CommandLine, read_command_line
 from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_input import check_arguments
 from orchestrator.compose.wording import no_such_key
-from orchestrator.config.schema import Config, to_yaml
+from orchestrator.config.reading import to_yaml
+from orchestrator.config.schema import Config
 from orchestrator.errors import (
     EXIT_FINISHED,
     ConfigError,

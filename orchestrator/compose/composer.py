@@ -22,7 +22,8 @@ from orchestrator.compose.hydra_input import check_arguments, guarded
 from orchestrator.compose.hydra_loader import Loader
 from orchestrator.compose.hydra_settings import refuse_replaced, refuse_unused
 from orchestrator.config.job_source import builds_optimizer
-from orchestrator.config.schema import Config, read_config, unknown_keys
+from orchestrator.config.reading import read_config
+from orchestrator.config.schema import Config, unknown_keys
 from orchestrator.errors import ConfigError
 
 IDENTITY = {"job": ("_target_",), "optimizer": ("_target_", "name")}

@@ -1,83 +1,64 @@
-"""The configuration: a schema that Hydra fills in, and the checks that need no plan.
+"""The configuration: a schema that Hydra fills in, with what each field may hold beside it.
 
-The dataclasses are mutable because OmegaConf fills them; nothing changes them after `check`.
-`compose.composer` turns a command line into a `Config`; `conf/` holds the values people choose.
+The dataclasses are mutable because OmegaConf fills them; nothing changes them after they are
+checked. `compose.composer` turns a command line into a `Config`; `conf/` holds the values people
+choose; `reading.py` checks them.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from orchestrator.config.optimizer_rules import problems
-from orchestrator.config.upper_bounds import refuse_beyond, too_many_ranks
+from orchestrator.config.bounds import LONGEST_S, bounds_of, choice, free, number
 from orchestrator.errors import ConfigError, did_you_mean
 
 GPUS = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.+-]*:)?([0-9]{1,6})")
 SIGNAL_AHEAD_S = 60
 """`cluster.signal_ahead_s` where nobody says otherwise."""
-TRANSPORTS = ("auto", "nccl", "hccl", "gloo", "mccl")
-CHOICES: dict[str, tuple[str, ...]] = {
-    "cluster.kind": ("local", "slurm"),
-    "accumulation.ragged": ("update", "drop", "carry"),
-    "accumulation.sync": ("boundary", "every_step"),
-    "accumulation.reduction": ("fast", "reproducible"),
-    "accumulation.balance": ("even",),
-    "schedule.scaling": ("linear", "sqrt", "none"),
-    "schedule.decay": ("cosine", "linear", "none"),
-    "train.precision": ("float32", "bfloat16", "float16", "float64"),
-    "train.on_non_finite": ("stop", "skip"),
-    "engine.framework": ("auto", "torch", "mindspore"),
-    "engine.mode": ("pynative", "jit", "graph"),
-    "engine.jit_level": ("auto", "O0", "O1", "O2"),
-    "engine.style": ("own", "framework"),
-    "engine.norm": ("warn", "frozen", "group", "exact"),
-    "engine.wire": ("own", "bfloat16"),
-    "tracker.kind": ("tensorboard", "none"),
-    "transport": TRANSPORTS,
-}
+
+SITE = "a name of the site's, which its scheduler judges"
+FLAGS = "options of SLURM's commands, judged by `clusters/slurm/safe_values.py`"
+PATH = "a path, judged where it is opened"
+PARSED = "judged by the function that reads it, in this file"
 
 
 @dataclass
 class ClusterConfig:
     """Where the ranks run. The fields under "SLURM" are refused for a local cluster."""
 
-    kind: str = "local"
-    nodes: Any = 2
-    ranks_per_node: int = 2
-    cpus_per_rank: int = 1
-    gpus_per_node: Any = None
-    rendezvous_timeout_s: float = 120.0
-    collective_timeout_s: float = 1800.0
-    heartbeat_timeout_s: float = 20.0
-    hang_timeout_s: float = 300.0
+    kind: str = choice("local", "slurm")
+    nodes: Any = free(PARSED, 2)
+    ranks_per_node: int = number(2, least=1, most=4096)
+    cpus_per_rank: int = number(1, least=1, most=65_536)
+    gpus_per_node: Any = free(PARSED, most=4096)
+    rendezvous_timeout_s: float = number(120.0, above=0, most=LONGEST_S)
+    collective_timeout_s: float = number(1800.0, above=0, most=LONGEST_S)
+    heartbeat_timeout_s: float = number(20.0, above=0, most=LONGEST_S)
+    hang_timeout_s: float = number(300.0, above=0, most=LONGEST_S)
     # SLURM
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    exclude: str | None = None
-    reservation: str | None = None
-    comment: str | None = None
-    memory_gib: float | None = None
-    time_min: int | None = None
-    signal_ahead_s: int | None = None
+    partition: str | None = free(SITE)
+    account: str | None = free(SITE)
+    qos: str | None = free(SITE)
+    constraint: str | None = free(SITE)
+    exclude: str | None = free(SITE)
+    reservation: str | None = free(SITE)
+    comment: str | None = free("a text for people")
+    memory_gib: float | None = number(None, above=0, most=2**30)
+    time_min: int | None = number(None, least=1, most=2**31 - 2)
+    signal_ahead_s: int | None = number(None, least=1, most=65_535)  # sbatch's own limit
     requeue: bool | None = None
     exclusive: bool | None = None
-    interface: str | None = None
-    slurm_conf: str | None = None
-    slurm_flags: dict[str, Any] = field(default_factory=dict[str, Any])
-    srun_flags: dict[str, Any] = field(default_factory=dict[str, Any])
-    environment: dict[str, str] = field(default_factory=dict[str, str])
-    preamble: list[str] = field(default_factory=list[str])
-    container: str | None = None
-    container_runtime: str | None = None
+    interface: str | None = free(SITE)
+    slurm_conf: str | None = free(PATH)
+    slurm_flags: dict[str, Any] = free(FLAGS, factory=dict[str, Any])
+    srun_flags: dict[str, Any] = free(FLAGS, factory=dict[str, Any])
+    environment: dict[str, str] = free(FLAGS, factory=dict[str, str])
+    preamble: list[str] = free("lines of shell, the user's own", factory=list[str])
+    container: str | None = free(PATH)
+    container_runtime: str | None = free(FLAGS)
 
 
 SLURM_ONLY = (
@@ -94,24 +75,24 @@ class AccumulationConfig:
     balance: `even`; `measured` (in proportion to each rank's speed) is not there yet.
     """
 
-    global_batch: int | None = None
-    steps: int | None = None
-    micro_batch: int | None = None
-    ragged: str = "update"
-    sync: str = "boundary"
-    reduction: str = "fast"
-    balance: str = "even"
+    global_batch: int | None = number(None, least=1)
+    steps: int | None = number(None, least=1)
+    micro_batch: int | None = number(None, least=1)
+    ragged: str = choice("update", "drop", "carry")
+    sync: str = choice("boundary", "every_step")
+    reduction: str = choice("fast", "reproducible")
+    balance: str = choice("even", later=("measured",))
 
 
 @dataclass
 class ScheduleConfig:
     """Learning rate in updates: base_lr x scaling(G / base_batch) x warm-up and decay."""
 
-    base_lr: float = 1e-3
-    base_batch: int = 256
-    scaling: str = "none"
-    warmup_updates: int = 0
-    decay: str = "none"
+    base_lr: float = number(1e-3, above=0)
+    base_batch: int = number(256, least=1)
+    scaling: str = choice("linear", "sqrt", "none", default="none")
+    warmup_updates: int = number(0, least=0)
+    decay: str = choice("cosine", "linear", "none", default="none")
 
 
 @dataclass
@@ -122,17 +103,17 @@ class TrainConfig:
     and the updates begin anew.
     """
 
-    updates: int | None = None
-    epochs: float | None = None
-    seed: int = 0
-    clip_norm: float | None = None
-    precision: str = "float32"
-    evaluate_every: int | None = None
-    checkpoint_every: int | None = None
-    keep_checkpoints: int = 2
-    loader_workers: int = 0
-    on_non_finite: str = "stop"
-    initial_weights: str | None = None
+    updates: int | None = number(None, least=1)
+    epochs: float | None = number(None, above=0, most=1e12)
+    seed: int = number(0, least=0)
+    clip_norm: float | None = number(None, above=0)
+    precision: str = choice("float32", "bfloat16", "float16", "float64")
+    evaluate_every: int | None = number(None, least=0)
+    checkpoint_every: int | None = number(None, least=0)
+    keep_checkpoints: int = number(2, least=1, most=10**6)
+    loader_workers: int = number(0, least=0, most=4096)
+    on_non_finite: str = choice("stop", "skip")
+    initial_weights: str | None = free(PATH)
 
 
 @dataclass
@@ -147,14 +128,14 @@ class EngineConfig:
     MindSpore's (docs/mindspore.md); log_every counts micro-steps.
     """
 
-    framework: str = "auto"
-    bucket_mib: float | None = None
-    wire: str = "own"
-    norm: str = "warn"
-    mode: str = "jit"
-    jit_level: str = "auto"
-    style: str = "own"
-    log_every: int = 0
+    framework: str = choice("auto", "torch", "mindspore")
+    bucket_mib: float | None = number(None, above=0, most=2**20)
+    wire: str = choice("own", "bfloat16")
+    norm: str = choice("warn", "frozen", "group", "exact")
+    mode: str = choice("pynative", "jit", "graph", default="jit")
+    jit_level: str = choice("auto", "O0", "O1", "O2")
+    style: str = choice("own", "framework")
+    log_every: int = number(0, least=0)
     shard_optimizer: bool = False
 
     @property
@@ -169,18 +150,18 @@ class RunConfig:
     max_restarts: how often a run that failed begins again by itself, from its newest checkpoint.
     """
 
-    dir: str | None = None
-    name: str | None = None
+    dir: str | None = free(PATH)
+    name: str | None = free("a part of a folder's name, judged where it is made")
     watch: bool | None = None
     snapshot: bool = True
-    max_restarts: int = 0
+    max_restarts: int = number(0, least=0, most=10**6)
 
 
 @dataclass
 class TrackerConfig:
     """Where scalars go beside metrics.jsonl."""
 
-    kind: str = "tensorboard"
+    kind: str = choice("tensorboard", "none")
 
 
 @dataclass
@@ -190,9 +171,11 @@ class FactsConfig:
     The workers check both and say so when one is wrong.
     """
 
-    parameters: int | None = None
-    dataset_samples: int | None = None
-    update_s: float | None = None  # how long an update takes, as an earlier run measured it
+    parameters: int | None = number(None, least=1)
+    dataset_samples: int | None = number(None, least=1)
+    update_s: float | None = number(
+        None, above=0
+    )  # how long an update takes, as an earlier run measured it
 
 
 @dataclass
@@ -202,8 +185,8 @@ class Config:
     An empty `optimizer` is the job's own.
     """
 
-    job: dict[str, Any] = field(default_factory=dict[str, Any])
-    optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
+    job: dict[str, Any] = free("the job class's own arguments", factory=dict[str, Any])
+    optimizer: dict[str, Any] = free("see `optimizer_rules.py`", factory=dict[str, Any])
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -212,12 +195,12 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     facts: FactsConfig = field(default_factory=FactsConfig)
-    transport: str = "auto"
+    transport: str = choice("auto", "nccl", "hccl", "gloo", "mccl")
 
 
 FREE_SECTIONS = ("job", "optimizer")
-NOT_YET = {("accumulation.balance", "measured"): "is not there yet; leave it out"}
-"""Values that have a meaning in the documentation's plans, and none in the code."""
+BOUNDS = bounds_of(Config)
+CHOICES = {dotted: bound.choice for dotted, bound in BOUNDS.items() if bound.choice}
 
 
 def node_range(nodes: Any) -> tuple[int, int]:
@@ -273,96 +256,9 @@ def unknown_keys(found: Mapping[str, Any], schema: Any = Config, prefix: str = "
     return sentences
 
 
-def _value(config: Config, dotted: str) -> Any:
+def value_of(config: Config, dotted: str) -> Any:
+    """What stands at `engine.wire`, say."""
     node: Any = config
     for part in dotted.split("."):
         node = getattr(node, part)
     return node
-
-
-def check(config: Config) -> None:
-    """Refuse what no plan and no cluster can use. Raises one `ConfigError` for all of it."""
-    refuse_beyond(asdict(config))  # before anything is computed from such numbers
-    wrong: list[str] = []
-    for dotted, allowed in CHOICES.items():
-        value = _value(config, dotted)
-        if later := NOT_YET.get((dotted, value)):
-            wrong.append(f"{dotted}={value} {later}, or set {dotted}={allowed[0]}")
-        elif value not in allowed:
-            wrong.append(
-                f"{dotted} must be one of {', '.join(allowed)}, but is {value!r}"
-                + did_you_mean(str(value), allowed).replace(
-                    "; known are: " + ", ".join(sorted(allowed)), ""
-                )
-            )
-    wrong += too_many_ranks(node_range(config.cluster.nodes)[1], config.cluster.ranks_per_node)
-    gpu_count(config.cluster.gpus_per_node)
-    at_least: Sequence[tuple[str, float]] = (
-        ("cluster.ranks_per_node", 1), ("cluster.cpus_per_rank", 1), ("accumulation.steps", 1),
-        ("accumulation.global_batch", 1), ("accumulation.micro_batch", 1), ("train.updates", 1),
-        ("train.evaluate_every", 0), ("train.checkpoint_every", 0), ("train.keep_checkpoints", 1),
-        ("train.loader_workers", 0), ("train.seed", 0), ("schedule.warmup_updates", 0),
-        ("schedule.base_batch", 1), ("cluster.time_min", 1),
-        ("cluster.signal_ahead_s", 1),
-        ("engine.log_every", 0), ("facts.parameters", 1), ("facts.dataset_samples", 1),
-        ("run.max_restarts", 0),
-    )  # fmt: skip
-    for dotted, least in at_least:
-        value = _value(config, dotted)
-        if value is not None and value < least:
-            wrong.append(f"{dotted} must be at least {least}, but is {value}; try {dotted}={least}")
-    positive = (
-        "schedule.base_lr", "train.epochs", "train.clip_norm", "cluster.memory_gib",
-        "cluster.rendezvous_timeout_s", "cluster.collective_timeout_s",
-        "cluster.heartbeat_timeout_s", "cluster.hang_timeout_s", "engine.bucket_mib",
-        "facts.update_s",
-    )  # fmt: skip
-    for dotted in positive:
-        value = _value(config, dotted)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            wrong.append(f"{dotted} must be a number above 0, but is {value}")
-    if config.accumulation.reduction == "reproducible" and config.accumulation.micro_batch is None:
-        wrong.append(
-            "accumulation.reduction=reproducible needs accumulation.micro_batch: the size of a "
-            "leaf, the atom of work; try accumulation.micro_batch=16"
-        )
-    if config.cluster.kind == "local":
-        wrong += [
-            f"cluster.{name} means nothing on a local cluster; add +cluster=slurm, or leave it out"
-            for name in SLURM_ONLY
-            if _value(config, f"cluster.{name}") not in (None, {}, [])
-        ]
-    if config.run.max_restarts and config.cluster.requeue is False:
-        wrong.append(
-            "run.max_restarts needs cluster.requeue=true: on SLURM a run begins again by being "
-            "handed back to the queue"
-        )
-    if not isinstance(config.job.get("_target_"), str):
-        wrong.append(
-            "job._target_ must be the dotted name of a job class, as in jobs.digits.Digits"
-        )
-    wrong += problems(config.optimizer)
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-
-
-def read_config(values: Any) -> Config:
-    """A `Config` from plain values, as in a run folder's config.yaml; checked.
-
-    Raises:
-        ConfigError: unknown keys, wrong types, values that cannot be used.
-    """
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
-        config = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        reason = str(error).split("\n", maxsplit=1)[0]
-        raise ConfigError(f"{error.full_key or 'the configuration'}: {reason}") from error
-    assert isinstance(config, Config)  # noqa: S101  # what a structured merge gives, by construction
-    check(config)
-    return config
-
-
-def to_yaml(config: Config) -> str:
-    """The text of config.yaml; `read_config` of it is the same configuration."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))

@@ -1,12 +1,12 @@
 """The two checks that the modules here make of a value, in the words of the configuration.
 
-Not a validator of configurations: types and unknown keys are refused before a plan is made.
+Not a validator of configurations, which are checked before a plan is made: these keep values that
+were made by hand from meaning something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from orchestrator.config.schema import CHOICES
 from orchestrator.errors import PlanError, nearest
 
 
@@ -27,15 +27,16 @@ def at_least(minimum: int, key: str, value: int) -> int:
     return value
 
 
-def one_of(choices: Sequence[str], key: str, value: str) -> str:
-    """Give `value` back if it is one of `choices`.
+def one_of(key: str, value: str) -> str:
+    """Give `value` back if it is one of the schema's choices for `key`.
 
-    >>> one_of(("boundary", "every_step"), "accumulation.sync", "boundary")
+    >>> one_of("accumulation.sync", "boundary")
     'boundary'
 
     Raises:
         PlanError: it is not; the message gives the nearest spelling, or all choices.
     """
+    choices = CHOICES[key]
     if value not in choices:
         meant = nearest(value, choices)
         hint = f"; did you mean {key}={meant}?" if meant is not None else ""

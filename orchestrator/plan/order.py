@@ -25,8 +25,6 @@ if TYPE_CHECKING:  # numpy is loaded on first use: a plan that is only printed d
     import numpy as np
     from numpy.typing import NDArray
 
-RAGGED = ("update", "drop", "carry")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateSamples:
@@ -75,7 +73,7 @@ class DataOrder:
                 f"the data set has {self.dataset_samples} samples; it must have at least 1"
             )
         at_least(1, GLOBAL_BATCH, self.global_batch)
-        one_of(RAGGED, "accumulation.ragged", self.ragged)
+        one_of("accumulation.ragged", self.ragged)
         at_least(0, "train.seed", self.seed)
         if self.seed >= 2**63:
             raise PlanError(
@@ -101,7 +99,8 @@ class DataOrder:
 
         With `carry` the last one is filled up from the epoch after, so that no sample is missed.
 
-        >>> [DataOrder(dataset_samples=10, global_batch=4, ragged=r).updates_for(2) for r in RAGGED]
+        >>> ragged = ("update", "drop", "carry")
+        >>> [DataOrder(dataset_samples=10, global_batch=4, ragged=r).updates_for(2) for r in ragged]
         [6, 4, 5]
 
         Raises:

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.config.schema import Config, FactsConfig, ScheduleConfig, TrainConfig, node_range
-from orchestrator.errors import PlanError
 from orchestrator.plan.batch import Batch, resolve_batch
 from orchestrator.plan.bounds import at_least, one_of
 from orchestrator.plan.order import DataOrder
@@ -21,7 +20,6 @@ from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.split import Split, split_for
 from orchestrator.plan.wire import Wire
 
-SYNCS = ("boundary", "every_step")
 DEFAULT_EPOCHS = 1.0
 ITEMSIZE = {"float64": 8}
 WIRE_ITEMSIZE = {"own": None, "bfloat16": 2}
@@ -143,14 +141,12 @@ def _stated_or(known: int | None, facts: FactsConfig, name: str) -> int | None:
 
 def _modes(config: Config) -> Modes:
     asked = config.accumulation
-    sync = one_of(SYNCS, "accumulation.sync", asked.sync)
-    if sync == "every_step" and asked.reduction == "reproducible":
-        raise PlanError(
-            "accumulation.sync=every_step adds micro-steps up in an order that depends on the "
-            "ranks, which accumulation.reduction=reproducible forbids; use "
-            "accumulation.sync=boundary or accumulation.reduction=fast"
-        )
-    return Modes(ragged=asked.ragged, reduction=asked.reduction, sync=sync, seed=config.train.seed)
+    return Modes(
+        ragged=asked.ragged,
+        reduction=asked.reduction,
+        sync=one_of("accumulation.sync", asked.sync),
+        seed=config.train.seed,
+    )
 
 
 def _batch(config: Config, ranks: int) -> Batch:

@@ -21,9 +21,6 @@ from orchestrator.errors import PlanError
 from orchestrator.plan.batch import GLOBAL_BATCH
 from orchestrator.plan.bounds import at_least, one_of
 
-SCALINGS = ("linear", "sqrt", "none")
-DECAYS = ("cosine", "linear", "none")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
@@ -55,8 +52,8 @@ class Schedule:
         if not (math.isfinite(self.base_lr) and self.base_lr >= 0):
             raise PlanError(f"schedule.base_lr={self.base_lr}: it must be finite and not negative")
         at_least(1, GLOBAL_BATCH, self.global_batch)
-        one_of(SCALINGS, "schedule.scaling", self.scaling)
-        one_of(DECAYS, "schedule.decay", self.decay)
+        one_of("schedule.scaling", self.scaling)
+        one_of("schedule.decay", self.decay)
         at_least(0, "schedule.warmup_updates", self.warmup_updates)
         if self.base_batch is not None:
             at_least(1, "schedule.base_batch", self.base_batch)

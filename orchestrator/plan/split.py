@@ -16,8 +16,6 @@ from orchestrator.errors import PlanError
 from orchestrator.plan.batch import MICRO_BATCH, STEPS, Batch, steps_for
 from orchestrator.plan.bounds import at_least, one_of
 
-REDUCTIONS = ("fast", "reproducible")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
@@ -181,7 +179,7 @@ def split_for(samples: int, ranks: int, *, batch: Batch, reduction: str = "fast"
             `split_window` and `split_leaves`.
     """
     cap = batch.micro_batch_cap
-    if one_of(REDUCTIONS, "accumulation.reduction", reduction) == "fast":
+    if one_of("accumulation.reduction", reduction) == "fast":
         return split_window(samples, ranks, steps=batch.steps if cap is None else None, cap=cap)
     if cap is None:
         size = -(-batch.global_batch // (ranks * batch.steps))

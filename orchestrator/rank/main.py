@@ -16,9 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from orchestrator.config.engine_rules import check_installed
+from orchestrator.config.frameworks import check_installed
 from orchestrator.config.job_source import check_target
-from orchestrator.config.schema import Config, read_config
+from orchestrator.config.reading import read_config
+from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine, EngineSettings, GroupSpec
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import (

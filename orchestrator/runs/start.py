@@ -17,10 +17,12 @@ from types import ModuleType
 from typing import Any
 
 from orchestrator.clusters.api import State
-from orchestrator.config.engine_rules import notes, refuse_schedule, refuse_unsupported
+from orchestrator.config.frameworks import notes
+from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer_rules import check_builder
-from orchestrator.config.schema import Config, read_config, to_yaml
+from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.config.schema import Config
 from orchestrator.errors import (
     EXIT_FINISHED,
     ConfigError,

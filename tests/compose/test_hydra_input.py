@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.compose import hydra_input
 from orchestrator.compose.composer import compose
-from orchestrator.config.schema import read_config
+from orchestrator.config.reading import read_config
 from orchestrator.errors import ConfigError, PlanError
 from orchestrator.plan.batch import resolve_batch
 

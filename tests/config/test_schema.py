@@ -1,9 +1,13 @@
 """What is refused before anything is written, and in which words."""
 
+import re
+from dataclasses import fields, is_dataclass
+
 import pytest
 
 from orchestrator.compose.composer import compose
-from orchestrator.config.schema import CHOICES, read_config, to_yaml
+from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.config.schema import BOUNDS, CHOICES, Config
 from orchestrator.errors import ConfigError
 
 
@@ -59,6 +63,10 @@ def test_a_misspelled_word_is_answered_with_the_right_one(override, right):
         ("schedule.base_lr=nan", "schedule.base_lr must be a number above 0"),
         ("cluster.partition=gpu", "means nothing on a local cluster"),
         ("accumulation.reduction=reproducible", "needs accumulation.micro_batch"),
+        (
+            "accumulation={reduction:reproducible,micro_batch:4,sync:every_step}",
+            "which accumulation.reduction=reproducible forbids; use accumulation.sync=boundary or",
+        ),
         ("train.updates=[1", "the command line cannot be read"),
         (
             "optimizer.betaz=3",
@@ -104,3 +112,48 @@ def test_own_configs_join_through_a_folder(tmp_path):
     assert compose(["job=mine"], str(tmp_path)).job["_target_"] == "my.Job"
     with pytest.raises(ConfigError, match="must be a folder"):
         compose([], str(tmp_path / "absent"))
+
+
+def _fields(schema=Config, prefix=""):
+    for item in fields(schema):
+        if is_dataclass(item.default_factory):
+            yield from _fields(item.default_factory, f"{prefix}{item.name}.")
+        else:
+            yield prefix + item.name, item.type.removesuffix(" | None")
+
+
+@pytest.mark.parametrize(("dotted", "kind"), list(_fields()))
+def test_each_field_has_bounds_or_says_why_it_has_none(dotted, kind):
+    bound = BOUNDS.get(dotted)
+    has = {
+        "bool": bound is None,
+        "int": bound and bound.least is not None,  # whole numbers end where files' do
+        "float": bound and bound.above is not None,
+        "str": bound and len(bound.choice) > 1,
+    }.get(kind)
+    assert has or (bound and bound.why_free)
+
+
+def _outside(dotted, bound):
+    if bound.choice:
+        yield f"{bound.choice[0]}x"
+    if bound.least is not None:
+        yield bound.least - 1
+    if bound.above is not None:
+        yield from (bound.above, float("nan"), float("inf"))
+    if bound.most is not None:
+        yield bound.most * 2
+    if "int" in dict(_fields())[dotted]:
+        yield 2**63
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value"),
+    [(dotted, value) for dotted, bound in BOUNDS.items() for value in _outside(dotted, bound)],
+)
+def test_what_is_outside_of_a_bound_is_refused_by_its_name(dotted, value):
+    section, _, name = dotted.rpartition(".")
+    values = {"job": {"_target_": "my.Job"}, "optimizer": {"name": "adam"}}
+    values |= {section: {name: value}} if section else {name: value}
+    with pytest.raises(ConfigError, match=re.escape(f"{dotted} must ")):
+        read_config(values)

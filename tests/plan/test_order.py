@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.config.schema import CHOICES
 from orchestrator.errors import PlanError
-from orchestrator.plan.order import RAGGED, DataOrder, epoch_permutation
+from orchestrator.plan.order import DataOrder, epoch_permutation
 
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**63 - 1)
-raggeds = st.sampled_from(RAGGED)
+raggeds = st.sampled_from(CHOICES["accumulation.ragged"])
 
 
 def order_of(size, batch, ragged="update", seed=0) -> DataOrder:

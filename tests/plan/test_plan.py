@@ -141,7 +141,6 @@ def test_an_ordinary_plan_has_no_warnings():
         ({"sync": "boundry"}, "did you mean accumulation.sync=boundary?"),
         ({"decay": "cosin"}, "did you mean schedule.decay=cosine?"),
         ({"ragged": "drop", "dataset_samples": 100}, "Set accumulation.global_batch=100 or less"),
-        ({"sync": "every_step", "reduction": "reproducible", "micro_batch": 4}, "forbids; use"),
         ({"reduction": "reproducible"}, "accumulation.reduction=reproducible needs"),
         ({"global_batch": 256, "steps": 3, "micro_batch": 10}, "disagree: on 4 ranks"),
     ],

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.config.schema import CHOICES
 from orchestrator.errors import PlanError
-from orchestrator.plan.schedule import DECAYS, Schedule
+from orchestrator.plan.schedule import Schedule
 
+DECAYS = CHOICES["schedule.decay"]
 counts = st.integers(1, 2_000)
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.compose.composer import compose
-from orchestrator.config.schema import to_yaml
+from orchestrator.config.reading import to_yaml
 from orchestrator.errors import RunFolderError, UsageError
 from orchestrator.lifecycle.checkpoint import check_initial, digest_of
 from orchestrator.lifecycle.fence import Fence

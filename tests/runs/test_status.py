@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.config.schema import Config, to_yaml
+from orchestrator.config.reading import to_yaml
+from orchestrator.config.schema import Config
 from orchestrator.report.tables.run_view import print_run, sparkline
 from orchestrator.report.tables.status_table import print_status
 from orchestrator.run_folder.rundir import RunDir, write_json

@@ -7,7 +7,7 @@ import platform
 import mindspore as ms
 import numpy as np
 
-from orchestrator.config.engine_rules import check_installed
+from orchestrator.config.frameworks import check_installed
 from orchestrator.engine.api import Engine, EngineSettings
 from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
 from orchestrator.engine.mindspore.engine import MindSporeEngine

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.config.engine_rules import refuse_schedule
+from orchestrator.config.rules import refuse_schedule
 from orchestrator.config.schema import ScheduleConfig
 from orchestrator.engine.api import Engine
 from orchestrator.engine.common.replicas import unlike_most

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from orchestrator.compose.command_line import CommandLine, check_overrides, key_of, spelled
 from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_input import check_arguments, guarded
-from orchestrator.config.schema import Config, read_config, to_yaml, unknown_keys
+from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.config.schema import Config, unknown_keys
 from orchestrator.errors import ConfigError, PlanError
 from orchestrator.lifecycle.checkpoint import PREFIX, complete, refuse_beyond
 from orchestrator.plan.parts import Known

@@ -6,7 +6,8 @@ import importlib.metadata
 import pytest
 
 from orchestrator.compose.composer import compose
-from orchestrator.config.engine_rules import notes, refuse_unsupported
+from orchestrator.config.frameworks import notes
+from orchestrator.config.rules import refuse_unsupported
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.runs.start import prepare
 

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from orchestrator.compose.composer import compose
-from orchestrator.config.schema import Config, read_config, to_yaml
+from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan

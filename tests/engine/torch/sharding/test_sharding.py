@@ -10,7 +10,7 @@ from torch import nn, optim
 
 from jobs.contrastive import Contrastive
 from jobs.jepa import Jepa
-from orchestrator.config.engine_rules import SHARDABLE
+from orchestrator.config.rules import SHARDABLE
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import (
     Accumulator,

@@ -1,0 +1,35 @@
+"""A checked configuration from plain values, and its text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from orchestrator.config.rules import check
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError
+
+
+def read_config(values: Any) -> Config:
+    """A `Config` from plain values, as in a run folder's config.yaml; checked.
+
+    Raises:
+        ConfigError: unknown keys, wrong types, values that cannot be used.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        reason = str(error).split("\n", maxsplit=1)[0]
+        raise ConfigError(f"{error.full_key or 'the configuration'}: {reason}") from error
+    assert isinstance(config, Config)  # noqa: S101  # what a structured merge gives, by construction
+    check(config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The text of config.yaml; `read_config` of it is the same configuration."""
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
