@@ -5,7 +5,8 @@ editing files meanwhile changes nothing. Copied are the source folders that hold
 the job's module, as git sees them: tracked, modified and new files, not the ignored ones. Packages
 that were installed into Python's own folders are left there.
 
-The copy is one archive; each start of the job unpacks it afresh. Hundreds of small files are what
+The copy is one archive; each start of the job unpacks it afresh, on each node (see
+`start_from_copy.py`). Hundreds of small files are what
 a shared file system is slowest at, and what quotas count.
 """
 
@@ -34,6 +35,7 @@ LIMIT_BYTES = 64 * 2**20
 LIMIT_FILES = 20_000
 GIT_TIMEOUT_S = 60
 PACKAGE = Path(__file__).resolve().parent.parent
+STARTER = Path(__file__).with_name("start_from_copy.py")
 
 
 def source_root(module: str) -> tuple[Path, str] | None:
@@ -153,6 +155,7 @@ def take(job_target: str, run: Path, into: Path) -> list[str]:
                 _refuse(root, sizes, files, size)
             for name in sizes:
                 _add(archive, f"{root}/{name}", f"{places[root].name}/{name}")
+    write_atomically(starter_of(into), STARTER.read_text(encoding="utf-8"))
     write_atomically(digest_of(into), f"{_sha256(into, part)}  -\n")
     part.replace(archive_of(into))
     write_json(code_state_beside(into), code_state(next(reversed(places), PACKAGE.parent)))
@@ -164,17 +167,23 @@ def archive_of(into: Path) -> Path:
     return into.with_name(f"{into.name}.tar")
 
 
+def starter_of(into: Path) -> Path:
+    """The program that unpacks it where it runs."""
+    return into.with_name(f"{into.name}.py")
+
+
 def digest_of(into: Path) -> Path:
     """The digest of the archive's place and content, as `sha256sum --check` takes it with the
-    folder's name, a line feed and the archive as its input.
+    folder's name, a line feed, the starter and the archive as its input.
     """
     return into.with_name(f"{into.name}.sha256")
 
 
 def _sha256(into: Path, archive: Path) -> str:
     whole = hashlib.sha256(os.fsencode(into) + b"\n")
-    for block in blocks(archive):
-        whole.update(block)
+    for file in (starter_of(into), archive):
+        for block in blocks(file):
+            whole.update(block)
     return whole.hexdigest()
 
 

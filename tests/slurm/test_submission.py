@@ -1,9 +1,11 @@
 """A run on SLURM: submitted, left alone, found again, and the same as a local one."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +27,9 @@ def test_two_nodes_of_two_ranks_end_with_the_local_runs_weights(slurm, tmp_path)
     assert (plan["nodes"], plan["ranks"]) == (2, 4)
     found = runs.status(tmp_path / "run")
     assert (found["state"], found["updates"], found["restarts"]) == ("finished", 10, 0)
+    local = Path(os.environ.get("TMPDIR", "/tmp"))  # noqa: S108  # only looked at
+    assert not list(local.glob(f"orchestrator-code-{os.getuid()}-*-{job}-0-n?"))
+    assert not [path for path in (tmp_path / "run" / "code").iterdir() if path.is_dir()]
 
 
 def test_submission_imports_no_framework_and_leaves_one_archive_of_the_code(slurm, tmp_path):
@@ -38,9 +43,9 @@ def test_submission_imports_no_framework_and_leaves_one_archive_of_the_code(slur
     assert {"submitit", "orchestrator.clusters.slurm.cluster"} <= imported
     unwanted = {"torch", "mindspore", "numpy", "sklearn", "rich.progress", "rich.table"}
     assert not unwanted & imported
-    # beside the archive, what it is a copy of, and its digest
+    # beside the archive, what it is a copy of, its digest, and what unpacks it on each node
     made = sorted(path.name for path in (run / "code").iterdir())
-    assert made == ["000.json", "000.sha256", "000.tar"]
+    assert made == ["000.json", "000.py", "000.sha256", "000.tar"]
     runs.verb("cancel", run, "--now")
 
 

@@ -41,7 +41,7 @@ class Here:
         folder: where the person stands; the job runs there too.
         package: folder of this package as the ranks import it: in the snapshot, or installed.
         path: folders that the ranks' PYTHONPATH begins with.
-        unpacked: the folder that the code's archive, which lies beside it, unpacks as, if any.
+        unpacked: the folder that the code's archive, which lies beside it, stands for, if any.
         defaults: options of sbatch that the person's SBATCH_* variables set, by option.
     """
 
@@ -51,6 +51,18 @@ class Here:
     path: tuple[Path, ...] = ()
     unpacked: Path | None = None
     defaults: tuple[Default, ...] = ()
+
+    def in_copy(self, place: Path) -> bool:
+        return self.unpacked is not None and place.is_relative_to(self.unpacked)
+
+    @property
+    def starter(self) -> list[str]:
+        """What Python is given, so that it runs our part of a job."""
+        program = self.package / STARTER
+        if self.unpacked is None:
+            return ["-u", str(program)]
+        inside = program.relative_to(self.unpacked) if self.in_copy(program) else program
+        return ["-I", f"{self.unpacked}.py", str(self.unpacked), str(inside)]
 
 
 def job_name(config: Config) -> str:
@@ -138,8 +150,8 @@ def _our_environment(config: Config, here: Here, attempt: int) -> Iterator[str]:
 
 
 def _search_path(here: Here) -> Iterator[str]:
-    """The run's own code comes before any other."""
-    path = ":".join(str(folder) for folder in here.path)
+    """The run's own code comes before any other; what is in its copy, where that is unpacked."""
+    path = ":".join(str(folder) for folder in here.path if not here.in_copy(folder))
     if path:
         yield f'export PYTHONPATH={quoted(path)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
 
@@ -163,8 +175,8 @@ def _srun(config: Config, here: Here, run: RunDir) -> list[list[str]]:
             if value is not False
         ),
         *([option] for option in containers),
-        [*python, "-u"],
-        [str(here.package / STARTER), "rank"],
+        [*python, *here.starter[:2]],
+        [*here.starter[2:], "rank"],
         [str(run.submitit)],
     ]
 
@@ -196,23 +208,15 @@ def _lines(parts: list[list[str]], end: str) -> Iterator[str]:
     yield f"    {end}"
 
 
-def _unpacking(here: Here) -> Iterator[str]:
-    """Only what was submitted, for this run; afresh at each start, since what lies unpacked may
-    have been changed.
-    """
+def _sound_code(here: Here) -> Iterator[str]:
+    """Only what was submitted, for this run. Each node unpacks it for itself, afresh."""
     if here.unpacked is None:
         return
     yield f"snapshot={quoted(here.unpacked)}"
-    yield 'own "$snapshot.tar" "$snapshot.sha256"'
-    yield 'printf \'%s\\n\' "$snapshot" | cat - "$snapshot.tar" |'
+    yield 'own "$snapshot.py" "$snapshot.tar" "$snapshot.sha256"'
+    yield 'printf \'%s\\n\' "$snapshot" | cat - "$snapshot.py" "$snapshot.tar" |'
     yield '    sha256sum --check --strict --status "$snapshot.sha256" || {'
     yield '    echo "error: the code in $snapshot.tar is damaged: $snapshot.sha256 differs" >&2'
-    yield "    exit 1"
-    yield "}"
-    yield 'rm -rf "$snapshot" "$snapshot.part" && mkdir "$snapshot.part" &&'
-    yield '    tar --no-same-owner -xf "$snapshot.tar" -C "$snapshot.part" &&'
-    yield '    mv "$snapshot.part" "$snapshot" || {'
-    yield '    echo "error: the code in $snapshot.tar cannot be unpacked on $SLURMD_NODENAME" >&2'
     yield "    exit 1"
     yield "}"
 
@@ -223,7 +227,6 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
     Args:
         attempt: number of the job's first start; a requeued job adds SLURM_RESTART_COUNT to it.
     """
-    starter = str(here.package / STARTER)
     lines = [
         "#!/bin/bash",
         *(_option(name, value) for name, value in options(config, run)),
@@ -242,7 +245,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         'own "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"',
         'mkdir -p "$run/attempts/$attempt"',
         f'exec {SRUN_LOG}>>"$run/attempts/$attempt/srun.log"',
-        *_unpacking(here),
+        *_sound_code(here),
         *_search_path(here),
         "(  # whatever is set, trapped or ended in here, what follows it is done",
         *unless_stopped(),
@@ -251,6 +254,6 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         *_our_environment(config, here, attempt),
         *_lines(_srun(config, here, run), f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
         ") &",
-        *waiting(here.python, starter),
+        *waiting([here.python, *here.starter]),
     ]
     return "\n".join(lines) + "\n"

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
+# As in `snapshot.start_from_copy`, which started this where the code is a copy.
+PLACE_VARIABLE, LOCK_VARIABLE = "ORCHESTRATOR_CODE", "ORCHESTRATOR_CODE_LOCK"
 
 
 def rank(folder: str) -> None:
@@ -20,6 +22,8 @@ def rank(folder: str) -> None:
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    if LOCK_VARIABLE in os.environ:  # what a rank starts must not keep its code from being removed
+        os.set_inheritable(int(os.environ[LOCK_VARIABLE]), False)
     if os.environ.get("SLURM_LOCALID") == "0":
         _first_of_node(Path(folder).parent)
     from submitit.core.submission import process_job
@@ -55,7 +59,20 @@ def after(run: str, attempt: str, code: str, told: str) -> None:
     """What is left to do once srun has ended. `told`: the first signal the script got, or ""."""
     from orchestrator.clusters.slurm.ending.after_srun import finish
 
-    finish(Path(run), int(attempt), int(code), told)
+    try:
+        finish(Path(run), int(attempt), int(code), told)
+    finally:
+        _leave_copy()
+
+
+def _leave_copy() -> None:
+    """Remove this node's copy of the code, unless a rank still runs from it."""
+    if LOCK_VARIABLE not in os.environ:
+        return
+    from orchestrator.snapshot.start_from_copy import remove
+
+    os.close(int(os.environ[LOCK_VARIABLE]))
+    remove(Path(os.environ[PLACE_VARIABLE]))
 
 
 if __name__ == "__main__":

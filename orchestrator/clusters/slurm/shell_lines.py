@@ -69,7 +69,7 @@ def unless_stopped() -> Iterator[str]:
     yield '[ -z "$told" ] || exit 143'
 
 
-def waiting(python: str, starter: str) -> Iterator[str]:
+def waiting(starter: list[str]) -> Iterator[str]:
     """Wait for it to its end, whatever is signalled meanwhile, and settle what it leaves."""
     yield "srun=$!"
     yield '[ -z "$told" ] || kill -USR2 "$srun" 2>/dev/null'
@@ -78,5 +78,5 @@ def waiting(python: str, starter: str) -> Iterator[str]:
     yield 'wait "$srun"'
     yield "code=$?"
     yield f"trap '' {STOP_SIGNALS}"
-    yield f'{quoted(python)} {quoted(starter)} after "$run" "$attempt" "$code" "$told"'
+    yield f'{" ".join(map(quoted, starter))} after "$run" "$attempt" "$code" "$told"'
     yield "exit $code"

@@ -14,6 +14,7 @@ from pathlib import Path
 from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
 from orchestrator.run_folder.files import read_text
 from orchestrator.run_folder.rundir import RANKS_A_FOLDER, RunDir
+from orchestrator.snapshot.start_from_copy import NAME
 
 SCRIPT = "after_rank.sh"
 MOST_BYTES = 512
@@ -47,6 +48,10 @@ def after_rank(run: RunDir, quoted: str) -> str:
 # Started by the scheduler on the node of each rank whose process has ended.
 exec >/dev/null 2>&1
 run={quoted} rank=$SLURM_PROCID
+mine={NAME}-$(id -u) start=$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}-$SLURMD_NODENAME
+for copy in "${{TMPDIR:-/tmp}}/$mine"-*-"$start" "$run/{run.code.name}/$mine"-*-"$start"; do
+    [ ! -d "$copy" ] || flock -n "$copy" rm -rf "$copy"  # by the last on this node
+done
 attempt=$((${BASE_ATTEMPT_VARIABLE} + ${{SLURM_RESTART_COUNT:-0}}))
 first=$((rank - rank % {RANKS_A_FOLDER})) folder=$run/{run.logs.name}
 [ "$first" = 0 ] || folder=$folder/$(printf 'ranks-%05d' "$first")

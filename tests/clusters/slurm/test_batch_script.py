@@ -48,7 +48,7 @@ def slurm_config(**cluster) -> Config:
 class Script:
     """One run of a batch script. Its srun ends with `code`, its python says what it is asked.
 
-    With `unpacked` it unpacks an archive first. `before`: what befalls its folder.
+    With `unpacked` it has an archive of the code. `before`: what befalls its folder.
     """
 
     def __init__(
@@ -179,43 +179,12 @@ def test_a_copy_of_the_code_is_run_only_as_it_was_submitted(mine, tmp_path, dama
     sound = damage == "none"
     assert script.done.returncode == (0 if sound else 1), script.done.stderr
     assert bool(script.words("srun")) == sound
-    assert (mine / "0" / "mine.py").exists() == sound
     if not sound:
         assert f"error: the code in {archive} is damaged: {digest} differs" in script.done.stderr
 
 
-def changed(unpacked, tmp_path):
-    (unpacked / "0" / "mine.py").write_text("mine = 2\n")
-
-
-def added_to(unpacked, tmp_path):
-    (unpacked / "0" / "__pycache__").mkdir()
-    (unpacked / "0" / "__pycache__" / "mine.cpython-311.pyc").write_bytes(b"code")
-
-
-def led_elsewhere(unpacked, tmp_path):
-    shutil.move(unpacked, tmp_path / "elsewhere")
-    unpacked.symlink_to(tmp_path / "elsewhere")
-
-
-def broken_off(unpacked, tmp_path):
-    shutil.rmtree(unpacked)
-    unpacked.with_name(f"{unpacked.name}.part").symlink_to(tmp_path)
-
-
-@pytest.mark.parametrize("befalls", [changed, added_to, led_elsewhere, broken_off])
-def test_each_start_unpacks_the_code_afresh_whatever_became_of_it(mine, tmp_path, befalls):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        script = Script(tmp_path / name, slurm_config(), unpacked=mine)
-        assert script.done.returncode == 0, script.done.stderr
-        assert not mine.is_symlink()
-        assert [p.read_text() for p in mine.rglob("*") if p.is_file()] == ["mine = 1\n"]
-        befalls(mine, tmp_path)
-
-
 PLACES = ("attempts", "attempts/003", "attempts/003/srun.log", "logs", "code", "submitit",
-          "submitit/7_submitted.pkl", "tar", "sha256")  # fmt: skip
+          "submitit/7_submitted.pkl", "py", "tar", "sha256")  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -225,7 +194,7 @@ def test_the_batch_script_follows_no_link_and_waits_at_no_fifo(mine, tmp_path, p
         (folder / "elsewhere").mkdir(parents=True)
 
         def befall(run, kind=kind, elsewhere=folder / "elsewhere"):
-            beside = place in ("tar", "sha256")
+            beside = place in ("py", "tar", "sha256")
             named = mine.with_suffix(f".{place}") if beside else run.path / place
             (run.attempts / "003").mkdir()
             if os.path.lexists(named):

@@ -1,0 +1,156 @@
+"""Unpack a run's copy of the code, once on each node, and go on with a program in it.
+
+As `python -I COPY.py COPY PROGRAM ARGUMENT…`: this file lies beside the archive, COPY.tar, as
+COPY.py, and knows nothing of this package, which may be what is packed. The code is unpacked on the
+node's own disk (TMPDIR, else /tmp), where hundreds of small files cost nothing; where that cannot
+be done, in the run folder, which is said. Whoever runs from it holds a lock on it, which the kernel
+frees. It is removed when nobody does (`after_rank.sh`, `node_entry.py`), and what a node that lost
+power left, at the next start there.
+
+Only what has the digest beside it, COPY.sha256, is unpacked, and only into a folder that nobody
+else can write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import os
+import shutil
+import stat
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+NAME = "orchestrator-code"
+PLACE_VARIABLE, LOCK_VARIABLE = "ORCHESTRATOR_CODE", "ORCHESTRATOR_CODE_LOCK"
+WHOLE = "whole"
+LOOK_S = 0.05
+EXCLUSIVE = fcntl.LOCK_EX | fcntl.LOCK_NB
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+
+
+def sealed(copy: str) -> bytes:
+    """The archive, when it is what was submitted for this run; else ends the process."""
+    content: list[bytes] = []
+    for suffix in (".py", ".tar", ".sha256"):
+        descriptor = os.open(copy + suffix, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as file:
+            content.append(file.read())
+    program, archive, digest = content
+    found = hashlib.sha256(os.fsencode(copy) + b"\n" + program + archive).hexdigest()
+    if digest.decode("ascii", "replace").split() != [found, "-"]:
+        sys.exit(f"error: the code in {copy}.tar is damaged: {copy}.sha256 differs")
+    return archive
+
+
+def _held(place: Path) -> int:
+    """A descriptor of the folder `place`, which is made; it has to be this user's alone."""
+    with contextlib.suppress(FileExistsError):
+        place.mkdir(mode=0o700)
+    descriptor = os.open(place, FOLDER)
+    facts = os.fstat(descriptor)
+    if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+        os.close(descriptor)
+        raise PermissionError(f"{place} is open to others")
+    return descriptor
+
+
+def unpacked(place: Path, copy: str) -> int:
+    """Have the code in `place`; gives the descriptor that keeps it there. Raises `OSError`."""
+    whole = place / WHOLE
+    while True:
+        descriptor = _held(place)
+        try:
+            if not whole.exists():
+                fcntl.flock(descriptor, EXCLUSIVE)
+                if _is_there(descriptor, place) and not whole.exists():
+                    _unpack(place, copy)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if _is_there(descriptor, place) and whole.exists():
+                return descriptor
+        except BlockingIOError:  # another rank unpacks it
+            time.sleep(LOOK_S)
+        os.close(descriptor)
+
+
+def _is_there(descriptor: int, place: Path) -> bool:
+    """Whether a folder that was opened is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), place.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _unpack(place: Path, copy: str) -> None:
+    try:
+        for left in place.iterdir():  # by one that was killed on the way
+            shutil.rmtree(left)
+        with tarfile.open(fileobj=io.BytesIO(sealed(copy))) as archive:
+            if hasattr(tarfile, "data_filter"):
+                archive.extraction_filter = tarfile.data_filter
+            archive.extractall(place)  # noqa: S202  # it is ours, by its digest
+        (place / WHOLE).touch(mode=0o600)
+    except OSError:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+
+
+def remove(place: Path) -> None:
+    """Unless somebody runs from it, or it is not this user's."""
+    try:
+        descriptor = os.open(place, FOLDER)
+    except OSError:
+        return
+    try:
+        if os.fstat(descriptor).st_uid == os.getuid():
+            fcntl.flock(descriptor, EXCLUSIVE)
+            shutil.rmtree(place, ignore_errors=True)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(descriptor)
+
+
+def somewhere(copy: str) -> tuple[Path, int]:
+    """The code on this node, and what keeps it there. Ends the process where that cannot be."""
+    env, mine = os.environ, f"{NAME}-{os.getuid()}-"
+    restarts = env.get("SLURM_RESTART_COUNT", "0")
+    # Another cluster's job of this number, or one of long ago, is of other code, or another place.
+    digest = Path(f"{copy}.sha256").read_text("ascii", "replace")[:16]
+    name = f"{mine}{digest}-{env['SLURM_JOB_ID']}-{restarts}-{env['SLURMD_NODENAME']}"
+    local = Path(env.get("TMPDIR") or "/tmp")  # noqa: S108  # folders there are checked: `_held`
+    said: list[str] = []
+    for base in (local, Path(copy).parent):
+        try:
+            kept = unpacked(base / name, copy)
+        except OSError as error:
+            said.append(f"{base} ({error.strerror or error})")
+            continue
+        if said and env.get("SLURM_LOCALID", "0") == "0":
+            note = f"note: the code is unpacked in {base}: it cannot be in {said[0]}"
+            print(note, file=sys.stderr)  # noqa: T201  # the node's log
+        for other in base.glob(f"{mine}*-{env['SLURMD_NODENAME']}"):
+            if other.name != name:
+                remove(other)
+        return base / name, kept
+    sys.exit(f"error: the code in {copy}.tar cannot be unpacked in {' or '.join(said)}")
+
+
+def main(copy: str, program: str, *arguments: str) -> None:
+    """Become the program."""
+    place, kept = somewhere(copy)
+    os.set_inheritable(kept, True)
+    roots = sorted((p for p in place.iterdir() if p.name.isdigit()), key=lambda p: int(p.name))
+    path = [*map(str, roots), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    os.environ.update({PLACE_VARIABLE: str(place), LOCK_VARIABLE: str(kept)})
+    command = [sys.executable, "-u", str(place / program), *arguments]
+    os.execv(sys.executable, command)  # noqa: S606  # the interpreter of this process
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
