@@ -8,7 +8,7 @@ import traceback
 from typing import Any
 
 from orchestrator.config.job_source import check_target
-from orchestrator.config.schema import read_config
+from orchestrator.config.reading import read_config
 from orchestrator.run_folder.rundir import RunDir
 
 # Not MindSpore: its import starts threads, and no thread is there after a fork.

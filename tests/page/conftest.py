@@ -5,7 +5,7 @@ import json
 import pytest
 
 from orchestrator.compose.composer import compose
-from orchestrator.config.schema import to_yaml
+from orchestrator.config.reading import to_yaml
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.run_folder.rundir import SEALED, RunDir
