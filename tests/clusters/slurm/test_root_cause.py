@@ -2,7 +2,12 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.admission.checks import grace_s, too_slow
+from orchestrator.clusters.slurm.admission.checks import (
+    _grace_of_qos,
+    grace_s,
+    preempt_grace_s,
+    too_slow,
+)
 from orchestrator.clusters.slurm.admission.limits import (
     Wanted,
     exceeded,
@@ -112,9 +117,35 @@ def test_the_limits_of_accounting_are_for_the_whole_job():
 
 def test_the_grace_is_the_shorter_of_notice_and_preemption():
     found = read_partitions(PARTITIONS)
-    assert grace_s(config(), [found["main"]]) == 60
-    assert grace_s(config(), [found["low"]]) == 20
-    assert grace_s(config(signal_ahead_s=5), [found["low"]]) == 5
+    main, low = (preempt_grace_s([found[name]]) for name in ("main", "low"))
+    assert grace_s(config(), main) == 60
+    assert grace_s(config(), low) == 20
+    assert grace_s(config(signal_ahead_s=5), low) == 5
+
+
+def test_the_grace_of_a_preemption_is_whose_site_decides_it_and_the_suspended_have_none():
+    low = [read_partitions(PARTITIONS)["low"]]
+    by_qos, by_none = "PreemptType             = preempt/qos", "PreemptType = preempt/none"
+    assert preempt_grace_s(low, "PreemptType = preempt/partition_prio", 15.0) == 20
+    assert preempt_grace_s(low, by_qos, 15.0) == 15
+    assert preempt_grace_s(low, by_qos) is preempt_grace_s(low, by_none, 15.0) is None
+    assert "PreemptMode=REQUEUE" in PARTITIONS
+    suspended = read_partitions(
+        PARTITIONS.replace("PreemptMode=REQUEUE", "PreemptMode=GANG,SUSPEND")
+    )
+    assert preempt_grace_s([suspended["low"]]) is None
+
+
+def test_a_qos_that_another_may_preempt_has_its_own_grace():
+    # As sacctmgr prints a qos: limits, MaxWall, GraceTime, and those that it may preempt.
+    qualities = {row[0]: row for row in (
+        ["normal", "", "", "", "", "00:00:00", ""], ["low", "", "", "", "", "00:00:15", ""],
+        ["high", "", "", "", "", "00:00:00", "low,scavenge"],
+    )}  # fmt: skip
+    own = ["dev", "", "", "", "", "low"]
+    assert _grace_of_qos(wanted({"qos": "low"}, nodes=(1, 1), cpus=1), [], qualities) == 15
+    assert _grace_of_qos(wanted({}, nodes=(1, 1), cpus=1), [own], qualities) == 15
+    assert _grace_of_qos(wanted({}, nodes=(1, 1), cpus=1), [], qualities) is None
 
 
 def test_updates_longer_than_the_grace_are_told_before_queueing():

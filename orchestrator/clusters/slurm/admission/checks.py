@@ -30,6 +30,7 @@ from orchestrator.clusters.slurm.admission.limits import (
 from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
 from orchestrator.errors import ClusterError, did_you_mean
 from orchestrator.scheduler.client import Answer, SchedulerDown, SlurmClient, explained
+from orchestrator.scheduler.jobs import seconds
 
 ACCOUNTING_S = 15.0
 KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
@@ -40,7 +41,8 @@ NEVER = (
     "invalid feature", "invalid node name", "reservation is invalid",
 )  # fmt: skip
 ASSOCIATION = "format=Account,Partition,MaxTRES,GrpTRES,MaxWall,DefaultQOS"
-QUALITY = "format=Name,MaxTRES,MaxTRESPU,GrpTRES,MaxWall"
+QUALITY = "format=Name,MaxTRES,MaxTRESPU,GrpTRES,MaxWall,GraceTime,Preempt"
+PREEMPT_TYPE = re.compile(r"^PreemptType\s*=\s*preempt/(\w+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,19 +71,28 @@ def chosen_partitions(job: Wanted, known: Mapping[str, Partition]) -> list[Parti
     return [known[name] for name in job.partitions if name in known]
 
 
-def preempt_grace_s(partitions: list[Partition]) -> float | None:
-    """From the signal of a preemption to SIGTERM, in seconds; None where nobody is preempted."""
+def preempt_grace_s(
+    partitions: list[Partition], shown: str = "", of_qos: float | None = None
+) -> float | None:
+    """From the signal of a preemption to SIGTERM, in seconds; None where nobody is preempted.
+
+    Args:
+        shown: `scontrol show config`: who decides it, the partition or the qos.
+        of_qos: as the job's qos has it.
+    """
+    kind = PREEMPT_TYPE.search(shown)
+    if kind is not None and kind[1] in ("qos", "none"):
+        return of_qos if kind[1] == "qos" else None
     return min((float(p.grace_s) for p in partitions if p.preemptible), default=None)
 
 
-def grace_s(config: Config, partitions: list[Partition], kill_wait_s: float = 0.0) -> float:
+def grace_s(config: Config, preempted: float | None, kill_wait_s: float = 0.0) -> float:
     """How long after a stop signal the job lives at the least, in seconds.
 
     A requeue by hand and a node set down give no notice but `kill_wait_s`; they are not reckoned
     with here.
     """
     ahead = config.cluster.signal_ahead_s or SIGNAL_AHEAD_S
-    preempted = preempt_grace_s(partitions)
     return float(min(ahead, ahead if preempted is None else preempted + kill_wait_s))
 
 
@@ -145,6 +156,7 @@ class _Accounting:
 
     def __init__(self, client: SlurmClient) -> None:
         self._client = client
+        self.preempt_grace_s: float | None = None
 
     def _rows(self, *command: str) -> list[list[str]]:
         answer = self._client.ask("sacctmgr", "-nP", *command, timeout_s=ACCOUNTING_S)
@@ -154,7 +166,7 @@ class _Accounting:
 
     def against(self, job: Wanted, partitions: list[Partition]) -> Iterator[str]:
         """What does not exist, and limits that the job can never keep, where they are enforced."""
-        qualities = {row[0]: row for row in self._rows("show", "qos", QUALITY) if len(row) == 5}
+        qualities = {row[0]: row for row in self._rows("show", "qos", QUALITY) if len(row) == 7}
         if not qualities:
             return  # no accounting
         own = [
@@ -164,6 +176,7 @@ class _Accounting:
             )
             if job.account in (None, row[0])
         ]
+        self.preempt_grace_s = _grace_of_qos(job, own, qualities)
         if job.account is not None and not own:
             accounts = [row[0] for row in self._rows("list", "account", "format=Account") if row]
             if accounts and job.account.lower() not in accounts:
@@ -208,8 +221,19 @@ def _over_limits(
         yield from against[0]
 
 
+def _grace_of_qos(
+    job: Wanted, associations: list[list[str]], qualities: Mapping[str, list[str]]
+) -> float | None:
+    """GraceTime of the job's qos, in seconds, if another may preempt it."""
+    default = next((row[-1] for row in associations if row[-1]), "normal")
+    name = (job.qos or default).lower()
+    if not any(name in row[-1].lower().split(",") for row in qualities.values()):
+        return None
+    return seconds(qualities[name][-2]) if name in qualities else None
+
+
 def _limits_of(quality: list[str]) -> Iterator[Limit]:
-    name, *tres, wall = quality
+    name, *tres, wall, _, _ = quality
     return read_limits(f"qos {name}", tres, wall)
 
 
@@ -223,8 +247,9 @@ def check_request(client: SlurmClient, config: Config, job: Wanted, script: str)
         known = _without_excluded(client, config.cluster.exclude, known)
         partitions = chosen_partitions(job, known)
         against, warnings = list(_against_partitions(job, known)), []
+        accounting = _Accounting(client)
         try:
-            against += _Accounting(client).against(job, partitions)
+            against += accounting.against(job, partitions)
         except SchedulerDown as error:
             warnings.append(f"the limits of your account could not be looked at: {error}")
         answer = tested.result()
@@ -234,11 +259,12 @@ def check_request(client: SlurmClient, config: Config, job: Wanted, script: str)
     warnings += _in_the_way(answer, partitions)
     words = answer.words.removeprefix("sbatch: ")
     kill_wait_s = read_kill_wait_s(shown.result())
+    preempted = preempt_grace_s(partitions, shown.result(), accounting.preempt_grace_s)
     return Verdict(
         words=words,
-        grace_s=grace_s(config, partitions, kill_wait_s),
+        grace_s=grace_s(config, preempted, kill_wait_s),
         warnings=tuple(warnings),
-        preempt_grace_s=preempt_grace_s(partitions),
+        preempt_grace_s=preempted,
         kill_wait_s=kill_wait_s,
     )
 

@@ -180,7 +180,8 @@ def read_partitions(text: str, shapes: str = "") -> dict[str, Partition]:
             min_nodes=_count_or_none(words.get("MinNodes", "")) or 0,
             max_cpus=_count_or_none(words.get("MaxCPUsPerNode", "")),
             grace_s=int(words.get("GraceTime", "0")),
-            preemptible=words.get("PreemptMode", "OFF") not in ("OFF", ""),
+            # One that is suspended goes on later; it is not told to stop.
+            preemptible=bool({"REQUEUE", "CANCEL"} & set(words.get("PreemptMode", "").split(","))),
             qos=None if qos in ("N/A", "") else qos,
             shapes=tuple(alike.get(name, ())),
             listed=words.get("Nodes", "").replace("(null)", ""),
