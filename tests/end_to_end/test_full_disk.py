@@ -1,8 +1,13 @@
-"""A run folder on a disk without room: a real one, of four megabytes, filled to the last byte."""
+"""A run folder where nothing can be written for a while: real file systems that are full, over a
+quota, or read-only, as one becomes that has found an error in itself.
+"""
 
 import json
 import os
+import re
+import shutil
 import subprocess
+import time
 
 import pytest
 
@@ -15,29 +20,95 @@ LONG = (
 )  # fmt: skip
 
 
+def must(*command):
+    subprocess.run(command, check=True, capture_output=True)
+
+
+class Full:
+    """A file system of 4 MiB, and a file that takes all the room there is."""
+
+    words, program = "No space left on device", "mount"
+
+    def __init__(self, tmp_path):
+        self.mounted, self._image = tmp_path / "disk", tmp_path / "image"
+        self.mounted.mkdir()
+        self.folder = self._make()
+
+    def _make(self):
+        must("mount", "-t", "tmpfs", "-o", "size=4m", "none", self.mounted)
+        return self.mounted
+
+    def _make_image(self, *command, size):
+        with self._image.open("wb") as file:
+            file.truncate(size)
+        must(*command, self._image)
+        must("mount", "-o", "loop", self._image, self.mounted)
+
+    def stop(self):
+        with (self.folder / "filler").open("ab", buffering=0) as file:
+            for size in (65536, 4096, 1):
+                try:
+                    while True:
+                        file.write(b"x" * size)
+                except OSError:
+                    continue
+
+    def mend(self):
+        (self.folder / "filler").unlink()
+
+
+class Quota(Full):
+    """A file system with room, of which this folder may have 4 MiB."""
+
+    words, program = "Disk quota exceeded", "mkfs.btrfs"
+
+    def _make(self):
+        self._make_image("mkfs.btrfs", "-q", "--mixed", size=128 * 2**20)
+        folder = self.mounted / "mine"
+        must("btrfs", "quota", "enable", self.mounted)
+        must("btrfs", "subvolume", "create", folder)
+        must("btrfs", "qgroup", "limit", "4M", folder)
+        return folder
+
+    def mend(self):
+        super().mend()
+        must("btrfs", "filesystem", "sync", self.mounted)  # only then is the room free
+
+
+class ReadOnly(Full):
+    """A file system that stops taking anything, in open files too."""
+
+    words, program = "Read-only file system", "mkfs.ext4"
+
+    def _make(self):
+        self._make_image("mkfs.ext4", "-q", size=16 * 2**20)
+        return self.mounted
+
+    def stop(self):
+        must("mount", "-o", "remount,abort", self.mounted)
+
+    def mend(self):
+        must("umount", self.mounted)
+        must("mount", "-o", "loop", self._image, self.mounted)
+
+
 @pytest.fixture
-def disk(tmp_path):
-    """A mounted file system of 4 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
+def disk(tmp_path, request):
+    """A mounted file system that can be stopped and mended."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount a file system to fill")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", folder], check=True)
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    if shutil.which(request.param.program) is None:
+        pytest.skip(f"there is no {request.param.program} here")
+    disk = request.param(tmp_path)
+    yield disk
+    must("umount", "-l", disk.mounted)
 
 
-def fill(folder):
-    """Take all the room there is; give the file that holds it."""
-    filler = folder / "filler"
-    with filler.open("ab", buffering=0) as file:
-        for size in (65536, 4096, 1):
-            try:
-                while True:
-                    file.write(b"x" * size)
-            except OSError:
-                continue
-    return filler
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert helpers.call(*LONG, f"run.dir={run}", "job.pause_s=0").returncode == 0
+    return helpers.result(run)["weights_sha256"]
 
 
 def lines(run):
@@ -45,43 +116,43 @@ def lines(run):
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.parametrize("disk", [Full, Quota], indirect=True)
 @pytest.mark.timeout(180)
-def test_a_disk_that_is_full_for_a_while_costs_no_update_no_line_and_no_bit(disk, tmp_path):
-    run, undisturbed = disk / "run", tmp_path / "undisturbed"
+def test_a_disk_that_is_full_for_a_while_costs_no_update_no_line_and_no_bit(disk, undisturbed):
+    run = disk.folder / "run"
     process = helpers.begin(*LONG, f"run.dir={run}")
     helpers.until(lambda: len(helpers.records(run)) >= 12, what="training")
-    filler = fill(disk)
-    place = run / "attempts" / "000" / "progress"
+    disk.stop()
     before = len(helpers.records(run))
-    helpers.until(lambda: place.read_bytes()[0] > before + 25, what="training on")
+    time.sleep(4.0)  # it trains on; a file system that copies on write shows nothing of it
     assert len(helpers.records(run)) < before + 15
-    filler.unlink()
+    disk.mend()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert [r["update"] for r in lines(run) if "loss" in r] == list(range(120))
     for words in (
-        "metrics.jsonl could not be written: No space left on device",
+        f"metrics.jsonl could not be written: {disk.words}",
         "; the run goes on, the last good checkpoint is kept",
         "there is room again",
     ):
         assert words in output, output
-    assert helpers.call(*LONG, f"run.dir={undisturbed}", "job.pause_s=0").returncode == 0
-    assert helpers.result(run)["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
+    assert helpers.result(run)["weights_sha256"] == undisturbed
 
 
+@pytest.mark.parametrize("disk", [Full, ReadOnly], indirect=True)
 @pytest.mark.timeout(120)
-def test_a_disk_that_stays_full_to_the_end_is_a_failure_that_says_so_and_resumes(disk):
-    run = disk / "run"
+def test_a_disk_that_takes_nothing_to_the_end_is_a_failure_that_says_so_and_resumes(disk):
+    run = disk.folder / "run"
     few = (*LONG, "train.updates=60")
     process = helpers.begin(*few, f"run.dir={run}")
     helpers.until(lambda: len(helpers.records(run)) >= 12, what="training")
-    filler = fill(disk)
+    disk.stop()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "Traceback" not in output
     assert "rank 0 on node0 failed first: trained to the end, but the checkpoint after" in output
-    assert "No space left on device (os error 28); make room, and resume" in output, output
+    assert re.search(rf"{disk.words}( \(os error \d+\))?; make room, and resume", output), output
     assert not (run / "result.json").exists()
-    filler.unlink()
+    disk.mend()
     assert helpers.verb("resume", run).returncode == 0
     assert helpers.result(run)["state"] == "finished"

@@ -1,11 +1,12 @@
-"""A rank's place inside the current window, for whoever watches: 32 bytes in a mapped file.
+"""A rank's place inside the current window, for whoever watches: 32 bytes in a file.
 
-Written at every micro-step, so it must cost nothing: a store into mapped memory, no system call.
+Written at every micro-step, with one small call. Not by a store into mapped memory, which would
+kill the process where the disk is full or a quota is used up (SIGBUS): some file systems need room
+to write the same bytes again.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import struct
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.run_folder.files import open_regular, read_bytes
+from orchestrator.run_warnings import warn
 
 _LAYOUT = struct.Struct("<qqqd")
 
@@ -31,17 +33,15 @@ class ProgressWriter:
     """Owned by one rank."""
 
     def __init__(self, path: Path) -> None:
-        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
-        try:
-            # Written, not only made that long: a page without room on the disk would be fatal
-            # when it is touched, where this raises.
-            os.pwrite(descriptor, bytes(_LAYOUT.size), 0)
-            self._memory = mmap.mmap(descriptor, _LAYOUT.size)
-        finally:
-            os.close(descriptor)
+        self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+        os.pwrite(self._descriptor, bytes(_LAYOUT.size), 0)
 
     def write(self, update: int, done: int, steps: int) -> None:
-        _LAYOUT.pack_into(self._memory, 0, update, done, steps, time.time())
+        """Where nothing can be written, the place stays what it was, and that is said once."""
+        try:
+            os.pwrite(self._descriptor, _LAYOUT.pack(update, done, steps, time.time()), 0)
+        except OSError as error:
+            warn(f"its place could not be written: {error.strerror}", kind="no progress")
 
 
 def read_progress(path: Path) -> Place | None:

@@ -61,7 +61,8 @@ class Beats:
         try:
             if os.fstat(descriptor).st_uid != os.getuid():
                 raise PermissionError(errno.EPERM, f"{path} is somebody else's")
-            os.ftruncate(descriptor, _BEAT.size * count)
+            # Not only made that long: to touch a page that there is no memory for would be fatal.
+            os.posix_fallocate(descriptor, 0, _BEAT.size * count)
             self._memory = mmap.mmap(descriptor, _BEAT.size * count)
         finally:
             os.close(descriptor)
