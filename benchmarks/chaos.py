@@ -11,6 +11,7 @@ much of that the scheduler took; updates that were done twice.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
@@ -123,8 +124,14 @@ def main(*, quick: bool, seed: int = 0, faults: int = 40) -> None:
     base = Path(tempfile.mkdtemp(prefix="chaos-"))
     with dev_cluster("chaos", base=base, remove=True) as cluster:
         chosen = list(draws(seed, 8 if quick else faults))
-        outcomes = play(cluster, base, chosen, lambda line: print(line, flush=True))
+        loads: list[float] = []
+
+        def say(line: str) -> None:
+            loads.append(round(os.getloadavg()[0], 1))
+            print(line, flush=True)
+
+        outcomes = play(cluster, base, chosen, say)
     found = summary(outcomes, seed)
-    keep("chaos", {"machine": machine(), **found}, quick=quick)
+    keep("chaos", {"machine": machine(), "load": loads, **found}, quick=quick)
     if found["wrong"]:
         sys.exit("\n".join(found["wrong"]))
