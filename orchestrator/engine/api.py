@@ -134,52 +134,6 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSettings:
-    """The part of the configuration that an engine needs, checked already.
-
-    Attributes:
-        seed: of the whole run.
-        precision: "float32", "bfloat16", "float16" (autocast, with loss scaling) or "float64".
-        clip_norm: largest norm of the averaged gradient, or None.
-        reduction: "fast" or "reproducible".
-        sync: "boundary", or "every_step" (one reduction a micro-step; for comparison only).
-        leaf_size: samples of a leaf in reproducible mode.
-        optimizer: `{"name": "adam", ...}` or `{"_target_": "...", ...}`; without the learning
-            rate. Empty: the job builds its own.
-        metric_names: of the job, in the order in which they travel.
-        bucket_bytes: size of a bucket of the flat gradient buffer; see `plan.wire.bucket_count`.
-        wire: "own", or "bfloat16": what gradients travel as.
-        on_non_finite: "stop" or "skip" (the update, on all ranks alike).
-        loader_workers: processes that fetch batches, 0 for none.
-        mode: "pynative", "jit" or "graph": how MindSpore runs a job; torch has no such choice.
-        jit_level: MindSpore's optimisation level of compiled functions; None for its default.
-        style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
-        norm: "warn", "frozen", "group" or "exact": what torch does about batch norm.
-        log_every: the loss goes to each rank's log every so many micro-steps; 0 never.
-        shard_optimizer: each rank keeps 1/R of the optimizer's state (torch).
-    """
-
-    seed: int = 0
-    precision: str = "float32"
-    clip_norm: float | None = None
-    reduction: str = "fast"
-    sync: str = "boundary"
-    leaf_size: int | None = None
-    optimizer: Mapping[str, Any] = field(default_factory=lambda: {"name": "sgd"})
-    metric_names: tuple[str, ...] = ()
-    bucket_bytes: int | None = None
-    wire: str = "own"
-    on_non_finite: str = "stop"
-    loader_workers: int = 0
-    mode: str = "jit"
-    jit_level: str | None = None
-    style: str = "own"
-    norm: str = "warn"
-    log_every: int = 0
-    shard_optimizer: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryReport:
     """What all ranks know, equally, after a boundary (seconds excepted: those are this rank's own).
 

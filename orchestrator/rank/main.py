@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,8 +21,9 @@ from orchestrator.config.frameworks import check_installed
 from orchestrator.config.job_source import check_target
 from orchestrator.config.reading import read_config
 from orchestrator.config.schema import Config
-from orchestrator.engine.api import Engine, EngineSettings, GroupSpec
+from orchestrator.engine.api import Engine, GroupSpec
 from orchestrator.engine.common.waiting import for_others
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -93,26 +95,56 @@ def framework_of(job: Job, config: Config) -> str:
 
 
 def engine_settings(config: Config, job: Job) -> EngineSettings:
-    return EngineSettings(
-        seed=config.train.seed,
-        precision=config.train.precision,
-        clip_norm=config.train.clip_norm,
-        reduction=config.accumulation.reduction,
-        sync=config.accumulation.sync,
-        leaf_size=config.accumulation.micro_batch,
-        optimizer=config.optimizer,
-        metric_names=tuple(getattr(job, "metric_names", ())),
-        bucket_bytes=config.engine.bucket_bytes,
-        wire=config.engine.wire,
-        on_non_finite=config.train.on_non_finite,
-        loader_workers=config.train.loader_workers,
-        mode=config.engine.mode,
-        jit_level=None if config.engine.jit_level == "auto" else config.engine.jit_level,
-        style=config.engine.style,
-        norm=config.engine.norm,
-        log_every=config.engine.log_every,
-        shard_optimizer=config.engine.shard_optimizer,
+    """What of the configuration an engine needs: what has the same name in both is the same."""
+    own: dict[str, Any] = {
+        "leaf_size": config.accumulation.micro_batch,
+        "optimizer": config.optimizer,
+        "metric_names": tuple(getattr(job, "metric_names", ())),
+        "jit_level": None if config.engine.jit_level == "auto" else config.engine.jit_level,
+    }
+    same: dict[str, Any] = {
+        setting.name: getattr(section, setting.name)
+        for section in (config.train, config.accumulation, config.engine)
+        for setting in fields(EngineSettings)
+        if hasattr(section, setting.name)
+    }
+    return EngineSettings(**same | own)
+
+
+def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag) -> GroupSpec:
+    place = ("rank", "size", "local_rank", "node", "address")
+    return GroupSpec(
+        **{name: getattr(topology, name) for name in place},
+        folder=folder,
+        transport=config.transport,
+        timeout_s=config.cluster.rendezvous_timeout_s,
+        collective_timeout_s=config.cluster.collective_timeout_s,
+        devices_asked=devices_asked(config.cluster, os.environ, scheduled=topology.scheduled),
+        stop_requested=lambda: stop.requested,
     )
+
+
+def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
+    """The plan, now that the model and the data set are known. Collective.
+
+    Raises what `compare_facts` does where the configuration said something else of them.
+    """
+
+    def plan_with(parameters: int | None, samples: int | None) -> Plan:
+        known = Known(
+            nodes=nodes,
+            dataset_samples=samples,
+            parameters=parameters,
+            metric_count=len(getattr(job, "metric_names", ())),
+            framework=framework_of(job, config),
+            collectives_beside=engine.collectives_beside(),
+            own_rate=has_own_rate(job),
+        )
+        return Plan.of(config, known)
+
+    planned = plan_with(engine.parameter_count(), agreed_samples(engine, job.dataset()))
+    compare_facts(config.facts, planned, plan_with)
+    return planned
 
 
 def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
@@ -140,6 +172,17 @@ def _environment_before(run: RunDir) -> dict[str, Any] | None:
         return None
 
 
+def _write_down(run: RunDir, environment: dict[str, Any], engine: Engine, planned: Plan) -> None:
+    """Rank 0's part before training: what it is computed with, the plan, and what to know of it."""
+    environment["optimizer"] = engine.optimizer_used()
+    changed = warnings_of(environment, _environment_before(run))
+    micro_batches = sum(map(len, planned.split.micro_batches))
+    for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
+        warn(sentence)
+    write_json(run.environment, environment)
+    run.write_own(run.plan, planned.to_json())
+
+
 def _package(framework: str) -> ModuleType:
     return importlib.import_module(f"orchestrator.engine.{framework}")
 
@@ -159,43 +202,16 @@ def _run_rank(
 ) -> Outcome:
     config = read_config(run.existing().read_config())
     attendance.begin(config)
-    spec = GroupSpec(
-        rank=topology.rank,
-        size=topology.size,
-        local_rank=topology.local_rank,
-        node=topology.node,
-        address=topology.address,
-        folder=run.attempt(attempt),
-        transport=config.transport,
-        timeout_s=config.cluster.rendezvous_timeout_s,
-        collective_timeout_s=config.cluster.collective_timeout_s,
-        devices_asked=devices_asked(config.cluster, os.environ, scheduled=topology.scheduled),
-        stop_requested=lambda: stop.requested,
-    )
+    spec = _group_spec(config, run.attempt(attempt), topology, stop)
     _start_ahead(config, spec)
     job = build_job(config.job)
-    written_for = framework_of(job, config)
-    framework = _package(written_for)
+    framework = _package(framework_of(job, config))
     with for_others():
         group = framework.form_group(spec)
     engine: Engine = framework.build_engine(
         job, engine_settings(config, job), group, topology.local_rank
     )
-
-    def plan_with(parameters: int | None, samples: int | None) -> Plan:
-        known = Known(
-            nodes=topology.nodes,
-            dataset_samples=samples,
-            parameters=parameters,
-            metric_count=len(getattr(job, "metric_names", ())),
-            framework=written_for,
-            collectives_beside=engine.collectives_beside(),
-            own_rate=has_own_rate(job),
-        )
-        return Plan.of(config, known)
-
-    planned = plan_with(engine.parameter_count(), agreed_samples(engine, job.dataset()))
-    compare_facts(config.facts, planned, plan_with)
+    planned = _planned(config, job, engine, topology.nodes)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     rates = own_rates(job, config.schedule, engine, planned.updates)
     windows = RankWindows(planned, topology.rank, rates)
@@ -210,13 +226,7 @@ def _run_rank(
         copied = run.submitted_code(attempt) if topology.scheduled and config.run.snapshot else None
         code = copied or code_state(folder_of(type(job)))
         environment = describe_environment(framework.versions(), group.transport, code)
-        environment["optimizer"] = engine.optimizer_used()
-        changed = warnings_of(environment, _environment_before(run))
-        micro_batches = sum(map(len, planned.split.micro_batches))
-        for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
-            warn(sentence)
-        write_json(run.environment, environment)
-        run.write_own(run.plan, planned.to_json())
+        _write_down(run, environment, engine, planned)
         recorder = Recorder(run, attempt, config, engine, planned.updates)
     began = time.perf_counter()
     train(

@@ -8,9 +8,10 @@ import mindspore as ms
 import numpy as np
 
 from orchestrator.config.frameworks import check_installed
-from orchestrator.engine.api import Engine, EngineSettings
+from orchestrator.engine.api import Engine
 from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
 from orchestrator.engine.mindspore.engine import MindSporeEngine
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import ConfigError
 from orchestrator.job import Job
 

@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from orchestrator.config.optimizer_rules import chosen, described
-from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
 from orchestrator.engine.common.evaluation_figures import checked_figures
 from orchestrator.engine.common.hyperparameters import Hyperparameters, refuse_scheduler
 from orchestrator.engine.common.packed_sums import STOP, Trailer
@@ -31,6 +31,7 @@ from orchestrator.engine.mindspore.model.precision import Precision
 from orchestrator.engine.mindspore.model.weights_digest import replicas_of
 from orchestrator.engine.mindspore.optimizer_step import Applied, Stepper
 from orchestrator.engine.mindspore.optimizers import build_optimizer, hyperparameters_of, state_of
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import JobError
 from orchestrator.job import Job
 from orchestrator.plan.wire import trailer_numbers

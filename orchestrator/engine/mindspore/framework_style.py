@@ -19,13 +19,14 @@ from mindspore import nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation
 
-from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
 from orchestrator.engine.common.seeding import derived_seed
 from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
 from orchestrator.engine.mindspore.engine import MindSporeEngine, nothing, seed_everything
 from orchestrator.engine.mindspore.loss_sums import as_float
 from orchestrator.engine.mindspore.model.losses import Sums, compiled_loss, python_loss
 from orchestrator.engine.mindspore.optimizers import set_rate
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
 

@@ -5,6 +5,7 @@ from orchestrator.engine.torch import Accumulator, TorchGroup, all_gather
 
 from __future__ import annotations
 
+from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.batch_norm.modes import with_norms
 from orchestrator.engine.torch.checks.versions import versions
@@ -24,6 +25,7 @@ from orchestrator.engine.torch.rendezvous.forming import form_group
 from orchestrator.job import Loss
 
 __all__ = [
+    "AccumulationOptions",
     "Accumulator",
     "AllGather",
     "AllReduceMean",

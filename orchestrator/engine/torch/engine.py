@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,10 @@ import torch
 from torch.nn import Module
 
 from orchestrator.config.optimizer_rules import described
-from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
 from orchestrator.engine.common.evaluation_figures import checked_figures
 from orchestrator.engine.common.hyperparameters import Hyperparameters
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.batch_norm.modes import with_norms
@@ -27,6 +26,7 @@ from orchestrator.engine.torch.checks.agreement import (
 from orchestrator.engine.torch.checks.model_warnings import advice
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.deferred.base import whole_windows
+from orchestrator.engine.torch.deferred.parts import Parts
 from orchestrator.engine.torch.device_and_dtype import be_deterministic, moved
 from orchestrator.engine.torch.gradients.chunks import Leaves
 from orchestrator.engine.torch.memory import memory_bytes, peak_memory_bytes
@@ -90,30 +90,20 @@ class TorchEngine:
         if not (talks or alone or is_coupled(job)):
             forward = Precision(settings.precision, group.device).forward
             order = agreed_order(job, self._model, group, prepare=self._prepared, forward=forward)
+        # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
+        # advises in the run's own words.
+        how = {"overlap": not talks, "silent": not talks, "order": order, "advise": False}
         self._accumulator = Accumulator(
-            self._model,
-            built_optimizer(job, self._model, settings),
-            group,
-            clip_norm=settings.clip_norm,
-            metric_names=settings.metric_names,
-            bucket_bytes=settings.bucket_bytes,
-            wire=settings.wire,
-            reduction=settings.reduction,
-            sync=settings.sync,
-            on_non_finite=settings.on_non_finite,
-            precision=settings.precision,
-            # Where a job talks too, its collectives and the buckets' could pair up wrongly.
-            overlap=not talks,
-            silent=not talks,
-            order=order,
-            shard_optimizer=settings.shard_optimizer,
-            advise=False,  # `warnings` does, in the run's own words
+            self._model, built_optimizer(job, self._model, settings), group, settings.but(how)
         )
+        self._clock = self._accumulator.clock
         self._hyperparameters = Hyperparameters(hyperparameters_of(self._accumulator.optimizer))
         self._gathered: dict[str, Any] | None = None  # the optimizer's state, until it is saved
         self._whole = whole_windows(
-            job, self._model, self._accumulator, group, settings,
-            prepare=self._prepared, leaves=self._leaves,
+            Parts(
+                job=job, model=self._model, settings=settings, accumulator=self._accumulator,
+                prepare=self._prepared, leaves=self._leaves,
+            )
         )  # fmt: skip
         self._window: Window | None = None
         self._trains = self._model.training
@@ -170,15 +160,14 @@ class TorchEngine:
         if self._whole is not None:
             self._whole.micro_step(batch, micro_batch)
             return
-        began = time.perf_counter()
         self._done += 1
-        seed_everything(
-            derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
-        )
-        batch = self._prepared(batch)
-        with self._accumulator.precision.forward():
-            loss = self._job.loss(self._model, batch)
-        self._accumulator.compute_s += time.perf_counter() - began
+        with self._clock.compute():
+            seed_everything(
+                derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
+            )
+            batch = self._prepared(batch)
+            with self._accumulator.precision.forward():
+                loss = self._job.loss(self._model, batch)
         self._accumulator.backward(
             loss,
             last=self._done == len(window.micro_batches),
@@ -198,14 +187,12 @@ class TorchEngine:
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         """Reduce once, clip once, step once. Collective."""
         window, self._window = self._window, None
-        gather_s = 0.0
         if self._whole is not None and window is not None:
-            gather_s = self._whole.finish(window)
+            self._whole.finish(window)
         self._hyperparameters.check("inside a window")
         self._refuse_evaluation_mode()
         report = self._accumulator.boundary(stop=stop)
         self._hyperparameters.keep()  # some optimizers count in them
-        report = replace(report, wait_s=report.wait_s + gather_s)
         if report.applied:
             if self._whole is not None:
                 self._whole.applied()

@@ -11,8 +11,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.config.optimizer_rules import chosen
-from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.hyperparameters import refuse_scheduler
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.checks.trial import loss_warning
 from orchestrator.engine.torch.comm.base_group import BaseGroup

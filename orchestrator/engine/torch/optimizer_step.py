@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from orchestrator.engine.common.packed_sums import BAD_WEIGHT, NON_FINITE, Trailer
+from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.gradients.clipping import GradientNorm, factor_for
 from orchestrator.engine.torch.gradients.unused_parameters import UsedParameters
 from orchestrator.engine.torch.loss_sums import Tally
 from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.skipped_updates import Refusals
-from orchestrator.errors import ConfigError, JobError
+from orchestrator.errors import JobError
 
 
 class Summed(Protocol):
@@ -41,15 +43,14 @@ class Summed(Protocol):
 
 
 class Step:
-    """What follows the reduction.
+    """What follows the reduction, up to the optimizer's own step, which `Accumulator` calls.
 
     Args:
         optimizer: steps on the averaged gradient.
         group: the ranks.
         precision: its loss scale is taken out; an overflow halves it.
         used: which parameters had a gradient.
-        clip_norm: largest 2-norm of the averaged gradient, or None.
-        on_non_finite: "stop" or "skip".
+        options: the accumulator's.
 
     Raises:
         ConfigError: a setting that cannot be used.
@@ -61,14 +62,10 @@ class Step:
         group: BaseGroup,
         precision: Precision,
         used: UsedParameters,
-        *,
-        clip_norm: float | None,
-        on_non_finite: str,
+        options: AccumulationOptions,
     ) -> None:
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigError(f"clip_norm must be a number above 0, but is {clip_norm}")
-        self._optimizer, self._precision, self._used = optimizer, precision, used
-        self._clip_norm, self._refusals = clip_norm, Refusals(group, on_non_finite)
+        self._precision, self._used, self._clip_norm = precision, used, options.clip_norm
+        self._refusals = Refusals(group, options.on_non_finite)
         self._steps = False  # a step of ours runs
         self._guard = _only_at_boundaries(self, optimizer)
 
@@ -81,7 +78,7 @@ class Step:
         """Leave the optimizer to others."""
         self._guard.remove()
 
-    def take(
+    def prepare(
         self,
         update: int,
         totals: Trailer,
@@ -91,7 +88,8 @@ class Step:
         *,
         divided_by: float,
     ) -> tuple[float | None, bool]:
-        """Step, unless something is not finite. Gives the averaged gradient's norm, and whether.
+        """Average and clip, unless something is not finite. Gives the averaged gradient's norm, and
+        whether the optimizer is to step.
 
         Collective where it refuses, or where the set of used parameters changed.
 
@@ -130,14 +128,18 @@ class Step:
                 "losses computed by another model, or by a copy of this one?"
             )
         summed.detach(unused)
+        return norm, True
+
+    @contextmanager
+    def allowed(self, summed: Summed) -> Generator[None]:
+        """The optimizer may step meanwhile, on what was prepared."""
         self._steps = True
         try:
-            self._optimizer.step()
+            yield
         finally:
             self._steps = False
         summed.attach()
         self._precision.succeeded()
-        return norm, True
 
 
 def _only_at_boundaries(step: Step, optimizer: Optimizer) -> Any:

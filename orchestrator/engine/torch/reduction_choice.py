@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.gradients.at_boundary import AtBoundary, EveryStep, Reduction
 from orchestrator.engine.torch.gradients.bucket_sender import BucketSender
@@ -16,23 +15,14 @@ from orchestrator.engine.torch.gradients.reproducible import Reproducible
 from orchestrator.engine.torch.sharding.reduction import SegmentSender, ShardedBoundary
 from orchestrator.errors import ConfigError, did_you_mean
 
+_THERE_ARE = (("fast", "boundary"), ("fast", "every_step"), ("reproducible", "boundary"))
 WIRES = {"own": None, "bfloat16": torch.bfloat16}
 
 
 def reduction_for(
-    parameters: list[tuple[str, Tensor]],
-    group: BaseGroup,
-    *,
-    reduction: str,
-    sync: str,
-    metric_count: int,
-    bucket_bytes: int | None,
-    overlap: bool,
-    order: Sequence[int] | None = None,
-    wire: str = "own",
-    shard_optimizer: bool = False,
+    parameters: list[tuple[str, Tensor]], group: BaseGroup, options: AccumulationOptions
 ) -> Reduction:
-    """The reduction for `accumulation.reduction` and `accumulation.sync`, with its buffers.
+    """The reduction that the options ask for, with its buffers.
 
     One rank has no use for shards: it gets the reduction that it had without.
 
@@ -40,6 +30,25 @@ def reduction_for(
         ConfigError: there is none for these two, or none that sends gradients as `wire` says, or a
             bucket is too small for a number.
     """
+    _check(options)
+    order, overlap, bucket_bytes = options.order, options.overlap, options.bucket_bytes
+    if options.shard_optimizer and group.size > 1:
+        order = aligned_first(parameters, order)
+        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
+        segments = SegmentSender(buffers, group, bucket_bytes)
+        return ShardedBoundary(buffers, group, segments, overlap=overlap)
+    if options.reduction == "reproducible":
+        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
+        return Reproducible(buffers, group)
+    buffers = GradientBuffers(parameters, metric_count=len(options.metric_names), order=order)
+    sender = BucketSender(buffers, group, bucket_bytes, WIRES[options.wire])
+    kind = AtBoundary if options.sync == "boundary" else EveryStep
+    return kind(buffers, group, sender, overlap=overlap)
+
+
+def _check(options: AccumulationOptions) -> None:
+    """Refuse what there is no reduction for."""
+    reduction, sync, wire = options.reduction, options.sync, options.wire
     if wire not in WIRES:
         raise ConfigError(f"there is no engine.wire={wire}{did_you_mean(wire, WIRES)}")
     if wire != "own" and (reduction, sync) != ("fast", "boundary"):
@@ -47,27 +56,15 @@ def reduction_for(
             f"engine.wire={wire} is for accumulation.reduction=fast with "
             f"accumulation.sync=boundary, not for {reduction} with {sync}"
         )
-    if shard_optimizer and (reduction, sync) != ("fast", "boundary"):
+    if options.shard_optimizer and (reduction, sync) != ("fast", "boundary"):
         raise ConfigError(
             f"engine.shard_optimizer=true is for accumulation.reduction=fast with "
             f"accumulation.sync=boundary, not for {reduction} with {sync}"
         )
-    if shard_optimizer and wire != "own":
+    if options.shard_optimizer and wire != "own":
         raise ConfigError(f"engine.shard_optimizer=true is for engine.wire=own, not for {wire}")
-    if shard_optimizer and group.size > 1:
-        order = aligned_first(parameters, order)
-        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
-        segments = SegmentSender(buffers, group, bucket_bytes)
-        return ShardedBoundary(buffers, group, segments, overlap=overlap)
-    if (reduction, sync) == ("reproducible", "boundary"):
-        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
-        return Reproducible(buffers, group)
-    if (reduction, sync) not in (("fast", "boundary"), ("fast", "every_step")):
+    if (reduction, sync) not in _THERE_ARE:
         raise ConfigError(
             f"there is no accumulation.reduction={reduction} with accumulation.sync={sync}; there "
             "are fast with boundary, fast with every_step, and reproducible with boundary"
         )
-    buffers = GradientBuffers(parameters, metric_count=metric_count, order=order)
-    sender = BucketSender(buffers, group, bucket_bytes, WIRES[wire])
-    kind = AtBoundary if sync == "boundary" else EveryStep
-    return kind(buffers, group, sender, overlap=overlap)

@@ -18,11 +18,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
+from orchestrator.engine.api import GroupSpec, MicroBatch, Window
 from orchestrator.engine.common.loss_scale import FIRST_SCALE
 from orchestrator.engine.conformance import CHECKS
 from orchestrator.engine.mindspore import build_engine, form_group
 from orchestrator.engine.mindspore.comm.collectives import AllGather, AllReduceMean, AllReduceSum
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import JobError, NonFiniteError, SilenceError
 from orchestrator.plan.wire import Wire
 from tests.engine.mindspore.jobs import SAMPLES, Steep, Weighted, numpy_update

@@ -10,12 +10,13 @@ from mindspore.train import Model
 from safetensors.numpy import load_file
 
 from orchestrator import Loss
-from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
+from orchestrator.engine.api import GroupSpec, MicroBatch, Window
 from orchestrator.engine.common.loss_scale import FIRST_SCALE
 from orchestrator.engine.mindspore import build_engine, versions
 from orchestrator.engine.mindspore.comm.devices import choose_transport
 from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
 from orchestrator.engine.mindspore.model.model_warnings import advice
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import ConfigError, JobError, RunFolderError, TransportError
 from tests.engine.mindspore import jobs
 from tests.engine.mindspore.program import RATE, _distance

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
-from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import MicroBatch, Window
 from orchestrator.engine.common.replicas import unlike_most
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
 from orchestrator.engine.torch.checks.agreement import as_numbers, machine_warning
 from orchestrator.engine.torch.checks.versions import versions

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from orchestrator.engine.api import EngineSettings
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import TorchGroup, build_engine
 from orchestrator.errors import JobError
 from orchestrator.plan.split import assign

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from orchestrator.engine.common.packed_sums import MOST_RANKS
+from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.errors import ConfigError
 
@@ -24,26 +26,23 @@ _GROUP = (
 _MODEL = "model must be a torch.nn.Module, or its parameters (with or without names)"
 
 
-def check_arguments(
-    model: Any, group: Any, *, metric_names: Any, numbers: Mapping[str, Any]
-) -> list[Any] | Module:
+def check_arguments(model: Any, group: Any, options: AccumulationOptions) -> list[Any] | Module:
     """The model, an iterable of parameters as a list; or `ConfigError` for what is none.
 
     Args:
-        model, group: see `Accumulator`.
-        metric_names: of it as well.
-        numbers: by name, what has to be a number above 0, or None.
+        model, group, options: see `Accumulator`.
     """
     if not isinstance(group, BaseGroup):
         raise ConfigError(f"{_GROUP}; but it is {_words(group)}")
-    if isinstance(metric_names, str):
+    if group.size > MOST_RANKS:
+        raise ConfigError(f"sums stay exact up to {MOST_RANKS} ranks, but there are {group.size}")
+    if isinstance(options.metric_names, str):
         raise ConfigError(
-            f"metric_names must be a list of names, as in [{metric_names!r}], but is the text "
-            f"{metric_names!r}"
+            f"metric_names must be a list of names, as in [{options.metric_names!r}], but is the "
+            f"text {options.metric_names!r}"
         )
-    for name, value in numbers.items():
-        if value is not None:
-            _check_above_zero(name, value)
+    if options.clip_norm is not None:
+        _check_above_zero("clip_norm", options.clip_norm)
     return _checked_model(model)
 
 

@@ -97,7 +97,7 @@ class WindowWatch:
     def _advise(self) -> None:
         if any(layer.training for layer in self._norms.values()):
             told = norm_advice(list(self._norms), apart=self._group.size > 1)
-            warnings.warn(told + IN_A_LOOP, stacklevel=4)
+            warnings.warn(told + IN_A_LOOP, stacklevel=5)
             self._norms = {}
 
     def micro_step(self, update: int, *, first: bool) -> None:

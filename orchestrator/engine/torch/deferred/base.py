@@ -6,19 +6,14 @@ There are two: losses of all embeddings (`grad_cache.py`), and batch norm over t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
-from torch.nn import Module
-
-from orchestrator.engine.api import EngineSettings, MicroBatch, Window
-from orchestrator.engine.torch import loader
-from orchestrator.engine.torch.accumulator import Accumulator
+from orchestrator.engine.api import MicroBatch, Window
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch.batch_norm.exact import ExactBatchNorm
-from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.deferred.exact_batch_norm import ExactWindows
 from orchestrator.engine.torch.deferred.grad_cache import CoupledWindows
-from orchestrator.engine.torch.gradients.chunks import Leaves
+from orchestrator.engine.torch.deferred.parts import Parts
 from orchestrator.errors import ConfigError
 from orchestrator.job import is_coupled
 
@@ -39,8 +34,8 @@ class WholeWindows(Protocol):
         """Take in one micro-batch. Silent."""
         ...
 
-    def finish(self, window: Window) -> float:
-        """Have the accumulator take all gradients. Collective; gives seconds spent in waiting."""
+    def finish(self, window: Window) -> None:
+        """Have the accumulator take all gradients. Collective."""
         ...
 
     def applied(self) -> None:
@@ -48,53 +43,18 @@ class WholeWindows(Protocol):
         ...
 
 
-def whole_windows(
-    job: Any,
-    model: Module,
-    accumulator: Accumulator,
-    group: BaseGroup,
-    settings: EngineSettings,
-    *,
-    prepare: Callable[[Any], Any],
-    leaves: Leaves,
-) -> WholeWindows | None:
+def whole_windows(parts: Parts) -> WholeWindows | None:
     """What the job's loss, or its norms, ask for; None for plain micro-steps. Not collective.
 
     Raises:
         ConfigError: `engine.norm=exact` with something that it cannot be had with.
         JobError: see `ExactWindows`.
     """
-    coupled = is_coupled(job)
-    exact = any(isinstance(layer, ExactBatchNorm) for layer in model.modules())
-
-    def any_batch() -> Any:
-        return loader.collate_of(job)([job.dataset()[0]])
-
-    if exact:
-        _refuse(job, settings, coupled=coupled)
-        return ExactWindows(
-            job,
-            model,
-            accumulator,
-            group,
-            seed=settings.seed,
-            prepare=prepare,
-            leaf_of=leaves.leaf_of,
-            any_batch=any_batch,
-        )
-    if coupled:
-        return CoupledWindows(
-            job,
-            model,
-            accumulator,
-            group,
-            metric_names=settings.metric_names,
-            seed=settings.seed,
-            prepare=prepare,
-            leaf_of=leaves.leaf_of,
-            any_batch=any_batch,
-        )
-    return None
+    coupled = is_coupled(parts.job)
+    if any(isinstance(layer, ExactBatchNorm) for layer in parts.model.modules()):
+        _refuse(parts.job, parts.settings, coupled=coupled)
+        return ExactWindows(parts)
+    return CoupledWindows(parts) if coupled else None
 
 
 def _refuse(job: Any, settings: EngineSettings, *, coupled: bool) -> None:

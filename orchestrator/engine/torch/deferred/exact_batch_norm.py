@@ -11,24 +11,21 @@ micro-batch, and of the others the inputs. The mathematics is in `batch_norm/exa
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from orchestrator.engine.api import MicroBatch, Window
-from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.batch_norm.exact import (
     Enough,
     ExactBatchNorm,
     Statistics,
     in_order,
 )
-from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.deferred.parts import Parts
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job, Loss
@@ -46,36 +43,21 @@ class ExactWindows:
     """One rank's windows of such a model.
 
     Args:
-        job: its `loss` is called 2n + 1 times for each micro-batch, and once here.
-        model: what is trained; it holds `ExactBatchNorm`s.
-        accumulator: takes the gradients; its windows are begun and ended by the caller.
-        group: the ranks.
-        seed: of the run.
-        prepare: moves a batch to where the model computes.
-        leaf_of: the number that `Accumulator.backward` wants for a micro-batch.
-        any_batch: a batch to find out with in which order norms are called.
+        parts: whose job's `loss` is called 2n + 1 times for each micro-batch, and once here, and
+            whose model holds `ExactBatchNorm`s.
 
     Raises:
         ConfigError: there are too many norms.
         JobError: a norm that is called twice in a forward, or buffers that a forward changes.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        model: Module,
-        accumulator: Accumulator,
-        group: BaseGroup,
-        *,
-        seed: int,
-        prepare: Callable[[Any], Any],
-        leaf_of: Callable[[MicroBatch], int | None],
-        any_batch: Callable[[], Any],
-    ) -> None:
-        self._job, self._model, self._accumulator, self._group = job, model, accumulator, group
-        self._seed, self._prepare, self._leaf_of = seed, prepare, leaf_of
+    def __init__(self, parts: Parts) -> None:
+        self._job, self._model, self._parts = parts.job, parts.model, parts
+        self._accumulator, self._group = parts.accumulator, parts.accumulator.group
+        self._clock, self._prepare = parts.accumulator.clock, parts.prepare
+        self._seed = parts.settings.seed
         self._norms: list[ExactBatchNorm] = []
-        self._norms = self._called(any_batch())
+        self._norms = self._called(parts.any_batch())
         self._kept: list[_Kept] = []
         self._rows: list[Tensor] = []
 
@@ -93,37 +75,31 @@ class ExactWindows:
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Keep one micro-batch for the boundary, and run it up to the first norm. Silent."""
-        began = time.perf_counter()
         kept = _Kept(batch, micro_batch)
         self._kept.append(kept)
         if self._norms:
-            self._rows.append(self._row(kept, self._norms[0]))
-        self._accumulator.compute_s += time.perf_counter() - began
+            with self._clock.compute():
+                self._rows.append(self._row(kept, self._norms[0]))
 
-    def finish(self, window: Window) -> float:
-        """All passes but the first part of the first. Collective; gives the seconds of gathers."""
-        gathering = 0.0
-        began = time.perf_counter()
-        for number, norm in enumerate(self._norms):
-            rows = self._rows if number == 0 else [self._row(kept, norm) for kept in self._kept]
-            gathered, seconds = self._everyones(rows, window.steps, 1 + 2 * norm.channels)
-            norm.statistics, gathering = Statistics.of(gathered), gathering + seconds
-        for place, norm in reversed(list(enumerate(self._norms))):
-            rows = [self._influence(kept, place) for kept in self._kept]
-            gathered, seconds = self._everyones(rows, window.steps, 2 * norm.channels)
-            norm.influence, gathering = in_order(gathered), gathering + seconds
-        self._accumulator.compute_s += time.perf_counter() - began - gathering
+    def finish(self, window: Window) -> None:
+        """All passes but the first part of the first. Collective."""
+        with self._clock.compute():
+            for number, norm in enumerate(self._norms):
+                rows = self._rows if number == 0 else [self._row(kept, norm) for kept in self._kept]
+                gathered = self._everyones(rows, window.steps, 1 + 2 * norm.channels)
+                norm.statistics = Statistics.of(gathered)
+            for place, norm in reversed(list(enumerate(self._norms))):
+                rows = [self._influence(kept, place) for kept in self._kept]
+                norm.influence = in_order(self._everyones(rows, window.steps, 2 * norm.channels))
         for number, kept in enumerate(self._kept):
-            again = time.perf_counter()
-            loss, parts = self._run(kept)
-            self._accumulator.compute_s += time.perf_counter() - again
+            with self._clock.compute():
+                loss, parts = self._run(kept)
             self._accumulator.backward(
                 Loss(loss.total + sum(parts), loss.weight, loss.metrics),
                 last=number == len(self._kept) - 1,
-                leaf=self._leaf_of(kept.micro_batch),
+                leaf=self._parts.leaves.leaf_of(kept.micro_batch),
             )
         self._kept.clear()
-        return gathering
 
     def applied(self) -> None:
         """The update was applied: move the running statistics."""
@@ -177,17 +153,13 @@ class ExactWindows:
             norm.variables = None
         return torch.cat(slopes)
 
-    def _everyones(
-        self, rows: Sequence[Tensor], steps: int, width: int
-    ) -> tuple[list[Tensor], float]:
-        """The rows of all ranks' micro-batches, in order, with the seconds that it took."""
-        began = time.perf_counter()
+    def _everyones(self, rows: Sequence[Tensor], steps: int, width: int) -> list[Tensor]:
+        """The rows of all ranks' micro-batches, in order."""
         mine = torch.zeros((steps, width), dtype=torch.float64, device=self._group.device)
         for place, row in enumerate(rows):
             mine[place] = row
-        with self._group.silence.lifted():
-            gathered = self._group.all_gather(mine)
-        return list(gathered), time.perf_counter() - began
+        with self._clock.wait(), self._group.silence.lifted():
+            return list(self._group.all_gather(mine))
 
     def _called(self, batch: Any) -> list[ExactBatchNorm]:
         """The norms in the order in which a forward calls them. Not collective."""

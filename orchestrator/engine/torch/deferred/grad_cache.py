@@ -15,22 +15,18 @@ place 0 of the update is computed, once.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from orchestrator.engine.api import MicroBatch, Window
-from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.deferred.parts import Parts
 from orchestrator.engine.torch.loss_sums import checked
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.errors import JobError
-from orchestrator.job import Coupled, Loss
+from orchestrator.job import Loss
 
 _TOLERANCE = 1e-2  # kernels may round differently the second time; other dropout differs far more
 
@@ -104,33 +100,14 @@ class CoupledWindows:
     """One rank's windows of a job with a coupled loss.
 
     Args:
-        job: its `embed` and `loss_of_embeddings`.
-        model: what is trained.
-        accumulator: takes the gradients; its windows are begun and ended by the caller.
-        group: the ranks.
-        metric_names: of the job.
-        seed: of the run.
-        prepare: moves a batch to where the model computes.
-        leaf_of: the number that `Accumulator.backward` wants for a micro-batch.
-        any_batch: a batch of one sample, for a rank that never had one.
+        parts: whose job has `embed` and `loss_of_embeddings`.
     """
 
-    def __init__(
-        self,
-        job: Coupled,
-        model: Module,
-        accumulator: Accumulator,
-        group: BaseGroup,
-        *,
-        metric_names: Sequence[str],
-        seed: int,
-        prepare: Callable[[Any], Any],
-        leaf_of: Callable[[MicroBatch], int | None],
-        any_batch: Callable[[], Any],
-    ) -> None:
-        self._job, self._model, self._accumulator, self._group = job, model, accumulator, group
-        self._names, self._seed = tuple(metric_names), seed
-        self._prepare, self._leaf_of, self._any_batch = prepare, leaf_of, any_batch
+    def __init__(self, parts: Parts) -> None:
+        self._job, self._model, self._parts = parts.job, parts.model, parts
+        self._accumulator, self._group = parts.accumulator, parts.accumulator.group
+        self._clock, self._prepare = parts.accumulator.clock, parts.prepare
+        self._names, self._seed = tuple(parts.settings.metric_names), parts.settings.seed
         self._layout: Layout | None = None
         self._kept: list[_Kept] = []
 
@@ -145,31 +122,24 @@ class CoupledWindows:
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Embed one micro-batch without a graph, and keep it for the boundary. Silent."""
-        began = time.perf_counter()
-        with torch.no_grad():
+        with self._clock.compute(), torch.no_grad():
             rows = self._rows(batch, micro_batch)
         self._kept.append(_Kept(batch, micro_batch, rows))
-        self._accumulator.compute_s += time.perf_counter() - began
 
-    def finish(self, window: Window) -> float:
+    def finish(self, window: Window) -> None:
         """Gather, compute the loss, send its gradient back through every micro-batch. Collective.
-
-        Gives the seconds that the gather took.
 
         Raises:
             JobError: the job's methods do not give what the contract says.
         """
-        began = time.perf_counter()
         mine = torch.cat([kept.rows for kept in self._kept]) if self._kept else self._no_rows()
-        with self._group.silence.lifted():
+        with self._clock.wait(), self._group.silence.lifted():
             rows = self._group.all_gather(mine, window.samples_per_rank or None)
-        gathered = time.perf_counter()
-        loss, gradient = self._loss(rows.requires_grad_(), window)
-        self._accumulator.compute_s += time.perf_counter() - gathered
+        with self._clock.compute():
+            loss, gradient = self._loss(rows.requires_grad_(), window)
         for number, kept in enumerate(self._kept):
-            again = time.perf_counter()
-            surrogate = self._replayed(kept, gradient)
-            self._accumulator.compute_s += time.perf_counter() - again
+            with self._clock.compute():
+                surrogate = self._replayed(kept, gradient)
             first = kept.micro_batch.start == 0
             metrics = loss.metrics if first else dict.fromkeys(self._names, 0.0)
             self._accumulator.backward(
@@ -177,10 +147,9 @@ class CoupledWindows:
                 if first
                 else Loss(surrogate, 0.0, metrics),
                 last=number == len(self._kept) - 1,
-                leaf=self._leaf_of(kept.micro_batch),
+                leaf=self._parts.leaves.leaf_of(kept.micro_batch),
             )
         self._kept.clear()
-        return gathered - began
 
     def applied(self) -> None:
         """The update was applied: nothing follows it here."""
@@ -200,7 +169,7 @@ class CoupledWindows:
     def _no_rows(self) -> Tensor:
         if self._layout is None:
             with torch.no_grad():
-                self._rows(self._any_batch(), MicroBatch(update=0, start=0, indices=(0,)))
+                self._rows(self._parts.any_batch(), MicroBatch(update=0, start=0, indices=(0,)))
         assert self._layout is not None  # noqa: S101  # `_rows` sets it
         return self._layout.no_rows(self._group.device)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
-from orchestrator.engine.api import EngineSettings
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import TorchGroup, build_engine
 from orchestrator.engine.torch.batch_norm.exact import ExactBatchNorm, Statistics
 from orchestrator.errors import ConfigError, JobError

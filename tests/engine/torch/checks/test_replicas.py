@@ -8,9 +8,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
-from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import MicroBatch, Window
 from orchestrator.engine.common.packed_sums import DIGEST_BITS, NARROW, WIDE, Trailer
 from orchestrator.engine.common.replicas import MOST_SHARES, Piece, shares_of
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import build_engine, run_in_threads
 from orchestrator.engine.torch.checks.weights_digest import digests_of
 from orchestrator.errors import ReplicasDiffer

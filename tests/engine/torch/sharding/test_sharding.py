@@ -11,7 +11,7 @@ from torch import nn, optim
 from jobs.contrastive import Contrastive
 from jobs.jepa import Jepa
 from orchestrator.config.rules import SHARDABLE
-from orchestrator.engine.api import EngineSettings
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import (
     Accumulator,
     Loss,

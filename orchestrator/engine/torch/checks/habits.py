@@ -6,7 +6,6 @@ samples, each loss was divided by the number of micro-steps, dropout stayed off 
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
@@ -16,8 +15,6 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 
 from orchestrator.engine.common.packed_sums import Trailer
 from orchestrator.engine.torch.batch_norm.modes import listed
-from orchestrator.engine.torch.checks.call_order import WindowState
-from orchestrator.engine.torch.loss_sums import Tally
 from orchestrator.job import Loss
 
 _WINDOWS = 3  # in a row, since a model whose last layer begins with zeros has one loss everywhere
@@ -85,7 +82,7 @@ class Habits:
     def _say(self, sentence: str) -> None:
         if self._rank == 0 and sentence not in self._said:
             self._said.add(sentence)
-            warnings.warn(f"{sentence} (Accumulator(..., advise=False) is silent)", stacklevel=6)
+            warnings.warn(f"{sentence} (Accumulator(..., advise=False) is silent)", stacklevel=7)
 
 
 def divisor_of(total: Tensor) -> float | None:
@@ -107,14 +104,3 @@ def divisor_of(total: Tensor) -> float | None:
     elif not name.startswith("Div"):
         return None
     return factor if factor > 1 and factor == int(factor) else None
-
-
-def say_left_over(window: WindowState, tally: Tally) -> None:
-    """An accumulator is gone: say so if micro-steps were left without a boundary, for no error."""
-    if window.unfinished and tally.micro_steps and sys.exc_info()[1] is None:
-        if getattr(sys, "last_value", None) is not None:
-            return  # the program ends because of that
-        sys.stderr.write(
-            f"warning: micro-steps of update {window.update} ({tally.micro_steps}) were "
-            "accumulated and trained nothing: boundary() was not called after them\n"
-        )

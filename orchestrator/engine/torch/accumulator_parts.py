@@ -1,0 +1,156 @@
+"""What an accumulator is made of, and what it offers between its windows."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from orchestrator.engine.common.clock import Clock
+from orchestrator.engine.settings import AccumulationOptions
+from orchestrator.engine.torch.checks.alike import start_alike
+from orchestrator.engine.torch.checks.arguments import check_arguments
+from orchestrator.engine.torch.checks.call_order import WindowState
+from orchestrator.engine.torch.checks.each_window import WindowChecks
+from orchestrator.engine.torch.checks.supported import served
+from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.gradients.buffer import GradientBuffers
+from orchestrator.engine.torch.gradients.hooks import listen
+from orchestrator.engine.torch.gradients.unused_parameters import UsedParameters
+from orchestrator.engine.torch.loss_sums import Tally
+from orchestrator.engine.torch.optimizer_step import Step
+from orchestrator.engine.torch.optimizers import LearningRate, usable
+from orchestrator.engine.torch.precision import Precision
+from orchestrator.engine.torch.reduction_choice import reduction_for
+from orchestrator.engine.torch.sharding.eligibility import check_shardable
+from orchestrator.engine.torch.sharding.pieces import OptimizerShard
+from orchestrator.engine.torch.sharding.reduction import ShardedBoundary
+from orchestrator.engine.torch.sharding.state import gathered, part_of
+from orchestrator.engine.torch.state import restore_optimizer
+from orchestrator.errors import ConfigError
+
+
+class AccumulatorParts:
+    """All of `Accumulator` but its windows; the arguments are explained there."""
+
+    def __init__(
+        self,
+        model: Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor],
+        optimizer: Optimizer,
+        group: BaseGroup,
+        options: AccumulationOptions | None = None,
+        **keywords: Any,
+    ) -> None:
+        self.options = options = (options or AccumulationOptions()).but(keywords)
+        model = check_arguments(model, group, options)
+        self.group, self.optimizer = group, usable(optimizer, "the optimizer")
+        named, trained = served(model, self.optimizer)
+        start_alike(
+            group, model, named, optimizer, options.of_all_ranks(), broadcast=options.broadcast
+        )
+        self.precision = Precision(options.precision, trained[0][1].device)
+        self._rate, self._tally = LearningRate(optimizer), Tally(options.metric_names)
+        self._used = UsedParameters(len(trained), group)
+        self._step = Step(self.optimizer, group, self.precision, self._used, options)
+        self._reduction = reduction_for(trained, group, options)
+        if options.shard_optimizer:
+            check_shardable(optimizer, trained)
+        self._shard = (
+            OptimizerShard(optimizer, self.buffers, group, self._reduction.slices)
+            if isinstance(self._reduction, ShardedBoundary)
+            else None
+        )
+        # Once the shard has put its pieces into the optimizer, which has to stay as it is then.
+        self._checks = WindowChecks(model, named, trained, optimizer, group, options)
+        self._window = WindowState([name for name, _ in trained], group.size)
+        if options.advise:
+            weakref.finalize(self, _say_left_over, self._window, self._tally)
+        self._expected = 1.0
+        self._mark = group.mark()
+        self.clock = Clock()
+        self._ears = listen(self, trained)
+
+    def gradient_ready(self, parameter: int) -> None:
+        """For the hooks of this accumulator's parameters."""
+        if not self._window.arrived(parameter):
+            return
+        self.buffers.take(parameter)
+        self._used.mark(parameter)
+        self._reduction.ready(parameter)
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """Where gradients are; after a boundary, the update's averaged and clipped gradient (with
+        a sharded optimizer in this rank's segments only).
+        """
+        return self._reduction.buffers
+
+    def parameter_count(self) -> int:
+        """Trained real numbers, shared ones counted once."""
+        return self.buffers.numbers()
+
+    def gradient_bytes(self) -> int:
+        """Memory of all gradient buffers that were made."""
+        return self._reduction.buffers_made * self.buffers.bytes_of_all()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds a part of the optimizer's state only."""
+        return self._shard is not None
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """The optimizer's `state_dict()`, put together from all ranks' where it is sharded.
+
+        Collective where it is sharded; it is on the CPU then, and None but on rank 0.
+        """
+        return self.optimizer.state_dict() if self._shard is None else gathered(self._shard)
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Take what `optimizer_state` gave, on however many ranks, sharded or not. Not collective.
+
+        Raises:
+            ValueError, KeyError: it is another optimizer's.
+        """
+        if self._shard is None:
+            restore_optimizer(self.optimizer, state)
+            return
+        with self._shard.loading():
+            restore_optimizer(self.optimizer, part_of(self._shard, state))
+
+    def check_replicas(self) -> None:
+        """Compare all parameters of all ranks, trained or not; buffers that differ are warned of.
+        Collective, for between windows.
+
+        Raises:
+            ReplicasDiffer: on all ranks alike.
+        """
+        self._checks.all_weights()
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "an accumulator can be neither copied nor pickled: it is bound to its process, model "
+            "and group. Save model.state_dict() and accumulator.optimizer_state(), and build "
+            "another one"
+        )
+
+    def close(self) -> None:
+        """Take the hooks off model and optimizer: another accumulator is to have them."""
+        self._window.close()
+        self._step.close()
+        self._ears.remove()
+
+
+def _say_left_over(window: WindowState, tally: Tally) -> None:
+    """An accumulator is gone: say so if micro-steps were left without a boundary, for no error."""
+    if window.unfinished and tally.micro_steps and sys.exc_info()[1] is None:
+        if getattr(sys, "last_value", None) is not None:
+            return  # the program ends because of that
+        sys.stderr.write(
+            f"warning: micro-steps of update {window.update} ({tally.micro_steps}) were "
+            "accumulated and trained nothing: boundary() was not called after them\n"
+        )
