@@ -34,6 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+WITH_PROGRAM = ("run", "launch", "plan")
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More detail; tracebacks.")]
@@ -64,6 +65,14 @@ def verb(**settings: Any) -> Callable[[Verb], Verb]:
     return register
 
 
+_program: list[str] = []
+
+
+def _after_dashes() -> list[str]:
+    """`--` and the program that stands after it on our command line; empty without."""
+    return list(_program)
+
+
 def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
@@ -78,7 +87,22 @@ def launch(
     """Start a run, or with -m a sweep of runs; the same as python -m orchestrator.launch."""
     from orchestrator.launch import main as start
 
-    raise typer.Exit(start(arguments or []))
+    raise typer.Exit(start([*(arguments or []), *_after_dashes()]))
+
+
+@app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
+def run(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]...", autocompletion=complete_overrides
+        ),
+    ] = None,
+) -> None:
+    """Start a training program as it is, as in: run cluster.nodes=2 -- train.py --lr 0.1."""
+    from orchestrator.launch import main as start
+
+    raise typer.Exit(start([*(arguments or []), *(_after_dashes() or ["--"])]))
 
 
 @verb(context_settings={"ignore_unknown_options": False})
@@ -102,9 +126,11 @@ def plan(
     """Print who would compute what, without starting anything."""
     del verbose
     from orchestrator.cli.application import show_plan
-    from orchestrator.compose.command_line import CommandLine, check_overrides
+    from orchestrator.compose.command_line import CommandLine, check_overrides, program_overrides
 
     given = tuple(overrides or ())
+    if program := _after_dashes():
+        given += program_overrides(program[1:], beside=given)
     check_overrides(given)
     line = CommandLine(
         overrides=given, config_dir=config_dir, config_name=config_name, multirun=multirun
@@ -295,9 +321,13 @@ def report(
 def main() -> None:
     """The verbs, as `python -m orchestrator` and as the console script `orchestrator`."""
     script = Path(sys.argv[0]).name == "orchestrator"
+    given = sys.argv[1:]
+    if "--" in given and given[0] in WITH_PROGRAM:  # typer would take the dashes away
+        _program[:] = given[given.index("--") :]
+        given = given[: given.index("--")]
     try:
         with while_somebody_reads():
-            app(prog_name="orchestrator" if script else "python -m orchestrator")
+            app(given, prog_name="orchestrator" if script else "python -m orchestrator")
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
 

@@ -7,11 +7,13 @@ Hydra has one, and may stand anywhere on the line.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.program_source import is_this_python
 from orchestrator.config.schema import FREE_SECTIONS
 from orchestrator.errors import ConfigError, did_you_mean
 
@@ -20,7 +22,7 @@ PRIMARY = "config"
 
 SHOWN = ("job", "hydra", "all")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-VERBS = ("plan", "resume", "status", "logs", "attach", "cancel", "compare")
+VERBS = ("run", "plan", "resume", "status", "logs", "attach", "cancel", "compare")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +91,9 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
+        if argument == "--":
+            overrides += program_overrides(rest, beside=overrides)
+            break
         flag, equals, value = argument.partition("=")
         if not argument.startswith("-") or argument == "-":
             overrides.append(argument)
@@ -104,6 +109,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
             listed = not equals and rest and rest[0] in INFO
             found["info"] = value if equals else rest.pop(0) if listed else "all"
         else:
+            check_overrides(overrides)  # it may be the flag of a script that stands before it
             known = [*SWITCHES, *VALUED, "--info"]
             raise ConfigError(f"there is no flag '{flag}'{did_you_mean(flag, known)}")
     found.pop("", None)
@@ -131,14 +137,54 @@ def check_overrides(overrides: Iterable[str]) -> None:
             continue
         if override in VERBS:
             way = f"to look at runs: python -m orchestrator {override}"
-        elif override.endswith((".py", ".sh")) or Path(override).is_file():
+        elif override.endswith((".py", ".sh")) or shutil.which(override) or _is_file(override):
             way = (
-                "a script is not started as it is; a job is a class, named by "
-                "job._target_=module.Class (docs/your-own-job.md)"
+                f"a program stands after --, and its arguments after it: python -m orchestrator "
+                f"run cluster.nodes=2 -- {override} --lr 0.1"
             )
         else:
             way = f"a choice is written as in job=digits, a value as in {override}=VALUE"
         raise ConfigError(f"'{override}' is not KEY=VALUE: {way}")
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # longer than a name can be
+        return False
+
+
+def program_overrides(words: Sequence[str], beside: Sequence[str] = ()) -> tuple[str, str]:
+    r"""What stands after `--`, a program and its arguments, as overrides.
+
+    Args:
+        beside: the overrides that stand before it.
+
+    Raises:
+        ConfigError: there is no program, or what stands before it says another one.
+
+    >>> program_overrides(["train.py", "--lr", "it's"])
+    ('job=program', "job.command=['train.py','--lr','it\\'s']")
+    """
+    check_overrides(beside)
+    for override in beside:
+        if key_of(override) == "job.command" or (
+            key_of(override) == "job" and override.partition("=")[2] != "program"
+        ):
+            raise ConfigError(f"{override} says what to run, and so does -- …; leave one out")
+    given = list(words)
+    if given and is_this_python(given[0]):
+        given = given[2 if given[1:2] == ["-u"] else 1 :]  # both as we start scripts anyway
+    if not given:
+        raise ConfigError("after -- stands the program to run, as in -- train.py --lr 0.1")
+    return "job=program", f"job.command=[{','.join(map(_literally, given))}]"
+
+
+def _literally(word: str) -> str:
+    """A word in Hydra's quotes, so that it comes out as it is: no escapes, no interpolation."""
+    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", word)
+    escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), escaped)
+    return f"'{escaped}'"
 
 
 def key_of(override: str) -> str:

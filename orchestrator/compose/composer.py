@@ -22,6 +22,7 @@ from orchestrator.compose.hydra_input import check_arguments, guarded
 from orchestrator.compose.hydra_loader import Loader
 from orchestrator.compose.hydra_settings import refuse_replaced, refuse_unused
 from orchestrator.config.job_source import builds_optimizer
+from orchestrator.config.program_section import is_program
 from orchestrator.config.reading import read_config
 from orchestrator.config.schema import Config, unknown_keys
 from orchestrator.errors import ConfigError
@@ -191,7 +192,11 @@ class Composer:
 
 
 def _at_home(value: Any) -> Any:
-    """`~/…` in a job's arguments, which are paths then, as the shell would have expanded it."""
+    """`~/…` in a job's arguments, which are paths then, as the shell would have expanded it; a
+    program's command has been the shell's already.
+    """
+    if isinstance(value, dict) and is_program(value):
+        return {key: v if key == "command" else _at_home(v) for key, v in value.items()}
     if isinstance(value, str):
         return str(Path(value).expanduser()) if value.startswith("~/") else value
     if isinstance(value, dict):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +15,23 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 
 
+def as_they_are(values: Any) -> Any:
+    """Plain values for OmegaConf, in which `${…}` is text: whoever composed them is done.
+
+    >>> OmegaConf.to_container(as_they_are({"word": "${HOME}", "n": 1}), resolve=True)
+    {'word': '${HOME}', 'n': 1}
+    """
+    return OmegaConf.create(_escaped(values))
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {key: _escaped(inner) for key, inner in value.items()}  # type: ignore[reportUnknownVariableType]
+    return [_escaped(inner) for inner in value] if isinstance(value, list) else value  # type: ignore[reportUnknownVariableType]
+
+
 def read_config(values: Any) -> Config:
     """A `Config` from plain values, as in a run folder's config.yaml; checked.
 
@@ -20,7 +39,7 @@ def read_config(values: Any) -> Config:
         ConfigError: unknown keys, wrong types, values that cannot be used.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(values))
+        merged = OmegaConf.merge(OmegaConf.structured(Config), as_they_are(values))
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         reason = str(error).split("\n", maxsplit=1)[0]

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from orchestrator.config import program_section
 from orchestrator.config.bounds import beyond
 from orchestrator.config.frameworks import check_installed
 from orchestrator.config.optimizer_rules import problems
+from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import (
     BOUNDS,
     SLURM_ONLY,
@@ -100,7 +102,9 @@ def _any_job(config: Config) -> Iterator[str]:
             "run.max_restarts needs cluster.requeue=true: on SLURM a run begins again by being "
             "handed back to the queue"
         )
-    if not isinstance(config.job.get("_target_"), str):
+    if is_program(config.job):
+        yield from program_section.problems(config, Config())
+    elif not isinstance(config.job.get("_target_"), str):
         yield "job._target_ must be the dotted name of a job class, as in jobs.digits.Digits"
 
 

@@ -15,6 +15,10 @@ from orchestrator.lifecycle.address import own_address
 
 BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
 BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"
+COPIES_VARIABLE = "ORCHESTRATOR_COPIES"
+"""Each folder whose code was copied at submission, and its copy, as JSON; for programs."""
+OUTER_PATH_VARIABLE = "ORCHESTRATOR_OUTER_PYTHONPATH"
+"""PYTHONPATH as it was before ours came first; for programs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

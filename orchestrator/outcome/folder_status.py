@@ -198,4 +198,9 @@ def of_local(run: RunDir, status: RunStatus) -> RunStatus:
         return status
     if not is_held(run):
         return replace(status, state="lost", reason="its launcher is gone, without a result")
-    return status if status.updates else replace(status, state="starting")
+    return status if has_begun(run, status) else replace(status, state="starting")
+
+
+def has_begun(run: RunDir, status: RunStatus) -> bool:
+    """Whether it trains; of a program that says nothing, whether it was started."""
+    return bool(status.updates) or (status.attempts > 0 and bool(run.read_plan().get("program")))

@@ -46,7 +46,8 @@ def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) 
     failed = {
         "attempt": attempt,
         "update": place.update if place else -1,
-        "raised": _raised(run, attempt, culprit),
+        # What a program did before it failed, nobody knows: its next start may come further.
+        "raised": None if run.read_plan().get("program") else _raised(run, attempt, culprit),
     }
     if earlier and _repeated(earlier[-1], failed):
         where = f"in update {failed['update']}" if place else "before the first update"

@@ -14,9 +14,9 @@ def main() -> None:
     parser.add_argument("--attempt", type=int, default=0)
     arguments = parser.parse_args()
 
-    from orchestrator.rank.main import run_rank
+    from orchestrator.rank.entry import be_rank
 
-    code = run_rank(arguments.run, arguments.attempt)
+    code = be_rank(arguments.run, arguments.attempt)
     sys.stdout.flush()
     sys.stderr.flush()
     # A group of a lost peer would wait in its destructor for operations that can never end

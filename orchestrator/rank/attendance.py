@@ -202,6 +202,25 @@ class Attendance:
         with for_others():
             return await_verdict(self._run, self._attempt, self._stop, self._timeout_s)
 
+    def restarted(self) -> None:
+        """A program begins: on rank 0, why again, where this is not its first attempt."""
+        if self._attempt and self._topology.rank == 0:
+            write_json(self._run.restart(self._attempt), self._restart(0))
+
+    def at_a_program(self) -> None:
+        """The main thread waits for a program, for as long as it takes."""
+        self._life.at("its program", waits=True)
+
+    def stands_before(self, since: float | None) -> None:
+        """This rank's program has not come to where the others would meet it; None: it has."""
+        said = None
+        if since is not None:
+            at = "and has not opened the port where the ranks meet"
+            where = "the start of its program"
+            said = {"where": where, "since": since, "at": at, "stack": []}
+        self._life.tell_behind(said)
+        self._behind(said)
+
     def at_the_end(self) -> None:
         """The loop is done; what follows is the result, and goodbye."""
         self._life.at("the end (result, goodbye to the others)")

@@ -8,6 +8,7 @@ import traceback
 from typing import Any
 
 from orchestrator.config.job_source import check_target
+from orchestrator.config.program_section import is_program
 from orchestrator.config.reading import read_config
 from orchestrator.run_folder.rundir import RunDir
 
@@ -21,8 +22,12 @@ def preload(run: RunDir) -> None:
     Whatever fails here fails in each rank again, which tells it where a person looks for it.
     """
     try:
+        job = read_config(run.existing().read_config()).job
+        if is_program(job):
+            importlib.import_module("orchestrator.rank.program.parent")
+            return
         importlib.import_module("orchestrator.rank.main")
-        framework = check_target(read_config(run.existing().read_config()).job).framework
+        framework = check_target(job).framework
         if framework in FORKABLE:
             importlib.import_module(f"orchestrator.engine.{framework}")
     except Exception:  # noqa: BLE001  # see above; this is the node's log

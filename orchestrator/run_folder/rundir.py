@@ -167,6 +167,14 @@ class RunDir:
         """Where a rank of a scheduled run stands, while it stands still."""
         return self.attempt(attempt) / f"behind-{rank:05d}.json"
 
+    def meeting_place(self, attempt: int) -> Path:
+        """Where a program's ranks meet: an address and a port."""
+        return self.attempt(attempt) / "meeting-place.json"
+
+    def program_error(self, attempt: int, rank: int) -> Path:
+        """What a program that uses torch's `record` says of its exception."""
+        return self.attempt(attempt) / f"error-{rank:05d}.json"
+
     def wordless(self, attempt: int) -> Path:
         """The first rank that ended without its last word; see `lifecycle/signs/last_word.py`."""
         return self.attempt(attempt) / "wordless"

@@ -21,6 +21,8 @@ from orchestrator.config.frameworks import notes
 from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer_rules import check_builder
+from orchestrator.config.program_section import is_program, program_of
+from orchestrator.config.program_source import check_program
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import (
@@ -35,6 +37,7 @@ from orchestrator.outcome.lock_holder import held
 from orchestrator.outcome.run_result import Ended
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
+from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
 from orchestrator.report.metrics import Tail
 from orchestrator.report.terminal import command, say
 from orchestrator.run_folder.rundir import SEALED, RunDir
@@ -49,12 +52,15 @@ DISK_ERRORS = (
 )  # fmt: skip
 
 
-def prepare(config: Config, *, new: bool = True) -> Plan:
+def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
     """Everything that can be said before anything is written. Raises `UsageError`.
 
     Args:
         new: the run begins; one that goes on has its initial weights in its folder.
     """
+    if is_program(config.job):
+        check_program(program_of(config.job))
+        return plan_of_program(config)
     if new:
         initial_weights(config)
     facts = check_target(config.job)
@@ -87,6 +93,8 @@ def plan_and_notes(config: Config) -> dict[str, Any]:
     `UsageError`.
     """
     plan = prepare(config)
+    if isinstance(plan, ProgramPlan):
+        return {**plan.to_json(), "notes": notes_of_program(config)}
     return {**plan.to_json(), "notes": notes(config, check_target(config.job).framework)}
 
 
@@ -165,7 +173,7 @@ def resume(
     if asked.warning:
         say(manner.console, f"warning: {asked.warning}", "yellow", prose=True)
     with at_home(run), Interrupts() as interrupts, writing(run), held(run):
-        for sentence in _of_checkpoints(run, asked.config):
+        for sentence in () if is_program(asked.config.job) else _of_checkpoints(run, asked.config):
             say(manner.console, f"warning: {sentence}", "yellow")
         if asked.changes:
             prepare(asked.config, new=False)

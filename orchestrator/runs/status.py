@@ -23,6 +23,7 @@ from orchestrator.outcome.folder_status import (
     ENDED_STATES,
     RunStatus,
     from_folder,
+    has_begun,
     looked_at,
     of_local,
     unknown,
@@ -106,7 +107,7 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
     if job.waiting:
         reason = HELD.format(job.reason, job.id) if job.held else job.reason
         return replace(status, state="pending", reason=reason, boundary_age_s=None)
-    name = "running" if status.updates else "starting"
+    name = "running" if has_begun(run, status) else "starting"
     if ended or job.state == "COMPLETING":
         name = "ending"
     return replace(status, state=name, time_left_s=job.time_left_s)

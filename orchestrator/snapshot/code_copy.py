@@ -20,10 +20,13 @@ import stat
 import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
 from orchestrator.config.job_source import find_module
+from orchestrator.config.program_section import Program
+from orchestrator.config.program_source import copied_script
 from orchestrator.errors import RunFolderError
 from orchestrator.report.units import format_bytes
 from orchestrator.run_folder.files import blocks
@@ -53,15 +56,33 @@ def source_root(module: str) -> tuple[Path, str] | None:
     return None if is_installed(path) else (root, module.split(".", maxsplit=1)[0])
 
 
-def source_roots(job_target: str) -> dict[Path, set[str]]:
-    """The source folders to copy, each with the top entries that are needed from it for certain."""
+def source_roots(target: str | Program) -> dict[Path, set[str]]:
+    """The source folders to copy, each with the top entries that are needed from it for certain.
+
+    Args:
+        target: a job's class, by its dotted name, or a program.
+    """
     roots: dict[Path, set[str]] = {}
     if not is_installed(PACKAGE):
         roots[PACKAGE.parent] = {PACKAGE.name}
-    job = source_root(job_target.rpartition(".")[0])
+    if isinstance(target, str):
+        job = source_root(target.rpartition(".")[0])
+    else:
+        job = source_root(target.target) if target.is_module else _root_of_script(target)
     if job is not None:
         roots.setdefault(job[0], set()).add(job[1])
     return roots
+
+
+def _root_of_script(program: Program) -> tuple[Path, str] | None:
+    """The repository that holds a program's script, or else its folder; and the script's name in
+    it.
+    """
+    script = copied_script(program)
+    if script is None:
+        return None
+    root = next((f for f in script.parents if (f / ".git").exists()), script.parent)
+    return root, str(script.relative_to(root))
 
 
 def _git_files(root: Path) -> list[str] | None:
@@ -79,8 +100,12 @@ def _git_files(root: Path) -> list[str] | None:
 
 
 def _walked(root: Path, tops: set[str]) -> Iterator[str]:
-    """Without git: the needed packages whole, and the modules that lie beside them."""
-    for path in sorted(root.iterdir()):
+    """Without git: the needed packages whole, and the modules that lie beside them; where a script
+    is needed, which may import or start whatever lies there, all of it.
+    """
+    if any((root / top).is_file() for top in tops):
+        tops = {"."}
+    for path in sorted(root.iterdir()) if tops != {"."} else ():
         if path.is_file() and path.suffix == ".py":
             yield path.name
     for top in sorted(tops):
@@ -97,8 +122,9 @@ def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[
     """
     listed = _git_files(root)
     wanted = {*tops, *(f"{top}.py" for top in tops)}
-    if listed is None or not any(name.split("/")[0] in wanted for name in listed):
-        listed = list(_walked(root, tops))  # no repository, or one that ignores this folder
+    if listed is None or not any(name in tops or name.split("/")[0] in wanted for name in listed):
+        # no repository, or one that ignores this folder
+        listed = list(islice(_walked(root, tops), LIMIT_FILES + 1))
     own = f"{os.path.relpath(run, root)}/"
     found: dict[str, int] = {}
     left_out: list[str] = []
@@ -123,12 +149,12 @@ def _leads_out(root: Path, name: str) -> bool:
     return not inside or os.path.isabs(os.readlink(link))  # noqa: PTH115, PTH117  # text is enough
 
 
-def copies(job_target: str, into: Path) -> dict[Path, Path]:
+def copies(target: str | Program, into: Path) -> dict[Path, Path]:
     """Where each source folder's copy goes: what the job's PYTHONPATH begins with, in order."""
-    return {root: into / str(i) for i, root in enumerate(source_roots(job_target))}
+    return {root: into / str(i) for i, root in enumerate(source_roots(target))}
 
 
-def take(job_target: str, run: Path, into: Path) -> list[str]:
+def take(target: str | Program, run: Path, into: Path) -> list[str]:
     """Copy the code of the run `run` into `into`.tar, which unpacks as the folder `into`.
 
     Its digest is put beside it, together with its place: who unpacks it makes sure that it is what
@@ -142,17 +168,23 @@ def take(job_target: str, run: Path, into: Path) -> list[str]:
     """
     files = size = 0
     left_out: list[str] = []
-    places = copies(job_target, into)
+    places = copies(target, into)
     into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = archive_of(into).with_suffix(".part")
     part.unlink(missing_ok=True)  # whatever it is, or leads to
     with part.open("xb") as file, tarfile.open(fileobj=file, mode="w") as archive:
-        for root, tops in source_roots(job_target).items():
+        for root, tops in source_roots(target).items():
             sizes, omitted = _files(root, tops, run)
             left_out += omitted
             files, size = files + len(sizes), size + sum(sizes.values())
             if size > LIMIT_BYTES or files > LIMIT_FILES:
                 _refuse(root, sizes, files, size)
+            if absent := [top for top in tops if (root / top).is_file() and top not in sizes]:
+                raise RunFolderError(
+                    f"{root / absent[0]} is left out of the copy of the code, as what may hold a "
+                    f"secret is, or a link that leads elsewhere; rename it, or set "
+                    f"run.snapshot=false"
+                )
             for name in sizes:
                 _add(archive, f"{root}/{name}", f"{places[root].name}/{name}")
     write_atomically(starter_of(into), STARTER.read_text(encoding="utf-8"))
@@ -200,8 +232,9 @@ def _add(archive: tarfile.TarFile, path: str, name: str) -> None:
         return
     with os.fdopen(descriptor, "rb") as file:
         data = file.read(LIMIT_BYTES)
-        entry.size, entry.mode = len(data), 0o600
-        entry.mtime = int(os.fstat(file.fileno()).st_mtime)
+        facts = os.fstat(file.fileno())
+        entry.size, entry.mode = len(data), 0o700 if facts.st_mode & stat.S_IXUSR else 0o600
+        entry.mtime = int(facts.st_mtime)
     archive.addfile(entry, io.BytesIO(data))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from orchestrator.clusters.api import Culprit, Request, State
 from orchestrator.clusters.local.nodes import Node, Nodes
 from orchestrator.clusters.root_cause import Behind, End, behind_of, blame, tail
+from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.signs.node_watch import FINISHED, FROZEN, NO_SIGN, STOPPED
@@ -192,7 +193,9 @@ class LocalHandle:
             self._give_up_at = time.monotonic() + GRACE_S
 
     def _settle(self) -> None:
-        """Finished is what every rank said, and rank 0 wrote down; nothing else is."""
+        """Finished is what every rank said, and rank 0 wrote down (of a program nobody does);
+        nothing else is.
+        """
         self._nodes.close()
         words = set(self._words.values())
         if self._culprit is None and self._ends:
@@ -203,7 +206,9 @@ class LocalHandle:
             self._state = State.FAILED
         elif STOPPED in words:
             self._state = State.STOPPED
-        elif (self._run.read_result() or {}).get("state") == FINISHED:
+        elif self._request.details["program"] or (
+            (self._run.read_result() or {}).get("state") == FINISHED
+        ):
             self._state = State.FINISHED
         else:
             self._state = State.FAILED
@@ -235,6 +240,7 @@ class LocalCluster:
                 "gpus": share_gpus(visible_gpus(os.environ), nodes, width),
                 "silence_s": config.cluster.heartbeat_timeout_s,
                 "hang_s": config.cluster.hang_timeout_s,
+                "program": is_program(config.job),
             },
         )
 

@@ -46,11 +46,11 @@ def _be_node(order: dict[str, Any], node: dict[str, Any]) -> int:
 
 
 def _be_rank(run: Path, attempt: int, rank: int) -> int:
-    from orchestrator.rank.main import run_rank
+    from orchestrator.rank.entry import be_rank
 
     name_process(f"rank {rank}")
     draw_other_numbers()
-    return run_rank(run, attempt)
+    return be_rank(run, attempt)
 
 
 def _close_pipes(node: dict[str, Any]) -> None:

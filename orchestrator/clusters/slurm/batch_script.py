@@ -8,7 +8,8 @@ has no place after srun that keeps its exit code. submitit places it and starts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,15 @@ from orchestrator.clusters.slurm.shell_lines import (
     unless_stopped,
     waiting,
 )
+from orchestrator.config.program_section import short_name
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
 from orchestrator.lifecycle.address import INTERFACE_VARIABLE
 from orchestrator.lifecycle.signs.last_word import SCRIPT
-from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
+from orchestrator.lifecycle.topology import (
+    BASE_ATTEMPT_VARIABLE,
+    COPIES_VARIABLE,
+    OUTER_PATH_VARIABLE,
+)
 from orchestrator.run_folder.rundir import RunDir
 
 STARTER = "clusters/slurm/node_entry.py"
@@ -43,6 +49,7 @@ class Here:
         path: folders that the ranks' PYTHONPATH begins with.
         unpacked: the folder that the code's archive, which lies beside it, stands for, if any.
         defaults: options of sbatch that the person's SBATCH_* variables set, by option.
+        copies: where each source folder's copy will be; None where the job is no program.
     """
 
     python: str
@@ -51,6 +58,7 @@ class Here:
     path: tuple[Path, ...] = ()
     unpacked: Path | None = None
     defaults: tuple[Default, ...] = ()
+    copies: Mapping[Path, Path] | None = None
 
     def in_copy(self, place: Path) -> bool:
         return self.unpacked is not None and place.is_relative_to(self.unpacked)
@@ -66,8 +74,8 @@ class Here:
 
 
 def job_name(config: Config) -> str:
-    """The job's name for squeue: `run.name`, or else the job class's."""
-    return config.run.name or str(config.job["_target_"]).rpartition(".")[2].lower()
+    """The job's name for squeue: `run.name`, or else the job class's or the program's."""
+    return config.run.name or short_name(config.job)
 
 
 def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
@@ -146,6 +154,10 @@ def _our_environment(config: Config, here: Here, attempt: int) -> Iterator[str]:
         yield f"export {INTERFACE_VARIABLE}={quoted(config.cluster.interface)}"
     yield "export SUBMITIT_EXECUTOR=slurm"
     yield f"export {BASE_ATTEMPT_VARIABLE}={attempt}"
+    if here.copies is not None:  # a program's path is the user's own, in the copies
+        copies = json.dumps({str(root): copy.name for root, copy in here.copies.items()})
+        yield f'export {OUTER_PATH_VARIABLE}="$PYTHONPATH"'
+        yield f"export {COPIES_VARIABLE}={quoted(copies)}"
     yield from _search_path(here)
 
 
@@ -246,10 +258,12 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         'mkdir -p "$run/attempts/$attempt"',
         f'exec {SRUN_LOG}>>"$run/attempts/$attempt/srun.log"',
         *_sound_code(here),
+        *(["outer_path=${PYTHONPATH-}"] if here.copies is not None else []),
         *_search_path(here),
         "(  # whatever is set, trapped or ended in here, what follows it is done",
         *unless_stopped(),
         *_environment(config),
+        *(['export PYTHONPATH="$outer_path"'] if here.copies is not None else []),
         *_preamble(config),
         *_our_environment(config, here, attempt),
         *_lines(_srun(config, here, run), f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),

@@ -29,6 +29,7 @@ from orchestrator.clusters.slurm.safe_values import (
 from orchestrator.clusters.slurm.sbatch_defaults import read_defaults
 from orchestrator.clusters.slurm.task import Task
 from orchestrator.clusters.slurm.watch import SlurmHandle
+from orchestrator.config.program_section import target_of
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.signs.last_word import SCRIPT, after_rank
@@ -91,7 +92,7 @@ def _accepted(client: SlurmClient, script: Path) -> str | None:
 
 def here(config: Config, run: RunDir, attempt: int) -> Here:
     """The submitting side as it is now."""
-    target = str(config.job["_target_"])
+    target = target_of(config.job)
     roots = snapshot.source_roots(target)
     if config.run.snapshot:
         places = snapshot.copies(target, run.snapshot(attempt))
@@ -107,6 +108,7 @@ def here(config: Config, run: RunDir, attempt: int) -> Here:
         path=tuple(dict.fromkeys(path)),
         unpacked=run.snapshot(attempt) if config.run.snapshot else None,
         defaults=read_defaults(os.environ),
+        copies=None if isinstance(target, str) else places if config.run.snapshot else {},
     )
 
 
@@ -188,7 +190,7 @@ class SlurmCluster:
         run, config = RunDir(request.run), self._config
         client = SlurmClient(config.cluster.slurm_conf)
         if config.run.snapshot:
-            target = str(config.job["_target_"])
+            target = target_of(config.job)
             left_out = snapshot.take(target, run.path, run.snapshot(request.attempt))
             if left_out:
                 self._tell(

@@ -25,9 +25,9 @@ class Task:
         """
         signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would only talk
         from orchestrator.lifecycle.topology import Topology
-        from orchestrator.rank.main import run_rank
+        from orchestrator.rank.entry import be_rank
 
-        code = run_rank(Path(self.run), Topology.from_env(os.environ).attempt)
+        code = be_rank(Path(self.run), Topology.from_env(os.environ).attempt)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_FINISHED if code == EXIT_STOPPED else code)

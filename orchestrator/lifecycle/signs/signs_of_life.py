@@ -194,6 +194,10 @@ class Life:
         self._over.set()
         self._send({"word": word, "failure": failure})
 
+    def tell_behind(self, said: dict[str, Any] | None) -> None:
+        """Tell whoever watches that this rank is behind, or (None) no more."""
+        self._send({"behind": said})
+
     def _send(self, message: dict[str, Any]) -> None:
         if self._link is None:
             return

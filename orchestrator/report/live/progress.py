@@ -173,6 +173,8 @@ class Progress:
         if ranks is None:
             return "starting"
         on = "" if nodes is None else f" on {plural(nodes, 'node')}"
+        if program := self._plan.get("program"):
+            return f"{program['words'][0]} on {plural(ranks, 'rank')}{on}"
         return f"starting {plural(ranks, 'rank')}{on}"
 
     def _moment(self) -> Moment:

@@ -51,7 +51,9 @@ def print_closing(
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, value, style in _rows(result, summary, updates, plan):
+    own = plan.get("program")
+    rows = _rows_of_program(result, summary, own) if own else _rows(result, summary, updates, plan)
+    for label, value, style in rows:
         table.add_row(literal(label, console), literal(value, console, style))
     console.print(table)
     # The folder stands outside the table, in one piece however long it is.
@@ -60,7 +62,7 @@ def print_closing(
         _print_culprit(result.get("culprit"), folder, console)
     elif summary.state == "stopped":
         say(console, f"to go on from here: {command('resume', folder)}", "bold")
-    elif summary.state == "finished":
+    elif summary.state == "finished" and not own:
         say(console, f"to compare with another run: {command('compare', folder)} OTHER")
 
 
@@ -107,6 +109,23 @@ def _rows(
     return rows
 
 
+def _rows_of_program(
+    result: Mapping[str, Any], summary: Summary, program: Mapping[str, Any]
+) -> list[tuple[str, str, str]]:
+    """What is known of a program: how it ended, and what it reported itself, if anything."""
+    rows = [
+        ("state", summary.state, STATE_STYLES.get(summary.state, "bold")),
+        ("program", " ".join(map(str, program["words"])), ""),
+    ]
+    if summary.updates:
+        rows.append(("updates", format_count(summary.updates), ""))
+        rows.append(("last loss", format_number(result.get("loss")), ""))
+    rows += _restarts(result.get("restarts") or [], program=True)
+    if summary.seconds:
+        rows.append(("time", format_seconds(summary.seconds), ""))
+    return rows
+
+
 def _skipped(updates: Sequence[Record]) -> list[tuple[str, str, str]]:
     """Updates that changed no weight, because of an overflow or by `train.on_non_finite=skip`."""
     count = sum(1 for r in updates if r.get("applied") is False)
@@ -117,7 +136,9 @@ def _skipped(updates: Sequence[Record]) -> list[tuple[str, str, str]]:
     return [("  not applied", f"{plural(count, 'update')}, not finite{scale}", "yellow")]
 
 
-def _restarts(notes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+def _restarts(
+    notes: Sequence[Mapping[str, Any]], *, program: bool = False
+) -> list[tuple[str, str, str]]:
     """How often the run began again, what was done twice for it, and why, the latest last."""
     if not notes:
         return []
@@ -131,8 +152,9 @@ def _restarts(notes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
         rows.append(("resumed", plural(resumed, "time") + ("" if restarts else again), ""))
     for note in notes[-RESTARTS_SHOWN:]:
         after = f"after update {format_count(note['resumed_from'])}"
-        where = after if note["resumed_from"] else "from the beginning"
-        rows.append((f"  attempt {note['attempt']}", f"{where}: {note['why']}", ""))
+        where = after if note["resumed_from"] else "" if program else "from the beginning"
+        why = f"{where}: {note['why']}" if where else str(note["why"])
+        rows.append((f"  attempt {note['attempt']}", why, ""))
     return rows
 
 

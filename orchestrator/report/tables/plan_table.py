@@ -40,6 +40,10 @@ def print_plan(plan: Mapping[str, Any], console: Console) -> None:
 
 def _rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     ranks = f"{plural(plan.get('ranks'), 'rank')} on {plural(plan.get('nodes'), 'node')}"
+    if program := plan.get("program"):
+        told = {"torch": "torchrun's", "mindspore": "msrun's"}.get(program["style"])
+        variables = f"told by {told} variables" if told else "told by the scheduler's variables"
+        return [("where", ranks), ("program", " ".join(program["words"])), ("ranks are", variables)]
     batch = f"{plural(plan.get('global_batch'), 'sample')} in {_micro_steps(plan)}"
     epoch = _known(plan, "updates_per_epoch", _NO_DATA)
     return [

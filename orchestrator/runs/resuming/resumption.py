@@ -14,12 +14,14 @@ from omegaconf import OmegaConf
 from orchestrator.compose.command_line import CommandLine, check_overrides, key_of, spelled
 from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_input import check_arguments, guarded
-from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.config.program_section import is_program
+from orchestrator.config.reading import as_they_are, read_config, to_yaml
 from orchestrator.config.schema import Config, unknown_keys
 from orchestrator.errors import ConfigError, PlanError
 from orchestrator.lifecycle.checkpoint import PREFIX, complete, refuse_beyond
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
+from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.report.units import format_count, plural
 from orchestrator.run_folder.files import read_text
 from orchestrator.run_folder.rundir import ASKED, RunDir, write_atomically
@@ -53,7 +55,7 @@ class Resumption:
     config: Config
     overrides: tuple[str, ...]
     changes: list[Change]
-    plan: Plan
+    plan: Plan | ProgramPlan
     done: int
     total: int | None
     warning: str | None
@@ -61,9 +63,14 @@ class Resumption:
     @property
     def words(self) -> str:
         """What is about to happen, for people."""
+        if isinstance(self.plan, ProgramPlan):
+            where = "starting the program again, to go on from what it saved"
+            return self._placed(where)
         of = "" if self.total is None else f" of {format_count(self.total)}"
         after = f"going on after update {format_count(self.done)}{of}"
-        where = after if self.done else "there is no checkpoint yet: beginning again"
+        return self._placed(after if self.done else "there is no checkpoint yet: beginning again")
+
+    def _placed(self, where: str) -> str:
         ranks = f"{plural(self.plan.ranks, 'rank')} on {plural(self.plan.nodes, 'node')}"
         given = "".join(f", {c.text} (was {_shown(c.before)})" for c in self.changes[:MOST_SHOWN])
         more = len(self.changes) - MOST_SHOWN
@@ -94,7 +101,8 @@ def resumption(
         made = changes(before, asdict(config))
         refuse_other_numbers(made, str(run.path))
         plan = _plan(config, known)
-        refuse_another_plan(old, plan, done, str(run.path))
+        if isinstance(old, Plan) and isinstance(plan, Plan):
+            refuse_another_plan(old, plan, done, str(run.path))
     return Resumption(
         config=config,
         overrides=tuple(overrides),
@@ -102,7 +110,9 @@ def resumption(
         plan=plan,
         done=done,
         total=plan.updates,
-        warning=rounding(made, old, plan, config),
+        warning=None
+        if isinstance(old, ProgramPlan) or isinstance(plan, ProgramPlan)
+        else rounding(made, old, plan, config),
     )
 
 
@@ -116,7 +126,9 @@ def updates_saved(run: RunDir) -> int:
     return int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
 
 
-def _plan(config: Config, known: Mapping[str, Any]) -> Plan:
+def _plan(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
+    if is_program(config.job):
+        return plan_of_program(config)
     try:
         samples, parameters = known.get("dataset_samples"), known.get("parameters")
         return Plan.of(config, Known(dataset_samples=samples, parameters=parameters))
@@ -130,7 +142,7 @@ def _with(old: dict[str, Any], overrides: Sequence[str], config_dir: str | None)
 
     check_arguments(overrides)
     check_overrides(overrides)
-    values = OmegaConf.create(old)
+    values = as_they_are(old)
     stated = {key_of(text) for text in overrides}
     with guarded():
         for text in sorted(overrides, key=lambda text: "." in key_of(text)):  # groups first

@@ -22,6 +22,7 @@ from orchestrator.clusters.slurm.root_cause import (
     stopped_only,
 )
 from orchestrator.clusters.slurm.watch import CAUSES
+from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.errors import EXIT_FINISHED
 from orchestrator.lifecycle.fence import Fence
@@ -144,7 +145,11 @@ def conclude(
     if run.cancel.exists() and (departure is not None or code == EXIT_FINISHED):
         write_end(run, State.STOPPED)
         return False
-    if stuck := _stuck(run, attempt):
+    program = is_program(run.read_config()["job"])
+    if departure is None and program and code == EXIT_FINISHED and not wordless(run, attempt):
+        write_end(run, State.FINISHED)  # nobody of its ranks could know that all of them had
+        return False
+    if not program and (stuck := _stuck(run, attempt)):
         write_end(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
         return False
     if job.requeue and departure is not None:

@@ -1,0 +1,71 @@
+"""The plan of a program: where its ranks are. What it computes is its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.config.program_section import program_of
+from orchestrator.config.program_source import copied_script
+from orchestrator.config.schema import Config, node_range
+
+NOT_KNOWN = (
+    "a program's batch, losses and weights are its own: nothing here splits its data, makes its "
+    "update exact or counts what its ranks send, and after a restart it goes on from what it saves "
+    "and loads itself (docs/programs.md)"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramPlan:
+    """What plan.json holds for a program.
+
+    Attributes:
+        words: its command line, as it was typed and with the arguments of the configuration.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    words: tuple[str, ...]
+    style: str
+    warnings: tuple[str, ...] = ()
+    updates: None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "program": {"words": list(self.words), "style": self.style},
+            "ranks": self.ranks,
+            "nodes": self.nodes,
+            "ranks_per_node": self.ranks_per_node,
+            "updates": None,
+            "warnings": list(self.warnings),
+        }
+
+
+def plan_of_program(config: Config) -> ProgramPlan:
+    """The plan of a configuration whose job is a program."""
+    program = program_of(config.job)
+    start = ("-m", program.target) if program.is_module else (program.target,)
+    return ProgramPlan(
+        nodes=node_range(config.cluster.nodes)[1],
+        ranks_per_node=config.cluster.ranks_per_node,
+        words=(*start, *program.words),
+        style=program.style,
+    )
+
+
+def notes_of_program(config: Config) -> list[str]:
+    """What is to be said of it beside its plan."""
+    program = program_of(config.job)
+    found = [NOT_KNOWN]
+    apart = not program.is_module and copied_script(program) is None
+    if config.cluster.kind != "local" and config.run.snapshot and apart:
+        found.append(
+            f"{program.target} is not copied with the run, since it is no script of yours: what it "
+            f"reads may be edited while the job waits"
+        )
+    return found

@@ -1,0 +1,93 @@
+"""What a program's end means: its exit status in words, what it raised, and whose fault that is."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import OrchestratorError, PeerLost, describe_status
+from orchestrator.run_folder.files import read_end
+
+LOOKED_AT_BYTES = 64 * 1024
+MESSAGE_LINES = 3
+LONGEST_LINE = 500
+RAISED = re.compile(
+    r"(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b"
+)
+TRACEBACK = "Traceback (most recent call last):"
+BY_SHELL = 128
+PEER_LOST = re.compile(
+    r"connection (?:closed|reset) by peer|connection reset|broken pipe|connection refused|"
+    r"socket (?:closed|timeout)|pair closure|failed to recv, got 0 bytes|"
+    r"recvvalue failed|remote process exited|ncclremoteerror|nccl.*network error|"
+    r"collective operation timeout|client socket has (?:timed out|failed to connect)|"
+    r"timed out waiting \d+ms for (?:recv|send) operation|the other (?:end|side) closed",
+    re.IGNORECASE,
+)
+"""How frameworks say that another rank went away, or never came."""
+
+
+class ProgramFailed(OrchestratorError):
+    """A rank's program ended as it should not."""
+
+
+def error_of(status: int, log: str, error_file: Path) -> OrchestratorError:
+    """What ended the program, as an error: `PeerLost` where it only followed another's end.
+
+    Args:
+        status: as of `subprocess`, not 0.
+        log: the end of what the program said in this attempt.
+        error_file: what torch's `record` writes, where the script is decorated with it.
+    """
+    raised = _of_error_file(error_file) or raised_in(log)
+    said = describe_end(status)
+    if raised is None:
+        return ProgramFailed(said)
+    kind = PeerLost if PEER_LOST.search(raised) else ProgramFailed
+    return kind(f"{raised} ({said})")
+
+
+def describe_end(status: int) -> str:
+    """An exit status in words; shells give 128 + n for a child that signal n killed.
+
+    >>> describe_end(-9), describe_end(3)
+    ('killed by signal 9 (SIGKILL)', 'exited with code 3')
+    >>> describe_end(137)
+    'exited with code 137, as a shell does whose program was killed by signal 9 (SIGKILL)'
+    """
+    told = describe_status(status)
+    if status > BY_SHELL and status - BY_SHELL in signal.valid_signals():
+        told += f", as a shell does whose program was {describe_status(BY_SHELL - status)}"
+    return told
+
+
+def raised_in(log: str) -> str | None:
+    r"""The last exception that a log ends with: its line, and what its text has beside.
+
+    >>> raised_in("x\nTraceback (most recent call last):\n  File …\nValueError: no\n")
+    'ValueError: no'
+    >>> raised_in("all is well\n") is None
+    True
+    """
+    _, found, after = log.rpartition(TRACEBACK)
+    if not found:
+        return None
+    lines = after.splitlines()
+    place = next((i for i, line in enumerate(lines) if RAISED.match(line)), None)
+    if place is None:
+        return None
+    words = [line.strip()[:LONGEST_LINE] for line in lines[place:][:MESSAGE_LINES]]
+    return " ".join(word for word in words if word)
+
+
+def _of_error_file(path: Path) -> str | None:
+    """What torch.distributed.elastic's error handler wrote, as far as it is that."""
+    try:
+        value: Any = json.loads(read_end(path, LOOKED_AT_BYTES))
+        message = value["message"]
+        return str(message["message"] if isinstance(message, dict) else message)[:LONGEST_LINE]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # another program's file, or none
+        return None

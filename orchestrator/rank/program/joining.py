@@ -1,0 +1,73 @@
+"""Whether a program's rank comes to where the others are: seen from its connections, from outside.
+
+A rank that is stuck before it joins (in an import, say) leaves the others waiting for the half hour
+that torch gives it. Its own parent sees that the place is served and that it has no connection to
+it. One that does not use a processor either is given up after `cluster.rendezvous_timeout_s`; one
+that computes (a data set that is prepared first) after `cluster.collective_timeout_s`. Nothing is
+said of programs that never form a group.
+"""
+
+from __future__ import annotations
+
+import time
+
+from orchestrator.config.schema import ClusterConfig
+from orchestrator.errors import RankHangs
+from orchestrator.lifecycle.signs.node_watch import AT_WORK
+from orchestrator.rank.attendance import Attendance
+from orchestrator.rank.program import processes
+from orchestrator.rank.program.environment import Start
+from orchestrator.run_warnings import warn
+
+
+class Joining:
+    """One rank's; asked every second until it has joined."""
+
+    def __init__(self, start: Start, cluster: ClusterConfig, attendance: Attendance) -> None:
+        assert start.address is not None  # noqa: S101  # there is no place in plain style
+        assert start.port is not None  # noqa: S101
+        self._address, self._port = start.address, start.port
+        self._rank, self._attendance = start.topology.rank, attendance
+        self._patience_s = cluster.rendezvous_timeout_s
+        self._most_s = max(cluster.collective_timeout_s, self._patience_s)
+        self._began = self._looked = time.monotonic()
+        self._idle_since, self._used_s = self._began, 0.0
+        self._joined = self._told = False
+
+    def look(self, pid: int) -> None:
+        """Raises `RankHangs` once it is sure that this rank keeps the others waiting."""
+        if self._joined:
+            return
+        now = time.monotonic()
+        used_s = processes.used_s(pid)
+        if used_s - self._used_s > AT_WORK * (now - self._looked):
+            self._idle_since = now
+        self._looked, self._used_s = now, used_s
+        if processes.has_joined(pid, self._port):
+            self._joined = True
+            self._attendance.stands_before(None)
+            return
+        waited_s = now - self._began
+        if waited_s < self._patience_s:
+            return
+        if self._rank == 0:  # nobody can see whether the others wait; if they fail, it is known why
+            if not self._told:
+                self._told = True
+                self._attendance.stands_before(self._began)
+            return
+        if not processes.is_served(self._address, self._port):
+            return
+        sentence = (
+            f"it has not joined the others, who wait for it at {self._address}:{self._port}, in "
+            f"{waited_s:.0f} s"
+        )
+        if now - self._idle_since >= self._patience_s / 2:
+            raise RankHangs(
+                f"{sentence} (cluster.rendezvous_timeout_s), and uses no processor: it is stuck "
+                f"before its group is formed"
+            )
+        if waited_s >= self._most_s:
+            raise RankHangs(f"{sentence} (cluster.collective_timeout_s)")
+        if not self._told:
+            self._told = True
+            warn(f"{sentence}; it is at work, so it is waited for", kind="not joined")

@@ -1,0 +1,88 @@
+"""Where a program's ranks meet: a port that is free on the first node, told through the run folder.
+
+torchrun would look for a free port and let go of it, and another run may take it before the program
+does. Here it stays bound, and not listened at, for as long as the program runs: the kernel gives it
+to nobody who asks for any port, and lets the program's own server have it (SO_REUSEADDR, as stores
+set it).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.engine.common.published_notice import Notice
+from orchestrator.errors import RanksMissing, RendezvousError, StopRequested
+from orchestrator.lifecycle.topology import Topology
+from orchestrator.run_folder.rundir import write_atomically
+
+
+@dataclass(slots=True)
+class MeetingPlace:
+    """An address and a port; on rank 0 what keeps the port."""
+
+    address: str
+    port: int
+    keeper: socket.socket | None = None
+    scheduler: Any = field(default=None)
+
+    def close(self) -> None:
+        if self.keeper is not None:
+            self.keeper.close()
+        if self.scheduler is not None:
+            self.scheduler.end()
+
+
+def keep_port(address: str) -> socket.socket:
+    """A bound socket that keeps a port of this node. Raises `RendezvousError`: not our address."""
+    keeper = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        keeper.bind((address, 0))
+    except OSError as error:
+        keeper.close()
+        raise RendezvousError(
+            f"rank 0 cannot use its address {address}: {error.strerror}; it must be an address of "
+            f"this node (cluster.interface chooses it)"
+        ) from error
+    return keeper
+
+
+def host(path: Path, topology: Topology, style: str, timeout_s: float) -> MeetingPlace:
+    """On rank 0: find the port, publish it at `path`."""
+    if style == "mindspore":
+        engine = importlib.import_module("orchestrator.engine.mindspore.comm.scheduler")
+        scheduler = engine.Scheduler(topology.address, topology.size, timeout_s)
+        place = MeetingPlace(topology.address, scheduler.port, scheduler=scheduler)
+    else:
+        keeper = keep_port(topology.address)
+        place = MeetingPlace(topology.address, int(keeper.getsockname()[1]), keeper=keeper)
+    write_atomically(path, json.dumps({"address": place.address, "port": place.port}))
+    return place
+
+
+def find(
+    path: Path, topology: Topology, timeout_s: float, stopped: Callable[[], bool]
+) -> MeetingPlace:
+    """On other ranks: wait until rank 0 has published it.
+
+    Raises:
+        RanksMissing: it has not within `timeout_s`.
+        StopRequested: asked to stop meanwhile.
+    """
+    notice = Notice(path, node=topology.node, first=topology.local_rank == 0)
+    until = time.monotonic() + timeout_s
+    while (told := notice.wait()) is None:
+        if stopped():
+            raise StopRequested("asked to stop before the program began")
+        if time.monotonic() > until:
+            raise RanksMissing(
+                f"rank 0 did not begin within {timeout_s:g} s (cluster.rendezvous_timeout_s)"
+            )
+    return MeetingPlace(str(told["address"]), int(told["port"]))

@@ -1,0 +1,262 @@
+"""Programs run as they are: told who they are, attended from outside, ended with the run."""
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests import helpers
+from tests.programs import QUICK, TORCH, WAITS, script
+
+FOUR = ("cluster.nodes=2", "cluster.ranks_per_node=2")
+
+
+def call(folder, *before, program=("train.py",), **env):
+    arguments = (*FOUR, f"run.dir={folder / 'run'}", *before, "--", *program)
+    return helpers.call("run", *arguments, module="orchestrator", cwd=folder, **env)
+
+
+def begin(folder, *before, program=("train.py",), waits_for=4):
+    arguments = (*FOUR, f"run.dir={folder / 'run'}", *before, "--", *program)
+    process = helpers.begin("run", *arguments, module="orchestrator", cwd=folder)
+    helpers.until(lambda: len(list(folder.glob("here-*"))) == waits_for, what="the program")
+    return process
+
+
+def log(folder, rank):
+    return (folder / "run" / "logs" / f"rank-{rank:05d}.log").read_text()
+
+
+def said(folder, rank):
+    """What the program printed as its last line of JSON."""
+    return json.loads(re.findall(r"^\{.*\}$", log(folder, rank), flags=re.MULTILINE)[-1])
+
+
+def programs_of(folder):
+    """Processes that run a script of this folder."""
+    return [p for p in helpers.processes_of(folder / "train.py") if p.is_running()]
+
+
+def culprit(folder):
+    return helpers.result(folder / "run")["culprit"]
+
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH")
+TOLD = f"""{TORCH}
+import json
+print(json.dumps({{k: v for k, v in os.environ.items() if k.startswith({NAMES})}}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """A torch script under ours and under torchrun: the folder, and what torchrun printed."""
+    folder = tmp_path_factory.mktemp("both")
+    script(folder, TOLD)
+    done = call(folder, "job.arguments.lr=0.2", "run.max_restarts=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"state +finished", done.stdout)
+    peer = helpers.call(
+        "--nproc-per-node=4", "--max-restarts=2", "train.py", "--lr=0.2",
+        module="torch.distributed.run", cwd=folder,
+    )  # fmt: skip
+    return folder, peer.stdout
+
+
+def test_a_torch_script_ends_with_the_bits_that_it_has_under_torchrun(both):
+    folder, theirs = both
+    weights = set(re.findall(r"final (.*)", theirs))
+    assert len(weights) == 1, theirs
+    for rank in range(4):
+        assert set(re.findall(r"final (.*)", log(folder, rank))) == weights
+
+
+def test_each_rank_is_told_exactly_what_torchrun_tells_it(both):
+    folder, printed = both
+    ours = [said(folder, rank) for rank in range(4)]
+    theirs = json.loads(re.findall(r"^\{.*\}$", printed, flags=re.MULTILINE)[-1])
+    theirs.pop("TORCHELASTIC_SIGNALS_TO_HANDLE")  # torchrun's note to itself
+    assert ours[3].keys() == theirs.keys()
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "ROLE_NAME", "WORLD_SIZE", "ROLE_WORLD_SIZE"):
+        assert {one[name] for one in ours} == {theirs[name]}
+    for rank, one in enumerate(ours):
+        placed = {"RANK": rank, "LOCAL_RANK": rank % 2, "GROUP_RANK": rank // 2, "ROLE_RANK": rank}
+        placed |= {"LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2}
+        assert {name: int(one[name]) for name in placed} == placed
+        assert (one["TORCHELASTIC_RESTART_COUNT"], one["TORCHELASTIC_MAX_RESTARTS"]) == ("0", "2")
+        assert one["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+    assert len({(one["MASTER_ADDR"], one["MASTER_PORT"]) for one in ours}) == 1
+    assert len({one["TORCHELASTIC_RUN_ID"] for one in ours}) == 1
+
+
+MISHAPS = f"""{QUICK}
+print("x" * 1_000_000)
+subprocess.Popen(["sleep", "1000.25"], start_new_session=True)
+os.chdir("/")
+if what == "raise" and me:
+    raise ValueError(f"the script\\nfails on rank {{rank}}")
+if what == "code" and me:
+    sys.stderr.write("no newline at the end")
+    sys.exit(rank)
+if what == "record" and me:
+    from torch.distributed.elastic.multiprocessing.errors import record
+    @record
+    def main():
+        raise KeyError("told by torch's record")
+    main()
+if what in ("raise", "record", "code"):
+    time.sleep(600 if what != "code" or not me else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("mishap", "rank", "cause"),
+    [
+        ("raise@2", 2, "ValueError: the script fails on rank 2 (exited with code 1)"),
+        ("code@3", 3, "exited with code 3"),
+        ("record@1", 1, 'KeyError: "told by torch\'s record" (exited with code 1)'),
+    ],
+)
+def test_the_rank_that_fails_is_named_with_what_it_raised(tmp_path, mishap, rank, cause):
+    script(tmp_path, MISHAPS)
+    done = call(tmp_path, program=("train.py", mishap))
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = culprit(tmp_path)
+    assert (found["rank"], found["node"]) == (rank, f"node{rank // 2}")
+    assert found["cause"].replace("'", '"') == cause.replace("'", '"')
+    assert not [p for p in helpers.processes_of("1000.25") if p.cmdline()[0] == "sleep"]
+
+
+def test_a_killed_rank_is_named_within_five_seconds_and_nothing_is_left(tmp_path):
+    script(tmp_path, QUICK + WAITS)
+    process = begin(tmp_path)
+    victim = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "1")
+    began = time.monotonic()
+    victim.kill()
+    output, _ = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 1
+    assert "rank 1 on node0 failed first: killed by signal 9 (SIGKILL)" in output
+    assert not programs_of(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["launcher", "parent"])
+def test_whoever_is_killed_no_program_survives(tmp_path, target):
+    script(tmp_path, QUICK + WAITS)
+    process = begin(tmp_path)
+    parent = helpers.rank_pid(tmp_path / "run", 3)
+    os.kill(process.pid if target == "launcher" else parent, signal.SIGKILL)
+    process.communicate(timeout=30)
+    helpers.until(lambda: not programs_of(tmp_path), timeout_s=10, what="the end of all")
+    if target == "parent":
+        assert culprit(tmp_path)["rank"] == 3
+
+
+def test_a_program_that_is_frozen_counts_as_lost(tmp_path):
+    script(tmp_path, QUICK + WAITS)
+    process = begin(tmp_path, "cluster.heartbeat_timeout_s=1.5")
+    frozen = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "2")
+    frozen.suspend()
+    process.communicate(timeout=30)
+    found = culprit(tmp_path)
+    assert found["rank"] == 2
+    assert "frozen" in found["cause"]
+
+
+STOPS = f"""{QUICK}
+def stop(number, frame):
+    print("stopped by", number, "in attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+    sys.exit(0 if rank else 7)
+signal.signal(signal.SIGUSR1, stop)
+{WAITS}
+print("went on in attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
+"""
+
+
+def test_a_stop_is_the_signal_that_the_program_knows_and_resume_starts_it_again(tmp_path):
+    script(tmp_path, STOPS)
+    process = begin(tmp_path, "job.stop_signal=USR1")
+    status = helpers.verb("status", tmp_path / "run", "--json")
+    assert json.loads(status.stdout)[0]["state"] == "running"
+    assert helpers.verb("cancel", tmp_path / "run").returncode == 0
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 3, output
+    assert helpers.result(tmp_path / "run")["state"] == "stopped"
+    assert all(
+        f"stopped by {signal.SIGUSR1.value} in attempt 0" in log(tmp_path, r) for r in (0, 3)
+    )
+    assert "asked to stop, the program exited with code 7" in log(tmp_path, 0), "it is said"
+    (tmp_path / "go").touch()
+    again = helpers.verb("resume", tmp_path / "run")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "went on in attempt 1" in log(tmp_path, 0)
+
+
+def test_a_failed_program_begins_again_as_often_as_it_may(tmp_path):
+    fails = (
+        "if rank == 1 and os.environ['TORCHELASTIC_RESTART_COUNT'] != '2':\n    raise OSError(5)"
+    )
+    script(tmp_path, f"{QUICK}{fails}\n")
+    done = call(tmp_path, "run.max_restarts=3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"restarts +2", done.stdout)
+    assert "OSError: 5" in done.stdout
+
+
+def test_a_rank_that_never_joins_the_others_is_named(tmp_path):
+    """Rank 3 stands in an import; the others wait at the port, as torch's store has them do."""
+    script(
+        tmp_path,
+        f"""{QUICK}
+place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if rank == 3:
+    time.sleep(600)
+if rank == 0:
+    server = socket.create_server(("", place[1]))
+    taken = [server.accept() for _ in range(3)]
+while True:
+    try:
+        link = socket.create_connection(place)
+        break
+    except OSError:
+        time.sleep(0.05)
+time.sleep(600)
+""",
+    )
+    done = call(tmp_path, "cluster.rendezvous_timeout_s=3")
+    assert done.returncode == 1
+    assert culprit(tmp_path)["rank"] == 3
+    assert "has not joined the others" in culprit(tmp_path)["cause"]
+
+
+def test_programs_in_other_languages_and_modules_run_as_well(tmp_path):
+    script(tmp_path, '#!/bin/sh\necho "shell $RANK of $WORLD_SIZE: $*"\n', "train.sh", run=True)
+    assert call(tmp_path, "job.arguments.lr=0.1", program=("./train.sh", "a b")).returncode == 0
+    assert "shell 2 of 4: a b --lr=0.1" in log(tmp_path, 2)
+    package = tmp_path / "package"
+    package.mkdir()
+    script(package, "from package import helper\n", "module.py")
+    script(package, "import sys; print('module', sys.argv[1:], sys.stdin.read())\n", "helper.py")
+    done = helpers.call(
+        "job=program", "job.command=[-m,package.module]", "job.argument_style=bare",
+        "job.arguments.lr=0.1", f"run.dir={tmp_path / 'second'}", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "module ['lr=0.1']" in (tmp_path / "second/logs/rank-00000.log").read_text()
+
+
+def test_arguments_of_a_script_are_swept_and_end_in_the_table(tmp_path):
+    script(tmp_path, f"{QUICK}print('given', sys.argv[1:])\n")
+    done = helpers.call(
+        "-m", "cluster.nodes=1", "cluster.ranks_per_node=1", "job.arguments.lr=0.1,0.01",
+        "hydra.sweep.dir=sweep", "--", "train.py", "--name", "it's ${HOME}, [a]",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"lr.*0\.1\b", done.stdout, flags=re.DOTALL)
+    for number, rate in enumerate(("0.1", "0.01")):
+        text = (tmp_path / f"sweep/{number}/logs/rank-00000.log").read_text()
+        assert f"given {['--name', 'it' + chr(39) + 's ${HOME}, [a]', f'--lr={rate}']}" in text

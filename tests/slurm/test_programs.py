@@ -1,0 +1,73 @@
+"""Programs under a scheduler: the code that was submitted, one preemption, the culprit."""
+
+import json
+import signal
+
+from tests.helpers import call, until
+from tests.programs import QUICK, TORCH, WAITS, script
+from tests.slurm.runs import QUIET, SHAPE, job_of, release, status, verb, wait_over
+
+
+def submit(slurm, folder, *more, program=("train.py",)):
+    done = call(
+        "run", "+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", *SHAPE,
+        f"run.dir={folder / 'run'}", *more, "--", *program,
+        module="orchestrator", cwd=folder, **QUIET,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def log(folder, rank):
+    return (folder / "run" / "logs" / f"rank-{rank:05d}.log").read_text()
+
+
+PREEMPTED = f"""{QUICK}
+import helper
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+frameworks_see = {{k: v for k, v in os.environ.items() if k.startswith(("SLURM_NT", "SLURM_PROC"))}}
+print(json.dumps([attempt, helper.VERSION, frameworks_see, os.environ["SLURM_JOB_NAME"]]))
+sys.stdout.flush()
+def stop(number, frame):
+    print("got", number, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+if attempt == "0":
+{WAITS.replace(chr(10), chr(10) + "    ")}
+"""
+
+
+def test_a_preempted_program_gets_its_signal_and_the_code_that_was_submitted_runs_again(
+    slurm, tmp_path
+):
+    script(tmp_path, PREEMPTED)
+    helper = script(tmp_path, "VERSION = 'submitted'\n", "helper.py")
+    submit(slurm, tmp_path, "+cluster.slurm_flags.begin=now+1hour")
+    helper.write_text("VERSION = 'edited'\n")
+    script(tmp_path, "raise SystemExit('edited')\n")
+    release(slurm, tmp_path / "run")
+    until(lambda: len(list(tmp_path.glob("here-*"))) == 2, what="the program")
+    assert status(tmp_path / "run")["state"] == "running"
+    slurm.command("scontrol", "requeue", job_of(tmp_path / "run"))
+    result = wait_over(slurm, tmp_path / "run")
+    assert (result["state"], len(result["restarts"])) == ("finished", 1)
+    for rank in range(2):
+        said = [json.loads(x) for x in log(tmp_path, rank).splitlines() if x.startswith("[")]
+        assert said == [[a, "submitted", {}, "interactive"] for a in ("0", "1")]
+        assert f"got {signal.SIGTERM.value}" in log(tmp_path, rank)
+        assert "left running" not in log(tmp_path, rank), "the node's watcher is ours"
+
+
+def test_a_torch_script_runs_and_a_killed_rank_of_it_is_named(slurm, tmp_path):
+    """The second start: the first trains to its end."""
+    fails = "\nif '--die' in sys.argv and rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()\n"
+    script(tmp_path, TORCH + fails)
+    submit(slurm, tmp_path)
+    assert wait_over(slurm, tmp_path / "run")["state"] == "finished"
+    assert "final" in log(tmp_path, 1)
+    (tmp_path / "run").rename(tmp_path / "first")
+    submit(slurm, tmp_path, program=("train.py", "--die"))
+    result = wait_over(slurm, tmp_path / "run")
+    assert result["state"] == "failed"
+    assert result["culprit"]["rank"] == 1
+    assert "SIGKILL" in result["culprit"]["cause"]
+    assert verb("status", tmp_path / "run").returncode == 0
