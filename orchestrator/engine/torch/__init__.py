@@ -8,7 +8,7 @@ from __future__ import annotations
 from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.batch_norm.modes import with_norms
-from orchestrator.engine.torch.checks.versions import versions
+from orchestrator.engine.torch.checks.at_start.versions import versions
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.comm.collectives import (
     AllGather,

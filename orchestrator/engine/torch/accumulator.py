@@ -20,7 +20,7 @@ from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.boundary_sums import said_by
 from orchestrator.engine.common.packed_sums import STOP, Trailer
 from orchestrator.engine.torch.accumulator_parts import AccumulatorParts
-from orchestrator.engine.torch.checks.arguments import number
+from orchestrator.engine.torch.checks.at_start.arguments import number
 from orchestrator.engine.torch.gradients.clipping import GradientNorm
 from orchestrator.errors import ConfigError
 from orchestrator.job import Loss

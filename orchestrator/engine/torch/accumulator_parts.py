@@ -13,19 +13,19 @@ from torch.optim import Optimizer
 
 from orchestrator.engine.common.clock import Clock
 from orchestrator.engine.settings import AccumulationOptions
-from orchestrator.engine.torch.checks.alike import start_alike
-from orchestrator.engine.torch.checks.arguments import check_arguments
-from orchestrator.engine.torch.checks.call_order import WindowState
-from orchestrator.engine.torch.checks.each_window import WindowChecks
-from orchestrator.engine.torch.checks.supported import served
+from orchestrator.engine.torch.checks.at_start.arguments import check_arguments
+from orchestrator.engine.torch.checks.at_start.same_start import start_alike
+from orchestrator.engine.torch.checks.at_start.supported import served
+from orchestrator.engine.torch.checks.in_window.call_order import WindowState
+from orchestrator.engine.torch.checks.in_window.window_checks import WindowChecks
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.gradients.buffer import GradientBuffers
 from orchestrator.engine.torch.gradients.hooks import listen
 from orchestrator.engine.torch.gradients.unused_parameters import UsedParameters
 from orchestrator.engine.torch.loss_sums import Tally
+from orchestrator.engine.torch.model.precision import Precision
 from orchestrator.engine.torch.optimizer_step import Step
 from orchestrator.engine.torch.optimizers import LearningRate, usable
-from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.reduction_choice import reduction_for
 from orchestrator.engine.torch.sharding.eligibility import check_shardable
 from orchestrator.engine.torch.sharding.pieces import OptimizerShard

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from orchestrator.engine.torch.checks.trial import as_before
+from orchestrator.engine.torch.checks.at_start.loss_trial import as_before
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.gradients.layout import named_parameters, trained
 from orchestrator.engine.torch.loader import check_dataset, collate_of

@@ -18,18 +18,19 @@ from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.batch_norm.modes import with_norms
 from orchestrator.engine.torch.bucket_order import agreed_order
-from orchestrator.engine.torch.checks.agreement import (
+from orchestrator.engine.torch.checks.at_start.model_warnings import advice
+from orchestrator.engine.torch.checks.at_start.same_machine import (
     as_numbers,
     machine_digest,
     machine_warning,
 )
-from orchestrator.engine.torch.checks.model_warnings import advice
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.deferred.base import whole_windows
 from orchestrator.engine.torch.deferred.parts import Parts
-from orchestrator.engine.torch.device_and_dtype import be_deterministic, moved
 from orchestrator.engine.torch.gradients.chunks import Leaves
 from orchestrator.engine.torch.memory import memory_bytes, peak_memory_bytes
+from orchestrator.engine.torch.model.device_and_dtype import be_deterministic, moved
+from orchestrator.engine.torch.model.precision import Precision
 from orchestrator.engine.torch.model_building import (
     LossLines,
     built_model,
@@ -37,7 +38,6 @@ from orchestrator.engine.torch.model_building import (
     tried_loss,
 )
 from orchestrator.engine.torch.optimizers import hyperparameters_of
-from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.engine.torch.state import (
     load_model,

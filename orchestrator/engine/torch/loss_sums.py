@@ -15,7 +15,7 @@ from torch import Tensor
 
 from orchestrator.engine.common.metric_names import check_metric_names
 from orchestrator.engine.common.packed_sums import BAD_WEIGHT, NON_FINITE, Trailer
-from orchestrator.engine.torch.checks.means import averaged_by
+from orchestrator.engine.torch.checks.in_window.mean_or_sum import averaged_by
 from orchestrator.errors import JobError
 from orchestrator.job import Loss
 

@@ -14,13 +14,13 @@ from orchestrator.config.optimizer_rules import chosen
 from orchestrator.engine.common.hyperparameters import refuse_scheduler
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import loader
-from orchestrator.engine.torch.checks.trial import loss_warning
+from orchestrator.engine.torch.checks.at_start.loss_trial import loss_warning
 from orchestrator.engine.torch.comm.base_group import BaseGroup
-from orchestrator.engine.torch.device_and_dtype import doubled
+from orchestrator.engine.torch.model.device_and_dtype import doubled
+from orchestrator.engine.torch.model.precision import Precision
+from orchestrator.engine.torch.model.uncompiled import spare_the_compiler
 from orchestrator.engine.torch.optimizers import build_optimizer, usable
-from orchestrator.engine.torch.precision import Precision
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
-from orchestrator.engine.torch.uncompiled import spare_the_compiler
 from orchestrator.errors import JobError
 from orchestrator.job import Job, Loss
 

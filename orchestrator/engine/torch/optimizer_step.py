@@ -16,7 +16,7 @@ from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.gradients.clipping import GradientNorm, factor_for
 from orchestrator.engine.torch.gradients.unused_parameters import UsedParameters
 from orchestrator.engine.torch.loss_sums import Tally
-from orchestrator.engine.torch.precision import Precision
+from orchestrator.engine.torch.model.precision import Precision
 from orchestrator.engine.torch.skipped_updates import Refusals
 from orchestrator.errors import JobError
 

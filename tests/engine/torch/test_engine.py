@@ -15,9 +15,9 @@ from orchestrator.engine.api import MicroBatch, Window
 from orchestrator.engine.common.replicas import unlike_most
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
-from orchestrator.engine.torch.checks.agreement import as_numbers, machine_warning
-from orchestrator.engine.torch.checks.versions import versions
-from orchestrator.engine.torch.device_and_dtype import moved
+from orchestrator.engine.torch.checks.at_start.same_machine import as_numbers, machine_warning
+from orchestrator.engine.torch.checks.at_start.versions import versions
+from orchestrator.engine.torch.model.device_and_dtype import moved
 from orchestrator.engine.torch.seeds import derived_seed
 from orchestrator.errors import ConfigError, JobError, SilenceError
 from orchestrator.plan.split import assign, assign_leaves

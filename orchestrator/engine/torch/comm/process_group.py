@@ -17,8 +17,8 @@ from torch.distributed import ReduceOp
 from orchestrator.engine.torch.comm.base_group import BaseGroup, Work
 from orchestrator.engine.torch.comm.gloo_exchange import ExchangedSums
 from orchestrator.engine.torch.comm.gloo_tensors import BY_GLOO
+from orchestrator.engine.torch.comm.running_collectives import Pairwise, Started, as_peer_lost
 from orchestrator.engine.torch.comm.tensors import bytes_of
-from orchestrator.engine.torch.comm.work import Pairwise, Started, as_peer_lost
 from orchestrator.errors import ConfigError
 
 _DIRECT_BYTES = 2**18  # below that, one call is quicker than many

@@ -8,8 +8,8 @@ import torch
 
 from orchestrator.engine.conformance import CHECKS
 from orchestrator.engine.torch import TorchGroup, run_in_threads
+from orchestrator.engine.torch.comm.running_collectives import as_peer_lost
 from orchestrator.engine.torch.comm.tensors import add_up
-from orchestrator.engine.torch.comm.work import as_peer_lost
 from orchestrator.errors import PeerLost
 from tests.engine.torch.arrays import TorchArrays
 from tests.engine.torch.processes import run_ranks

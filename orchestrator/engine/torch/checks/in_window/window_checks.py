@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from orchestrator.engine.common.packed_sums import Trailer
 from orchestrator.engine.settings import AccumulationOptions
-from orchestrator.engine.torch.checks.habits import Habits
-from orchestrator.engine.torch.checks.invariants import WindowWatch
-from orchestrator.engine.torch.checks.same_buffers import SameBuffers
-from orchestrator.engine.torch.checks.same_optimizer import SameOptimizer
-from orchestrator.engine.torch.checks.weights_digest import replicas_of
+from orchestrator.engine.torch.checks.in_window.invariants import WindowWatch
+from orchestrator.engine.torch.checks.in_window.likely_slips import Habits
+from orchestrator.engine.torch.checks.in_window.same_buffers import SameBuffers
+from orchestrator.engine.torch.checks.in_window.same_optimizer import SameOptimizer
+from orchestrator.engine.torch.checks.in_window.weights_digest import replicas_of
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.job import Loss
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from orchestrator.engine.torch.checks.agreement import as_numbers, unlike_most
+from orchestrator.engine.torch.checks.at_start.same_machine import as_numbers, unlike_most
 from orchestrator.engine.torch.comm.base_group import BaseGroup
-from orchestrator.engine.torch.comm.texts import texts_of_all
+from orchestrator.engine.torch.comm.gathered_texts import texts_of_all
 from orchestrator.errors import JobError
 from orchestrator.plan.plan_warnings import named_ranks
 

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Sequence
 
 from orchestrator.engine.common.replicas import unlike_most
-from orchestrator.engine.torch.checks.versions import versions
+from orchestrator.engine.torch.checks.at_start.versions import versions
 
 _WORD_BITS = 48  # float64 carries 53 exactly
 _WORDS = 5

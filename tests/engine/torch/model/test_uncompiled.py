@@ -6,7 +6,7 @@ import sys
 TRAINED = """
 import sys
 import torch
-from orchestrator.engine.torch.uncompiled import DECIDED, spare_the_compiler
+from orchestrator.engine.torch.model.uncompiled import DECIDED, spare_the_compiler
 
 torch.manual_seed(1)
 spare_the_compiler()
@@ -31,6 +31,6 @@ def test_optimizers_load_the_compiler_only_when_a_job_does_and_then_heed_it():
     words = [sys.executable, "-c", TRAINED]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [
-        "False {'orchestrator.engine.torch.uncompiled'}",
+        "False {'orchestrator.engine.torch.model.uncompiled'}",
         "True {'torch._dynamo.eval_frame'}",
     ], done.stderr

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from orchestrator.engine.torch.checks.agreement import as_numbers, unlike_most
-from orchestrator.engine.torch.checks.alike import sha256_of
+from orchestrator.engine.torch.checks.at_start.same_machine import as_numbers, unlike_most
+from orchestrator.engine.torch.checks.at_start.same_start import sha256_of
 from orchestrator.engine.torch.comm.base_group import BaseGroup
-from orchestrator.engine.torch.comm.texts import texts_of_all
+from orchestrator.engine.torch.comm.gathered_texts import texts_of_all
 from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.run_warnings import warn
 

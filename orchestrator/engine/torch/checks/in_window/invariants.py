@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from orchestrator.engine.torch.batch_norm.modes import batch_norms_of
-from orchestrator.engine.torch.checks.model_warnings import IN_A_LOOP, norm_advice
-from orchestrator.engine.torch.checks.same_model import SameModel
+from orchestrator.engine.torch.checks.at_start.model_warnings import IN_A_LOOP, norm_advice
+from orchestrator.engine.torch.checks.in_window.same_model import SameModel
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.errors import JobError, SilenceError
 
