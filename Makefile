@@ -42,8 +42,8 @@ run: $(RUN_STAMP)  ## train the digits on 2 pretended nodes x 2 ranks, four micr
 test: lint unit  ## lint, types, import directions and every test
 
 test-quick: setup  ## the tests of the inner loop: no SLURM, no MindSpore, no whole runs
-	@echo "== pytest, two files at a time"
-	@$(BIN)/python -m pytest $(addprefix --ignore=tests/,slurm engine/mindspore end_to_end docs hostile) -n 2 --dist loadfile
+	@echo "== pytest, three files at a time"
+	@$(BIN)/python -m pytest $(addprefix --ignore=tests/,slurm engine/mindspore end_to_end docs hostile) -n 3 --dist loadfile
 
 lint: setup  ## ruff, pyright, import-linter
 	@echo "== ruff"
@@ -54,14 +54,8 @@ lint: setup  ## ruff, pyright, import-linter
 	@$(BIN)/lint-imports
 
 unit: setup  ## the tests (PYTEST_ARGS for more)
-ifdef PYTEST_ARGS
-	@echo "== pytest $(PYTEST_ARGS)"
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
-else
-	@echo "== pytest: all but tests/slurm, three files at a time; then tests/slurm, which wait for the scheduler, two"
-	@$(BIN)/python -m pytest --ignore=tests/slurm -n 3 --dist loadfile; all=$$?; \
-	$(BIN)/python -m pytest tests/slurm -n 2 --dist loadfile && exit $$all
-endif
+	@echo "== pytest $(or $(PYTEST_ARGS),with four workers: two of them wait for SLURM first)"
+	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),-n 4 --dist loadfile)
 
 mutants: setup  ## change the code in small ways: do the fast tests notice? (MUTANTS_ARGS)
 	@echo "== mutants: a tenth of them (MUTANTS_ARGS='--share 1': all, for hours)"

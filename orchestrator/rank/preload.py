@@ -12,7 +12,7 @@ from orchestrator.config.program_section import is_program
 from orchestrator.config.reading import read_config
 from orchestrator.run_folder.rundir import RunDir
 
-# Not MindSpore: its import starts threads, and no thread is there after a fork.
+# Not MindSpore: a rank's start is mostly its compiler, and nobody promises that it bears a fork.
 FORKABLE = ("torch",)
 
 
