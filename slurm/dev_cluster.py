@@ -19,7 +19,7 @@ from slurm.daemons import (
     node_daemon_name,
 )
 from slurm.errors import DevClusterError
-from slurm.install import ensure_installed
+from slurm.install import cluster_programs, ensure_installed
 from slurm.jobs import NodeProcesses, StepDaemon, Task, job_processes, kill_jobs
 from slurm.layout import DEFAULT_NAME, layout
 from slurm.polling import becomes_true
@@ -107,7 +107,8 @@ class DevCluster:
             if spec is not None and any(running.values()):
                 self._refuse_changes(spec)
             else:
-                ensure_installed(accounting=self._shape.accounting, say=self._say)
+                wanted = cluster_programs(accounting=self._shape.accounting)
+                ensure_installed(wanted, say=self._say)
                 spec = decide(self.name, self.layout, self._shape)
                 running = self._running(spec)
                 note = beyond_loopback(spec)

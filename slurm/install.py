@@ -1,4 +1,4 @@
-"""Which programs the cluster needs, and how they get onto a Debian or Ubuntu machine.
+"""Which programs the cluster needs, and how they (and those of tests) get onto a Debian machine.
 
 Nothing is installed that is there already, and no service is left running or enabled: the
 cluster starts its own daemons in its own folder. Without root, or on another system, the person
@@ -10,13 +10,15 @@ import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 
 from slurm.errors import DevClusterError
 
-# What each Debian package is needed for. Looked up by program, not by package, so that a SLURM
-# that came another way (EasyBuild, Spack, a site's own build) serves as well.
+# What a Debian package is needed for, by its name.
+Programs = Mapping[str, tuple[str, ...]]
+# Looked up by program, not by package, so that a SLURM that came another way (EasyBuild, Spack, a
+# site's own build) serves as well.
 _PROGRAMS = {
     "slurm-wlm": ("slurmctld", "slurmd", "scontrol", "sinfo", "squeue", "srun", "sbatch"),
     "munge": ("munged",),
@@ -24,6 +26,12 @@ _PROGRAMS = {
 _ACCOUNTING_PROGRAMS = {
     "slurmdbd": ("slurmdbd",),
     "mariadb-server": ("mariadbd", "mariadb-install-db", "mariadb-admin"),
+}
+_SERVICES = {
+    "slurm-wlm": ("slurmctld", "slurmd"),
+    "munge": ("munge",),
+    "slurmdbd": ("slurmdbd",),
+    "mariadb-server": ("mariadb",),
 }
 _SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 
@@ -50,9 +58,13 @@ def program(name: str) -> str:
     return found
 
 
-def missing_packages(*, accounting: bool) -> list[str]:
+def cluster_programs(*, accounting: bool) -> Programs:
+    """What a cluster needs, with its accounting or without."""
+    return _PROGRAMS | (_ACCOUNTING_PROGRAMS if accounting else {})
+
+
+def _missing(wanted: Programs) -> list[str]:
     """Debian's names of the packages of which at least one program is absent."""
-    wanted = _PROGRAMS | (_ACCOUNTING_PROGRAMS if accounting else {})
     path = search_path()
     return [
         package
@@ -61,33 +73,33 @@ def missing_packages(*, accounting: bool) -> list[str]:
     ]
 
 
-def ensure_installed(*, accounting: bool, say: Callable[[str], None]) -> None:
+def ensure_installed(wanted: Programs, *, say: Callable[[str], None]) -> None:
     """Install what is missing, or raise with the exact line to hand to an administrator."""
     with _alone():  # somebody else's `up` may be in the middle of installing the same
-        missing = missing_packages(accounting=accounting)
+        missing = _missing(wanted)
         if missing:
-            _install(missing, accounting=accounting, say=say)
+            _install(missing, wanted, say)
 
 
-def _install(missing: list[str], *, accounting: bool, say: Callable[[str], None]) -> None:
+def _install(missing: list[str], wanted: Programs, say: Callable[[str], None]) -> None:
     names = " ".join(missing)
     by_hand = f"apt-get install --no-install-recommends {names}"
     if shutil.which("apt-get", path=search_path()) is None:
         raise DevClusterError(
-            f"SLURM's programs are missing, and this is not Debian or Ubuntu. Please install what "
-            f"these Debian packages hold: {names}"
+            f"programs are missing, and this is not Debian or Ubuntu. Please install what these "
+            f"Debian packages hold: {names}"
         )
     if os.geteuid() != 0:
         raise DevClusterError(
             f"these packages are missing: {names}. You are not root; please ask the administrator "
-            f"for\n    {by_hand}\nThe cluster itself then runs as you, without root."
+            f"for\n    {by_hand}\nA cluster itself then runs as you, without root."
         )
     say(f"installing {names} (once)")
     with _no_service_starts():
         _apt("update")
         _apt("install", "-y", "--no-install-recommends", *missing)
     _disable_services(missing)
-    still = missing_packages(accounting=accounting)
+    still = _missing(wanted)
     if still:
         raise DevClusterError(
             f"installed, but programs of {' '.join(still)} are still not on PATH; "
@@ -146,10 +158,9 @@ def _disable_services(installed: list[str]) -> None:
 
     Only services that were not there before this run are touched.
     """
-    if not Path("/run/systemd/system").is_dir():
+    services = [s for package in installed for s in _SERVICES.get(package, ())]
+    if not services or not Path("/run/systemd/system").is_dir():
         return
-    wanted = {"slurm-wlm": ("slurmctld", "slurmd"), "mariadb-server": ("mariadb",)}
-    services = [s for package in installed for s in wanted.get(package, (package,))]
     subprocess.run(
         ["systemctl", "disable", *services], env={**os.environ, "PATH": search_path()}, check=True
     )

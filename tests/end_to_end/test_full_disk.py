@@ -5,12 +5,13 @@ quota, or read-only, as one becomes that has found an error in itself.
 import json
 import os
 import re
-import shutil
 import subprocess
 import time
 
 import pytest
 
+from slurm.errors import DevClusterError
+from slurm.install import ensure_installed
 from tests import helpers
 from tests.helpers import SMALL, TINY
 
@@ -27,7 +28,7 @@ def must(*command):
 class Full:
     """A file system of 4 MiB, and a file that takes all the room there is."""
 
-    words, program = "No space left on device", "mount"
+    words, programs = "No space left on device", {"mount": ("mount",)}
 
     def __init__(self, tmp_path):
         self.mounted, self._image = tmp_path / "disk", tmp_path / "image"
@@ -60,7 +61,7 @@ class Full:
 class Quota(Full):
     """A file system with room, of which this folder may have 4 MiB."""
 
-    words, program = "Disk quota exceeded", "mkfs.btrfs"
+    words, programs = "Disk quota exceeded", {"btrfs-progs": ("mkfs.btrfs", "btrfs")}
 
     def _make(self):
         self._make_image("mkfs.btrfs", "-q", "--mixed", size=128 * 2**20)
@@ -78,7 +79,7 @@ class Quota(Full):
 class ReadOnly(Full):
     """A file system that stops taking anything, in open files too."""
 
-    words, program = "Read-only file system", "mkfs.ext4"
+    words, programs = "Read-only file system", {"e2fsprogs": ("mkfs.ext4",)}
 
     def _make(self):
         self._make_image("mkfs.ext4", "-q", size=16 * 2**20)
@@ -97,8 +98,10 @@ def disk(tmp_path, request):
     """A mounted file system that can be stopped and mended."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount a file system to fill")
-    if shutil.which(request.param.program) is None:
-        pytest.skip(f"there is no {request.param.program} here")
+    try:
+        ensure_installed(request.param.programs, say=print)
+    except DevClusterError as error:
+        pytest.skip(str(error))
     disk = request.param(tmp_path)
     yield disk
     must("umount", "-l", disk.mounted)
