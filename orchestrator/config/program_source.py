@@ -8,7 +8,7 @@ import stat
 import sys
 from pathlib import Path
 
-from orchestrator.config.job_source import find_module, load_module
+from orchestrator.config.class_source import find_module, load_module
 from orchestrator.config.program_section import Program
 from orchestrator.errors import JobError, nearest
 

@@ -1,33 +1,30 @@
-"""The run folder: every file name, private creation, atomic writes, reading back.
+"""The run folder: private creation, atomic writes, reading back. Its names: `paths.py`.
 
-Nobody else spells a file name. The folder is the only channel from a run back to people, and all
+The folder is the only channel from a run back to people, and all
 that `resume`, `status` and `compare` need. What may be trusted of it: docs/security.md.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import RunFolderError
+from orchestrator.run_folder.claim import Claim
 from orchestrator.run_folder.files import (
-    PRIVATE,
     PRIVATE_FILE,
     check_writable,
     is_folder,
     make_folder,
     names_in,
-    open_regular,
     read_text,
-    remove,
 )
+from orchestrator.run_folder.paths import ATTEMPT
 from orchestrator.run_folder.seal import (
     identity_in,
     is_in_every_file,
@@ -51,11 +48,7 @@ SEALED = "sealed"  # in submission.json: config.yaml has a seal, so one that has
 RUN = "run"  # in plan.json, submission.json, result.json and resumes.json: the run's identity
 ASKED = "asked"  # in resumes.json: what each `resume` asked for, the latest last
 JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
-RANKS_A_FOLDER = 512
-RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
-ATTEMPT = re.compile(r"[0-9]{1,6}")
 MOST_ATTEMPTS = 10**6
-OF_RANKS = re.compile(r"ranks-[0-9]+")
 CODE_STATE = re.compile(rf"({ATTEMPT.pattern})\.json")
 FAILURE = re.compile(r"failure-[0-9]+\.json")
 BEHIND = re.compile(r"behind-[0-9]+\.json")
@@ -120,100 +113,18 @@ def _nearest(missing: Path) -> str:
     return f"; the newest in {runs}/ is {max(begun, key=begun.__getitem__)}" if begun else ""
 
 
-class RunDir:
+class RunDir(Claim):
     """One run's folder. Making the object touches nothing."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.config = path / "config.yaml"
-        self.plan = path / "plan.json"
-        self.metrics = path / "metrics.jsonl"
-        self.result = path / "result.json"
-        self.environment = path / "environment.json"
-        self.submission = path / "submission.json"
-        self.resumes = path / "resumes.json"  # what people asked for since
-        self.initial_weights = path / "initial_weights.safetensors"
-        self.logs = path / "logs"
-        self.checkpoints = path / "checkpoints"
-        self.tensorboard = path / "tensorboard"
-        self.attempts = path / "attempts"
-        self.lock = path / ".lock"
-        # A run on a scheduler: where it was placed, the code that it runs, and what it was told.
-        self.handle = path / "handle.json"
-        self.code = path / "code"
-        self.submitit = path / "submitit"
-        self.batch_log = self.logs / "batch.log"
-        self.cancel = path / "cancel"
-        self.newest_attempt = self.attempts / "newest"
-        self._made = self._claimed = False  # by this object's `create`
-
-    def attempt(self, number: int) -> Path:
-        """Folder of one attempt (a start or restart): rendezvous, failures, progress."""
-        return self.attempts / f"{number:03d}"
-
-    def config_of(self, attempt: int) -> Path:
-        """The configuration that an attempt ran with, also when a later `resume` changed it."""
-        later = (number for number in self.attempt_numbers() if number >= attempt)
-        kept = (self.attempt(number) / self.config.name for number in later)
-        return next((path for path in kept if path.is_file()), self.config)
-
-    def progress(self, attempt: int) -> Path:
-        return self.attempt(attempt) / "progress"
-
-    def failure(self, attempt: int, rank: int) -> Path:
-        return self.attempt(attempt) / f"failure-{rank:05d}.json"
-
-    def behind(self, attempt: int, rank: int) -> Path:
-        """Where a rank of a scheduled run stands, while it stands still."""
-        return self.attempt(attempt) / f"behind-{rank:05d}.json"
-
-    def meeting_place(self, attempt: int) -> Path:
-        """Where a program's ranks meet: an address and a port."""
-        return self.attempt(attempt) / "meeting-place.json"
-
-    def program_error(self, attempt: int, rank: int) -> Path:
-        """What a program that uses torch's `record` says of its exception."""
-        return self.attempt(attempt) / f"error-{rank:05d}.json"
-
-    def wordless(self, attempt: int) -> Path:
-        """The first rank that ended without its last word; see `lifecycle/signs/last_word.py`."""
-        return self.attempt(attempt) / "wordless"
-
-    def departure(self, attempt: int) -> Path:
-        """Why an attempt ended although the run goes on (preempted, a node lost, …)."""
-        return self.attempt(attempt) / "departure.json"
-
-    def restart(self, attempt: int) -> Path:
-        """Why this attempt was needed, and what the one before it lost."""
-        return self.attempt(attempt) / "restart.json"
 
     def restarts(self) -> list[dict[str, Any]]:
         """The notes of all attempts that went on from an earlier one."""
         notes = (self.read(self.restart(number)) for number in self.attempt_numbers())
         return [note for note in notes if note]
 
-    def heartbeat(self, attempt: int, node_index: int) -> Path:
-        return self.attempt(attempt) / f"heartbeat-{node_index:05d}"
-
-    def warnings(self, attempt: int, node_index: int) -> Path:
-        """What the ranks of one node warn of; see `run_warnings`, which reads all of an attempt."""
-        return self.attempt(attempt) / f"warnings-{node_index:05d}.jsonl"
-
-    def node_ranks(self, attempt: int, node_index: int) -> Path:
-        """Which ranks an attempt had on a node."""
-        return self.attempt(attempt) / f"node-{node_index:05d}.json"
-
     def nodes_of_ranks(self, attempt: int) -> dict[int, str]:
         """Each rank's node by its name, node by node, as far as they said so."""
         places = [self.read(path) or {} for path in sorted(self.attempt(attempt).glob("node-*"))]
         return {rank: place["node"] for place in places for rank in place.get("ranks", ())}
-
-    def srun_log(self, attempt: int) -> Path:
-        return self.attempt(attempt) / "srun.log"
-
-    def snapshot(self, attempt: int) -> Path:
-        """The code that was submitted for this attempt and those that follow it by requeueing."""
-        return self.code / f"{attempt:03d}"
 
     def submitted_code(self, attempt: int) -> dict[str, Any] | None:
         """The `code_state` of the copy that this attempt runs; None where there is no copy."""
@@ -222,103 +133,12 @@ class RunDir:
         found = (self.read(code_state_beside(self.snapshot(number))) for number in ours)
         return next((state for state in found if state is not None), None)
 
-    def rank_log(self, rank: int) -> Path:
-        """A rank's log: in `logs`, and from rank 512 on in a folder there for each 512 ranks.
-
-        Shared file systems are slow at folders of thousands of files.
-        """
-        first = rank - rank % RANKS_A_FOLDER
-        folder = self.logs / f"ranks-{first:05d}" if first else self.logs
-        return folder / f"rank-{rank:05d}.log"
-
-    def _logs(self) -> list[Path]:
-        """All that lies in `logs` and its folders of many ranks."""
-        own = [self.logs / name for name in names_in(self.logs)]
-        folders = [path for path in own if OF_RANKS.fullmatch(path.name)]
-        more = [folder / name for folder in folders for name in names_in(folder)]
-        return [path for path in own if path not in folders] + more
-
-    def ranks_with_logs(self) -> list[int]:
-        """The ranks that have a log, in order."""
-        names = map(RANK_LOG.fullmatch, (path.name for path in self._logs()))
-        return sorted(int(found[1]) for found in names if found)
-
     def check_writable(self) -> None:
         """Raises `RunFolderError` when a start would write into a file that is not its run's alone:
         a link, a fifo, one with a second name.
         """
-        for path in (self.lock, self.metrics, self.newest_attempt, *self._logs()):
+        for path in (self.lock, self.metrics, self.newest_attempt, *self.all_logs()):
             check_writable(path)
-
-    def node_log(self, node: str) -> Path:
-        return self.logs / f"{node}.log"
-
-    def attempt_numbers(self) -> list[int]:
-        """The attempts that have a folder, in order."""
-        names = [name for name in names_in(self.attempts) if ATTEMPT.fullmatch(name)]
-        return sorted(int(name) for name in names if is_folder(self.attempts / name))
-
-    def attempts_made(self) -> int:
-        """How many attempts were begun, judged by their folders."""
-        return max(self.attempt_numbers(), default=-1) + 1
-
-    def create(self) -> None:
-        """Make the folder, private to its owner, and claim it: of many that try, one succeeds.
-
-        Raises:
-            RunFolderError: it holds another run, is not empty, or cannot be written.
-        """
-        path = self.path
-        try:
-            path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-            try:
-                make_folder(path)
-                self._made = True
-            except FileExistsError:
-                self._check_empty()
-            # Whoever makes the lock's file owns the folder; what happens to the others happens to
-            # them alone.
-            os.close(open_regular(self.lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-            self._claimed = True
-            path.chmod(PRIVATE)
-            for folder in (self.logs, self.checkpoints, self.attempts):
-                make_folder(folder)
-        except FileExistsError as error:
-            raise RunFolderError(
-                f"run.dir={path} was taken by another start in this moment; choose another folder"
-            ) from error
-        except OSError as error:
-            self.withdraw()
-            raise RunFolderError(f"run.dir={path} cannot be written: {error.strerror}") from error
-
-    def _check_empty(self) -> None:
-        path = self.path
-        if not path.is_dir():
-            raise RunFolderError(f"run.dir={path} is a file; it must be a new or empty folder")
-        if self.config.exists():
-            raise RunFolderError(
-                f"run.dir={path} holds another run; to continue that one: "
-                f"python -m orchestrator resume {path}; for a new run choose another folder"
-            )
-        if any(path.iterdir()):
-            raise RunFolderError(f"run.dir={path} is not empty; it must be a new or empty folder")
-
-    def withdraw(self) -> None:
-        """Take back what `create` made, and all that was written since; never another's folder.
-
-        The folder goes by one rename, so that nobody claims it while it is being emptied.
-        """
-        if not self._claimed:
-            return
-        self._claimed = False
-        with contextlib.suppress(FileNotFoundError):  # somebody has removed it already
-            if not self._made:
-                for entry in self.path.iterdir():
-                    remove(entry)
-                return
-            gone = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
-            self.path.rename(gone)
-            shutil.rmtree(gone)
 
     def begin_attempt(self) -> int:
         """Make the next attempt's folder; its number counts from 0."""
@@ -344,19 +164,11 @@ class RunDir:
                 raise RunFolderError(
                     f"{self.path} is not a run folder: it has no {self.config.name}"
                 )
-            for folder in self._folders():
+            for folder in self.own_folders():
                 is_folder(folder)
         except OSError as error:
             raise RunFolderError(f"{self.path} cannot be read: {error.strerror}") from error
         return self
-
-    def _folders(self) -> list[Path]:
-        """Folders that a run writes in; a link in their place would lead its writes elsewhere."""
-        own = [
-            self.logs, self.checkpoints, self.attempts, self.tensorboard, self.code, self.submitit,
-        ]  # fmt: skip
-        own += [self.attempts / name for name in names_in(self.attempts) if name.isdigit()]
-        return own + [self.logs / name for name in names_in(self.logs) if OF_RANKS.fullmatch(name)]
 
     def write_config(self, text: str) -> None:
         """Write config.yaml and its seal; the run keeps its identity, or gets one."""

@@ -198,9 +198,8 @@ class SlurmClient:
         argv = self._argv(command)
         try:
             done = subprocess.run(
-                argv, input=text, stdin=subprocess.DEVNULL if text is None else None,
-                env=self.environment(command[0]), capture_output=True, text=True,
-                errors="replace", timeout=timeout_s, check=False,
+                argv, input=text or "", env=self.environment(command[0]), capture_output=True,
+                text=True, errors="replace", timeout=timeout_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise SchedulerDown(f"{command[0]} did not answer within {timeout_s:g} s") from error

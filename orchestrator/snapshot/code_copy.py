@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
-from orchestrator.config.job_source import find_module
+from orchestrator.config.class_source import find_module
 from orchestrator.config.program_section import Program
 from orchestrator.config.program_source import copied_script
 from orchestrator.errors import RunFolderError

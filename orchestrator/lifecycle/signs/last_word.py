@@ -13,7 +13,8 @@ from pathlib import Path
 
 from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
 from orchestrator.run_folder.files import read_text
-from orchestrator.run_folder.rundir import RANKS_A_FOLDER, RunDir
+from orchestrator.run_folder.paths import RANKS_A_FOLDER
+from orchestrator.run_folder.rundir import RunDir
 from orchestrator.snapshot.start_from_copy import NAME
 
 SCRIPT = "after_rank.sh"

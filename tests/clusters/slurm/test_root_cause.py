@@ -9,13 +9,14 @@ from orchestrator.clusters.slurm.admission.checks import (
     too_slow,
 )
 from orchestrator.clusters.slurm.admission.limits import (
+    Each,
     Wanted,
     exceeded,
     misfit,
     read_limits,
-    read_partitions,
     wanted,
 )
+from orchestrator.clusters.slurm.admission.partitions import read_partitions
 from orchestrator.clusters.slurm.cluster import patiently
 from orchestrator.clusters.slurm.root_cause import blame_slurm, task_ends
 from orchestrator.clusters.slurm.watch import ending
@@ -56,8 +57,9 @@ def config(**cluster):
 def test_partitions_are_read_with_their_limits():
     found = read_partitions(PARTITIONS)
     assert found["main"].is_default
-    assert found["main"].limit_min is None
-    assert (found["low"].max_nodes, found["low"].limit_min, found["low"].grace_s) == (2, 1440, 20)
+    assert found["main"].allows.minutes is None
+    low = found["low"]
+    assert (low.allows.max_nodes, low.allows.minutes, low.grace_s) == (2, 1440, 20)
     assert not found["old"].up
     assert found["old"].open
     assert not found["shut"].open
@@ -71,7 +73,9 @@ def test_what_a_partition_never_gives_is_found_although_slurm_would_take_it():
     assert misfit(Wanted(), found["old"]) is None  # it is down, not closed: a job waits there
     assert "takes no jobs" in misfit(Wanted(most_nodes=2), found["shut"])
     assert "gives 2 at least" in misfit(Wanted(most_nodes=1), found["shut"])
-    assert "6 CPUs of a node at most" in misfit(Wanted(most_nodes=2, cpus=7), found["shut"])
+    assert "6 CPUs of a node at most" in misfit(
+        Wanted(most_nodes=2, each=Each(cpus=7)), found["shut"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from orchestrator.clusters.slurm.admission.limits import (
-    PARTITIONS,
-    SHAPES,
     Limit,
-    Partition,
     Wanted,
     exceeded,
     misfit,
     read_limits,
+)
+from orchestrator.clusters.slurm.admission.partitions import (
+    PARTITIONS,
+    SHAPES,
+    Partition,
     read_partitions,
 )
 from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
@@ -83,7 +85,7 @@ def preempt_grace_s(
     kind = PREEMPT_TYPE.search(shown)
     if kind is not None and kind[1] in ("qos", "none"):
         return of_qos if kind[1] == "qos" else None
-    return min((float(p.grace_s) for p in partitions if p.preemptible), default=None)
+    return min((float(p.grace_s) for p in partitions if p.grace_s is not None), default=None)
 
 
 def grace_s(config: Config, preempted: float | None, kill_wait_s: float = 0.0) -> float:
