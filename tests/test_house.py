@@ -13,7 +13,6 @@ LEFT = {
     "engine/mindspore/engine.py: call of BoundaryReport",
     "engine/mindspore/engine.py: file",
     "engine/torch/engine.py: file",
-    "lifecycle/signs/heartbeat.py: parameters of __init__",
     "lifecycle/topology.py: call of cls",
     "outcome/folder_status.py: call of RunStatus",
     "rank/fenced_recorder.py: parameters of __init__",

@@ -97,8 +97,7 @@ class Attendance:
                 nodes=topology.nodes,
                 timeout_s=self._timeout_s + OTHERS_FIRST_S,
                 on_silence=self._node_is_silent,
-                superseded=lambda: self._fence.superseded,
-                on_superseded=self._vanish,
+                superseded=self._vanish_if_superseded,
             ).start()
 
     def _hang(self, sentence: str, stack: str) -> None:
@@ -274,6 +273,11 @@ class Attendance:
                 write_json(path, {**said, **own, "since": since})
         except OSError as error:
             print(f"that could not be recorded: {error}", flush=True)  # noqa: T201  # the rank's log
+
+    def _vanish_if_superseded(self) -> bool:
+        if self._fence.superseded:
+            self._vanish()
+        return self._fence.superseded
 
     def _vanish(self) -> None:
         print(  # noqa: T201  # goes to the rank's log

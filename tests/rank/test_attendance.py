@@ -95,7 +95,7 @@ def test_each_node_watches_the_next_one_and_finds_it_silent(run):
         found.append(node)
         silent.set()
 
-    common = {"nodes": 2, "superseded": lambda: False, "on_superseded": lambda: None}
+    common = {"nodes": 2, "superseded": lambda: False}
     other = Heartbeat(run, 0, node_index=1, timeout_s=99, on_silence=print, **common)
     one = Heartbeat(run, 0, node_index=0, timeout_s=0.5, on_silence=hear, **common)
     other.start()

@@ -68,7 +68,7 @@ class Heartbeat:
 
     Args:
         on_silence: called once, with the index of the node that stopped answering.
-        superseded: asked now and then; when it says yes, `on_superseded` is called.
+        superseded: asked now and then; once it says yes, there are no more beats.
     """
 
     def __init__(
@@ -81,14 +81,12 @@ class Heartbeat:
         timeout_s: float,
         on_silence: Callable[[int], None],
         superseded: Callable[[], bool],
-        on_superseded: Callable[[], None],
     ) -> None:
         self._own = run.heartbeat(attempt, node_index)
         self._watched = (node_index + 1) % nodes if nodes > 1 else None
         self._path = run.heartbeat(attempt, self._watched or 0)
         self._silence = Silence(timeout_s=timeout_s)
-        self._on_silence, self._on_superseded = on_silence, on_superseded
-        self._superseded = superseded
+        self._on_silence, self._superseded = on_silence, superseded
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
 
@@ -121,7 +119,6 @@ class Heartbeat:
             count += 1
             self._write(str(count))
             if count % FENCE_EVERY == 0 and self._superseded():
-                self._on_superseded()
                 return
             if self._watched is None:
                 continue
