@@ -63,8 +63,9 @@ def _cancel_job(run: RunDir, *, now: bool) -> str:
             _await_the_end(run, handle)
         return f"job {handle.job_id} is cancelled; resume goes on from the newest checkpoint"
     handle.stop()
+    still = f"; until then, {job.standstill}" if job.standstill else ""
     return (
-        f"job {handle.job_id} stops at its next update boundary, with a checkpoint; "
+        f"job {handle.job_id} stops at its next update boundary, with a checkpoint{still}; "
         f"--now ends it at once"
     )
 

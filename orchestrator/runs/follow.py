@@ -89,7 +89,8 @@ class _News:
             return
         where = f"on {job.nodes}" if job.nodes else (f"({job.reason})" if job.reason else "")
         restarts = f", attempt {handle.attempt + 1}" if handle.attempt else ""
-        sentence = f"job {job.id} is {job.state.lower()} {where}{restarts}".strip()
+        still = f": {job.standstill}" if job.standstill else ""
+        sentence = f"job {job.id} is {job.state.lower()} {where}{restarts}".strip() + still
         key = f"{job.state} {job.nodes} {handle.attempt}"
         if key != self._said:
             self._said = key

@@ -110,7 +110,8 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
     name = "running" if has_begun(run, status) else "starting"
     if ended or job.state == "COMPLETING":
         name = "ending"
-    return replace(status, state=name, time_left_s=job.time_left_s)
+    reason = job.standstill or status.reason
+    return replace(status, state=name, reason=reason, time_left_s=job.time_left_s)
 
 
 def _beats(run: RunDir) -> list[str]:

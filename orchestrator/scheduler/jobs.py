@@ -27,6 +27,14 @@ ALIVE = frozenset({
 # A node could not start the job (its prolog failed, say, or it still had the job's last start):
 # SLURM queues it again and holds it for good, until somebody says `scontrol release`.
 HELD_AFTER_LAUNCH = "launch failed requeued held"
+# What stops a whole job, and with it all that would see its ranks stand still.
+STANDSTILL = {
+    "STOPPED": "all of it was stopped (scancel -s STOP); `scancel -s CONT {}` lets it go on",
+    "SUSPENDED": (
+        "suspended, for a job that goes first or by hand; it goes on as it is when that has ended, "
+        "or an administrator says `scontrol resume {}`"
+    ),
+}
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"})
 
 
@@ -66,6 +74,11 @@ class Job:
     def held(self) -> bool:
         """Whether it waits for a person, since a node could not start it."""
         return self.waiting and self.reason.lower().replace("_", " ") == HELD_AFTER_LAUNCH
+
+    @property
+    def standstill(self) -> str:
+        """Why a job that was started does nothing, and what lets it go on; "" of any other."""
+        return STANDSTILL.get(self.state, "").format(self.id)
 
 
 def seconds(span: str) -> float | None:

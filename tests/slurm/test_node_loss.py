@@ -68,18 +68,18 @@ def test_lost_nodes_are_replaced_and_forgotten_ranks_are_fenced_off(mended, tmp_
     """
     crashed, orphaned = tmp_path / "crashed", tmp_path / "orphaned"
     options = ("train.updates=60", "train.checkpoint_every=5")
+    alone = ("cluster.nodes=1", "cluster.ranks_per_node=2")
+    other = runs.submit(mended, orphaned, *options, *alone, "job.pause_s=0.4")
     job = runs.submit(
         mended, crashed, *options, "job.pause_s=0.1", "cluster.exclusive=true",
         "cluster.heartbeat_timeout_s=60",  # so that it is SLURM who notices
     )  # fmt: skip
-    alone = ("cluster.nodes=1", "cluster.ranks_per_node=2")
-    other = runs.submit(mended, orphaned, *options, *alone, "job.pause_s=0.4")
     runs.wait_for_update(crashed, 6)
-    runs.wait_for_update(orphaned, 6)
     dead = runs.nodes_of(mended, job)[1]
     forgotten = runs.nodes_of(mended, other)[0]
     assert forgotten not in runs.nodes_of(mended, job)
     breaking.crash_node(mended, dead)
+    runs.wait_for_update(orphaned, 6)
     breaking.kill_slurmd(mended, forgotten)
     ranks = [task.pid for task in mended.node_pids(forgotten).tasks]
     assert ranks

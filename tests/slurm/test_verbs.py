@@ -52,10 +52,13 @@ def test_a_run_moves_to_slurm_and_back_and_is_watched_meanwhile(slurm, tmp_path,
     assert runs.status(run)["state"] == "finished"
 
 
-def test_cancel_now_ends_it_at_once(slurm, tmp_path):
+def test_cancel_now_ends_a_job_at_once_that_was_stopped_as_a_whole(slurm, tmp_path):
     run = tmp_path / "run"
     job = runs.submit(slurm, run, "train.updates=500", "job.pause_s=0.05")
     runs.wait_for_update(run, 1)
+    slurm.command("scancel", "-s", "STOP", job)
+    until(lambda: runs.queue_state(slurm, job) == "STOPPED", 20, "the stop")
+    assert f"`scancel -s CONT {job}` lets it go on" in runs.verb("cancel", run).stdout
     assert runs.verb("cancel", run, "--now").returncode == 0
     until(lambda: runs.over(slurm, job), 20, "the end")
     assert runs.queue_state(slurm, job) == "CANCELLED"

@@ -164,3 +164,13 @@ def test_a_job_that_lives_is_the_later_word_than_a_file(run):
     for state, words in [("PENDING", "ending"), ("RUNNING", "ending"), ("FAILED", "failed")]:
         found = with_job(run, from_folder(run), Job(id="1", state=state, nodes="n0"))
         assert found.state == words
+
+
+@pytest.mark.parametrize(
+    ("state", "way_on"), [("STOPPED", "`scancel -s CONT 7`"), ("SUSPENDED", "`scontrol resume 7`")]
+)
+def test_a_job_that_stands_still_as_a_whole_says_what_lets_it_go_on(run, state, way_on):
+    write_json(run.plan, {})
+    found = with_job(run, from_folder(run), Job(id="7", state=state, nodes="n0"))
+    assert way_on in remark(found)
+    assert with_job(run, from_folder(run), Job(id="7", state="RUNNING")).reason is None
