@@ -154,10 +154,11 @@ def resume(
     What is given after the run may change where and for how long it trains, never its numbers.
     """
     from orchestrator.runs.console import Manner
-    from orchestrator.runs.start import resume as go_on
+    from orchestrator.runs.start import resumed
 
     manner = Manner(console=Console(), verbose=verbose, quiet=quiet)
-    ended = go_on(run.absolute(), manner, overrides or [], config_dir)
+    with resumed(run.absolute(), manner, overrides or [], config_dir) as place:
+        ended = place()
     raise typer.Exit(ended.exit_code)
 
 

@@ -1,6 +1,7 @@
 """`python -m orchestrator.launch [-v|-q] [-m] OVERRIDES`: start a run, or a sweep of runs.
 
-Only the signals are seen to here, before anything slow is imported; `application` does the work.
+The signals are seen to before anything slow is imported. `cli.application` says what was asked for,
+`runs.start` makes it ready and gives what places it; that is called here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from orchestrator.errors import EXIT_INTERRUPTED
+from orchestrator.errors import EXIT_INTERRUPTED, standing_somewhere
 
 
 def _leave(*_: object) -> None:
@@ -22,16 +23,39 @@ def _leave(*_: object) -> None:
     os._exit(EXIT_INTERRUPTED)
 
 
+def run_app(arguments: Sequence[str]) -> int:
+    """Do what the arguments say; give the exit code. Raises our errors."""
+    from orchestrator.cli.application import read
+
+    asked = read(arguments)
+    if asked.points is not None:
+        from orchestrator.sweeps.sweep import run_sweep
+
+        return run_sweep(asked.points, asked.manner)
+    if asked.config is None:
+        return asked.exit_code
+    from orchestrator.runs.start import begun
+
+    with begun(asked.config, asked.manner, overrides=asked.overrides) as place:
+        return place().exit_code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; gives its exit code.
+    """The command; gives its exit code. Errors become one message.
 
     Args:
         arguments: in place of the process's own.
     """
     signal.signal(signal.SIGINT, _leave)
-    from orchestrator.cli import application
+    from orchestrator.cli.application import Messages
+    from orchestrator.report.terminal import while_somebody_reads
 
-    return application.main(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    with Messages(given) as messages:
+        standing_somewhere()
+        with while_somebody_reads():
+            return run_app(given)
+    return messages.exit_code
 
 
 if __name__ == "__main__":

@@ -1,53 +1,60 @@
-"""What `orchestrator.launch` does: read the flags, compose, start; errors become messages."""
+"""What a command line asks for, as values; what only shows something; errors as messages."""
 
 from __future__ import annotations
 
 import json
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
 
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from orchestrator.compose.command_line import CommandLine, read_command_line
-from orchestrator.compose.composer import Composer
+from orchestrator.compose.composer import Composed, Composer
 from orchestrator.compose.hydra_input import check_arguments
 from orchestrator.compose.wording import no_such_key
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
-from orchestrator.errors import (
-    EXIT_FINISHED,
-    ConfigError,
-    OrchestratorError,
-    plainly_said,
-    standing_somewhere,
-)
-from orchestrator.report.terminal import say, say_error, while_somebody_reads
+from orchestrator.errors import EXIT_FINISHED, ConfigError, OrchestratorError, plainly_said
+from orchestrator.report.terminal import say, say_error
 from orchestrator.runs.console import Manner
 
 
-def run_app(arguments: Sequence[str]) -> int:
-    """Do what the arguments say; give the exit code. Raises our errors."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a command line asks for: a run, or the points of a sweep; neither once it is answered.
+
+    Attributes:
+        exit_code: of what was answered.
+    """
+
+    manner: Manner
+    config: Config | None = None
+    overrides: tuple[str, ...] = ()
+    points: Iterable[Composed | ConfigError] | None = None
+    exit_code: int = EXIT_FINISHED
+
+
+def read(arguments: Sequence[str]) -> Asked:
+    """What the arguments ask for; what only shows something is done here. Raises our errors."""
     check_arguments(arguments)
     line = read_command_line(arguments)
+    manner = Manner(console=Console(), verbose=line.verbose, quiet=line.quiet)
     composer = Composer(line)
     if line.cfg == "job":
-        return show_config(composer)
+        return Asked(manner=manner, exit_code=show_config(composer))
     if line.asks_hydra:
         from orchestrator.compose.hydra_app import answer
 
-        return answer(composer)
-    manner = Manner(console=Console(), verbose=line.verbose, quiet=line.quiet)
+        return Asked(manner=manner, exit_code=answer(composer))
     found = composer.compose()
     if found.sweeps:
-        from orchestrator.sweeps.sweep import run_sweep
-
-        return run_sweep(composer.points(), manner)
-    from orchestrator.runs.start import start
-
-    return start(found.config(), manner, overrides=found.overrides).exit_code
+        return Asked(manner=manner, points=composer.points())
+    return Asked(manner=manner, config=found.config(), overrides=found.overrides)
 
 
 def show_config(composer: Composer) -> int:
@@ -84,24 +91,20 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
 
 
 def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> None:
-    from orchestrator.runs.start import plan_and_notes
+    from orchestrator.runs.start import describe, plan_and_notes
 
     made = plan_and_notes(config)
-    placed: dict[str, Any] = {}
-    if config.cluster.kind != "local":
-        from orchestrator.runs.background import describe
-
-        placed = describe(config)
+    request, said = describe(config)
     if as_json:
-        _print_json({**made, **({"request": placed} if placed else {})})
+        _print_json({**made, **({"request": {**request.details, **said}} if said else {})})
         return
     _print_plan(made, console)
-    if placed:
-        sys.stdout.write(f"\n{placed['sbatch']}\n")
-        refused = placed["refused"]
-        say(console, f"the scheduler would say: {placed['scheduler']}", "red" if refused else "")
-        if placed["warning"]:
-            say(console, f"warning: {placed['warning']}", "yellow", prose=True)
+    if said:
+        sys.stdout.write(f"\n{request.text}\n")
+        refused = said["refused"]
+        say(console, f"the scheduler would say: {said['scheduler']}", "red" if refused else "")
+        if said["warning"]:
+            say(console, f"warning: {said['warning']}", "yellow", prose=True)
 
 
 def _print_plan(plan: dict[str, Any], console: Console) -> None:
@@ -116,21 +119,26 @@ def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: errors become one message and an exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    verbose = any(a in {"-v", "--verbose"} for a in given)
-    try:
-        standing_somewhere()
-        with while_somebody_reads():
-            return run_app(given)
-    except OrchestratorError as error:
-        if verbose and not plainly_said(error):
+class Messages:
+    """Errors of what is done inside become one message, and `exit_code`."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._verbose = any(a in {"-v", "--verbose"} for a in arguments)
+        self.exit_code = EXIT_FINISHED
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        if not isinstance(error, OrchestratorError):
+            return False
+        if self._verbose and not plainly_said(error):
             traceback.print_exception(error)  # the sentence and the exit code stay as they are
-        return report(error, Console(stderr=True))
-
-
-def report(error: OrchestratorError, console: Console) -> int:
-    """Print an error as a message; give its exit code."""
-    say_error(error, console)
-    return error.exit_code
+        say_error(error, Console(stderr=True))
+        self.exit_code = error.exit_code
+        return True

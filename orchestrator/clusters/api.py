@@ -1,75 +1,219 @@
 """The seam between a plan and a place to run it: `Cluster`, `Request`, `Handle`.
 
-Two implementations: `local` (pretended nodes on this machine) and `slurm`. Both pass one suite.
+Ours are `local` (pretended nodes on this machine) and `slurm`; anybody's is one class in a package
+of their own (see `extensions.py`). Whoever starts,
+follows or ends a run knows it by these classes alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import ClassVar
 
-from orchestrator.config.schema import Config
+from orchestrator.clusters.request import Admission, Request
+from orchestrator.config.options import NoOptions, options_of
+from orchestrator.config.schema import Config, node_range
+from orchestrator.extensions import CLUSTERS
+from orchestrator.outcome.folder_status import (
+    ENDED_STATES,
+    RunStatus,
+    has_begun,
+    kind_of,
+    looked_at,
+)
+from orchestrator.outcome.lock_holder import is_held, signal_holder
 from orchestrator.outcome.run_state import Culprit, State
+from orchestrator.plan.plan import Plan
+from orchestrator.run_folder.rundir import RunDir
 
-__all__ = ["POLL_S", "Cluster", "Culprit", "Handle", "Request", "State"]
+__all__ = ["POLL_S", "Admission", "Cluster", "Culprit", "Handle", "Request", "State"]
 
 POLL_S = 0.1  # how long those who follow a run wait for news of it
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """A submission as a value: printable, comparable, with nothing started.
+class Handle(ABC):
+    """A submission under way.
 
     Attributes:
-        run: the run's folder.
-        attempt: number of this start.
-        nodes, ranks_per_node: its shape.
-        environment: what is set for every rank beside the cluster's own variables.
-        details: what the cluster adds, for printing (the sbatch script, say).
+        culprit: who failed first, once the state is FAILED.
+        title: what people know it by.
     """
 
-    run: Path
-    attempt: int
-    nodes: int
-    ranks_per_node: int
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    details: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    culprit: Culprit | None = None
+    title: str = "the run"
 
     @property
-    def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
+    def waiting_for(self) -> str:
+        """Why it has not begun; "" once it has, or where that is not known."""
+        return ""
 
-
-class Handle(Protocol):
-    """A submission under way."""
-
+    @abstractmethod
     def poll(self, timeout_s: float) -> State:
         """Wait up to `timeout_s` for news; give the state."""
-        ...
 
+    @abstractmethod
     def stop(self) -> None:
         """Ask all ranks to stop together at the next boundary, with a checkpoint."""
-        ...
 
+    @abstractmethod
     def kill(self) -> None:
         """End every process now. Returns when none is left."""
-        ...
 
-    @property
-    def culprit(self) -> Culprit | None:
-        """Who failed first, once the state is FAILED."""
-        ...
+    def cancel(self, *, now: bool) -> str:
+        """For somebody at another shell: `stop`, or `kill` when `now`; says what happens.
+
+        Raises `ClusterError` when there is nothing to stop.
+        """
+        if now:
+            self.kill()
+            return f"every process of {self.title} is being ended"
+        self.stop()
+        return f"{self.title} stops at its next update boundary, with a checkpoint"
+
+    def news(self) -> Sequence[str]:
+        """What there is to say since the last time, and that the run's folder does not show."""
+        return ()
+
+    def in_progress(self) -> str:
+        """What it is and does, while it waits or runs: "job 7, running"; "" once it is over."""
+        return ""
+
+    def close(self) -> None:  # noqa: B027  # most have nothing to close
+        """Nobody follows it any more from here."""
 
 
-class Cluster(Protocol):
-    """A place to run."""
+class Cluster(ABC):
+    """A place to run.
 
-    def request(self, config: Config, run: Path, attempt: int) -> Request:
+    What it makes of a configuration are methods; what it makes of a run that is there already, from
+    its folder alone, are methods of the class: that may be long after, and in another shell.
+
+    Attributes:
+        attended: the launcher holds the run and shows it to its end; with it the run ends, too.
+            Otherwise `submit` writes handle.json with a `kind`, `job_id` and `attempt`, the run
+            goes on alone, and `handle` finds it again.
+        Options: a dataclass of what `cluster.options` may hold, for this kind of cluster alone.
+    """
+
+    attended: ClassVar[bool] = True
+    Options: ClassVar[type] = NoOptions
+
+    def __init__(self, config: Config, tell: Callable[[str], None] = lambda _: None) -> None:
+        """Raises `ConfigError` for what this kind of cluster cannot do.
+
+        Args:
+            tell: says a sentence to whoever waits.
+        """
+        self.config, self.tell = config, tell
+        self.options = options_of(self.Options, config.cluster.options, "cluster.options")
+
+    def refuse(self, plan: Plan, framework: str | None) -> None:  # noqa: B027  # nothing, by default
+        """Raise a `UsageError` for a plan that could never run there; nothing is asked for it."""
+
+    def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:  # noqa: B027  # likewise
+        """Use nothing that only the run's folder vouches for. Raises `ClusterError`.
+
+        Args:
+            typed: keys that the person at this shell has set; None: all of them.
+        """
+
+    def request(self, run: Path, attempt: int) -> Request:
         """The submission as a value. Pure. Raises `ClusterError` on what the cluster cannot do."""
-        ...
+        asked = self.config.cluster
+        threads = str(asked.cpus_per_rank)
+        return Request(
+            run=run,
+            attempt=attempt,
+            nodes=node_range(asked.nodes)[1],
+            ranks_per_node=asked.ranks_per_node,
+            environment={
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                **asked.environment,
+            },
+        )
 
+    def check(self, request: Request) -> Admission:
+        """Ask the place itself, before anything is written. Raises `ClusterError`."""
+        del request
+        return Admission()
+
+    @abstractmethod
     def submit(self, request: Request) -> Handle:
         """Start it. Raises `ClusterError` when it is refused; nothing is left behind then."""
-        ...
+
+    @classmethod
+    def handle(cls, run: RunDir) -> Handle:
+        """A run that was placed here, found again."""
+        return Held(run)
+
+    @classmethod
+    def look(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
+        """Fill in where runs stand that go on alone; yields what could not be found out.
+
+        One after another; a cluster that can be asked about many at once says so here.
+
+        Args:
+            found: what their folders alone say, by `run.path`.
+        """
+        for run in runs:
+            found[run.path] = looked_at(run, partial(cls._look, run, found[run.path]))
+        yield from ()
+
+    @classmethod
+    def _look(cls, run: RunDir, status: RunStatus) -> RunStatus:
+        if status.state in ENDED_STATES:
+            return status
+        handle = cls.handle(run)
+        state = handle.poll(0.0)
+        if not state.ended:
+            starting = "running" if has_begun(run, status) else "starting"
+            name = "pending" if state is State.PENDING else starting
+            return replace(status, state=name, reason=handle.waiting_for or None)
+        why = handle.culprit.cause if handle.culprit else "it has ended without a result"
+        return replace(status, state=state.value if handle.culprit else "lost", reason=why)
+
+
+class Held(Handle):
+    """A run that another process holds: its launcher."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+
+    def poll(self, timeout_s: float) -> State:
+        if is_held(self._run):
+            time.sleep(timeout_s)
+            return State.RUNNING
+        result = self._run.read_result()
+        return State(result["state"]) if result else State.FAILED
+
+    def stop(self) -> None:
+        signal_holder(self._run, signal.SIGINT)
+
+    def kill(self) -> None:
+        # two of different kinds, so that both are delivered
+        signal_holder(self._run, signal.SIGINT, signal.SIGTERM)
+
+    def cancel(self, *, now: bool) -> str:
+        return super().cancel(now=now).replace(self.title, str(self._run.path))
+
+
+def cluster_of(config: Config, tell: Callable[[str], None] = lambda _: None) -> Cluster:
+    """The cluster that `cluster.kind` names. Raises `ConfigError`."""
+    return CLUSTERS.make(config.cluster.kind, Cluster, config, tell)
+
+
+def class_of(kind: str) -> type[Cluster]:
+    """What a kind of cluster is. Raises `ConfigError` where it is not installed."""
+    return CLUSTERS.load(kind, Cluster)
+
+
+def handle_of(run: RunDir) -> Handle:
+    """A run as its cluster finds it again; one that was never handed to any has a launcher."""
+    return class_of(kind_of(run)).handle(run) if run.handle.exists() else Held(run)

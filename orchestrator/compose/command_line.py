@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.program_source import is_this_python
-from orchestrator.config.schema import FREE_SECTIONS
+from orchestrator.config.schema import FREE_SECTIONS, OPTIONS
 from orchestrator.errors import ConfigError, did_you_mean
 
 PRIMARY = "config"
@@ -206,8 +206,8 @@ SCHEDULERS_WORDS = re.compile(
 def spelled(override: str, *, sweep: bool = False) -> str:
     """What people type as Hydra takes it.
 
-    `cluster=slurm` means `+cluster=slurm` (the group is absent from the defaults). A job's keys and
-    an optimizer's need no `+`: what its class does not take is refused with the class in hand.
+    `cluster=slurm` means `+cluster=slurm` (the group is absent from the defaults). A job's keys, an
+    optimizer's and options need no `+`: what a class does not take is refused with it in hand.
     A value that begins with `~/` is quoted, for Hydra's grammar has no such letter; so are lists of
     partitions and nodes as the scheduler writes them, unless a comma is that of a sweep.
 
@@ -225,7 +225,8 @@ def spelled(override: str, *, sweep: bool = False) -> str:
     found = None if sweep else SCHEDULERS_WORDS.fullmatch(f"{bare}={value}")
     value = f"'{value}'" if found and set(value) & set(",[]|&()*") else _quoted_home(value)
     section, _, inner = bare.partition(".")
-    if section in FREE_SECTIONS and (inner or value.lstrip().startswith("{")):
+    free = section in FREE_SECTIONS and (inner or value.lstrip().startswith("{"))
+    if free or bare.startswith(OPTIONS):
         return f"++{bare}={value}"
     return f"{'+' if bare == key == 'cluster' else key[: len(key) - len(bare)]}{bare}={value}"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from orchestrator.errors import did_you_mean, shortened
+from orchestrator.extensions import Seam
 
 LARGEST_INT = 2**63 - 1  # what the files, the random numbers' seeds and the frameworks can hold
 LONGEST_S = 10 * 365 * 24 * 3600.0
@@ -25,6 +26,7 @@ class Bound:
 
     Attributes:
         choice: the words that it may be.
+        seam: where installed packages may add such words.
         later: words that have a meaning in the documentation's plans, and none in the code.
         least, most: the smallest and largest number.
         above: a finite number that it must be above.
@@ -32,6 +34,7 @@ class Bound:
     """
 
     choice: tuple[str, ...] = ()
+    seam: Seam | None = None
     later: tuple[str, ...] = ()
     least: float | None = None
     above: float | None = None
@@ -50,24 +53,30 @@ class Bound:
             return (
                 f"{dotted}={value} is not there yet; leave it out, or set {dotted}={self.choice[0]}"
             )
+        if self.seam is not None:
+            return self.seam.refusal(value)
         if self.choice and value not in self.choice:
             meant = did_you_mean(str(value), self.choice).partition("; known are: ")[0]
             return f"{dotted} must be one of {', '.join(self.choice)}, but is {value!r}{meant}"
-        if value is None:
-            return None
-        if self.least is not None and value < self.least:
+        if value is not None and self.least is not None and value < self.least:
             return (
                 f"{dotted} must be at least {self.least}, but is {value}; try {dotted}={self.least}"
             )
-        if self.above is not None and not (value > self.above and math.isfinite(value)):
-            return f"{dotted} must be a number above {self.above}, but is {value}"
-        return None
+        if value is None or self.above is None or (value > self.above and math.isfinite(value)):
+            return None
+        return f"{dotted} must be a number above {self.above}, but is {value}"
 
 
 def choice(*allowed: str, default: str | None = None, later: tuple[str, ...] = ()) -> Any:
     """A field that is one of these words; the first, where nobody says otherwise."""
     bound = Bound(choice=allowed, later=later)
     return field(default=allowed[0] if default is None else default, metadata={"bound": bound})
+
+
+def registered(seam: Seam, default: str) -> Any:
+    """A field that is the name of one of ours, or of an installed package's."""
+    bound = Bound(choice=(*seam.besides, *seam.ours), seam=seam)
+    return field(default=default, metadata={"bound": bound})
 
 
 def number(

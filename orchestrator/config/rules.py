@@ -12,7 +12,6 @@ from dataclasses import asdict
 
 from orchestrator.config import program_section
 from orchestrator.config.bounds import beyond
-from orchestrator.config.frameworks import check_installed
 from orchestrator.config.optimizer_rules import problems
 from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import (
@@ -26,6 +25,7 @@ from orchestrator.config.schema import (
     value_of,
 )
 from orchestrator.errors import ConfigError, JobError
+from orchestrator.extensions import FRAMEWORKS
 
 MOST_RANKS = 2**20
 
@@ -56,8 +56,7 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
 
     Raises:
         ConfigError: a key that the engine cannot honour, with the nearest value that it can.
-        JobError: the job is written for another framework than the one asked for; the framework is
-            not installed here, or with a NumPy that it fails with.
+        JobError: the job is written for another framework than the one asked for.
     """
     if framework is None:
         return
@@ -66,10 +65,11 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
             f"engine.framework={config.engine.framework}, but the job is written for {framework}: "
             f"{config.job['_target_']}; leave engine.framework out, or choose another job"
         )
-    engine = _mindspore if framework == "mindspore" else _torch
+    if refusal := FRAMEWORKS.refusal(framework):
+        told = refusal.replace(FRAMEWORKS.key, "framework", 1)
+        raise JobError(f"{config.job['_target_']}: {told}")
+    engine = {"torch": _torch, "mindspore": _mindspore}.get(framework, lambda *_, **__: ())
     _refuse([*_transport(config, framework), *engine(config, coupled=coupled)])
-    if config.cluster.kind == "local":
-        check_installed(framework)
 
 
 def refuse_schedule(job: str, schedule: ScheduleConfig) -> None:
@@ -134,17 +134,19 @@ def _reproducible(config: Config) -> Iterator[str]:
 
 
 def _only_on_slurm(config: Config) -> Iterator[str]:
-    for name in SLURM_ONLY if config.cluster.kind == "local" else ():
+    kind = config.cluster.kind
+    for name in SLURM_ONLY if kind != "slurm" else ():
         if getattr(config.cluster, name) not in (None, {}, []):
             yield (
-                f"cluster.{name} means nothing on a local cluster; add +cluster=slurm, or leave "
+                f"cluster.{name} means nothing on a {kind} cluster; add +cluster=slurm, or leave "
                 f"it out"
             )
 
 
 def _transport(config: Config, framework: str) -> Iterator[str]:
     known = TRANSPORTS.get(framework, (config.transport,))
-    if config.transport not in known:
+    others = framework == "torch" and config.transport not in TRANSPORTS["mindspore"]
+    if config.transport not in known and not others:
         yield (
             f"transport={config.transport} is not one of {framework}'s, which are "
             f"{', '.join(known)}; try transport=auto"

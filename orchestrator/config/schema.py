@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
-from orchestrator.config.bounds import LONGEST_S, bounds_of, choice, free, number
+from orchestrator.config.bounds import LONGEST_S, bounds_of, choice, free, number, registered
 from orchestrator.errors import ConfigError, did_you_mean
+from orchestrator.extensions import CLUSTERS, FRAMEWORKS, TRACKERS, TRANSPORTS
 
 GPUS = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.+-]*:)?([0-9]{1,6})")
 SIGNAL_AHEAD_S = 60
@@ -23,13 +24,16 @@ SITE = "a name of the site's, which its scheduler judges"
 FLAGS = "options of SLURM's commands, judged by `clusters/slurm/safe_values.py`"
 PATH = "a path, judged where it is opened"
 PARSED = "judged by the function that reads it, in this file"
+THEIRS = "what the class that reads it says it has, see `options.py`"
 
 
 @dataclass
 class ClusterConfig:
-    """Where the ranks run. The fields under "SLURM" are refused for a local cluster."""
+    """Where the ranks run. The fields under "SLURM" are refused for any other kind of cluster;
+    `options` are what a kind of somebody else's says that it has.
+    """
 
-    kind: str = choice("local", "slurm")
+    kind: str = registered(CLUSTERS, "local")
     nodes: Any = free(PARSED, 2)
     ranks_per_node: int = number(2, least=1, most=4096)
     cpus_per_rank: int = number(1, least=1, most=65_536)
@@ -59,6 +63,8 @@ class ClusterConfig:
     preamble: list[str] = free("lines of shell, the user's own", factory=list[str])
     container: str | None = free(PATH)
     container_runtime: str | None = free(FLAGS)
+    # of a kind of somebody else's
+    options: dict[str, Any] = free(THEIRS, factory=dict[str, Any])
 
 
 SLURM_ONLY = (
@@ -128,7 +134,7 @@ class EngineConfig:
     MindSpore's (docs/mindspore.md); log_every counts micro-steps.
     """
 
-    framework: str = choice("auto", "torch", "mindspore")
+    framework: str = registered(FRAMEWORKS, "auto")
     bucket_mib: float | None = number(None, above=0, most=2**20)
     wire: str = choice("own", "bfloat16")
     norm: str = choice("warn", "frozen", "group", "exact")
@@ -159,9 +165,10 @@ class RunConfig:
 
 @dataclass
 class TrackerConfig:
-    """Where scalars go beside metrics.jsonl."""
+    """Where scalars go beside metrics.jsonl. `options`: of a kind of somebody else's."""
 
-    kind: str = choice("tensorboard", "none")
+    kind: str = registered(TRACKERS, "tensorboard")
+    options: dict[str, Any] = free(THEIRS, factory=dict[str, Any])
 
 
 @dataclass
@@ -195,10 +202,12 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     facts: FactsConfig = field(default_factory=FactsConfig)
-    transport: str = choice("auto", "nccl", "hccl", "gloo", "mccl")
+    transport: str = registered(TRANSPORTS, "auto")
 
 
 FREE_SECTIONS = ("job", "optimizer")
+OPTIONS = ("cluster.options.", "tracker.options.")
+"""Keys below are what the class that reads them says it has; see `config.options`."""
 BOUNDS = bounds_of(Config)
 CHOICES = {dotted: bound.choice for dotted, bound in BOUNDS.items() if bound.choice}
 

@@ -1,7 +1,7 @@
 """The seams below the loop: `Group` (how ranks talk), `Engine` (how a window becomes an update).
 
 No framework is imported here. `engine/torch` and `engine/mindspore` implement both, under the same
-file names; `orchestrator.engine.conformance` holds the suite that every implementation passes.
+file names, and each is a `Framework` (`framework.py`). `conformance.py` is the suite of groups.
 """
 
 from __future__ import annotations
@@ -175,13 +175,7 @@ class BoundaryReport:
 
 
 class Engine(Protocol):
-    """Turns windows into updates. The loop knows nothing else of the framework.
-
-    Each framework's package offers `form_group(spec: GroupSpec) -> Group`,
-    `build_engine(job: Job, settings: EngineSettings, group: Group, local_rank: int) -> Engine` and
-    `versions() -> dict[str, str]`; and, where something takes time that need not wait for the job's
-    import, `ahead(spec: GroupSpec) -> None`.
-    """
+    """Turns windows into updates. The loop knows nothing else of the framework."""
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
         """One batch for each micro-batch, in order, fetched ahead when there are loader workers."""

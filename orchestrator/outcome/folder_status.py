@@ -100,6 +100,12 @@ def _age_s(run: RunDir) -> float | None:
         return None
 
 
+def kind_of(run: RunDir) -> str:
+    """The kind of cluster that a run was placed on; see `cluster.kind`."""
+    handle = run.read_handle() or {}
+    return str(handle.get("kind") or run.read_submission().get("cluster") or "local")
+
+
 def from_folder(run: RunDir) -> RunStatus:
     """What the folder alone says. Raises one of `DAMAGE` where it holds what no run writes."""
     plan = run.read_plan()
@@ -114,13 +120,12 @@ def from_folder(run: RunDir) -> RunStatus:
     notes = run.restarts()
     culprit: dict[str, Any] = (result or {}).get("culprit") or {}
     ended = result is not None
-    kind = str(handle.get("kind") or run.read_submission().get("cluster") or "local")
     done = int(result["updates"]) if result else (last["update"] + 1 if last else 0)
     total = plan.get("updates")
     return RunStatus(
         folder=run.path,
         state=_state_of(result) if result else "running",
-        cluster=kind,
+        cluster=kind_of(run),
         job_id=handle.get("job_id"),
         updates=done,
         total=total,
@@ -192,8 +197,8 @@ def looked_at(run: RunDir, look: Callable[[], RunStatus]) -> RunStatus:
         return unknown(run, error)
 
 
-def of_local(run: RunDir, status: RunStatus) -> RunStatus:
-    """The folder's word on a local run, and its launcher's lock."""
+def of_held(run: RunDir, status: RunStatus) -> RunStatus:
+    """The folder's word on a run that its launcher holds, and the lock's."""
     if status.state in ENDED_STATES:
         return status
     if not is_held(run):

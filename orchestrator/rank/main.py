@@ -1,7 +1,8 @@
 """A rank, from its environment to its exit code: set up, meet the others, train, say how it ended.
 
-Started by the local cluster as `python -m orchestrator.rank RUN --attempt N`, by SLURM through
-the one pickled task. Both give it SLURM's variables; what differs is in `attendance`.
+`entry.py` calls it: in a fork (local), through the one pickled task (SLURM), or for whoever starts
+`python -m orchestrator.rank RUN --attempt N`. All give it SLURM's variables; what differs is in
+`attendance`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from orchestrator.config.frameworks import check_installed
@@ -23,6 +23,7 @@ from orchestrator.config.reading import read_config
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine, GroupSpec
 from orchestrator.engine.common.waiting import for_others
+from orchestrator.engine.framework import Framework
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import (
     EXIT_FAILED,
@@ -33,6 +34,7 @@ from orchestrator.errors import (
     RunFolderError,
     StopRequested,
 )
+from orchestrator.extensions import FRAMEWORKS, shadowed
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.lifecycle import checkpoint
 from orchestrator.lifecycle.address import interface_variables
@@ -58,7 +60,6 @@ from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.run_warnings import warn, warn_into
 from orchestrator.snapshot.code_state import code_state, folder_of
 
-FRAMEWORKS = ("torch", "mindspore")
 LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED}
 
 
@@ -89,8 +90,8 @@ def framework_of(job: Job, config: Config) -> str:
             f"engine.framework={asked}, but {type(job).__name__} is written for {own}; "
             f"leave engine.framework out, or choose another job"
         )
-    if own not in FRAMEWORKS:
-        raise JobError(f"{type(job).__name__}.framework must be torch or mindspore, but is {own!r}")
+    if refusal := FRAMEWORKS.refusal(own):
+        raise JobError(refusal.replace(FRAMEWORKS.key, f"{type(job).__name__}.framework", 1))
     return own
 
 
@@ -175,16 +176,12 @@ def _environment_before(run: RunDir) -> dict[str, Any] | None:
 def _write_down(run: RunDir, environment: dict[str, Any], engine: Engine, planned: Plan) -> None:
     """Rank 0's part before training: what it is computed with, the plan, and what to know of it."""
     environment["optimizer"] = engine.optimizer_used()
-    changed = warnings_of(environment, _environment_before(run))
+    changed = [*shadowed(), *warnings_of(environment, _environment_before(run))]
     micro_batches = sum(map(len, planned.split.micro_batches))
     for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
         warn(sentence)
     write_json(run.environment, environment)
     run.write_own(run.plan, planned.to_json())
-
-
-def _package(framework: str) -> ModuleType:
-    return importlib.import_module(f"orchestrator.engine.{framework}")
 
 
 def _start_ahead(config: Config, spec: GroupSpec) -> None:
@@ -193,8 +190,8 @@ def _start_ahead(config: Config, spec: GroupSpec) -> None:
     """
     named = check_target(config.job).framework
     check_installed(named)
-    if named in FRAMEWORKS:
-        getattr(_package(named), "ahead", lambda _: None)(spec)
+    if named is not None and FRAMEWORKS.refusal(named) is None:
+        FRAMEWORKS.make(named, Framework).ahead(spec)
 
 
 def _run_rank(
@@ -205,12 +202,10 @@ def _run_rank(
     spec = _group_spec(config, run.attempt(attempt), topology, stop)
     _start_ahead(config, spec)
     job = build_job(config.job)
-    framework = _package(framework_of(job, config))
+    framework = FRAMEWORKS.make(framework_of(job, config), Framework)
     with for_others():
         group = framework.form_group(spec)
-    engine: Engine = framework.build_engine(
-        job, engine_settings(config, job), group, topology.local_rank
-    )
+    engine = framework.build_engine(job, engine_settings(config, job), group)
     planned = _planned(config, job, engine, topology.nodes)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     rates = own_rates(job, config.schedule, engine, planned.updates)

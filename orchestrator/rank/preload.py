@@ -10,10 +10,9 @@ from typing import Any
 from orchestrator.config.job_source import check_target
 from orchestrator.config.program_section import is_program
 from orchestrator.config.reading import read_config
+from orchestrator.engine.framework import Framework
+from orchestrator.extensions import FRAMEWORKS
 from orchestrator.run_folder.rundir import RunDir
-
-# Not MindSpore: a rank's start is mostly its compiler, and nobody promises that it bears a fork.
-FORKABLE = ("torch",)
 
 
 def preload(run: RunDir) -> None:
@@ -28,8 +27,8 @@ def preload(run: RunDir) -> None:
             return
         importlib.import_module("orchestrator.rank.main")
         framework = check_target(job).framework
-        if framework in FORKABLE:
-            importlib.import_module(f"orchestrator.engine.{framework}")
+        if framework is not None:
+            FRAMEWORKS.load(framework, Framework)
     except Exception:  # noqa: BLE001  # see above; this is the node's log
         traceback.print_exc()
 

@@ -1,22 +1,18 @@
-"""Show a run's live line again, from any shell: to its end, or until an interrupt."""
+"""Follow a run that goes on without us, from any shell: an interrupt ends the showing, never the run.
+"""
 
 from __future__ import annotations
 
-import time
-
-from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from orchestrator.clusters.api import POLL_S, Handle, State, handle_of
+from orchestrator.errors import EXIT_INTERRUPTED, EXIT_USAGE
+from orchestrator.outcome.run_result import EXIT_CODES, Ended, end_of
+from orchestrator.report.metrics import read_metrics
 from orchestrator.report.tables.closing_table import print_closing
-from orchestrator.report.metrics import Tail, read_metrics
-from orchestrator.report.live.progress import Progress
 from orchestrator.report.terminal import command, say
-from orchestrator.run_warnings import NewWarnings
 from orchestrator.run_folder.rundir import RunDir
-from orchestrator.clusters.api import POLL_S, State
-from orchestrator.outcome.run_result import EXIT_CODES, Ended
-from orchestrator.outcome.folder_status import is_held
-from orchestrator.runs.interrupts import Interrupts
 from orchestrator.runs.console import Manner
-from orchestrator.lifecycle.signs.progress import read_progress
+from orchestrator.runs.interrupts import Interrupts
+from orchestrator.runs.showing import Showing
 
 RECENT_BYTES = 32 * 1024  # what the pace is taken from
 
@@ -28,43 +24,42 @@ def attach(run: RunDir, manner: Manner) -> Ended:
         How the run ended, with its own exit code; or, when the showing was interrupted, 130.
     """
     with Interrupts() as interrupts:
-        if run.handle.exists():
-            from orchestrator.runs.follow import follow
-            from orchestrator.clusters.slurm.watch import SlurmHandle
+        return follow(handle_of(run), run, manner, interrupts, recent=RECENT_BYTES)
 
-            return follow(SlurmHandle(run), run, manner, interrupts, RECENT_BYTES)
-        if is_held(run) and not _show(run, manner, interrupts):
-            goes_on = f"detached; the run goes on: {command('status', run.path)}"
-            say(manner.console, goes_on, "yellow")
-            return Ended(run=run, state=State.RUNNING, exit_code=EXIT_INTERRUPTED)
+
+def follow(
+    handle: Handle, run: RunDir, manner: Manner, interrupts: Interrupts, *, recent: int = 0
+) -> Ended:
+    """Show a run to its end; an interrupt only ends the showing.
+
+    Args:
+        recent: of what earlier attempts or hours wrote, so many bytes are shown, too.
+    """
+    state = handle.poll(0.0)
+    if not state.ended:
+        with Showing(run, manner, recent=recent) as showing:
+            while not state.ended and not interrupts.count:
+                state = handle.poll(POLL_S)
+                showing.look(ended=state.ended)
+                for sentence in () if manner.quiet else handle.news():
+                    say(manner.console, sentence, "yellow", prose=True)
+    handle.close()
+    if not state.ended:
+        say(
+            manner.console,
+            f"detached; {handle.title} goes on: {command('status', run.path)}",
+            "yellow",
+        )
+        return Ended(run=run, state=state, exit_code=EXIT_INTERRUPTED)
+    code = EXIT_CODES.get(state, EXIT_USAGE)
     result = run.read_result()
-    if result is None:
+    if result is None and handle.culprit is None:
         lost = f"{run.path} has ended without a result: its launcher is gone"
         say(manner.console, lost, "bold red")
         say(manner.console, f"to go on from here: {command('resume', run.path)}", "bold")
-        return Ended(run=run, state=State.FAILED, exit_code=EXIT_FAILED)
-    print_closing(result, read_metrics(run.metrics), run.path, manner.console, plan=run.read_plan())
-    state = State(result["state"])
-    return Ended(run=run, state=state, exit_code=EXIT_CODES[state])
-
-
-def _show(run: RunDir, manner: Manner, interrupts: Interrupts) -> bool:
-    """Show a local run while its launcher holds it; False when an interrupt came first."""
-    plan = run.read_plan()
-    tail = Tail(run.metrics)
-    tail.skip_to_the_end(but=RECENT_BYTES)
-    attempt, warned = -1, NewWarnings(run.path)
-    with Progress(plan, manner.console, manner.quiet, manner.verbose) as progress:
-        while not interrupts.count:
-            held = is_held(run)
-            if attempt != run.attempts_made() - 1:
-                attempt = run.attempts_made() - 1
-                warned = NewWarnings(run.attempt(attempt), already=plan.get("warnings") or ())
-            place = read_progress(run.progress(attempt))
-            micro = (place.done, place.steps) if place else None
-            records = tail.read() if held else [*tail.read(), *tail.rest()]
-            progress.update(records, micro, warned.read(now=not held))
-            if not held:
-                return True
-            time.sleep(POLL_S)
-    return False
+        return Ended(run=run, state=state, exit_code=code)
+    result = result or end_of(run, state, handle.culprit)
+    if not manner.quiet or state is State.FAILED:
+        history = read_metrics(run.metrics)
+        print_closing(result, history, run.path, manner.console, plan=run.read_plan())
+    return Ended(run=run, state=state, exit_code=code)

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from orchestrator.errors import ClusterError, RunFolderError
-from orchestrator.run_folder.files import BLOCK, blocks, open_regular
+from orchestrator.clusters.api import Handle, handle_of
+from orchestrator.errors import ClusterError, ConfigError, RunFolderError
 from orchestrator.report.tables.status_table import UNREADABLE
 from orchestrator.report.terminal import HarmlessStream
+from orchestrator.run_folder.files import BLOCK, blocks, open_regular
 from orchestrator.run_folder.rundir import RunDir
-from orchestrator.clusters.api import State
-from orchestrator.outcome.run_result import write_end
-from orchestrator.outcome.lock_holder import signal_holder
-from orchestrator.scheduler.client import NoClient
-from orchestrator.scheduler.jobs import Job, queued
-from orchestrator.clusters.slurm.watch import SlurmHandle
 from orchestrator.runs.status import statuses
 
 FOLLOW_S = 0.2
 LOOK_S = 2.0
-CANCEL_S = 5.0
 OVER = ("finished", "failed", "stopped", "cancelled", "lost")
 
 
@@ -35,56 +28,7 @@ def cancel(run: RunDir, *, now: bool = False) -> str:
     Returns:
         A sentence that says what happens. Raises `ClusterError` when there is nothing to stop.
     """
-    if run.handle.exists():
-        return _cancel_job(run, now=now)
-    if now:
-        # two of different kinds, so that both are delivered
-        signal_holder(run, signal.SIGINT, signal.SIGTERM)
-        return f"every process of {run.path} is being ended"
-    signal_holder(run, signal.SIGINT)
-    return f"{run.path} stops at its next update boundary, with a checkpoint"
-
-
-def _cancel_job(run: RunDir, *, now: bool) -> str:
-    handle = SlurmHandle(run)
-    job = queued(handle.client, [handle.job_id]).get(handle.job_id)
-    if job is None or not job.alive:
-        raise ClusterError(
-            f"{run.path} is not queued or running (job {handle.job_id}); there is nothing to cancel"
-        )
-    if not _is_job_of(run, job):
-        raise ClusterError(
-            f"job {handle.job_id}, which {run.handle} names, is not this run's: it runs "
-            f"{job.command}; nothing was sent"
-        )
-    if now or job.waiting:
-        handle.kill()
-        if job.waiting:
-            _await_the_end(run, handle)
-        return f"job {handle.job_id} is cancelled; resume goes on from the newest checkpoint"
-    handle.stop()
-    still = f"; until then, {job.standstill}" if job.standstill else ""
-    return (
-        f"job {handle.job_id} stops at its next update boundary, with a checkpoint{still}; "
-        f"--now ends it at once"
-    )
-
-
-def _await_the_end(run: RunDir, handle: SlurmHandle) -> None:
-    """A job that has not begun ends at once, and has no batch script to say so."""
-    deadline = time.monotonic() + CANCEL_S
-    while time.monotonic() < deadline:
-        job = queued(handle.client, [handle.job_id]).get(handle.job_id)
-        if job is None or not job.alive:
-            write_end(run, State.STOPPED)
-            return
-        time.sleep(FOLLOW_S)
-
-
-def _is_job_of(run: RunDir, job: Job) -> bool:
-    """Whether a job's batch script, as the scheduler knows it, is one in this run's folder."""
-    script = os.path.realpath(job.command)
-    return Path(script).is_relative_to(os.path.realpath(run.submitit))
+    return handle_of(run).cancel(now=now)
 
 
 def log_of(run: RunDir, rank: int | None) -> Path:
@@ -141,16 +85,15 @@ def follow(run: RunDir, rank: int | None) -> Iterator[str]:
 
 
 class _Standing:
-    """Whether a run is over, asked of the scheduler no more often than watchers may."""
+    """Whether a run is over, asked of its cluster no more often than watchers may."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        self._handle: SlurmHandle | None = None
+        self._handle: Handle | None = None
         self._next, self._said = 0.0, ""
         self.over, self.news = False, ""
-        if run.handle.exists():
-            with contextlib.suppress(ClusterError):  # no scheduler here: the folder has to tell
-                self._handle = SlurmHandle(run)
+        with contextlib.suppress(ClusterError, ConfigError):  # not here: the folder has to tell
+            self._handle = handle_of(run)
 
     def look(self) -> None:
         """Wait a moment; `news` is then why it is pending, where that was not told before."""
@@ -158,10 +101,9 @@ class _Standing:
         try:
             if self._handle is not None:
                 self.over = self._handle.poll(FOLLOW_S).ended
-                job = self._handle.job
-                self._tell(job.reason if job is not None and job.waiting else "")
+                self._tell(self._handle.waiting_for)
                 return
-        except NoClient:
+        except ClusterError:
             self._handle = None
         time.sleep(FOLLOW_S)
         if time.monotonic() >= self._next:

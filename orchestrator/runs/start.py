@@ -1,22 +1,22 @@
-"""Start a run, or start it again, and follow it: the one path from a `Config` to an `Ended`.
+"""A run made ready: from a `Config`, or a run's folder, to what is left to do: place it.
 
-Everything that can be refused is refused before the run folder exists.
+Everything that can be refused is refused before the run folder exists. `begun` and `resumed` are
+entered by whoever calls what they give, so that nothing of this file stands between the command and
+what follows the run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from orchestrator.clusters.api import State
+from orchestrator.clusters.api import Admission, Cluster, Request, State, cluster_of, handle_of
 from orchestrator.config.frameworks import notes
 from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.job_source import check_target
@@ -27,12 +27,14 @@ from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import (
     EXIT_FINISHED,
+    ClusterError,
     ConfigError,
     RunFailed,
     RunFolderError,
-    TransportError,
     UsageError,
 )
+from orchestrator.extensions import CLUSTERS
+from orchestrator.lifecycle.fence import read_newest
 from orchestrator.outcome.lock_holder import held
 from orchestrator.outcome.run_result import Ended
 from orchestrator.plan.parts import Known
@@ -44,6 +46,8 @@ from orchestrator.run_folder.rundir import SEALED, RunDir
 from orchestrator.runs.console import Manner
 from orchestrator.runs.interrupts import Interrupts
 from orchestrator.runs.new_folder import new_folder
+from orchestrator.runs.ready import Ready
+from orchestrator.runs.resuming.elsewhere import at_home
 from orchestrator.runs.resuming.initial_weights import initial_weights, keep_initial_weights
 from orchestrator.runs.resuming.own_runs_only import check_own
 
@@ -75,16 +79,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
         coupled=facts.coupled,
     )
     plan = Plan.of(config, known)
-    if config.cluster.kind == "local" and config.transport == "nccl":
-        from orchestrator.clusters.local.cluster import visible_gpus
-
-        gpus = len(visible_gpus(os.environ))
-        if gpus < plan.ranks:
-            on_cpus = "mccl" if facts.framework == "mindspore" else "gloo"
-            raise TransportError(
-                f"transport=nccl needs a GPU for each of the {plan.ranks} ranks, but this machine "
-                f"has {gpus}; try transport={on_cpus}"
-            )
+    cluster_of(config).refuse(plan, facts.framework)
     return plan
 
 
@@ -118,18 +113,64 @@ def writing(run: RunDir) -> Generator[None]:
         raise RunFolderError(sentence) from error
 
 
-def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> Ended:
-    """Start a new run, and follow it to its end unless it goes on without us."""
+def describe(config: Config) -> tuple[Request, dict[str, Any]]:
+    """What would be handed over, and what the cluster says of it; empty where it says nothing."""
+    cluster = cluster_of(config)
+    request = cluster.request(new_folder(config), 0)
+    warning: str | None = None
+    try:
+        admission = cluster.check(request)
+        answer, refused = admission.words, False
+        warning = "; ".join(admission.warnings) or None
+    except ClusterError as error:
+        answer, refused = str(error), True
+    if not (request.text or answer or warning):
+        return request, {}
+    return request, {"scheduler": answer, "refused": refused, "warning": warning}
+
+
+def _admitted(cluster: Cluster, run: RunDir, attempt: int, manner: Manner) -> Admission:
+    """Ask the cluster before anything is written. Raises `ConfigError`, `ClusterError`."""
+    with CLUSTERS.told(cluster.config.cluster.kind, "to say whether the run can be placed"):
+        admission = cluster.check(cluster.request(run.path, attempt))
+    for sentence in admission.warnings:
+        say(manner.console, f"warning: {sentence}", "yellow", prose=True)
+    return admission
+
+
+def _cluster(config: Config, manner: Manner) -> Cluster:
+    return cluster_of(config, lambda sentence: say(manner.console, sentence, "yellow"))
+
+
+def _left_to_do(ready: Ready) -> Callable[[], Ended]:
+    """To train it here to its end, or to queue it and leave it alone.
+
+    Only the one that is needed is imported: what is drawn while one waits takes time.
+    """
+    if ready.cluster.attended:
+        from orchestrator.runs.foreground import hold
+
+        return partial(hold, ready)
+    from orchestrator.runs.background import queue
+
+    return partial(queue, ready)
+
+
+@contextlib.contextmanager
+def begun(
+    config: Config, manner: Manner, *, overrides: Sequence[str] = ()
+) -> Generator[Callable[[], Ended]]:
+    """Make a new run ready, for as long as this is entered. Raises `UsageError`.
+
+    Returns:
+        What is left to do: place it, and follow it to its end unless it goes on without us.
+    """
     plan = prepare(config)
-    run = RunDir(new_folder(config))
-    way = _way(config)
-    verdict = way.check(config, run, manner)
+    run, cluster = RunDir(new_folder(config)), _cluster(config, manner)
+    admission = _admitted(cluster, run, 0, manner)
     with Interrupts() as interrupts:
         run.create()
-        if config.cluster.slurm_conf is not None:
-            from orchestrator.clusters.slurm.trust import remember
-
-            remember(config.cluster.slurm_conf)
+        cluster.trust(run)
         for sentence in () if manner.quiet else plan.warnings:
             say(manner.console, f"warning: {sentence}", "yellow")
         try:
@@ -137,19 +178,26 @@ def start(config: Config, manner: Manner, *, overrides: Sequence[str] = ()) -> E
                 run.write_config(to_yaml(config))
                 run.write_own(run.plan, plan.to_json())
                 digest = keep_initial_weights(config, run)
-                run.write_own(run.submission, _submission(config, overrides) | digest)
+                asked = _submission(config, overrides)
+                run.write_own(run.submission, {**asked, **digest, **admission.notice})
                 with held(run):
-                    return way.place(config, run, manner, interrupts, verdict)
+                    ready = Ready(
+                        config=config, run=run, cluster=cluster, attempt=0, manner=manner,
+                        interrupts=interrupts,
+                    )  # fmt: skip
+                    yield _left_to_do(ready)
         except UsageError:  # before anything was trained; the message says all
             if not run.metrics.exists() and not run.handle.exists():
                 run.withdraw()
             raise
 
 
-def resume(
+@contextlib.contextmanager
+def resumed(
     path: Path, manner: Manner, overrides: Sequence[str] = (), config_dir: str | None = None
-) -> Ended:
-    """Go on with a run from its newest sound checkpoint, or from the start when it has none.
+) -> Generator[Callable[[], Ended]]:
+    """Make a run ready to go on from its newest sound checkpoint, or from the start when it has
+    none, as `begun` does.
 
     Args:
         overrides: of its configuration: what leaves its numbers as they are, or more updates.
@@ -162,68 +210,44 @@ def resume(
     run.check_writable()
     Tail(run.metrics).skip_to_the_end()  # whether it can be read at all
     asked = resumption(run, _config_of(run), overrides, config_dir)
-    result = run.read_result()
+    config, result = asked.config, run.read_result()
     if result and result["state"] == "finished" and not (asked.total or 0) > result["updates"]:
         say(manner.console, f"{path} has finished already; there is nothing to resume")
         more = f"to train on: {command('resume', path)} train.updates=…"
         say(manner.console, more, "dim")
-        return Ended(run=run, state=State.FINISHED, exit_code=EXIT_FINISHED)
+        yield lambda: Ended(run=run, state=State.FINISHED, exit_code=EXIT_FINISHED)
+        return
     if not manner.quiet:
         say(manner.console, asked.words, prose=True)
     if asked.warning:
         say(manner.console, f"warning: {asked.warning}", "yellow", prose=True)
     with at_home(run), Interrupts() as interrupts, writing(run), held(run):
-        for sentence in () if is_program(asked.config.job) else _of_checkpoints(run, asked.config):
+        cluster = _cluster(config, manner)
+        told = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
+        for sentence in told:
             say(manner.console, f"warning: {sentence}", "yellow")
         if asked.changes:
-            prepare(asked.config, new=False)
-        _vouch(run, asked.config, typed=any(c.key == "cluster.slurm_conf" for c in asked.changes))
-        if run.handle.exists():
-            from orchestrator.runs.background import refuse_while_queued
-
-            refuse_while_queued(run)
-        note = partial(record, run, asked)
-        return _way(asked.config).resume(asked.config, run, manner, interrupts, note)
-
-
-def _vouch(run: RunDir, config: Config, *, typed: bool) -> None:
-    """Use no slurm.conf that only the run folder names; one that was `typed` now is remembered.
-
-    Raises:
-        ClusterError: nobody vouches for it. Nothing was submitted.
-    """
-    conf = config.cluster.slurm_conf
-    if conf is not None and config.cluster.kind != "local":
-        from orchestrator.clusters.slurm.trust import client_of, remember
-
-        if typed:
-            remember(conf)
-        client_of(run, conf)
-
-
-@contextlib.contextmanager
-def at_home(run: RunDir) -> Generator[None]:
-    """Stand where the run was submitted: its relative paths and modules are meant from there.
-
-    Raises:
-        RunFolderError: that folder is gone.
-    """
-    stood = Path.cwd()
-    home = Path(run.read_submission().get("folder") or stood)
-    try:
-        os.chdir(home)
-    except OSError as error:
-        raise RunFolderError(
-            f"{run.path} was submitted in {home}, where its relative paths and its code are, but "
-            f"that folder cannot be entered: {error.strerror}"
-        ) from error
-    before = list(sys.path)
-    sys.path[:] = [str(home) if entry in ("", str(stood)) else entry for entry in before]
-    try:
-        yield
-    finally:
-        sys.path[:] = before
-        os.chdir(stood)
+            prepare(config, new=False)
+        cluster.trust(run, {change.key for change in asked.changes})
+        if standing := handle_of(run).in_progress():
+            raise RunFolderError(
+                f"{run.path} is in progress ({standing}); to stop it first: "
+                f"{command('cancel', run.path)}"
+            )
+        attempt = run.attempts_made()
+        if not cluster.attended:
+            attempt = max(attempt, read_newest(run.newest_attempt) + 1)
+        admission = _admitted(cluster, run, attempt, manner)
+        record(run, asked, attempt)
+        if admission.notice:
+            run.write_own(run.submission, {**run.read_submission(), **admission.notice})
+        run.cancel.unlink(missing_ok=True)
+        run.result.unlink(missing_ok=True)
+        ready = Ready(
+            config=config, run=run, cluster=cluster, attempt=attempt, manner=manner,
+            interrupts=interrupts,
+        )  # fmt: skip
+        yield _left_to_do(ready)
 
 
 def _config_of(run: RunDir) -> Config:
@@ -235,9 +259,11 @@ def _config_of(run: RunDir) -> Config:
         raise RunFolderError(f"{run.config} is damaged: {error}") from error
 
 
-def _of_checkpoints(run: RunDir, config: Config) -> list[str]:
-    """What is to be said of what the run goes on from, before anything starts. Where it goes on
-    elsewhere than here, only what is quickly read; the ranks do the rest.
+def _of_checkpoints(run: RunDir, config: Config, contents: bool) -> list[str]:
+    """What is to be said of what the run goes on from, before anything starts.
+
+    Args:
+        contents: read all of it; otherwise only what is quickly read, and the ranks do the rest.
 
     Raises:
         RunFolderError: there are checkpoints, but none that is sound; or there are none yet, and
@@ -245,7 +271,6 @@ def _of_checkpoints(run: RunDir, config: Config) -> list[str]:
     """
     from orchestrator.lifecycle.checkpoint import check_initial, newest
 
-    contents = config.cluster.kind == "local"
     sentences: list[str] = []
     if not run.sealed:
         sentences.append(
@@ -258,20 +283,6 @@ def _of_checkpoints(run: RunDir, config: Config) -> list[str]:
     if found is None and run.attempts_made():
         sentences.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
     return sentences + passed_over
-
-
-def _way(config: Config) -> ModuleType:
-    """How runs are kept: held by this process, or submitted and left alone.
-
-    Both modules have `check`, `place` and `resume`; only the one that is needed is imported.
-    """
-    if config.cluster.kind == "local":
-        from orchestrator.runs import foreground
-
-        return foreground
-    from orchestrator.runs import background
-
-    return background
 
 
 def _submission(config: Config, overrides: Sequence[str]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
 from orchestrator.runs.new_folder import new_folder
-from orchestrator.runs.start import plan_and_notes, prepare, start
+from orchestrator.runs.start import begun, plan_and_notes, prepare
 from orchestrator.sweeps.cells import accumulation_pairs, cell_of, only_varying
 from orchestrator.sweeps.remarks import remarks
 
@@ -111,7 +111,8 @@ class Sweep:
         say(self._manner.console, point.words, "bold")
         run = new_folder(point.config)
         try:
-            ended = start(point.config, self._manner, overrides=point.overrides)
+            with begun(point.config, self._manner, overrides=point.overrides) as place:
+                ended = place()
         except UsageError as error:  # what only the attempt can tell: a folder, a scheduler
             self._refused[point.number] = error
             self.points.append((list(point.overrides), run, error.exit_code))

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.cli.application import run_app
 from orchestrator.compose.command_line import read_command_line
 from orchestrator.compose.composer import Composer, compose
 from orchestrator.errors import ConfigError
+from orchestrator.launch import run_app
 from orchestrator.runs.start import prepare
 from orchestrator.sweeps.sweep import checked
 

@@ -27,7 +27,7 @@ from orchestrator.run_folder.rundir import (
     write_json,
 )
 from orchestrator.runs.console import Manner
-from orchestrator.runs.start import resume
+from orchestrator.runs.start import resumed
 from orchestrator.runs.status import statuses
 
 
@@ -120,7 +120,7 @@ def test_a_start_writes_into_no_file_that_is_not_its_runs_alone(sound, tmp_path,
     (run.path / name).parent.mkdir(exist_ok=True)
     damaged_by(kind, run.path / name, precious)
     with pytest.raises(RunFolderError, match=rf"{(run.path / name).name} .*{kind}"):
-        resume(run.path, Manner(console=Console(quiet=True)))
+        resumed(run.path, Manner(console=Console(quiet=True))).__enter__()
     assert precious.read_text() == "keep"
     assert run.attempts_made() == 0
 
@@ -130,7 +130,7 @@ def test_metrics_without_an_end_are_refused_before_a_start(sound, tmp_path):
     run = RunDir(shutil.copytree(sound, tmp_path / "run"))
     damaged_by("larger than", run.metrics, None)
     with pytest.raises(RunFolderError, match=r"metrics\.jsonl is damaged: it is larger than"):
-        resume(run.path, Manner(console=Console(quiet=True)))
+        resumed(run.path, Manner(console=Console(quiet=True))).__enter__()
     with pytest.raises(RunFolderError, match="larger than"):
         read_metrics(run.metrics)
 

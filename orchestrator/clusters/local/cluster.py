@@ -10,18 +10,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.api import Culprit, Request, State
+from orchestrator.clusters.api import Cluster, Culprit, Handle, Request, State
 from orchestrator.clusters.local.nodes import Node, Nodes
 from orchestrator.clusters.root_cause import Behind, End, behind_of, blame, tail
+from orchestrator.config.frameworks import check_installed
 from orchestrator.config.program_section import is_program
-from orchestrator.config.schema import Config, node_range
-from orchestrator.errors import ClusterError
+from orchestrator.errors import ClusterError, TransportError
 from orchestrator.lifecycle.signs.node_watch import FINISHED, FROZEN, NO_SIGN, STOPPED
+from orchestrator.plan.plan import Plan
 from orchestrator.run_folder.rundir import RunDir
-from orchestrator.scheduler.environment import clean_environment
 
 GRACE_S = 1.0
 IMPORT_HANGS = (
@@ -48,7 +49,7 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     return [str(i) for i in range(len(list(driver.iterdir())))] if driver.is_dir() else []
 
 
-class LocalHandle:
+class LocalHandle(Handle):
     """The nodes of a local run, as their launcher holds them."""
 
     def __init__(self, request: Request) -> None:
@@ -62,35 +63,16 @@ class LocalHandle:
         self._ending = False
         self._frozen: dict[int, tuple[str, float]] = {}  # rank: node, when it counts as lost
         self._state = State.RUNNING
-        self._culprit: Culprit | None = None
         self.pids: dict[int, int] = {}
         self._nodes = Nodes(request, [self._environment(i) for i in range(request.nodes)])
 
-    @property
-    def culprit(self) -> Culprit | None:
-        return self._culprit
-
     def _environment(self, index: int) -> dict[str, str]:
         request = self._request
-        environment = {
-            **clean_environment(os.environ),
-            **request.environment,
-            "SLURM_JOB_ID": str(os.getpid()),
-            "SLURM_JOB_NUM_NODES": str(request.nodes),
-            "SLURM_NNODES": str(request.nodes),
-            "SLURM_NTASKS": str(request.ranks),
-            "SLURM_NTASKS_PER_NODE": str(request.ranks_per_node),
-            "SLURM_NODEID": str(index),
-            "SLURMD_NODENAME": f"node{index}",
-            "SLURM_JOB_NODELIST": ",".join(f"node{i}" for i in range(request.nodes)),
-            "SLURM_SUBMIT_DIR": str(Path.cwd()),
-            "ORCHESTRATOR_NODE_ADDRESS": node_address(index),
-        }
-        gpus = request.details.get("gpus")
+        names = [f"node{i}" for i in range(request.nodes)]
+        environment = request.node_environment(index, names, node_address(index))
+        gpus = request.details["gpus"]
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index])
-        if request.attempt:
-            environment["SLURM_RESTART_COUNT"] = str(request.attempt)
         return environment
 
     def poll(self, timeout_s: float) -> State:
@@ -100,7 +82,7 @@ class LocalHandle:
             timeout_s = max(0.0, min(timeout_s, self._give_up_at - time.monotonic()))
         self._read(timeout_s)
         self._lose_frozen()
-        if not self.pids and self._culprit is None and self._nodes.import_hangs():
+        if not self.pids and self.culprit is None and self._nodes.import_hangs():
             hang_s = self._request.details["hang_s"]
             self._lose(None, self._nodes.all[0].name, IMPORT_HANGS.format(f"{hang_s:g}"))
         if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
@@ -179,9 +161,9 @@ class LocalHandle:
                 self._lose(rank, node, cause)
 
     def _lose(self, rank: int | None, node: str, cause: str) -> None:
-        if self._culprit is None and not self._ends:
+        if self.culprit is None and not self._ends:
             log = tail(self._run.node_log(node) if rank is None else self._run.rank_log(rank))
-            self._culprit = Culprit(rank=rank, node=node, cause=cause, log_tail=log)
+            self.culprit = Culprit(rank=rank, node=node, cause=cause, log_tail=log)
             self._give_up_at = time.monotonic()
 
     def _failed(self, end: End) -> None:
@@ -198,11 +180,11 @@ class LocalHandle:
         """
         self._nodes.close()
         words = set(self._words.values())
-        if self._culprit is None and self._ends:
+        if self.culprit is None and self._ends:
             behind = list(self._behind.values())
             told = [*self._run.failures(self._request.attempt), *self._failures]
-            self._culprit = blame(self._run, told, self._ends, behind)
-        if self._culprit is not None or not words <= {FINISHED, STOPPED}:
+            self.culprit = blame(self._run, told, self._ends, behind)
+        if self.culprit is not None or not words <= {FINISHED, STOPPED}:
             self._state = State.FAILED
         elif STOPPED in words:
             self._state = State.STOPPED
@@ -213,36 +195,39 @@ class LocalHandle:
         else:
             self._state = State.FAILED
             cause = "all ranks ended in order, but none wrote a result"
-            self._culprit = Culprit(rank=None, node="launcher", cause=cause)
+            self.culprit = Culprit(rank=None, node="launcher", cause=cause)
 
 
-class LocalCluster:
+class LocalCluster(Cluster):
     """Pretended nodes on this machine."""
 
-    def request(self, config: Config, run: Path, attempt: int) -> Request:
-        nodes = node_range(config.cluster.nodes)[1]
-        if nodes > NODES_LIMIT:
-            raise ClusterError(f"cluster.nodes={nodes}: a local cluster has at most {NODES_LIMIT}")
-        width = config.cluster.ranks_per_node
-        threads = str(config.cluster.cpus_per_rank)
-        environment = {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            **config.cluster.environment,
+    def refuse(self, plan: Plan, framework: str | None) -> None:
+        """Raises `JobError` where the framework is not installed here, `TransportError` where
+        there are too few GPUs.
+        """
+        check_installed(framework)
+        gpus = len(visible_gpus(os.environ))
+        if self.config.transport == "nccl" and gpus < plan.ranks:
+            on_cpus = "mccl" if framework == "mindspore" else "gloo"
+            raise TransportError(
+                f"transport=nccl needs a GPU for each of the {plan.ranks} ranks, but this machine "
+                f"has {gpus}; try transport={on_cpus}"
+            )
+
+    def request(self, run: Path, attempt: int) -> Request:
+        asked = super().request(run, attempt)
+        if asked.nodes > NODES_LIMIT:
+            raise ClusterError(
+                f"cluster.nodes={asked.nodes}: a local cluster has at most {NODES_LIMIT}"
+            )
+        gpus = share_gpus(visible_gpus(os.environ), asked.nodes, asked.ranks_per_node)
+        details = {
+            "gpus": gpus,
+            "silence_s": self.config.cluster.heartbeat_timeout_s,
+            "hang_s": self.config.cluster.hang_timeout_s,
+            "program": is_program(self.config.job),
         }
-        return Request(
-            run=run,
-            attempt=attempt,
-            nodes=nodes,
-            ranks_per_node=width,
-            environment=environment,
-            details={
-                "gpus": share_gpus(visible_gpus(os.environ), nodes, width),
-                "silence_s": config.cluster.heartbeat_timeout_s,
-                "hang_s": config.cluster.hang_timeout_s,
-                "program": is_program(config.job),
-            },
-        )
+        return replace(asked, details=details)
 
     def submit(self, request: Request) -> LocalHandle:
         return LocalHandle(request)

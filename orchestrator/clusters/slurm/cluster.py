@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import submitit
-
-from orchestrator.clusters.api import Request
-from orchestrator.clusters.slurm.admission.checks import Verdict, check_request
+from orchestrator.clusters.api import Admission, Cluster, Request
+from orchestrator.clusters.slurm.admission.checks import Verdict, check_request, too_slow
 from orchestrator.clusters.slurm.admission.limits import wanted
 from orchestrator.clusters.slurm.batch_script import Here, all_options, batch_script
 from orchestrator.clusters.slurm.safe_values import (
@@ -28,66 +26,23 @@ from orchestrator.clusters.slurm.safe_values import (
 )
 from orchestrator.clusters.slurm.sbatch_defaults import read_defaults
 from orchestrator.clusters.slurm.task import Task
+from orchestrator.clusters.slurm.trust import client_of, remember
 from orchestrator.clusters.slurm.watch import SlurmHandle
 from orchestrator.config.program_section import target_of
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.signs.last_word import SCRIPT, after_rank
+from orchestrator.outcome.folder_status import RunStatus
 from orchestrator.run_folder.rundir import RunDir, write_atomically, write_json
-from orchestrator.scheduler.client import SchedulerDown, SlurmClient, explained
-from orchestrator.scheduler.jobs import mine
+from orchestrator.scheduler.client import SchedulerDown, SlurmClient
 from orchestrator.snapshot import code_copy as snapshot
 from orchestrator.snapshot.secret_files import told
 
 PATIENCE_S = 60.0
 LONGEST_PAUSE_S = 8.0
 UNLIKE = ("job-name", "output")  # what differs between a sweep's points, and no limit is about
-LOST_ANSWERS = ("timed out", "zero bytes", "did not answer")
 
 _said: dict[tuple[object, ...], Verdict] = {}
-
-
-class Executor(submitit.SlurmExecutor):
-    """submitit's, with our batch script and our way of calling sbatch."""
-
-    def __init__(self, folder: Path, script: str, client: SlurmClient, name: str) -> None:
-        super().__init__(folder=folder)
-        self._script, self._client, self._name = script, client, name
-        self._throttling = 0.0
-
-    def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
-        del command  # the script has its own, see `slurm_request`
-        path = self.folder / f"{self._name}.sh"
-        write_atomically(path, self._script)
-        return submitit.SlurmJob(folder=self.folder, job_id=self._sbatch(path), tasks=[0])
-
-    def _sbatch(self, path: Path) -> str:
-        try:
-            answer = self._client.ask("sbatch", "--parsable", str(path))
-        except SchedulerDown as error:
-            if any(words in str(error).lower() for words in LOST_ANSWERS):
-                found = _accepted(self._client, path)  # the answer was lost: was the job, too?
-                if found is not None:
-                    return found
-            raise
-        job_id, _, elsewhere = answer.out.strip().partition(";")
-        if answer.code or not job_id.isdigit():
-            raise ClusterError(explained(answer.words))
-        if elsewhere and elsewhere != self._client.cluster_name():
-            self._client.must("scancel", f"--clusters={elsewhere}", job_id)
-            raise ClusterError(
-                f"sbatch queued it on another cluster of the federation, {elsewhere}, where this "
-                f"run would not be found again; that job ({job_id}) was cancelled. Submit it on a "
-                f"login node of {elsewhere}, or choose the cluster by cluster.slurm_conf"
-            )
-        return job_id
-
-
-def _accepted(client: SlurmClient, script: Path) -> str | None:
-    """The job that was made from a script, if there is one."""
-    return next(
-        (j.id for j in mine(client, os.getuid()).values() if j.command == str(script)), None
-    )
 
 
 def here(config: Config, run: RunDir, attempt: int) -> Here:
@@ -112,7 +67,9 @@ def here(config: Config, run: RunDir, attempt: int) -> Here:
     )
 
 
-def patiently(action: Callable[[], Any], *, patience_s: float, tell: Callable[[str], None]) -> Any:
+def patiently(
+    action: Callable[[], Any], *, patience_s: float = PATIENCE_S, tell: Callable[[str], None]
+) -> Any:
     """Do what needs a scheduler; while none answers, again and again for a bounded time."""
     began, pause = time.monotonic(), 1.0
     while True:
@@ -129,22 +86,21 @@ def patiently(action: Callable[[], Any], *, patience_s: float, tell: Callable[[s
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-class SlurmCluster:
+class SlurmCluster(Cluster):
     """The machine's SLURM, or the one of `cluster.slurm_conf`."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        patience_s: float = PATIENCE_S,
-        tell: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._config = config
-        self._patience_s, self._tell = patience_s, tell
+    attended = False
 
-    def request(self, config: Config, run: Path, attempt: int) -> Request:
-        """The submission as a value; `details["sbatch"]` is the exact script."""
-        folder = RunDir(run)
+    def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:
+        conf = self.config.cluster.slurm_conf
+        if conf is not None:
+            if typed is None or "cluster.slurm_conf" in typed:
+                remember(conf)
+            client_of(run, conf)
+
+    def request(self, run: Path, attempt: int) -> Request:
+        """The submission as a value; `text` is the exact script."""
+        config, folder = self.config, RunDir(run)
         check_values(config, run, Path.cwd())
         place = here(config, folder, attempt)
         check_clusters(os.environ)
@@ -160,15 +116,16 @@ class SlurmCluster:
             nodes=node_range(config.cluster.nodes)[1],
             ranks_per_node=config.cluster.ranks_per_node,
             environment=dict(config.cluster.environment),
+            text=script,
             details={"sbatch": script, "options": options},
         )
 
-    def check(self, request: Request) -> Verdict:
+    def check(self, request: Request) -> Admission:
         """What the scheduler says of it. Raises `ClusterError` when it would never run.
 
         It is asked once in a process's life for requests that are alike, as a sweep's points are.
         """
-        cluster, options = self._config.cluster, request.details["options"]
+        cluster, options = self.config.cluster, request.details["options"]
         alike = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
         if alike not in _said:
             client = SlurmClient(cluster.slurm_conf)
@@ -177,23 +134,28 @@ class SlurmCluster:
                 nodes=node_range(cluster.nodes),
                 cpus=cluster.ranks_per_node * cluster.cpus_per_rank,
             )
-            script = str(request.details["sbatch"])
             _said[alike] = patiently(
-                lambda: check_request(client, self._config, job, script),
-                patience_s=self._patience_s,
-                tell=self._tell,
+                lambda: check_request(client, self.config, job, request.text), tell=self.tell
             )
-        return _said[alike]
+        said = _said[alike]
+        slow = too_slow(self.config, said.grace_s)
+        return Admission(
+            words=said.words,
+            warnings=said.warnings + ((slow,) if slow else ()),
+            notice={"preempt_grace_s": said.preempt_grace_s, "kill_wait_s": said.kill_wait_s},
+        )
 
     def submit(self, request: Request) -> SlurmHandle:
         """Queue it; the run folder then holds the job's id, so that anyone can follow it."""
-        run, config = RunDir(request.run), self._config
+        from orchestrator.clusters.slurm.submission import Executor
+
+        run, config = RunDir(request.run), self.config
         client = SlurmClient(config.cluster.slurm_conf)
         if config.run.snapshot:
             target = target_of(config.job)
             left_out = snapshot.take(target, run.path, run.snapshot(request.attempt))
             if left_out:
-                self._tell(
+                self.tell(
                     f"the copy of the code leaves out what holds secrets by its name, and links "
                     f"that lead elsewhere: {told(left_out)}"
                 )
@@ -201,15 +163,9 @@ class SlurmCluster:
         script = run.submitit / SCRIPT
         write_atomically(script, after_rank(run, quoted(run.path)))
         script.chmod(0o700)
-        executor = Executor(
-            run.submitit, str(request.details["sbatch"]), client, f"{request.attempt:03d}"
-        )
+        executor = Executor(run.submitit, request.text, client, f"{request.attempt:03d}")
 
-        job_id: str = patiently(
-            lambda: executor.submit(Task(str(run.path))).job_id,
-            patience_s=self._patience_s,
-            tell=self._tell,
-        )
+        job_id: str = patiently(lambda: executor.submit(Task(str(run.path))).job_id, tell=self.tell)
         write_json(
             run.handle,
             {
@@ -221,3 +177,13 @@ class SlurmCluster:
             },
         )
         return SlurmHandle(run)
+
+    @classmethod
+    def handle(cls, run: RunDir) -> SlurmHandle:
+        return SlurmHandle(run)
+
+    @classmethod
+    def look(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
+        from orchestrator.clusters.slurm.standing import look
+
+        return look(runs, found)

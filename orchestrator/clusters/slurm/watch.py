@@ -7,15 +7,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.api import Culprit, State
+from orchestrator.clusters.api import Culprit, Handle, State
 from orchestrator.clusters.root_cause import tail
+from orchestrator.clusters.slurm.news import News
 from orchestrator.clusters.slurm.root_cause import blame_slurm
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, RunFolderError, describe_status
+from orchestrator.outcome.run_result import write_end
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 from orchestrator.scheduler.client import SchedulerDown
 from orchestrator.scheduler.jobs import (
@@ -31,6 +34,7 @@ from orchestrator.scheduler.shared_queue import Pace, SharedQueue
 FRESH_S = 2.5  # a job that was just queued has no news before
 RESULT_GRACE_S = 5.0
 UNSEEN_S = 15.0
+CANCEL_S, LOOK_S = 5.0, 0.2
 SAID = "error: "  # how the batch script says why it gives up
 CAUSES = {
     "CANCELLED": "cancelled through the scheduler (scancel)",
@@ -102,7 +106,7 @@ def _without_a_word(run: RunDir, job: Job, node: str) -> str:
     return f"the job ended ({job.state}) without a result{script}"
 
 
-class SlurmHandle:
+class SlurmHandle(Handle):
     """A submitted run, held by whoever follows it.
 
     Attributes:
@@ -114,10 +118,11 @@ class SlurmHandle:
         handle = read_handle(run)
         self._run = run
         self.job_id = str(handle["job_id"])
+        self.title = f"job {self.job_id}"
+        self._news = News()
         self.client = client_of(run, handle.get("slurm_conf"))
         self.job: Job | None = None
         self.silent_since: datetime | None = None
-        self.culprit: Culprit | None = None
         # All of one's own runs are asked about at once; somebody else's by its job alone.
         own = run.handle.stat().st_uid == os.getuid()
         self._queue = SharedQueue(
@@ -187,7 +192,7 @@ class SlurmHandle:
 
     def stop(self) -> None:
         """Ask all ranks to stop together at the next boundary, with a checkpoint, for good."""
-        job = queued(self.client, [self.job_id]).get(self.job_id)
+        job = self._asked_now()
         if job is None or job.waiting:
             self.kill()
             return
@@ -212,6 +217,59 @@ class SlurmHandle:
             if before is None:
                 self._run.cancel.unlink(missing_ok=True)
             raise
+
+    @property
+    def waiting_for(self) -> str:
+        return self.job.reason if self.job is not None and self.job.waiting else ""
+
+    def news(self) -> Sequence[str]:
+        return self._news.of(self.job, self.silent_since, self.attempt)
+
+    def in_progress(self) -> str:
+        job = self._asked_now()
+        return f"{self.title}, {job.state.lower()}" if job is not None and job.alive else ""
+
+    def cancel(self, *, now: bool) -> str:
+        job = self._asked_now()
+        if job is None or not job.alive:
+            raise ClusterError(
+                f"{self._run.path} is not queued or running ({self.title}); there is nothing to "
+                f"cancel"
+            )
+        if not self._is_ours(job):
+            raise ClusterError(
+                f"{self.title}, which {self._run.handle} names, is not this run's: it runs "
+                f"{job.command}; nothing was sent"
+            )
+        if now or job.waiting:
+            self.kill()
+            if job.waiting:
+                self._await_the_end()
+            return f"{self.title} is cancelled; resume goes on from the newest checkpoint"
+        self.stop()
+        still = f"; until then, {job.standstill}" if job.standstill else ""
+        return (
+            f"{self.title} stops at its next update boundary, with a checkpoint{still}; "
+            f"--now ends it at once"
+        )
+
+    def _asked_now(self) -> Job | None:
+        return queued(self.client, [self.job_id]).get(self.job_id)
+
+    def _is_ours(self, job: Job) -> bool:
+        """Whether a job's batch script, as the scheduler knows it, is one in this run's folder."""
+        script = os.path.realpath(job.command)
+        return Path(script).is_relative_to(os.path.realpath(self._run.submitit))
+
+    def _await_the_end(self) -> None:
+        """A job that has not begun ends at once, and has no batch script to say so."""
+        deadline = time.monotonic() + CANCEL_S
+        while time.monotonic() < deadline:
+            job = self._asked_now()
+            if job is None or not job.alive:
+                write_end(self._run, State.STOPPED)
+                return
+            time.sleep(LOOK_S)
 
     def close(self) -> None:
         self._queue.close()

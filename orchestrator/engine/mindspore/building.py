@@ -37,7 +37,7 @@ def check_settings(settings: EngineSettings) -> None:
 
 
 def build_engine(
-    job: Job, settings: EngineSettings, group: MindSporeGroup, local_rank: int
+    job: Job, settings: EngineSettings, group: MindSporeGroup, local_rank: int = 0
 ) -> Engine:
     """Build the job's model, the same on every rank, and all that trains it. Collective.
 

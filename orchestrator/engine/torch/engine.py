@@ -52,7 +52,7 @@ from orchestrator.job import Job, is_coupled
 
 
 def build_engine(
-    job: Job, settings: EngineSettings, group: BaseGroup, local_rank: int
+    job: Job, settings: EngineSettings, group: BaseGroup, local_rank: int = 0
 ) -> TorchEngine:
     """Build the job's model, the same on every rank, and all that trains it. Collective.
 

@@ -1,12 +1,11 @@
-"""What rank 0 writes down: metrics.jsonl, TensorBoard scalars, checkpoints, where it stands."""
+"""What rank 0 writes down: metrics.jsonl, scalars, checkpoints, where it stands."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.config.schema import Config
@@ -17,6 +16,7 @@ from orchestrator.lifecycle.signs.progress import ProgressWriter
 from orchestrator.rank.agreed.stated_facts import UpdateTime
 from orchestrator.rank.writing.line_file import LineFile
 from orchestrator.rank.writing.log_lines import UpdateLines
+from orchestrator.rank.writing.tracker import Scalars
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.run_warnings import NewWarnings, warn
 
@@ -30,33 +30,6 @@ class Silent:
     ) -> None: ...
     def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None: ...
     def checkpoint(self, updates: int, samples: int) -> None: ...
-
-
-class Scalars:
-    """TensorBoard event files, written by the tensorboard package itself; no framework needed."""
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import (
-            Event,  # pyright: ignore[reportAttributeAccessIssue]  # made at run time by protobuf
-        )
-        from tensorboard.compat.proto.summary_pb2 import (
-            Summary,  # pyright: ignore[reportAttributeAccessIssue]  # made at run time by protobuf
-        )
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        folder.mkdir(mode=0o700, exist_ok=True)
-        self._event: Any = Event
-        self._summary: Any = Summary
-        self._writer: Any = EventFileWriter(str(folder))
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        pairs = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._writer.add_event(
-            self._event(wall_time=time.time(), step=step, summary=self._summary(value=pairs))
-        )
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 class Recorder:
@@ -76,7 +49,7 @@ class Recorder:
         self._metrics = LineFile(run.metrics)
         self._unsaved: str | None = None  # why the latest checkpoint could not be written
         self._place = ProgressWriter(run.progress(attempt))
-        self._scalars = Scalars(run.tensorboard) if config.tracker.kind == "tensorboard" else None
+        self._scalars = Scalars(run, config)
         self.note: dict[str, Any] = {}  # goes with the next update's line, once
         self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
         self._update = -1
@@ -131,7 +104,7 @@ class Recorder:
             learning_rate=window.learning_rate,
             samples=window.samples,
         )
-        self._scalar(
+        self._scalars.write(
             window.update,
             {
                 "train/loss": report.loss,
@@ -147,7 +120,9 @@ class Recorder:
              "attempt": self._attempt}
         )  # fmt: skip
         self._told.evaluation(update, figures)
-        self._scalar(update, {f"evaluation/{name}": value for name, value in figures.items()})
+        self._scalars.write(
+            update, {f"evaluation/{name}": value for name, value in figures.items()}
+        )
 
     def can_save(self) -> bool:
         """Whether a checkpoint can be written in mid-window: rank 0 holds all of the state."""
@@ -196,7 +171,7 @@ class Recorder:
             self._metrics.close()
         except OSError as error:
             unwritten = unwritten or f"metrics.jsonl could not be written: {error.strerror}"
-        self._with_scalars(lambda scalars: scalars.close())
+        self._scalars.close()
         if finished and unwritten:
             raise RunFolderError(f"trained to the end, but {unwritten}; make room, and resume")
 
@@ -218,21 +193,6 @@ class Recorder:
         if waited:
             lost = f", {self._metrics.lost} had to be given up" if self._metrics.lost else ""
             warn(f"there is room again: {waited} lines of metrics.jsonl that waited follow{lost}")
-
-    def _scalar(self, step: int, values: Mapping[str, float]) -> None:
-        self._with_scalars(lambda scalars: scalars.write(step, values))
-
-    def _with_scalars(self, write: Callable[[Scalars], None]) -> None:
-        """TensorBoard's writer cannot go on after an error, so the scalars end with the first."""
-        try:
-            if self._scalars is not None:
-                write(self._scalars)
-        except OSError as error:
-            self._scalars = None
-            warn(
-                f"TensorBoard's events could not be written: {error.strerror}; no more of them "
-                f"follow in this attempt, metrics.jsonl has all of it"
-            )
 
 
 def _warn_of_metrics(report: BoundaryReport) -> None:

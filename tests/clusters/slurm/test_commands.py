@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-from orchestrator.clusters.slurm.cluster import Executor
+from orchestrator.clusters.slurm.submission import Executor
 from orchestrator.errors import ClusterError
 from orchestrator.run_folder.rundir import write_json
 from orchestrator.runs.status import statuses

@@ -3,11 +3,11 @@
 import pytest
 
 from orchestrator.clusters.slurm import trust as slurm_trust
+from orchestrator.clusters.slurm.cluster import SlurmCluster
 from orchestrator.clusters.slurm.trust import client_of, is_trusted, remember
 from orchestrator.compose.composer import compose
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.run_folder.rundir import RunDir, write_json
-from orchestrator.runs.start import _vouch
 from orchestrator.runs.status import statuses
 from tests.run_folder.test_files import made
 
@@ -96,6 +96,6 @@ def test_a_resume_remembers_the_slurm_conf_that_was_typed_and_uses_none_of_the_f
     conf.write_text("ClusterName=x\n")
     config = compose(["+cluster=slurm", f"cluster.slurm_conf={conf}"])
     with pytest.raises(ClusterError, match=r"which was never used from this account"):
-        _vouch(made(tmp_path / "run"), config, typed=False)
-    _vouch(made(tmp_path / "another"), config, typed=True)
+        SlurmCluster(config).trust(made(tmp_path / "run"), typed=())
+    SlurmCluster(config).trust(made(tmp_path / "another"), typed={"cluster.slurm_conf"})
     assert is_trusted(conf)

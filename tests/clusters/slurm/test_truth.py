@@ -4,13 +4,13 @@ import pytest
 
 from orchestrator.clusters.slurm.ending.after_srun import reason
 from orchestrator.clusters.slurm.root_cause import blame_slurm, srun_ended, stopped_only
+from orchestrator.clusters.slurm.standing import with_job
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.stopping.departure import why_restarted
 from orchestrator.outcome.folder_status import from_folder
 from orchestrator.report.tables.status_table import remark
 from orchestrator.run_folder.rundir import write_json
-from orchestrator.runs.status import with_job
 from orchestrator.scheduler.client import Answer, SchedulerDown
 from orchestrator.scheduler.jobs import (
     STANDING,

@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.errors import RunFolderError
 from orchestrator.run_folder.rundir import RunDir, write_json
-from orchestrator.runs.start import at_home
+from orchestrator.runs.resuming.elsewhere import at_home
 
 
 @pytest.fixture

@@ -63,6 +63,7 @@ class BaseGroup(Member, ABC):
     ) -> None:
         super().__init__(rank=rank, size=size, generation=generation, transport=transport)
         self._device = torch.device(device)
+        self.kept: object = None  # what has to live as long as the group: its store
 
     @property
     def device(self) -> torch.device:

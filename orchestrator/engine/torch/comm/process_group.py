@@ -30,7 +30,6 @@ class TorchGroup(BaseGroup):
     Args:
         process_group: a `torch.distributed` process group or one of its backends; None only for a
             group of one rank.
-        keep: whatever has to live as long as the group (its store).
     """
 
     def __init__(
@@ -42,12 +41,11 @@ class TorchGroup(BaseGroup):
         generation: int = 0,
         transport: str,
         device: torch.device | str = "cpu",
-        keep: tuple[Any, ...] = (),
     ) -> None:
         super().__init__(
             rank=rank, size=size, generation=generation, transport=transport, device=device
         )
-        self._group, self._keep = process_group, keep
+        self._group = process_group
         self._sums = ExchangedSums(rank, size, self._start_segments)
         self._parts_of_one = 0  # what gloo counts of a collective of ours, beyond the one
 

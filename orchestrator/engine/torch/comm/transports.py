@@ -1,4 +1,4 @@
-"""Which transport a group uses, and the process group object over it.
+"""The transports, a class each, and which of them a group uses.
 
 The choice is rank 0's, from what every rank says of itself, so all ranks make the same one. What
 was asked for by name and cannot be had is refused: never another transport in its place.
@@ -7,6 +7,7 @@ was asked for by name and cannot be had is refused: never another transport in i
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.errors import TransportError, did_you_mean
-
-KNOWN = ("auto", "gloo", "nccl", "hccl")
+from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.comm.process_group import TorchGroup, never_destroy
+from orchestrator.errors import ConfigError, TransportError
+from orchestrator.extensions import TRANSPORTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +77,46 @@ def presence(spec: GroupSpec) -> Presence:
     )
 
 
+class Transport(ABC):
+    """How the ranks of a torch job talk: one class a transport, and never an object of it.
+
+    Somebody else's is found through the entry points `orchestrator.transports`; what it forms
+    passes `orchestrator.engine.conformance`.
+    """
+
+    @classmethod
+    def lacking(cls, everyone: Sequence[Presence]) -> str:
+        """Why these ranks cannot use it, in a sentence; "" where nothing stands against it."""
+        del everyone
+        return ""
+
+    @classmethod
+    def device(cls, local_rank: int) -> torch.device:
+        """Where tensors live."""
+        del local_rank
+        return torch.device("cpu")
+
+    @classmethod
+    @abstractmethod
+    def form(cls, spec: GroupSpec, store: Store) -> BaseGroup:
+        """The group of ranks that have all arrived. Collective.
+
+        Args:
+            store: of torch.distributed, which all ranks see and nobody else writes into.
+
+        Raises:
+            RuntimeError: the ranks cannot be connected.
+        """
+
+
+def transport_of(name: str) -> type[Transport]:
+    """The transport of a name. Raises `TransportError` where there is none."""
+    try:
+        return TRANSPORTS.load(name, Transport)
+    except ConfigError as error:
+        raise TransportError(str(error)) from error
+
+
 def choose(everyone: Sequence[Presence]) -> str:
     """The transport for these ranks: NCCL where each has a GPU of its own, gloo where nobody asked
     for devices.
@@ -90,22 +132,14 @@ def choose(everyone: Sequence[Presence]) -> str:
         raise TransportError(
             "transport=mccl belongs to MindSpore; a torch job on CPUs uses transport=gloo"
         )
-    if name not in KNOWN:
-        raise TransportError(f"there is no transport '{name}'{did_you_mean(name, KNOWN)}")
-    if name == "hccl":
-        _need_npu()
-    if name in ("gloo", "hccl"):
-        return name
-    lacking = _without_own_gpu(everyone)
-    if not lacking:
-        return "nccl"
     if name == "auto":
-        _need_no_devices(everyone, lacking)
-        return "gloo"
-    raise TransportError(
-        f"transport=nccl needs a GPU of its own for every rank, and a torch built with NCCL: "
-        f"{lacking}. Use transport=gloo, which runs on CPUs, or fewer ranks a node"
-    )
+        lacking = _without_own_gpu(everyone)
+        if lacking:
+            _need_no_devices(everyone, lacking)
+        return "gloo" if lacking else "nccl"
+    if lacking := transport_of(name).lacking(everyone):
+        raise TransportError(lacking)
+    return name
 
 
 def _without_own_gpu(everyone: Sequence[Presence]) -> str:
@@ -136,57 +170,92 @@ def _need_no_devices(everyone: Sequence[Presence], lacking: str) -> None:
     )
 
 
-def _need_npu() -> None:
-    if importlib.util.find_spec("torch_npu") is None:
-        raise TransportError(
+class _OfTorch(Transport):
+    """Over a process group object of torch.distributed."""
+
+    @classmethod
+    @abstractmethod
+    def connect(cls, spec: GroupSpec, store: Store, device: torch.device) -> Any:
+        """The process group object itself."""
+
+    @classmethod
+    def form(cls, spec: GroupSpec, store: Store) -> TorchGroup:
+        device = cls.device(spec.local_rank)
+        process_group = cls.connect(spec, store, device)
+        never_destroy(process_group)
+        return TorchGroup(
+            process_group,
+            rank=spec.rank,
+            size=spec.size,
+            generation=spec.generation,
+            transport=cls.__name__.lower(),
+            device=device,
+        )
+
+
+class Gloo(_OfTorch):
+    """On CPUs. It listens at `spec.address` and nowhere else."""
+
+    @classmethod
+    def connect(cls, spec: GroupSpec, store: Store, device: torch.device) -> Any:
+        del device
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()  # noqa: SLF001  # older versions have no other name
+        options._devices = [gloo.create_device(hostname=spec.address)]  # noqa: SLF001
+        options._timeout = timedelta(seconds=spec.timeout_s)  # noqa: SLF001
+        options._threads = 2  # noqa: SLF001  # buckets under way at a time
+        group = gloo(store, spec.rank, spec.size, options)
+        # The constructor waits for its peers with the same time-out as collectives do later.
+        group._set_default_timeout(timedelta(seconds=spec.collective_timeout_s))  # noqa: SLF001
+        return group
+
+
+class Nccl(_OfTorch):
+    """On NVIDIA GPUs, one a rank."""
+
+    @classmethod
+    def lacking(cls, everyone: Sequence[Presence]) -> str:
+        lacking = _without_own_gpu(everyone)
+        return lacking and (
+            f"transport=nccl needs a GPU of its own for every rank, and a torch built with NCCL: "
+            f"{lacking}. Use transport=gloo, which runs on CPUs, or fewer ranks a node"
+        )
+
+    @classmethod
+    def device(cls, local_rank: int) -> torch.device:
+        return torch.device("cuda", gpu_index(local_rank) or 0)
+
+    @classmethod
+    def connect(cls, spec: GroupSpec, store: Store, device: torch.device) -> Any:
+        torch.cuda.set_device(device)
+        nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009  # absent from builds for CPUs
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=spec.collective_timeout_s)  # noqa: SLF001  # no public name
+        return nccl(store, spec.rank, spec.size, options)
+
+
+class Hccl(_OfTorch):
+    """On Ascend NPUs, one a rank. Not tried by us: we have no NPU."""
+
+    @classmethod
+    def lacking(cls, everyone: Sequence[Presence]) -> str:
+        del everyone
+        if importlib.util.find_spec("torch_npu") is not None:
+            return ""
+        return (
             "transport=hccl needs Ascend NPUs and the package torch_npu, which is not installed "
             "here; install it together with CANN, or use transport=gloo"
         )
 
-
-def device_of(transport: str, local_rank: int) -> torch.device:
-    """Where tensors live under `transport`."""
-    if transport == "nccl":
-        return torch.device("cuda", gpu_index(local_rank) or 0)
-    if transport == "hccl":
+    @classmethod
+    def device(cls, local_rank: int) -> torch.device:
         return torch.device("npu", local_rank)
-    return torch.device("cpu")
 
-
-def build_process_group(
-    transport: str,
-    store: Store,
-    *,
-    rank: int,
-    size: int,
-    address: str,
-    device: torch.device,
-    connect_timeout_s: float,
-    collective_timeout_s: float,
-) -> Any:
-    """The process group object itself, over `store`. Collective.
-
-    gloo listens at `address` and nowhere else.
-    """
-    if transport == "nccl":
-        torch.cuda.set_device(device)
-        nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009  # absent from builds for CPUs
-        options = nccl.Options()
-        options._timeout = timedelta(seconds=collective_timeout_s)  # noqa: SLF001  # no public name
-        return nccl(store, rank, size, options)
-    if transport == "hccl":
-        # Not tried by us: we have no NPU. The constructor is the one that torch_npu registers.
+    @classmethod
+    def connect(cls, spec: GroupSpec, store: Store, device: torch.device) -> Any:
+        # The constructor is the one that torch_npu registers.
         npu: Any = importlib.import_module("torch_npu")
         torch.get_device_module("npu").set_device(device)
         return npu._C._distributed_c10d.ProcessGroupHCCL(  # noqa: SLF001  # no public name
-            store, rank, size, timedelta(seconds=collective_timeout_s)
+            store, spec.rank, spec.size, timedelta(seconds=spec.collective_timeout_s)
         )
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()  # noqa: SLF001  # older versions have no other name
-    options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001
-    options._timeout = timedelta(seconds=connect_timeout_s)  # noqa: SLF001
-    options._threads = 2  # noqa: SLF001  # buckets under way at a time
-    group = gloo(store, rank, size, options)
-    # The constructor waits for its peers with the same time-out as collectives do later.
-    group._set_default_timeout(timedelta(seconds=collective_timeout_s))  # noqa: SLF001
-    return group

@@ -14,19 +14,15 @@ import time
 from torch._C._distributed_c10d import PrefixStore
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.torch.comm.process_group import TorchGroup, never_destroy
-from orchestrator.engine.torch.comm.transports import (
-    build_process_group,
-    choose,
-    device_of,
-    presence,
-)
+from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.comm.process_group import TorchGroup
+from orchestrator.engine.torch.comm.transports import choose, presence, transport_of
 from orchestrator.engine.torch.rendezvous.decision import obey
 from orchestrator.engine.torch.rendezvous.store import await_verdict, decide, host, join
 from orchestrator.errors import RendezvousError, StopRequested
 
 
-def form_group(spec: GroupSpec) -> TorchGroup:
+def form_group(spec: GroupSpec) -> BaseGroup:
     """Form one generation of a group. Collective; every rank gets a group, or the same error.
 
     Raises:
@@ -40,7 +36,7 @@ def form_group(spec: GroupSpec) -> TorchGroup:
         if spec.stop_requested():
             raise StopRequested("the run was asked to stop before it began")
         transport = choose([me])
-        device = device_of(transport, spec.local_rank)
+        device = transport_of(transport).device(spec.local_rank)
         return TorchGroup.alone(transport=transport, device=device, generation=spec.generation)
     until = time.monotonic() + spec.timeout_s
     if spec.rank == 0:
@@ -51,17 +47,9 @@ def form_group(spec: GroupSpec) -> TorchGroup:
         verdict = await_verdict(spec, store, me, until)
     obey(spec, verdict)
     transport = str(verdict["transport"])
-    device = device_of(transport, spec.local_rank)
     try:
-        process_group = build_process_group(
-            transport,
-            PrefixStore(f"group-{spec.generation}", store.below),
-            rank=spec.rank,
-            size=spec.size,
-            address=spec.address,
-            device=device,
-            connect_timeout_s=spec.timeout_s,
-            collective_timeout_s=spec.collective_timeout_s,
+        group = transport_of(transport).form(
+            spec, PrefixStore(f"group-{spec.generation}", store.below)
         )
     except RuntimeError as error:
         first_line = str(error).strip().splitlines()[0]
@@ -69,13 +57,5 @@ def form_group(spec: GroupSpec) -> TorchGroup:
             f"rank {spec.rank} on {spec.node} could not connect to the others over {transport}, "
             f"after all {spec.size} had arrived: {first_line}"
         ) from error
-    never_destroy(process_group)
-    return TorchGroup(
-        process_group,
-        rank=spec.rank,
-        size=spec.size,
-        generation=spec.generation,
-        transport=transport,
-        device=device,
-        keep=(store,),
-    )
+    group.kept = store
+    return group

@@ -1,0 +1,140 @@
+"""Where SLURM runs stand: for any number of them one squeue call a cluster, and one sacct call
+where squeue has forgotten a job. Where neither answers, their folders tell.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from orchestrator.clusters.slurm.ending.settle import dismiss_held, settle_ended
+from orchestrator.clusters.slurm.trust import client_of
+from orchestrator.clusters.slurm.watch import ending
+from orchestrator.errors import ClusterError
+from orchestrator.outcome.folder_status import (
+    DAMAGE,
+    ENDED_STATES,
+    RunStatus,
+    from_folder,
+    has_begun,
+    looked_at,
+)
+from orchestrator.outcome.hearts import by_hearts
+from orchestrator.report.tables.status_table import UNREADABLE
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.scheduler.client import SlurmClient
+from orchestrator.scheduler.jobs import Job, accounted, queue_of_user, queued, read_queue
+from orchestrator.scheduler.shared_queue import SharedQueue
+
+MOMENT_S = 4.0
+HELD = (
+    "{}: a node could not start it, and it waits until you say `scontrol release {}`; "
+    "`sinfo -R` may know which node, and why"
+)
+
+
+def look(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
+    """Fill in what the schedulers of these runs say; yields sentences about what they did not."""
+    clusters: dict[str | None, list[RunDir]] = {}
+    for run in runs:
+        clusters.setdefault((run.read_handle() or {}).get("slurm_conf"), []).append(run)
+    for conf, members in clusters.items():
+        try:
+            client = client_of(members[0], conf)
+            jobs = _queue(client, sorted({str(found[run.path].job_id) for run in members}), members)
+        except ClusterError as error:
+            yield str(error)
+            by_hearts(members, found)
+        else:
+            yield from _told(client, jobs, members, found)
+
+
+def _queue(client: SlurmClient, ids: list[str], runs: list[RunDir]) -> dict[str, Job]:
+    """What squeue knows of these jobs. For one's own, any shell's answer of a moment ago will do,
+    unless their folders have changed since. Raises `SchedulerDown`.
+    """
+    own = os.getuid()
+    if any(run.handle.stat().st_uid != own for run in runs):
+        return queued(client, ids)
+    now, clock = time.time(), time.monotonic()
+    changes = [place.lstat().st_mtime for run in runs for place in (run.path, run.attempts)]
+    newest = max(filter(lambda change: change <= now, changes), default=now)
+    newer_than = max(clock - MOMENT_S, clock - (now - newest))
+    jobs = read_queue(SharedQueue(client, *queue_of_user(own)).now(newer_than))
+    return {job_id: job for job_id, job in jobs.items() if job_id in ids}
+
+
+def _told(
+    client: SlurmClient, jobs: dict[str, Job], runs: list[RunDir], found: dict[Path, RunStatus]
+) -> Iterator[str]:
+    """What squeue says holds whatever becomes of sacct, which is asked for what that forgot."""
+    still = {str(found[run.path].job_id) for run in runs if _open(found[run.path])}
+    gone = sorted(still - jobs.keys())
+    silent = False
+    try:
+        past = (accounted(client, gone) if gone else None) or {}
+    except ClusterError as error:
+        yield str(error)
+        past, silent = {}, True
+    jobs.update({job_id: rows[-1] for job_id, rows in past.items()})
+    for run in runs:
+        job_id = str(found[run.path].job_id)
+        if job_id in jobs:
+            yield from _with_job(run, jobs[job_id], found)
+        elif _open(found[run.path]) and silent:
+            by_hearts([run], found)
+        elif _open(found[run.path]):
+            reason = f"job {job_id} has left the queue without a result"
+            found[run.path] = replace(found[run.path], state="lost", reason=reason)
+
+
+def _open(status: RunStatus) -> bool:
+    return status.state not in ENDED_STATES
+
+
+def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[str]:
+    """Take the scheduler's word on a run's job; finish what its batch script could not."""
+    if (not job.alive and _open(found[run.path])) or (job.held and not _open(found[run.path])):
+        try:
+            sentence = dismiss_held(run, job) if job.held else settle_ended(run, job)
+        except DAMAGE as error:  # a scheduler that is silent again, a folder that is not whole
+            yield f"{run.path}: {error}"
+        else:
+            if sentence is not None:
+                yield sentence
+                job = replace(job, state="CANCELLED" if job.held else "REQUEUED")
+            found[run.path] = looked_at(run, partial(from_folder, run))
+    if found[run.path].state not in UNREADABLE:
+        status = found[run.path]
+        found[run.path] = looked_at(run, partial(with_job, run, status, job))
+
+
+def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
+    """The folder's word and the scheduler's, together; a job that lives is the later word."""
+    status = replace(status, nodes=job.nodes)
+    ended = status.state in ENDED_STATES
+    if ended and not job.alive:
+        cancelled = status.state == "stopped" and job.state == "CANCELLED"
+        return replace(status, state="cancelled") if cancelled else status
+    if not job.alive:
+        state, culprit = ending(run, job)
+        name = "cancelled" if job.state == "CANCELLED" else state.value
+        who = None if culprit.rank is None else f"rank {culprit.rank} on {culprit.node}"
+        return replace(status, state=name, reason=culprit.cause, culprit=who, boundary_age_s=None)
+    if ended and job.waiting:
+        said = (
+            f"job {job.id} was queued once more after the run's end ({job.reason}), to end at once"
+        )
+        return replace(status, state="ending", reason=said)
+    if job.waiting:
+        reason = HELD.format(job.reason, job.id) if job.held else job.reason
+        return replace(status, state="pending", reason=reason, boundary_age_s=None)
+    name = "running" if has_begun(run, status) else "starting"
+    if ended or job.state == "COMPLETING":
+        name = "ending"
+    reason = job.standstill or status.reason
+    return replace(status, state=name, reason=reason, time_left_s=job.time_left_s)

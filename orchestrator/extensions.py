@@ -1,0 +1,178 @@
+"""What is chosen by name, ours or somebody else's: clusters, transports, frameworks, trackers.
+
+Ours stand in a table as "module:Class", so that nothing is imported but what was chosen. Anybody
+else's is an entry point of an installed package, which is looked for when a name is not ours:
+
+    [project.entry-points."orchestrator.clusters"]
+    ssh = "my_package.cluster:SshCluster"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import traceback
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from orchestrator.errors import ConfigError, OrchestratorError, nearest, shortened
+
+Base = TypeVar("Base")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seam:
+    """A kind of thing that others can add.
+
+    Attributes:
+        key: of the configuration, where one is chosen.
+        group: of entry points.
+        ours: name: "module:Class".
+        besides: names that are no class: `auto`, say.
+    """
+
+    key: str
+    group: str
+    ours: Mapping[str, str]
+    besides: tuple[str, ...] = ()
+
+    def refusal(self, name: str) -> str | None:
+        """Why `name` cannot be chosen, in a sentence; None where it can. Imports nothing."""
+        if name in self.ours or name in self.besides:
+            return None
+        theirs = _entry_points(self.group)
+        found = [entry for entry in theirs if entry.name == name]
+        if len(found) > 1:
+            packages = " and ".join(sorted(_package(entry) for entry in found))
+            return f"{self.key}={name} is registered by {packages}; uninstall all of them but one"
+        if found:
+            return None
+        known = list(dict.fromkeys([*self.besides, *self.ours, *(e.name for e in theirs)]))
+        meant = nearest(str(name), known)
+        end = (
+            f"; did you mean '{meant}'?"
+            if meant
+            else f"; another one comes with a package that registers it in {self.group}, which is "
+            f"then installed here and where ranks run"
+        )
+        return f"{self.key} must be one of {', '.join(known)}, but is {shortened(name)!r}{end}"
+
+    def load(self, name: str, base: type[Base]) -> type[Base]:
+        """The class that `name` stands for, a `base`.
+
+        Raises:
+            ConfigError: there is none of that name, or the package that has one cannot give it.
+        """
+        where = self.ours.get(name)
+        if where is not None:
+            return _imported(where)
+        if sentence := self.refusal(name):
+            raise ConfigError(sentence)
+        if name in self.besides:
+            raise ConfigError(
+                f"{self.key}={name} stands for no class; there is {', '.join(self.ours)}"
+            )
+        entry = next(entry for entry in _entry_points(self.group) if entry.name == name)
+        told = f"{self.key}={name}: {entry.value} of {_package(entry)}"
+        try:
+            found = _imported(entry.value)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{told} cannot be imported: {_words(error)}") from error
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise ConfigError(f"{told} is no subclass of {base.__module__}.{base.__qualname__}")
+        if lacking := sorted(getattr(found, "__abstractmethods__", ())):
+            raise ConfigError(f"{told} has no {' and no '.join(lacking)}")
+        return found
+
+    def make(self, name: str, base: type[Base], *arguments: Any) -> Base:
+        """An object of the class that `name` stands for. Raises `ConfigError`."""
+        chosen: Any = self.load(name, base)
+        with self.told(name, "at its start"):
+            return chosen(*arguments)
+
+    @contextlib.contextmanager
+    def told(self, name: str, doing: str) -> Generator[None]:
+        """Whatever somebody else's class raises becomes one sentence that names its package.
+
+        Raises:
+            ConfigError: it raised what is no error of ours. Of our own classes that is a defect,
+                which keeps its traceback.
+        """
+        try:
+            yield
+        except OrchestratorError:
+            raise
+        except Exception as error:
+            if name in self.ours:
+                raise
+            entry = next(entry for entry in _entry_points(self.group) if entry.name == name)
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            raise ConfigError(
+                f"{self.key}={name}: {entry.value} of {_package(entry)} failed {doing}: "
+                f"{_words(error)} ({place.filename}, line {place.lineno})"
+            ) from error
+
+
+CLUSTERS = Seam(
+    key="cluster.kind",
+    group="orchestrator.clusters",
+    ours={
+        "local": "orchestrator.clusters.local.cluster:LocalCluster",
+        "slurm": "orchestrator.clusters.slurm.cluster:SlurmCluster",
+    },
+)
+TRANSPORTS = Seam(
+    key="transport",
+    group="orchestrator.transports",
+    ours={
+        name: f"orchestrator.engine.torch.comm.transports:{name.capitalize()}"
+        for name in ("gloo", "nccl", "hccl")
+    },
+    besides=("auto", "mccl"),  # the latter is MindSpore's, as is all that it has of the others
+)
+FRAMEWORKS = Seam(
+    key="engine.framework",
+    group="orchestrator.frameworks",
+    ours={
+        "torch": "orchestrator.engine.torch.framework:Torch",
+        "mindspore": "orchestrator.engine.mindspore.framework:MindSpore",
+    },
+    besides=("auto",),
+)
+TRACKERS = Seam(
+    key="tracker.kind",
+    group="orchestrator.trackers",
+    ours={"tensorboard": "orchestrator.rank.writing.tensorboard:TensorBoard"},
+    besides=("none",),
+)
+SEAMS = (CLUSTERS, TRANSPORTS, FRAMEWORKS, TRACKERS)
+
+
+def shadowed(seams: Iterable[Seam] = SEAMS) -> list[str]:
+    """A sentence for each entry point that is never used, since its name is one of ours."""
+    return [
+        f"{_package(entry)} registers {seam.key}={entry.name}, which is ours: its own is not used"
+        for seam in seams
+        for entry in _entry_points(seam.group)
+        if entry.name in seam.ours or entry.name in seam.besides
+    ]
+
+
+def _entry_points(group: str) -> list[Any]:
+    import importlib.metadata  # a quarter of what a plan takes; only a name of others pays for it
+
+    return list(importlib.metadata.entry_points(group=group))
+
+
+def _package(entry: Any) -> str:
+    return f"{entry.dist.name} {entry.dist.version}"
+
+
+def _imported(where: str) -> Any:
+    module, _, name = where.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,37 @@
+"""A run is resumed from where it was submitted, wherever somebody stands."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+from orchestrator.errors import RunFolderError
+from orchestrator.run_folder.rundir import RunDir
+
+
+@contextlib.contextmanager
+def at_home(run: RunDir) -> Generator[None]:
+    """Stand where the run was submitted: its relative paths and modules are meant from there.
+
+    Raises:
+        RunFolderError: that folder is gone.
+    """
+    stood = Path.cwd()
+    home = Path(run.read_submission().get("folder") or stood)
+    try:
+        os.chdir(home)
+    except OSError as error:
+        raise RunFolderError(
+            f"{run.path} was submitted in {home}, where its relative paths and its code are, but "
+            f"that folder cannot be entered: {error.strerror}"
+        ) from error
+    before = list(sys.path)
+    sys.path[:] = [str(home) if entry in ("", str(stood)) else entry for entry in before]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        os.chdir(stood)
