@@ -34,6 +34,7 @@ def rank_main(folder: Path, rank: int, repetitions: int) -> None:
     from orchestrator.engine.api import GroupSpec
     from orchestrator.engine.mindspore import form_group
     from orchestrator.engine.mindspore.accumulator import Accumulator
+    from orchestrator.engine.settings import EngineSettings
 
     group = form_group(
         GroupSpec(
@@ -61,7 +62,7 @@ def rank_main(folder: Path, rank: int, repetitions: int) -> None:
         holder = Holder(shapes)
         contenders = {}
         for mib in BUCKETS_MIB:
-            flat = Accumulator(holder, loss, group, bucket_bytes=int(mib * 2**20))
+            flat = Accumulator(holder, loss, group, EngineSettings(bucket_bytes=int(mib * 2**20)))
 
             def once(flat: Accumulator = flat) -> float:
                 group.barrier()

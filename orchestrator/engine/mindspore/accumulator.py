@@ -27,6 +27,7 @@ from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
 from orchestrator.engine.mindspore.model.compiling import Compiled
 from orchestrator.engine.mindspore.model.losses import Sums
 from orchestrator.engine.mindspore.model.precision import Precision
+from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import JobError
 
 framework: Any = mindspore  # its annotations are not those of its behaviour
@@ -42,12 +43,11 @@ class Accumulator:
         loss: (model, batch) -> (total, weight, metrics), all sums; compiled unless mode is
         pynative.
         group: who the sums are reduced with.
-        metric_names: which of the metrics to keep, in order.
+        settings: which metrics to keep, in order; how to compile (see `compiling`); the size of a
+            bucket of the flat buffer (see `plan.wire.bucket_count`).
         reference: the same loss for PyNative mode: the first micro-batch's gradient is compared
             with its, because a graph may cut a gradient without a word. None skips that.
-        mode, jit_level: see `compiling`.
         precision: the format to compute in; the sums are those of the scaled losses.
-        bucket_bytes: size of a bucket of the flat buffer; see `plan.wire.bucket_count`.
         trailer_numbers: how many numbers ride along.
     """
 
@@ -56,22 +56,20 @@ class Accumulator:
         model: nn.Cell,
         loss: Callable[[Any, Any], Sums],
         group: MindSporeGroup,
+        settings: EngineSettings | None = None,
         *,
-        metric_names: Sequence[str] = (),
         reference: Callable[[Any, Any], Sums] | None = None,
-        mode: str = "jit",
-        jit_level: str | None = None,
         precision: Precision | None = None,
-        bucket_bytes: int | None = None,
         trailer_numbers: int = 0,
     ) -> None:
         self.parameters: tuple[Parameter, ...] = tuple(model.trainable_params())
         if not self.parameters:
             raise JobError("the model has no trainable parameters")
         self.dtype: Any = self.parameters[0].dtype
-        self._model, self._group, self._names = model, group, tuple(metric_names)
+        settings = settings or EngineSettings()
+        self._model, self._group, self._names = model, group, tuple(settings.metric_names)
         self._loss, self._reference = loss, reference
-        self._mode, self._jit_level = mode, jit_level
+        self._mode, self._jit_level = settings.mode, settings.jit_level
         self.precision = precision or Precision()
         self._sample: tuple[Any, Sequence[Tensor]] | None = None
         self.sums: tuple[Parameter, ...] = tuple(
@@ -82,7 +80,7 @@ class Accumulator:
         self.alone = group.size == 1
         sizes = [int(p.size) for p in self.parameters] + [trailer_numbers] * bool(trailer_numbers)
         itemsize = int(self.parameters[0].itemsize)
-        self.layout: Layout = lay_out(sizes, itemsize=itemsize, bucket_bytes=bucket_bytes)
+        self.layout: Layout = lay_out(sizes, itemsize=itemsize, bucket_bytes=settings.bucket_bytes)
         self._steps: dict[Any, Compiled] = {}
         self._pack = self.compile(self._packing(), "the packing of gradients")
         self._clear = self.compile(self._clearing(), "the clearing of gradients")
@@ -270,20 +268,6 @@ class Accumulator:
     def clear(self) -> None:
         """Set all sums to zero."""
         self._clear()
-
-
-def unpack(
-    layout: Layout, shapes: Sequence[tuple[int, ...]], buckets: Sequence[Tensor]
-) -> tuple[Tensor, ...]:
-    """Tensors of these shapes from the buckets that they lie in. Works in a graph."""
-    tensors: Any = ()
-    for spans, shape in zip(layout.found, shapes):  # noqa: B905  # no strict in graphs
-        parts: Any = ()
-        for bucket, start, stop in spans:
-            parts = (*parts, buckets[bucket][start:stop])
-        flat = ops.concat(parts) if len(parts) > 1 else parts[0]
-        tensors = (*tensors, flat.reshape(shape))
-    return tensors
 
 
 def _squares(flat: Any) -> float:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import random
 import resource
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
 from orchestrator.config.optimizer_rules import chosen, described
 from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
+from orchestrator.engine.common.boundary_sums import said_by
+from orchestrator.engine.common.clock import Clock
 from orchestrator.engine.common.evaluation_figures import checked_figures
 from orchestrator.engine.common.hyperparameters import Hyperparameters, refuse_scheduler
 from orchestrator.engine.common.packed_sums import STOP, Trailer
 from orchestrator.engine.common.seeding import derived_seed
+from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.mindspore import state
 from orchestrator.engine.mindspore.accumulator import Accumulator
 from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
 from orchestrator.engine.mindspore.loader import Loader
 from orchestrator.engine.mindspore.loss_sums import Tally
-from orchestrator.engine.mindspore.model.batch_norms import with_norms
+from orchestrator.engine.mindspore.model.building import (
+    built_model,
+    check_same_weights,
+    seed_everything,
+)
 from orchestrator.engine.mindspore.model.losses import compiled_loss, python_loss
 from orchestrator.engine.mindspore.model.model_warnings import RANDOM, advice, layers
 from orchestrator.engine.mindspore.model.precision import Precision
@@ -36,20 +41,10 @@ from orchestrator.errors import JobError
 from orchestrator.job import Job
 from orchestrator.plan.wire import trailer_numbers
 
-SEED_BITS = 0x7FFFFFFF
-DIGEST_NUMBERS, DIGEST_DIGITS = 4, 12  # 48 bits each, which a float64 carries exactly
-
 
 def nothing(model: Any, update: int) -> None:
     """What a job without `after_update` does."""
     del model, update
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and MindSpore's generators."""
-    random.seed(seed)
-    ms.set_seed(seed & SEED_BITS)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # users' code draws from it
 
 
 class MindSporeEngine:
@@ -64,7 +59,7 @@ class MindSporeEngine:
     def __init__(self, job: Job, settings: EngineSettings, group: MindSporeGroup) -> None:
         self._job, self._settings, self._group = job, settings, group
         ms.set_context(mode=ms.GRAPH_MODE if settings.mode == "graph" else ms.PYNATIVE_MODE)
-        self._model = self._built_model()
+        self._model, self._told = built_model(job, settings)
         given = getattr(job, "optimizer", lambda _: None)(self._model)
         own = chosen(given, settings.optimizer, type(job).__name__)
         refuse_scheduler(getattr(own, "param_groups", ()), job)
@@ -75,37 +70,31 @@ class MindSporeEngine:
         self._hyperparameters = Hyperparameters(hyperparameters_of(self._optimizer))
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
+        precision = Precision(settings.precision, group.transport)
         self._accumulator = Accumulator(
             self._model,
             compiled_loss(job) if compiled else python_loss(job),
             group,
-            metric_names=self._names,
+            settings,
             # Two random draws cannot be compared.
             reference=None if layers(self._model, RANDOM) else python_loss(job),
-            mode=settings.mode,
-            jit_level=settings.jit_level,
-            precision=Precision(settings.precision, group.transport),
-            bucket_bytes=settings.bucket_bytes,
+            precision=precision,
             trailer_numbers=trailer_numbers(len(self._names)),
         )
         self._replicas = replicas_of(self._model, self.gather, group.size)
+        policy = UpdatePolicy(settings, precision, self.gather)
         self._stepper = Stepper(
-            self._accumulator,
-            self._optimizer,
-            clip_norm=settings.clip_norm,
-            on_non_finite=settings.on_non_finite,
-            where=self._where,
-            check=self._replicas.check,
+            self._accumulator, self._optimizer, policy, check=self._replicas.check
         )
         floats = np.float64 if settings.precision == "float64" else None
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
         self._tally = Tally(len(self._names))
         self._window: Window | None = None
         self._held: list[Tensor] | None = None
-        self._done = self._micro_steps = self._reductions = 0
-        self._compute_s = self._wait_s = self._compile_mark = self._compiled_s = 0.0
-        self._mark = (0, 0)
-        self._agree()
+        self._micro_steps = self._reductions = 0
+        self._compile_mark = 0.0
+        self._clock, self._mark = Clock(), group.mark()
+        check_same_weights(self.weights_sha256(), self.gather)
 
     # ------------------------------------------------------------------ an update
 
@@ -114,11 +103,9 @@ class MindSporeEngine:
 
     def begin_window(self, window: Window) -> None:
         self._window, self._held = window, None
-        self._done = self._reductions = 0
-        self._compute_s = self._wait_s = 0.0
-        self._compile_mark = self._compile_total()
-        counters = self._group.counters
-        self._mark = (counters.collectives, counters.bytes_on_wire)
+        self._reductions = 0
+        self._clock.begin()
+        self._compile_mark, self._mark = self._compile_total(), self._group.mark()
         self._tally.begin()
         self._accumulator.clear()
         self._hyperparameters.check(f"before update {window.update}")
@@ -130,19 +117,17 @@ class MindSporeEngine:
         window = self._window
         if window is None or micro_batch.update != window.update:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
-        began = time.perf_counter()
-        seed = derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
-        seed_everything(seed)
-        figures = self._accumulator.add(batch)
-        self._tally.add(figures)
-        self._done += 1
-        self._micro_steps += 1
-        every = self._settings.log_every
-        if every and self._micro_steps % every == 0:
-            total, weight, *_ = figures.asnumpy().tolist()
-            loss = total / weight if weight else float("nan")
-            self._say(f"update {window.update} micro-step {self._micro_steps}: loss {loss:.6f}")
-        self._compute_s += time.perf_counter() - began
+        with self._clock.compute():
+            seed = derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
+            seed_everything(seed)
+            figures = self._accumulator.add(batch)
+            self._tally.add(figures)
+            self._micro_steps += 1
+            every = self._settings.log_every
+            if every and self._micro_steps % every == 0:
+                total, weight, *_ = figures.asnumpy().tolist()
+                loss = total / weight if weight else float("nan")
+                self._say(f"update {window.update} micro-step {self._micro_steps}: loss {loss:.6f}")
         if self._synchronises_each_step and self._reductions < window.steps - 1:
             self._reduce(self._tally.trailer())
 
@@ -151,20 +136,18 @@ class MindSporeEngine:
         if window is None:
             raise RuntimeError("a boundary without a window")
         self._hyperparameters.check("inside a window")
-        began = time.perf_counter()
-        trailer = self._tally.trailer()  # waits for the losses, so the rest is not computing
-        trailer.flags[STOP] = int(stop)
-        self._replicas.tell(trailer, window.update)
-        self._compute_s += time.perf_counter() - began
+        with self._clock.compute():
+            trailer = self._tally.trailer()  # waits for the losses, so the rest is not computing
+            trailer.flags[STOP] = int(stop)
+            self._replicas.tell(trailer, window.update)
         if self._synchronises_each_step:
             while self._reductions < window.steps - 1:
                 self._reduce(Trailer.empty(len(self._names)))
         buckets = self._reduce(trailer)
         self._group.silence.end()
         scale = self._accumulator.precision.scale
-        began = time.perf_counter()
-        applied = self._stepper.apply(window.update, buckets, len(self._names), self._tally)
-        optimizer_s = time.perf_counter() - began
+        with self._clock.optimize():
+            applied = self._stepper.apply(window.update, buckets, len(self._names), self._tally)
         self._window, self._held = None, None
         self._hyperparameters.keep()
         if applied.stepped:
@@ -172,12 +155,11 @@ class MindSporeEngine:
             self._hyperparameters.check(
                 f"in after_update of update {window.update}", jobs_turn=True
             )
-        return self._report(window, applied, scale, optimizer_s)
+        return self._report(window, applied, scale)
 
     def _reduce(self, trailer: Trailer) -> list[Tensor]:
         """One synchronisation, added to what earlier ones of this window gave."""
-        began = time.perf_counter()
-        with self._group.silence.lifted():
+        with self._clock.wait(), self._group.silence.lifted():
             buckets = self._accumulator.reduce(trailer.numbers())
         if self._held is not None:
             buckets = [held + new for held, new in zip(self._held, buckets, strict=True)]
@@ -186,46 +168,37 @@ class MindSporeEngine:
             self._accumulator.clear()
             self._held = buckets
         self._reductions += 1
-        self._wait_s += time.perf_counter() - began
         return buckets
 
     @property
     def _synchronises_each_step(self) -> bool:
         return self._settings.sync == "every_step" and self._group.size > 1
 
-    def _report(
-        self, window: Window, applied: Applied, scale: float, optimizer_s: float
-    ) -> BoundaryReport:
-        totals = applied.totals
-        weight = totals.weight.value
-        counters = self._group.counters
+    def _report(self, window: Window, applied: Applied, scale: float) -> BoundaryReport:
         compile_s = self._compile_total() - self._compile_mark
         if compile_s:
             self._say(
                 f"update {window.update}: compiled in {compile_s:.2f} s, which later updates do "
                 f"not take"
             )
+        sent, seconds = self._group.since(self._mark), self._clock.seconds()
+        seconds["compute_s"] = max(0.0, seconds["compute_s"] - compile_s)
+        seconds["compile_s"] = compile_s
+        # Right after a reduction, so that no rank is compiling meanwhile.
+        seconds["plain_step_s"] = self._accumulator.plain_step_s()
+        became: dict[str, Any] = {
+            "applied": applied.stepped,
+            "gradient_norm": applied.norm,
+            "loss_scale": scale,
+        }
         return BoundaryReport(
             update=window.update,
-            loss=totals.loss.value / weight,
-            weight=weight,
-            metrics={
-                name: total.value / weight
-                for name, total in zip(self._names, totals.metrics, strict=True)
-            },
-            applied=applied.stepped,
-            stop_requested=totals.flags[STOP] > 0,
-            gradient_norm=applied.norm,
-            loss_scale=scale,
-            micro_steps=self._done,
-            collectives=counters.collectives - self._mark[0],
-            bytes_on_wire=counters.bytes_on_wire - self._mark[1],
-            compute_s=max(0.0, self._compute_s - compile_s),
-            wait_s=self._wait_s,
-            optimizer_s=optimizer_s,
-            compile_s=compile_s,
-            # Right after a reduction, so that no rank is compiling meanwhile.
-            plain_step_s=self._accumulator.plain_step_s(),
+            micro_steps=self._tally.micro_steps,
+            collectives=sent.collectives,
+            bytes_on_wire=sent.bytes_on_wire,
+            **said_by(applied.totals, self._names),
+            **seconds,
+            **became,
         )
 
     # ------------------------------------------------------------------ around updates
@@ -305,47 +278,8 @@ class MindSporeEngine:
 
     # ------------------------------------------------------------------ parts
 
-    def _built_model(self) -> nn.Cell:
-        seed_everything(derived_seed("model", self._settings.seed))
-        model = self._job.model()
-        if not isinstance(model, nn.Cell):
-            raise JobError(
-                f"model() must give a mindspore.nn.Cell, but gives {type(model).__name__}"
-            )
-        if self._settings.precision == "float64":
-            for parameter in model.get_parameters():
-                parameter.set_dtype(ms.float64)
-        model, self._told = with_norms(model, self._settings.norm)
-        model.set_train()
-        return model
-
     def _built_optimizer(self, own: Any, trainable: Sequence[Any]) -> Any:
         return build_optimizer(self._settings.optimizer, trainable) if own is None else own
-
-    def _agree(self) -> None:
-        """Check that all ranks start with the same bits. Collective."""
-        digits = self.weights_sha256()
-        numbers = [
-            float(int(digits[n * DIGEST_DIGITS : (n + 1) * DIGEST_DIGITS], 16))
-            for n in range(DIGEST_NUMBERS)
-        ]
-        rows = self.gather(numbers)
-        odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
-        if odd:
-            raise JobError(
-                f"model() does not give the same weights on every rank: ranks "
-                f"{', '.join(map(str, odd))} differ from rank 0. It must depend on nothing but the "
-                f"job's arguments and the random seed"
-            )
-
-    def _where(self, step: int | None) -> str:
-        """The ranks and their micro-steps, in words, equal on all ranks. Collective."""
-        rows = self.gather([-1.0 if step is None else float(step)])
-        places = [
-            f"rank {r}, micro-step {int(row[0])}" for r, row in enumerate(rows) if row[0] >= 0
-        ]
-        more = f" and {len(places) - 3} more ranks" if len(places) > 3 else ""
-        return "; ".join(places[:3]) + more
 
     def _compile_total(self) -> float:
         return self._accumulator.compile_s + self._stepper.compile_s

@@ -22,8 +22,9 @@ from mindspore.parallel.nn import GradAccumulation
 from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
 from orchestrator.engine.common.seeding import derived_seed
 from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
-from orchestrator.engine.mindspore.engine import MindSporeEngine, nothing, seed_everything
+from orchestrator.engine.mindspore.engine import MindSporeEngine, nothing
 from orchestrator.engine.mindspore.loss_sums import as_float
+from orchestrator.engine.mindspore.model.building import seed_everything
 from orchestrator.engine.mindspore.model.losses import Sums, compiled_loss, python_loss
 from orchestrator.engine.mindspore.optimizers import set_rate
 from orchestrator.engine.settings import EngineSettings
@@ -72,7 +73,6 @@ class FrameworkEngine(MindSporeEngine):
 
     def begin_window(self, window: Window) -> None:
         self._window, self._batches = window, []
-        self._compute_s = 0.0
         set_rate(self._optimizer, window.learning_rate)
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:

@@ -4,24 +4,18 @@ alike.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspore import Tensor
+from mindspore import Tensor, ops
 
-from orchestrator.engine.common.packed_sums import BAD_WEIGHT, NON_FINITE, Trailer
-from orchestrator.engine.mindspore.accumulator import Accumulator, unpack
+from orchestrator.engine.common.packed_sums import Trailer
+from orchestrator.engine.common.update_policy import UpdatePolicy
+from orchestrator.engine.mindspore.accumulator import Accumulator
+from orchestrator.engine.mindspore.bucket_layout import Layout
 from orchestrator.engine.mindspore.loss_sums import Tally
 from orchestrator.engine.mindspore.optimizers import set_rate
-from orchestrator.errors import JobError, NonFiniteError
-
-EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that both engines clip alike
-REMEDIES = (
-    "the weights are still those before it. Lower schedule.base_lr, set train.clip_norm, or "
-    "train.on_non_finite=skip"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +33,7 @@ class Stepper:
     Args:
         accumulator: whose layout the buckets have.
         optimizer: called with the averaged, clipped gradients.
-        clip_norm: largest norm of the averaged gradient, or None.
-        on_non_finite: "stop" or "skip".
-        where: names ranks and micro-steps, collectively, for messages.
+        policy: whether it is called.
         check: raises where the ranks' weights were not the same before the step.
     """
 
@@ -49,15 +41,12 @@ class Stepper:
         self,
         accumulator: Accumulator,
         optimizer: Any,
+        policy: UpdatePolicy,
         *,
-        clip_norm: float | None,
-        on_non_finite: str,
-        where: Callable[[int | None], str],
         check: Callable[[Trailer, int], None],
     ) -> None:
         self._accumulator, self._optimizer = accumulator, optimizer
-        self._clip_norm, self._policy = clip_norm, on_non_finite
-        self._where, self._check = where, check
+        self._policy, self._check = policy, check
         self._step = accumulator.compile(self._stepping(), "the optimizer's step")
 
     @property
@@ -82,39 +71,16 @@ class Stepper:
         """
         totals = Trailer.of(self._accumulator.trailer_of(buckets), metric_count)
         self._check(totals, update)
-        if totals.flags[BAD_WEIGHT]:
-            raise JobError(
-                f"Loss.weight was negative or not finite in update {update}, first on "
-                f"{self._where(tally.first_bad_weight)}; it must be 0 or more"
-            )
-        weight, precision = totals.weight.value, self._accumulator.precision
-        if weight <= 0:
-            raise JobError(
-                f"the weights of update {update} add up to {weight:g} over all ranks, and the "
-                f"gradient cannot be divided by that; is every token masked?"
-            )
-        if totals.flags[NON_FINITE]:
-            if self._policy == "stop":
-                raise NonFiniteError(
-                    f"the loss became NaN or infinite in update {update}, first on "
-                    f"{self._where(tally.first_non_finite)}; {REMEDIES}"
-                )
+        if not self._policy.losses_usable(update, totals, tally):
             return Applied(totals, stepped=False, norm=None)
-        divisor = weight * precision.scale
-        norm = self._accumulator.norm_of(buckets) / divisor
-        if not math.isfinite(norm):
-            if precision.may_overflow:
-                precision.overflowed()
-            elif self._policy == "stop":
-                raise NonFiniteError(
-                    f"the loss of update {update} is finite, but the gradient became NaN or "
-                    f"infinite; {REMEDIES}"
-                )
+        norm_of_sum = self._accumulator.norm_of(buckets)
+        # Which parameters are not finite is not told here: their sums lie in compiled buckets.
+        found = self._policy.factor(update, totals.weight.value, norm_of_sum, list)
+        if found is None:
             return Applied(totals, stepped=False, norm=None)
-        clip = 1.0 if self._clip_norm is None else min(1.0, self._clip_norm / (norm + EPSILON))
-        factor = Tensor(clip / divisor, self._accumulator.dtype)
-        self._step(factor, *buckets)
-        precision.succeeded()
+        norm, factor = found
+        self._step(Tensor(factor, self._accumulator.dtype), *buckets)
+        self._accumulator.precision.succeeded()
         return Applied(totals, stepped=True, norm=norm)
 
     def _stepping(self) -> Callable[..., Any]:
@@ -129,3 +95,17 @@ class Stepper:
             return optimizer(averaged)
 
         return step
+
+
+def unpack(
+    layout: Layout, shapes: Sequence[tuple[int, ...]], buckets: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Tensors of these shapes from the buckets that they lie in. Works in a graph."""
+    tensors: Any = ()
+    for spans, shape in zip(layout.found, shapes):  # noqa: B905  # no strict in graphs
+        parts: Any = ()
+        for bucket, start, stop in spans:
+            parts = (*parts, buckets[bucket][start:stop])
+        flat = ops.concat(parts) if len(parts) > 1 else parts[0]
+        tensors = (*tensors, flat.reshape(shape))
+    return tensors

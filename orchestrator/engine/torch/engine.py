@@ -25,6 +25,7 @@ from orchestrator.engine.torch.checks.at_start.same_machine import (
     machine_warning,
 )
 from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.comm.gathered import numbers_of_all
 from orchestrator.engine.torch.deferred.base import whole_windows
 from orchestrator.engine.torch.deferred.parts import Parts
 from orchestrator.engine.torch.gradients.chunks import Leaves
@@ -57,7 +58,7 @@ def build_engine(
     """Build the job's model, the same on every rank, and all that trains it. Collective.
 
     Raises:
-        JobError: `model()` or `dataset()` do not give what the contract says, or replicas differ.
+        JobError: `model()` or `dataset()` give what they must not, or replicas differ.
         ConfigError: settings that cannot be used.
     """
     del local_rank  # the group has picked the device
@@ -85,9 +86,8 @@ class TorchEngine:
         self._leaves = Leaves(settings.leaf_size if reproducible else None)
         talks = bool(getattr(job, "talks_in_window", False))
         self._model, norms = with_norms(built_model(job, settings, group.device), settings.norm)
-        alone = group.size == 1 or reproducible  # nothing leaves during a backward then
-        order = None
-        if not (talks or alone or is_coupled(job)):
+        order = None  # where nothing leaves during a backward
+        if not (talks or group.size == 1 or reproducible or is_coupled(job)):
             forward = Precision(settings.precision, group.device).forward
             order = agreed_order(job, self._model, group, prepare=self._prepared, forward=forward)
         # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
@@ -106,9 +106,10 @@ class TorchEngine:
             )
         )  # fmt: skip
         self._window: Window | None = None
-        self._trains = self._model.training
-        self._done, self._lines = 0, LossLines(settings.log_every)
-        self._warnings = norms + self._agree()
+        self._done, self._trains = 0, self._model.training
+        self._lines = LossLines(settings.log_every)
+        rows = self.gather(as_numbers(machine_digest()))
+        self._warnings = norms + machine_warning(rows, settings.reduction)
         if not (talks or is_coupled(job)):
             self._warnings += tried_loss(
                 job, self._model, group, self._accumulator.precision, self._prepared
@@ -207,8 +208,7 @@ class TorchEngine:
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Every rank's `numbers` (equally many on all), a row for each rank. Collective."""
-        row = torch.tensor([list(numbers)], dtype=torch.float64, device=self._group.device)
-        return self._group.all_gather(row).tolist()
+        return numbers_of_all(self._group, numbers)
 
     def evaluate(self) -> dict[str, float]:
         """The job's held-out figures, the model in evaluation mode meanwhile. Rank 0 only."""
@@ -292,10 +292,6 @@ class TorchEngine:
 
     def _prepared(self, batch: Any) -> Any:
         return moved(batch, self._group.device, double=self._settings.precision == "float64")
-
-    def _agree(self) -> list[str]:
-        """Whether all ranks compute with the same, by one exchange. Collective."""
-        return machine_warning(self.gather(as_numbers(machine_digest())), self._settings.reduction)
 
 
 def _nothing(model: Module, update: int) -> None:

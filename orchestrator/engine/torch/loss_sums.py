@@ -1,11 +1,7 @@
-"""What a rank has to say of its micro-steps: sums of weight, loss and metrics, and what went wrong.
-
-Values on a device are kept as they are until the boundary, so a micro-step never waits for one.
-"""
+"""A loss as its contract says, and the sums of a window's (see `engine.common.loss_sums`)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -13,35 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orchestrator.engine.common.loss_sums import LossSums
 from orchestrator.engine.common.metric_names import check_metric_names
-from orchestrator.engine.common.packed_sums import BAD_WEIGHT, NON_FINITE, Trailer
 from orchestrator.engine.torch.checks.in_window.mean_or_sum import averaged_by
 from orchestrator.errors import JobError
 from orchestrator.job import Loss
 
 
-class Tally:
-    """One window's `Loss` values, in the order of micro-steps.
+class Tally(LossSums):
+    """One window's `Loss` values.
 
     Args:
         metric_names: that every `Loss.metrics` has to hold, no more and no less.
     """
 
     def __init__(self, metric_names: Sequence[str]) -> None:
+        super().__init__(len(metric_names))
         self._names = tuple(metric_names)
-        self._rows: list[list[Any]] = []
-        self.first_non_finite: int | None = None
-        self.first_bad_weight: int | None = None
-
-    def begin(self) -> None:
-        """Forget: a window begins."""
-        self._rows.clear()
-        self.first_non_finite = self.first_bad_weight = None
-
-    @property
-    def micro_steps(self) -> int:
-        """How many were added."""
-        return len(self._rows)
 
     def row(self, loss: Loss) -> list[Any]:
         """A micro-step's `weight`, `total` and `metrics`, for `add`; nothing is computed yet.
@@ -53,27 +37,16 @@ class Tally:
         values = [loss.weight, loss.total, *(metrics[name] for name in self._names)]
         return [value.detach() if isinstance(value, Tensor) else value for value in values]
 
-    def add(self, row: list[Any]) -> None:
-        """Take in a micro-step."""
-        self._rows.append(row)
-
-    def trailer(self) -> Trailer:
-        """The sums, each exact, with the flags of what is not usable."""
-        trailer = Trailer.empty(len(self._names))
-        for step, (weight, total, *metrics) in enumerate(_as_floats(self._rows)):
-            if not (math.isfinite(weight) and weight >= 0):
-                if self.first_bad_weight is None:
-                    self.first_bad_weight = step
-                continue
-            if not math.isfinite(total) and self.first_non_finite is None:
-                self.first_non_finite = step
-            trailer.weight.add(weight)
-            trailer.loss.add(total)
-            for metric, value in zip(trailer.metrics, metrics, strict=True):
-                metric.add(value)
-        trailer.flags[NON_FINITE] = int(self.first_non_finite is not None)
-        trailer.flags[BAD_WEIGHT] = int(self.first_bad_weight is not None)
-        return trailer
+    def floats(self, rows: Sequence[list[Any]]) -> list[list[float]]:
+        """The same numbers, with one transfer from the device for all of them."""
+        tensors = [value for row in rows for value in row if isinstance(value, Tensor)]
+        if all(tensor.is_cpu for tensor in tensors):
+            return [[float(value) for value in row] for row in rows]
+        # int64 and float64 hold all others exactly; a count above 2**53 is out of reach.
+        device = tensors[0].device
+        stacked = torch.stack([t.reshape(()).to(device, torch.float64) for t in tensors])
+        moved = iter(stacked.tolist())
+        return [[next(moved) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]
 
 
 def checked(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
@@ -127,15 +100,3 @@ def _refuse_mean(loss: Loss) -> None:
             "it would be divided twice. Give the sum, with reduction='sum', or multiply the mean "
             "by what it was divided by"
         )
-
-
-def _as_floats(rows: list[list[Any]]) -> list[list[float]]:
-    """The same numbers as floats, with one transfer from the device for all of them."""
-    tensors = [value for row in rows for value in row if isinstance(value, Tensor)]
-    if all(tensor.is_cpu for tensor in tensors):
-        return [[float(value) for value in row] for row in rows]
-    # int64 and float64 hold all others exactly; a count above 2**53 is out of reach.
-    device = tensors[0].device
-    stacked = torch.stack([t.reshape(()).to(device, torch.float64) for t in tensors])
-    moved = iter(stacked.tolist())
-    return [[next(moved) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]

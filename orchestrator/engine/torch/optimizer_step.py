@@ -5,19 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from orchestrator.engine.common.packed_sums import BAD_WEIGHT, NON_FINITE, Trailer
+from orchestrator.engine.common.packed_sums import Trailer
+from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.engine.torch.comm.base_group import BaseGroup
-from orchestrator.engine.torch.gradients.clipping import GradientNorm, factor_for
+from orchestrator.engine.torch.comm.gathered import numbers_of_all
+from orchestrator.engine.torch.gradients.clipping import GradientNorm
 from orchestrator.engine.torch.gradients.unused_parameters import UsedParameters
 from orchestrator.engine.torch.loss_sums import Tally
 from orchestrator.engine.torch.model.precision import Precision
-from orchestrator.engine.torch.skipped_updates import Refusals
 from orchestrator.errors import JobError
 
 
@@ -64,8 +66,8 @@ class Step:
         used: UsedParameters,
         options: AccumulationOptions,
     ) -> None:
-        self._precision, self._used, self._clip_norm = precision, used, options.clip_norm
-        self._refusals = Refusals(group, options.on_non_finite)
+        self._precision, self._used = precision, used
+        self._policy = UpdatePolicy(options, precision, partial(numbers_of_all, group))
         self._steps = False  # a step of ours runs
         self._guard = _only_at_boundaries(self, optimizer)
 
@@ -104,20 +106,14 @@ class Step:
         Raises:
             NonFiniteError, JobError: see `Accumulator.boundary`.
         """
-        if totals.flags[BAD_WEIGHT] or totals.weight.value <= 0:
-            raise self._refusals.weight(update, totals, tally.first_bad_weight)
-        if totals.flags[NON_FINITE]:
-            self._refusals.loss(update, tally.first_non_finite)
+        if not self._policy.losses_usable(update, totals, tally):
             return None, False
-        norm_of_all = norm_of_sum.value()
-        if not norm_of_all < float("inf"):
-            if self._precision.may_overflow:
-                self._precision.overflowed()
-            else:
-                self._refusals.gradient(update, summed.non_finite)
+        found = self._policy.factor(
+            update, totals.weight.value / divided_by, norm_of_sum.value(), summed.non_finite
+        )
+        if found is None:
             return None, False
-        divisor = totals.weight.value / divided_by * self._precision.scale
-        norm, factor = factor_for(norm_of_all, divisor, self._clip_norm)
+        norm, factor = found
         if factor != 1.0:
             for gradient in summed.gradients:
                 gradient.mul_(factor)

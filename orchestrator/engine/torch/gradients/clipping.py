@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, and the one factor that averages, unscales and clips it."""
+"""The norm of the whole gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 _CHUNK = 4096  # numbers summed in the gradient's own dtype before float64 takes over
 _HALVES = (torch.float16, torch.bfloat16)
-EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipping agrees with it
 
 
 class GradientNorm:
@@ -50,20 +49,3 @@ def _floats(numbers: list[Tensor]) -> list[float]:
     for device in dict.fromkeys(number.device for number in numbers):
         found += torch.stack([n for n in numbers if n.device == device]).tolist()
     return found
-
-
-def factor_for(norm: float, divisor: float, clip_norm: float | None) -> tuple[float, float]:
-    """(norm of the averaged gradient, factor to multiply the summed one with).
-
-    Args:
-        norm: of the summed gradient.
-        divisor: what the sum is to be divided by: the window's weight, times the loss scale.
-        clip_norm: largest norm of the averaged gradient, or None.
-
-    >>> factor_for(8.0, 4.0, None)
-    (2.0, 0.25)
-    """
-    averaged = norm / divisor
-    if clip_norm is None:
-        return averaged, 1.0 / divisor
-    return averaged, min(1.0, clip_norm / (averaged + EPSILON)) / divisor

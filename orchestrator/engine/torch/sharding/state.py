@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.engine.torch.comm.gathered_texts import texts_of_all
+from orchestrator.engine.torch.comm.gathered import texts_of_all
 from orchestrator.engine.torch.gradients.buffer import view_of
 from orchestrator.engine.torch.gradients.layout import Place
 from orchestrator.engine.torch.sharding.eligibility import SCALARS

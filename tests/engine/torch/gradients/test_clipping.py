@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.engine.torch.gradients.clipping import EPSILON, GradientNorm, factor_for
+from orchestrator.engine.common.clipping import EPSILON, factor_for
+from orchestrator.engine.torch.gradients.clipping import GradientNorm
 
 positive = st.floats(1e-6, 1e6)
 

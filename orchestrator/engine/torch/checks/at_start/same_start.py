@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from orchestrator.engine.torch.checks.at_start.same_machine import as_numbers, unlike_most
 from orchestrator.engine.torch.comm.base_group import BaseGroup
-from orchestrator.engine.torch.comm.gathered_texts import texts_of_all
+from orchestrator.engine.torch.comm.gathered import numbers_of_all, texts_of_all
 from orchestrator.errors import JobError
 from orchestrator.plan.plan_warnings import named_ranks
 
@@ -69,9 +69,7 @@ def start_alike(
 
 def _check(group: BaseGroup, traits: Sequence[Trait]) -> None:
     digest = hashlib.sha256(repr(list(traits)).encode()).hexdigest()
-    mine = torch.tensor([as_numbers(digest)], dtype=torch.float64, device=group.device)
-    rows = group.all_gather(mine).tolist()
-    odd = unlike_most(rows)
+    odd = unlike_most(numbers_of_all(group, as_numbers(digest)))
     if odd:
         told = [[(what, value) for what, value in json.loads(t)] for t in _told(group, traits)]
         usual = next(rank for rank in range(group.size) if rank not in odd)

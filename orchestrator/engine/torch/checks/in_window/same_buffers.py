@@ -10,13 +10,12 @@ import hashlib
 import json
 from typing import Any
 
-import torch
 from torch.nn import Module
 
 from orchestrator.engine.torch.checks.at_start.same_machine import as_numbers, unlike_most
 from orchestrator.engine.torch.checks.at_start.same_start import sha256_of
 from orchestrator.engine.torch.comm.base_group import BaseGroup
-from orchestrator.engine.torch.comm.gathered_texts import texts_of_all
+from orchestrator.engine.torch.comm.gathered import numbers_of_all, texts_of_all
 from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.run_warnings import warn
 
@@ -36,8 +35,7 @@ class SameBuffers:
             return
         mine = [(name, sha256_of(buffer)) for name, buffer in self._model.named_buffers()]
         digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-        row = torch.tensor([as_numbers(digest)], dtype=torch.float64, device=self._group.device)
-        odd = unlike_most(self._group.all_gather(row).tolist())
+        odd = unlike_most(numbers_of_all(self._group, as_numbers(digest)))
         if not odd:
             return
         told = [dict(json.loads(text)) for text in texts_of_all(self._group, json.dumps(mine))]

@@ -8,13 +8,14 @@ numbers add up alike in any order. It tells ranks that drifted apart, not somebo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from orchestrator.engine.common.replicas import LARGEST_PIECE, Piece, Replicas
 from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.comm.gathered import numbers_of_all
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ODD = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples are spread evenly
@@ -24,17 +25,12 @@ _MIX = 0xBF58476D1CE4E5B9  # of SplitMix64 [Steele, Lea and Flood 2014]
 def replicas_of(named: Sequence[tuple[str, Tensor]], group: BaseGroup) -> Replicas:
     """What watches over the equality of these parameters on the ranks of `group`."""
     parameters = [parameter for _, parameter in named]
-
-    def gather(numbers: Sequence[float]) -> list[list[float]]:
-        row = torch.tensor([list(numbers)], dtype=torch.float64, device=group.device)
-        return group.all_gather(row).tolist()
-
     return Replicas(
         [name for name, _ in named],
         [parameter.numel() for parameter in parameters],
         [parameter.element_size() for parameter in parameters],
         digests=digests_of(parameters),
-        gather=gather,
+        gather=partial(numbers_of_all, group),
         ranks=group.size,
     )
 
