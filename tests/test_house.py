@@ -7,12 +7,6 @@ ROOT = Path(__file__).parents[1]
 MOST_LINES, MOST_OF_A_FILE, MOST_ARGUMENTS = 60, 300, 8
 LEFT = {
     "__main__.py: file",
-    "engine/mindspore/accumulator.py: file",
-    "engine/mindspore/accumulator.py: parameters of __init__",
-    "engine/mindspore/engine.py: call of Accumulator",
-    "engine/mindspore/engine.py: call of BoundaryReport",
-    "engine/mindspore/engine.py: file",
-    "engine/torch/engine.py: file",
     "lifecycle/topology.py: call of cls",
     "outcome/folder_status.py: call of RunStatus",
     "rank/fenced_recorder.py: parameters of __init__",
