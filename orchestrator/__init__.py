@@ -1,6 +1,67 @@
-"""Exact gradient accumulation on many nodes: state a global batch, get provably its update."""
+"""Exact gradient accumulation on many nodes: state a global batch, get provably its update.
 
-from orchestrator.job import Job, Loss
+What is listed here is the public surface: it follows the version, and everything deeper may move.
+Each name is imported when it is first used, so that `import orchestrator` costs next to nothing and
+brings no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from orchestrator.engine.torch import (
+        AccumulationOptions,
+        Accumulator,
+        AllGather,
+        AllReduceMean,
+        AllReduceSum,
+        TorchGroup,
+        all_gather,
+        all_reduce_mean,
+        all_reduce_sum,
+        run_in_threads,
+    )
+    from orchestrator.errors import ConfigError, DataError, JobError, OrchestratorError
+    from orchestrator.inside.run import current_run
+    from orchestrator.job import Job, Loss
 
 __version__ = "0.1.0"
-__all__ = ["Job", "Loss", "__version__"]
+__all__ = [
+    "AccumulationOptions",
+    "Accumulator",
+    "AllGather",
+    "AllReduceMean",
+    "AllReduceSum",
+    "ConfigError",
+    "DataError",
+    "Job",
+    "JobError",
+    "Loss",
+    "OrchestratorError",
+    "TorchGroup",
+    "__version__",
+    "all_gather",
+    "all_reduce_mean",
+    "all_reduce_sum",
+    "current_run",
+    "run_in_threads",
+]
+_HOMES = {
+    "Job": "job", "Loss": "job", "current_run": "inside.run",
+    "ConfigError": "errors", "DataError": "errors", "JobError": "errors",
+    "OrchestratorError": "errors",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    home = importlib.import_module(f"{__name__}.{_HOMES.get(name, 'engine.torch')}")
+    value = globals()[name] = getattr(home, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

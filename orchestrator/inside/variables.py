@@ -4,3 +4,10 @@ RUN = "ORCHESTRATOR_RUN"
 ATTEMPT = "ORCHESTRATOR_ATTEMPT"
 RANK = "ORCHESTRATOR_RANK"
 WORLD = "ORCHESTRATOR_WORLD_SIZE"
+
+# Names in an attempt's folder; `run_folder/rundir.py` has the paths.
+STOP_ASKED = "stop-asked"
+STOP_AFTER = "stop-after"
+HEEDS = "heeds-{:05d}"
+WIDTH = 12
+NOT_YET = -1

@@ -50,14 +50,14 @@ def end_of(
     return {
         "state": state.value,
         "updates": last.get("update", -1) + 1,
-        "samples": sum(record["samples"] for record in history.updates),
+        "samples": sum(record.get("samples", 0) for record in history.updates),
         "loss": last.get("loss"),
         "metrics": {},
         "weights_sha256": None,
         "peak_memory_bytes": [],
-        "collectives": sum(record["collectives"] for record in history.updates),
-        "bytes_on_wire": sum(record["bytes_on_wire"] for record in history.updates),
-        "seconds": sum(record["update_s"] for record in history.updates),
+        "collectives": sum(record.get("collectives", 0) for record in history.updates),
+        "bytes_on_wire": sum(record.get("bytes_on_wire", 0) for record in history.updates),
+        "seconds": sum(record.get("update_s", 0.0) for record in history.updates),
         "restarts": run.restarts(),
         "culprit": {**culprit.to_json(), "remark": remark} if culprit else None,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from orchestrator.inside.variables import STOP_AFTER, STOP_ASKED
 from orchestrator.run_folder.files import is_folder, names_in
 
 RANKS_A_FOLDER = 512
@@ -66,6 +67,14 @@ class RunPaths:
     def program_error(self, attempt: int, rank: int) -> Path:
         """What a program that uses torch's `record` says of its exception."""
         return self.attempt(attempt) / f"error-{rank:05d}.json"
+
+    def stop_asked(self, attempt: int) -> Path:
+        """Where a rank of a program says that it was asked to stop; see `inside/stop.py`."""
+        return self.attempt(attempt) / STOP_ASKED
+
+    def stop_after(self, attempt: int) -> Path:
+        """The update after which a program's ranks agreed to stop."""
+        return self.attempt(attempt) / STOP_AFTER
 
     def wordless(self, attempt: int) -> Path:
         """The first rank that ended without its last word; see `lifecycle/signs/last_word.py`."""

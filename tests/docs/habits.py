@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from orchestrator.engine.torch import Accumulator, Loss, TorchGroup
+from orchestrator import Accumulator, Loss, TorchGroup
 from orchestrator.errors import ConfigError, OrchestratorError
 from tests.docs.misuses import (
     accumulated,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from orchestrator.engine.torch import Accumulator, Loss, TorchGroup, run_in_threads
+from orchestrator import Accumulator, Loss, TorchGroup, run_in_threads
 from orchestrator.errors import OrchestratorError
 
 CASES = {}

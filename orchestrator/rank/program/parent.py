@@ -28,6 +28,8 @@ from orchestrator.errors import (
     RankHangs,
     StopRequested,
 )
+from orchestrator.inside.stop import read_number, write_number
+from orchestrator.inside.variables import NOT_YET
 from orchestrator.lifecycle.address import interface_variables
 from orchestrator.lifecycle.signs.node_watch import FAILED, FINISHED, FROZEN, STOPPED
 from orchestrator.lifecycle.signs.signs_of_life import descendants
@@ -124,7 +126,8 @@ class _Parent:
         status = self._wait(child, start, config)
         said = self._said()
         self._collect()
-        if self._asked is not None:
+        agreed = read_number(str(self._run.stop_after(self._attempt))) != NOT_YET
+        if self._asked is not None or (agreed and status == 0):
             if status not in (0, -signal.SIGTERM, -self._signal(program)):
                 warn(f"asked to stop, the program {describe_end(status)}", kind="stopped otherwise")
             raise StopRequested("the program ended after it was asked to stop")
@@ -136,6 +139,9 @@ class _Parent:
         run, attempt, topology = self._run, self._attempt, self._topology
         timeout_s = config.cluster.rendezvous_timeout_s
         published = run.meeting_place(attempt)
+        if topology.rank == 0:  # before any rank looks: file systems remember what was not there
+            write_number(str(run.stop_asked(attempt)), NOT_YET)
+            write_number(str(run.stop_after(attempt)), NOT_YET)
         if program.style != "plain" and topology.rank == 0:
             self._place = meeting_place.host(published, topology, program.style, timeout_s)
         elif program.style != "plain":
@@ -228,6 +234,7 @@ class _Parent:
             return
         self._asked = now
         print(f"asked to stop: {number.name} to the program", flush=True)  # noqa: T201  # the log
+        write_number(str(self._run.stop_asked(self._attempt)), 0)
         try:
             os.killpg(child.pid, number)
         except ProcessLookupError:  # it has just ended

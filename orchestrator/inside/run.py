@@ -1,0 +1,122 @@
+"""`from orchestrator import current_run`: what a program's own loop may know of its run, and say.
+
+Under plain Python or torchrun the same lines do nothing: nothing is recorded, nothing ever stops.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.inside.stop import Stop
+from orchestrator.inside.variables import ATTEMPT, RANK, RUN, WORLD
+
+FLUSH_S = 5.0
+
+
+class Run:
+    """The run that this process is a rank of; false where it is none.
+
+    Attributes:
+        folder: of the run; the working folder without one.
+        checkpoint_dir: where checkpoints belong; `checkpoints` in the working folder without a run.
+        attempt: how often the run was started before.
+    """
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._is = RUN in env
+        self.folder = Path(env.get(RUN) or Path.cwd())
+        self.checkpoint_dir = self.folder / "checkpoints"
+        self.attempt = int(env.get(ATTEMPT) or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
+        self._rank = int(env.get(RANK, "0"))
+        folder = self.folder / "attempts" / f"{self.attempt:03d}"
+        self._stop = Stop(folder, self._rank, int(env.get(WORLD, "1")))
+        self._lines: queue.SimpleQueue[dict[str, Any] | None] | None = None
+        self._writer: threading.Thread | None = None
+        self._latest = time.perf_counter()
+
+    def __bool__(self) -> bool:
+        return self._is
+
+    def report(
+        self, update: int, *, loss: float, samples: int | None = None, **metrics: float
+    ) -> None:
+        """Record an update (from 0) that is done. Rank 0's words count; it never waits for a disk.
+
+        Args:
+            samples: of this update, over all ranks.
+            metrics: further figures by name.
+        """
+        if not self._is or self._rank:
+            return
+        now = time.perf_counter()
+        record: dict[str, Any] = {
+            "update": int(update), "time": time.time(), "attempt": self.attempt,
+            "loss": loss, "update_s": now - self._latest, "metrics": metrics,
+        }  # fmt: skip
+        if samples is not None:
+            record["samples"] = samples
+        self._latest = now
+        self._put(record)
+
+    def should_stop(self, update: int) -> bool:
+        """Whether to save and leave now, after `update`. Every rank has to ask after every update,
+        and gets the same answer; no collective is called.
+        """
+        return self._is and self._stop.due(update)
+
+    def save_done(self, update: int) -> None:
+        """Note that what comes after `update` can go on from a checkpoint. Rank 0's words count."""
+        if self._is and not self._rank:
+            self._put({"saved": int(update), "update": int(update), "attempt": self.attempt,
+                       "time": time.time()})  # fmt: skip
+
+    def _put(self, record: dict[str, Any]) -> None:
+        if self._lines is None:
+            self._lines = queue.SimpleQueue()
+            self._writer = threading.Thread(target=self._write, name="report", daemon=True)
+            self._writer.start()
+            atexit.register(self._close)
+        self._lines.put(record)
+
+    def _write(self) -> None:
+        assert self._lines is not None  # noqa: S101  # made before this thread
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self.folder / "metrics.jsonl", flags, 0o600)
+        waiting, said = b"", False
+        while (record := self._lines.get()) is not None:
+            for name in ("loss", "metrics"):
+                if name in record:
+                    record[name] = _plain(record[name])
+            waiting += json.dumps(record).encode() + b"\n"
+            try:
+                waiting = waiting[os.write(descriptor, waiting) :]
+            except OSError as error:  # the lines are kept, and follow as soon as there is room
+                if not said:
+                    said = True
+                    warning = f"warning: metrics.jsonl could not be written: {error.strerror}"
+                    print(warning, file=sys.stderr, flush=True)  # noqa: T201  # the rank's log
+        os.close(descriptor)
+
+    def _close(self) -> None:
+        if self._lines is not None and self._writer is not None:
+            self._lines.put(None)
+            self._writer.join(FLUSH_S)
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays of one number as numbers; NaN and infinities stay what they are."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}  # type: ignore[reportUnknownVariableType]
+    return value if value is None else float(value)
+
+
+current_run = Run(os.environ)

@@ -1,0 +1,117 @@
+"""What a program imports of us: light, harmless without a run, quick, and agreed within one."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from orchestrator.inside.run import Run
+from orchestrator.inside.stop import Stop, write_number
+from orchestrator.inside.variables import ATTEMPT, NOT_YET, RANK, RUN, STOP_AFTER, STOP_ASKED, WORLD
+from tests.helpers import environment
+
+IMPORT = """
+import sys, time
+before = time.process_time()
+import orchestrator
+print((time.process_time() - before) * 1e3)
+assert not {"torch", "mindspore", "hydra", "omegaconf"} & set(sys.modules)
+from orchestrator import current_run
+assert not current_run and not current_run.should_stop(0)
+current_run.report(0, loss=1.0, samples=3, accuracy=0.5)
+current_run.save_done(0)
+assert "torch" not in sys.modules and not hasattr(orchestrator, "no_such_name")
+for name in orchestrator.__all__:
+    getattr(orchestrator, name)
+"""
+
+
+def test_importing_us_is_quick_and_without_a_run_the_same_lines_do_nothing(tmp_path):
+    spent = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORT],
+            env=environment(), capture_output=True, text=True, cwd=tmp_path, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        spent.append(float(done.stdout))
+        if min(spent) <= 30:
+            break
+    assert min(spent) <= 30, spent
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    folder = tmp_path / "attempts" / "000"
+    folder.mkdir(parents=True)
+    for name in (STOP_ASKED, STOP_AFTER):
+        write_number(str(folder / name), NOT_YET)
+    return folder
+
+
+def a_run(attempt, rank=0, size=1):
+    told = {RUN: str(attempt.parents[1]), ATTEMPT: "0", RANK: str(rank), WORLD: str(size)}
+    return Run(told)
+
+
+def quickest_us(action, calls=200, rounds=10):
+    def once():
+        began = time.perf_counter()
+        for number in range(calls):
+            action(number)
+        return (time.perf_counter() - began) / calls * 1e6
+
+    return min(once() for _ in range(rounds))
+
+
+def test_a_report_costs_50_us_and_a_question_20_us_at_the_most(attempt):
+    run, other = a_run(attempt), a_run(attempt, rank=1, size=2)
+    assert quickest_us(lambda u: run.report(u, loss=0.5, samples=8, accuracy=0.5)) <= 50
+    assert quickest_us(run.should_stop) <= 20
+    assert quickest_us(other.should_stop) <= 20
+    run._close()
+    records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [r["update"] for r in records] == [*range(200)] * 10
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_all_ranks_stop_after_the_same_update_whoever_is_asked_whenever(attempt, seed):
+    draw, size = random.Random(seed), 4
+    ranks, meet = [Stop(attempt, rank, size) for rank in range(size)], threading.Barrier(size)
+    asked = {rank: draw.randrange(8) for rank in draw.sample(range(size), draw.randint(1, size))}
+    lazy = [random.Random(f"{seed} {rank}") for rank in range(size)]
+    last = [NOT_YET] * size
+
+    def train(rank):
+        for update in range(400):
+            meet.wait(30)  # the reduction: nobody is done with an update before all take part
+            if lazy[rank].random() < 0.3:
+                time.sleep(0.002)
+            if update == asked.get(rank):
+                ranks[rank]._handle(15, None)
+            if ranks[rank].due(update):
+                last[rank] = update
+                return
+
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(set(last)) == 1, last
+    assert last[0] > min(asked.values())
+
+
+def test_a_stop_waits_for_ranks_that_never_ask_and_says_who_they_are(attempt, capfd):
+    stop = Stop(attempt, 0, 3)
+    os.utime(attempt)
+    Stop(attempt, 2, 3).due(0)
+    write_number(str(attempt / STOP_ASKED), 0)
+    assert not any(stop.due(update) for update in range(3))
+    assert "rank 1 never called should_stop" in capfd.readouterr().err
