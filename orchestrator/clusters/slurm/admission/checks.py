@@ -29,6 +29,7 @@ from orchestrator.clusters.slurm.admission.partitions import (
     Partition,
     read_partitions,
 )
+from orchestrator.clusters.slurm.admission.site_rules import as_placed
 from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
 from orchestrator.errors import ClusterError, did_you_mean
 from orchestrator.scheduler.client import Answer, SchedulerDown, SlurmClient, explained
@@ -247,19 +248,19 @@ def check_request(client: SlurmClient, config: Config, job: Wanted, script: str)
         shapes = beside.submit(client.ask, *SHAPES)
         known = read_partitions(client.must(*PARTITIONS), shapes.result().out)
         known = _without_excluded(client, config.cluster.exclude, known)
+        answer = tested.result()
+        job, words, warnings = as_placed(answer, job, chosen_partitions(job, known), known)
         partitions = chosen_partitions(job, known)
-        against, warnings = list(_against_partitions(job, known)), []
+        against = list(_against_partitions(job, known))
         accounting = _Accounting(client)
         try:
             against += accounting.against(job, partitions)
         except SchedulerDown as error:
             warnings.append(f"the limits of your account could not be looked at: {error}")
-        answer = tested.result()
     if against or (answer.code and any(words in answer.words.lower() for words in NEVER)):
         said = explained(answer.words) if answer.code else TAKEN_ALL_THE_SAME
         raise ClusterError("\n".join([said, *against] if answer.code else [*against, said]))
     warnings += _in_the_way(answer, partitions)
-    words = answer.words.removeprefix("sbatch: ")
     kill_wait_s = read_kill_wait_s(shown.result())
     preempted = preempt_grace_s(partitions, shown.result(), accounting.preempt_grace_s)
     return Verdict(
