@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from orchestrator.cli import application
+from orchestrator import launch
 from tests import helpers
 from tests.helpers import ROOT, SMALL, TINY
 
@@ -49,7 +49,7 @@ def test_a_run_does_as_planned_and_says_so(tmp_path, capsys):
     asked = [TINY, "train.epochs=2", "accumulation.global_batch=50", f"run.dir={run}"]
     done = helpers.call(*asked)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert application.main([*asked, "--cfg", "job"]) == 0
+    assert launch.main([*asked, "--cfg", "job"]) == 0
     written = (run / "config.yaml").read_text()
     assert capsys.readouterr().out == written.rpartition("# run ")[0], "all but the seal"
     plan = json.loads((run / "plan.json").read_text())
