@@ -6,7 +6,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MOST_LINES, MOST_OF_A_FILE, MOST_ARGUMENTS = 60, 300, 8
 LEFT = {
-    "__main__.py: file",
     "lifecycle/topology.py: call of cls",
     "outcome/folder_status.py: call of RunStatus",
     "rank/fenced_recorder.py: parameters of __init__",

@@ -36,7 +36,7 @@ class Program:
     """What each rank runs.
 
     Attributes:
-        command: a script (`train.py`), a module (`-m`, `package.module`) or any other program, and
+        command: a script (train.py), a module (`-m`, `package.module`) or any other program, and
             the arguments that were typed after it.
         arguments: further ones by name, so that they can be swept.
         argument_style: `equals` is --lr=0.1, `words` --lr 0.1, `bare` lr=0.1.

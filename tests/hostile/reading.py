@@ -18,7 +18,7 @@ def read(path: Path) -> dict[str, object]:
     running.check_own(run)
     config = running._config_of(run)
     asked = resumption(run, config, ())
-    said = running._of_checkpoints(run, config)
+    said = running._of_checkpoints(run, config, contents=True)
     found, _ = checkpoint.newest(run.checkpoints, run.identity)
     told = (
         run.identity, repr(config), run.read_submission(), run.read_plan(), run.read_result(),

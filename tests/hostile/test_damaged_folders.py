@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.__main__ import final_weights
+from orchestrator.cli.results import final_weights
 from orchestrator.errors import RunFolderError
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 from orchestrator.runs.control import follow

@@ -1,0 +1,89 @@
+"""The verbs that follow and stop runs: `status`, `attach`, `logs`, `cancel`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from orchestrator.cli.options import Json, Quiet, Verbose, print_json
+from orchestrator.report.terminal import say
+
+
+def status(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Run folders, or a sweep's; none: all in runs/.")
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say where runs stand: those that wait, run, or have ended, however and wherever they run."""
+    del verbose
+    from orchestrator.report.tables.run_view import points_wanted, print_run
+    from orchestrator.report.tables.status_table import print_status
+    from orchestrator.runs.status import expand, losses_so_far, statuses
+
+    asked = [path.absolute() for path in runs or []]
+    found, sentences = statuses(expand(asked))
+    console = Console()
+    for sentence in sentences:
+        say(Console(stderr=True), f"warning: {sentence}", "yellow")
+    if as_json:
+        print_json([status.to_json() for status in found])
+    elif len(asked) == 1 and [status.folder for status in found] == asked:
+        print_run(found[0], losses_so_far(found[0], points_wanted(console)), console)
+    elif found:
+        print_status(found, console, Path.cwd())
+    else:
+        say(console, "there are no runs in runs/")
+
+
+def attach(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
+    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.runs.attach import attach as show
+    from orchestrator.runs.console import Manner
+
+    manner = Manner(console=Console(), verbose=verbose, quiet=quiet)
+    raise typer.Exit(show(RunDir(run.absolute()).existing(), manner).exit_code)
+
+
+def logs(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    rank: Annotated[int | None, typer.Option(min=0, help="Whose; rank 0's by default.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the run ends.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Print a rank's log."""
+    del verbose
+    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.runs import control
+
+    folder = RunDir(run.absolute()).existing()
+    if follow:
+        for text in control.follow(folder, rank):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        return
+    for text in control.text_of(control.log_of(folder, rank)):
+        sys.stdout.write(text)
+
+
+def cancel(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Stop a run for good: all ranks together at the next update boundary, with a checkpoint."""
+    del verbose
+    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.runs import control
+
+    say(Console(), control.cancel(RunDir(run.absolute()).existing(), now=now))
