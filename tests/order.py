@@ -22,6 +22,7 @@ LONG = (
     "tests/end_to_end/test_full_disk.py",
     "tests/end_to_end/test_resume_overrides.py",
     "tests/end_to_end/test_control.py",
+    "tests/third_party/test_suites.py",
 )
 """The files that take longest, the longest first."""
 

@@ -33,18 +33,19 @@ class Arrays(Protocol):
         ...
 
 
-def _expect(found: Any, wanted: Any, what: str) -> None:
+def expect(found: Any, wanted: Any, what: str) -> None:
+    """Raises `AssertionError`, in a sentence, unless both are equal."""
     if found != wanted:
         raise AssertionError(f"{what}: must be {wanted}, but is {found}")
 
 
 def knows_itself(group: Group, arrays: Arrays) -> None:
     """Rank, size, generation and transport are what they should be, and ranks are all different."""
-    _expect(0 <= group.rank < group.size, True, "rank below size")
-    _expect(group.generation >= 0, True, "generation 0 or more")
-    _expect(bool(group.transport), True, "transport has a name")
+    expect(0 <= group.rank < group.size, True, "rank below size")
+    expect(group.generation >= 0, True, "generation 0 or more")
+    expect(bool(group.transport), True, "transport has a name")
     ranks = arrays.read(group.all_gather(arrays.make([float(group.rank)], [1])))
-    _expect(ranks, [float(rank) for rank in range(group.size)], "ranks in gathered order")
+    expect(ranks, [float(rank) for rank in range(group.size)], "ranks in gathered order")
 
 
 def sums_in_place(group: Group, arrays: Arrays) -> None:
@@ -53,7 +54,7 @@ def sums_in_place(group: Group, arrays: Arrays) -> None:
     group.all_reduce_sum(tensor)
     ranks = range(group.size)
     wanted = [sum(rank + 0.5 for rank in ranks), sum(10.0 * rank for rank in ranks)]
-    _expect(arrays.read(tensor), wanted, "all_reduce_sum")
+    expect(arrays.read(tensor), wanted, "all_reduce_sum")
 
 
 def sums_of_any_shape(group: Group, arrays: Arrays) -> None:
@@ -63,8 +64,8 @@ def sums_of_any_shape(group: Group, arrays: Arrays) -> None:
         group.all_reduce_sum(tensor)
         total = sum(range(group.size))
         wanted = [float(total + group.size * n) for n in range(count)]
-        _expect(arrays.read(tensor), wanted, f"all_reduce_sum of shape {shape}")
-        _expect(list(tensor.shape), list(shape), "shape afterwards")
+        expect(arrays.read(tensor), wanted, f"all_reduce_sum of shape {shape}")
+        expect(list(tensor.shape), list(shape), "shape afterwards")
 
 
 def gathers_equal_parts(group: Group, arrays: Arrays) -> None:
@@ -72,9 +73,9 @@ def gathers_equal_parts(group: Group, arrays: Arrays) -> None:
     mine = arrays.make([float(group.rank), -1.0], [1, 2])
     gathered = group.all_gather(mine)
     wanted = [number for rank in range(group.size) for number in (float(rank), -1.0)]
-    _expect(arrays.read(gathered), wanted, "all_gather")
-    _expect(list(gathered.shape), [group.size, 2], "shape of what is gathered")
-    _expect(arrays.read(mine), [float(group.rank), -1.0], "what was given")
+    expect(arrays.read(gathered), wanted, "all_gather")
+    expect(list(gathered.shape), [group.size, 2], "shape of what is gathered")
+    expect(arrays.read(mine), [float(group.rank), -1.0], "what was given")
 
 
 def gathers_uneven_parts(group: Group, arrays: Arrays) -> None:
@@ -89,7 +90,7 @@ def gathers_uneven_parts(group: Group, arrays: Arrays) -> None:
         mine = arrays.make([float(group.rank)] * (3 * count), [count, 3])
         gathered = group.all_gather(mine, sizes)
         wanted = [float(rank) for rank, size in enumerate(sizes) for _ in range(3 * size)]
-        _expect(arrays.read(gathered), wanted, f"all_gather of sizes {sizes}")
+        expect(arrays.read(gathered), wanted, f"all_gather of sizes {sizes}")
 
 
 def broadcasts_from_any_rank(group: Group, arrays: Arrays) -> None:
@@ -97,7 +98,7 @@ def broadcasts_from_any_rank(group: Group, arrays: Arrays) -> None:
     for source in range(group.size):
         tensor = arrays.make([float(group.rank), 7.0 + group.rank], [2])
         group.broadcast(tensor, source)
-        _expect(arrays.read(tensor), [float(source), 7.0 + source], f"broadcast from {source}")
+        expect(arrays.read(tensor), [float(source), 7.0 + source], f"broadcast from {source}")
 
 
 def waits_at_barriers(group: Group, arrays: Arrays) -> None:
@@ -112,10 +113,10 @@ def keeps_the_order(group: Group, arrays: Arrays) -> None:
     for turn in range(5):
         tensor = arrays.make([float(turn)], [1])
         group.all_reduce_sum(tensor)
-        _expect(arrays.read(tensor), [float(turn * group.size)], f"turn {turn}")
+        expect(arrays.read(tensor), [float(turn * group.size)], f"turn {turn}")
         gathered = group.all_gather(arrays.make([float(turn + group.rank)], [1]))
         wanted = [float(turn + rank) for rank in range(group.size)]
-        _expect(arrays.read(gathered), wanted, f"turn {turn}")
+        expect(arrays.read(gathered), wanted, f"turn {turn}")
 
 
 def counts_what_it_sends(group: Group, arrays: Arrays) -> None:
@@ -135,12 +136,12 @@ def counts_what_it_sends(group: Group, arrays: Arrays) -> None:
     found = grown_by(lambda: group.all_reduce_sum(tensor))
     size = 4 * numbers
     wanted = (0, 0, 0) if ranks == 1 else (1, size, 2 * (ranks - 1) * size // ranks)
-    _expect(found, wanted, "(collectives, bytes handed, bytes on the wire) of all_reduce_sum")
+    expect(found, wanted, "(collectives, bytes handed, bytes on the wire) of all_reduce_sum")
     found = grown_by(lambda: group.all_gather(tensor))
     wanted = (0, 0, 0) if ranks == 1 else (1, size, (ranks - 1) * size)
-    _expect(found, wanted, "(collectives, bytes handed, bytes on the wire) of all_gather")
+    expect(found, wanted, "(collectives, bytes handed, bytes on the wire) of all_gather")
     found = grown_by(group.barrier)
-    _expect(found, (0, 0, 0) if ranks == 1 else (1, 0, 0), "counts of barrier")
+    expect(found, (0, 0, 0) if ranks == 1 else (1, 0, 0), "counts of barrier")
 
 
 CHECKS: tuple[Callable[[Group, Arrays], None], ...] = (

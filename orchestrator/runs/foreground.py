@@ -6,6 +6,7 @@ What is drawn while one waits is imported here and not by `start`: a submission 
 from __future__ import annotations
 
 from orchestrator.clusters.api import POLL_S, Culprit, Handle, State
+from orchestrator.config.program_section import is_program
 from orchestrator.errors import EXIT_INTERRUPTED, UsageError
 from orchestrator.extensions import CLUSTERS
 from orchestrator.outcome.restart_policy import Ruling, rule
@@ -17,6 +18,10 @@ from orchestrator.runs.console import Manner
 from orchestrator.runs.interrupts import Interrupts
 from orchestrator.runs.ready import Ready
 from orchestrator.runs.showing import Showing
+
+NO_RESULT = Culprit(
+    rank=None, node="launcher", cause="all ranks ended in order, but none wrote a result"
+)
 
 
 def hold(ready: Ready) -> Ended:
@@ -66,7 +71,15 @@ def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
     except BaseException:
         handle.kill()
         raise
+    if state is State.FINISHED and not _said_so(ready):
+        return State.FAILED, interrupted, NO_RESULT
     return state, interrupted, handle.culprit
+
+
+def _said_so(ready: Ready) -> bool:
+    """Whether rank 0 wrote down that the training is over. Of a program nobody does."""
+    result = ready.run.read_result() or {}
+    return is_program(ready.config.job) or result.get("state") == State.FINISHED.value
 
 
 def _follow(

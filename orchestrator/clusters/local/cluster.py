@@ -18,7 +18,6 @@ from orchestrator.clusters.api import Cluster, Culprit, Handle, Request, State
 from orchestrator.clusters.local.nodes import Node, Nodes
 from orchestrator.clusters.root_cause import Behind, End, behind_of, blame, tail
 from orchestrator.config.frameworks import check_installed
-from orchestrator.config.program_section import is_program
 from orchestrator.errors import ClusterError, TransportError
 from orchestrator.lifecycle.signs.node_watch import FINISHED, FROZEN, NO_SIGN, STOPPED
 from orchestrator.plan.plan import Plan
@@ -175,9 +174,7 @@ class LocalHandle(Handle):
             self._give_up_at = time.monotonic() + GRACE_S
 
     def _settle(self) -> None:
-        """Finished is what every rank said, and rank 0 wrote down (of a program nobody does);
-        nothing else is.
-        """
+        """Finished is what every rank said; nothing else is."""
         self._nodes.close()
         words = set(self._words.values())
         if self.culprit is None and self._ends:
@@ -188,14 +185,8 @@ class LocalHandle(Handle):
             self._state = State.FAILED
         elif STOPPED in words:
             self._state = State.STOPPED
-        elif self._request.details["program"] or (
-            (self._run.read_result() or {}).get("state") == FINISHED
-        ):
-            self._state = State.FINISHED
         else:
-            self._state = State.FAILED
-            cause = "all ranks ended in order, but none wrote a result"
-            self.culprit = Culprit(rank=None, node="launcher", cause=cause)
+            self._state = State.FINISHED
 
 
 class LocalCluster(Cluster):
@@ -225,7 +216,6 @@ class LocalCluster(Cluster):
             "gpus": gpus,
             "silence_s": self.config.cluster.heartbeat_timeout_s,
             "hang_s": self.config.cluster.hang_timeout_s,
-            "program": is_program(self.config.job),
         }
         return replace(asked, details=details)
 

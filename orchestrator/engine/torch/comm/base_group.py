@@ -74,6 +74,9 @@ class BaseGroup(Member, ABC):
         """Collectives by the transport's own count, or None when it keeps none."""
         return None
 
+    def close(self) -> None:
+        """The last of it on this rank: what follows is an end, not a loss. Every rank calls it."""
+
     # ------------------------------------------------------------------ collectives
 
     def all_reduce_sum(self, tensor: Tensor) -> None:

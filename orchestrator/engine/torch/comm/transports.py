@@ -137,9 +137,18 @@ def choose(everyone: Sequence[Presence]) -> str:
         if lacking:
             _need_no_devices(everyone, lacking)
         return "gloo" if lacking else "nccl"
-    if lacking := transport_of(name).lacking(everyone):
+    if lacking := _lacking(name, everyone):
         raise TransportError(lacking)
     return name
+
+
+def _lacking(name: str, everyone: Sequence[Presence]) -> str:
+    """What the transport says; what it raises is an answer, too, which all ranks get."""
+    try:
+        with TRANSPORTS.told(name, "to say whether these ranks can use it"):
+            return transport_of(name).lacking(everyone)
+    except ConfigError as error:
+        raise TransportError(str(error)) from error
 
 
 def _without_own_gpu(everyone: Sequence[Presence]) -> str:

@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch.comm.base_group import BaseGroup
@@ -20,6 +21,7 @@ from orchestrator.engine.torch.comm.transports import choose, presence, transpor
 from orchestrator.engine.torch.rendezvous.decision import obey
 from orchestrator.engine.torch.rendezvous.store import await_verdict, decide, host, join
 from orchestrator.errors import RendezvousError, StopRequested
+from orchestrator.extensions import TRANSPORTS
 
 
 def form_group(spec: GroupSpec) -> BaseGroup:
@@ -47,15 +49,21 @@ def form_group(spec: GroupSpec) -> BaseGroup:
         verdict = await_verdict(spec, store, me, until)
     obey(spec, verdict)
     transport = str(verdict["transport"])
+    with TRANSPORTS.told(transport, "to form a group"):
+        group = _formed(transport, spec, PrefixStore(f"group-{spec.generation}", store.below))
+    group.kept = store
+    return group
+
+
+def _formed(transport: str, spec: GroupSpec, store: Store) -> BaseGroup:
     try:
-        group = transport_of(transport).form(
-            spec, PrefixStore(f"group-{spec.generation}", store.below)
-        )
+        group: Any = transport_of(transport).form(spec, store)
     except RuntimeError as error:
-        first_line = str(error).strip().splitlines()[0]
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RendezvousError(
             f"rank {spec.rank} on {spec.node} could not connect to the others over {transport}, "
             f"after all {spec.size} had arrived: {first_line}"
         ) from error
-    group.kept = store
+    if not isinstance(group, BaseGroup):
+        raise TypeError(f"form() gave {group!r:.60}, which is no BaseGroup")
     return group

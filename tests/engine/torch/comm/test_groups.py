@@ -11,7 +11,8 @@ from orchestrator.engine.torch import TorchGroup, run_in_threads
 from orchestrator.engine.torch.comm.running_collectives import as_peer_lost
 from orchestrator.engine.torch.comm.tensors import add_up
 from orchestrator.errors import PeerLost
-from tests.engine.torch.arrays import TorchArrays
+from orchestrator.testing.torch_groups import TORCH_CHECKS, TorchArrays
+from orchestrator.testing.transports import all_checks
 from tests.engine.torch.processes import run_ranks
 
 
@@ -21,82 +22,20 @@ def test_threads_pass_the_suite(check, size):
     run_in_threads(size, lambda group: check(group, TorchArrays()))
 
 
-def _whole_suite(group):
-    for check in CHECKS:
-        check(group, TorchArrays())
-    return group.transport
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("check", TORCH_CHECKS, ids=lambda check: check.__name__)
+def test_threads_pass_what_torch_asks_beside_it(check, size):
+    run_in_threads(size, check)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_processes_over_gloo_pass_the_suite(tmp_path, size):
-    assert run_ranks(size, tmp_path, _whole_suite) == ["gloo"] * size
+    assert run_ranks(size, tmp_path, all_checks) == ["gloo"] * size
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_lone_rank_passes_the_suite(check):
     check(TorchGroup.alone(), TorchArrays())
-
-
-DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
-    torch.uint8, torch.complex64, torch.complex128,
-)  # fmt: skip
-
-
-def _all_dtypes_and_strides(group):
-    for dtype in DTYPES:
-        mine = torch.full((2, 3), group.rank + 1).to(dtype)
-        for tensor in (mine.clone(), mine.t().contiguous().t(), mine.repeat(1, 2)[:, ::2]):
-            before = tensor.stride()
-            group.all_reduce_sum(tensor)
-            total = sum(range(group.size + 1))
-            assert torch.equal(tensor, torch.full((2, 3), total).to(dtype)), dtype
-            assert tensor.stride() == before
-            group.broadcast(tensor, group.size - 1)
-        sizes = [rank + 1 for rank in range(group.size)]
-        part = torch.full((sizes[group.rank], 2), group.rank).to(dtype)
-        gathered = group.all_gather(part.t().contiguous().t(), sizes)
-        wanted = torch.cat([torch.full((n, 2), rank).to(dtype) for rank, n in enumerate(sizes)])
-        assert torch.equal(gathered, wanted), dtype
-
-
-def test_every_dtype_and_stride_is_summed_and_gathered_over_gloo(tmp_path):
-    run_ranks(3, tmp_path, _all_dtypes_and_strides)
-
-
-def test_every_dtype_and_stride_is_summed_and_gathered_in_threads():
-    run_in_threads(3, _all_dtypes_and_strides)
-
-
-def _overlapped(group):
-    tensors = [torch.full((1000,), float(group.rank + n)) for n in range(8)]
-    works = [group.all_reduce_sum_async(tensor) for tensor in tensors]
-    for work in works:
-        work.wait()
-    return [tensor[-1].item() for tensor in tensors]
-
-
-def test_sums_under_way_at_once_do_not_mix(tmp_path):
-    wanted = [[float(3 + 3 * n) for n in range(8)]] * 3
-    assert run_ranks(3, tmp_path, _overlapped) == wanted
-    assert run_in_threads(3, _overlapped) == wanted
-
-
-def _pieces(group):
-    sends = group.rank != 1  # rank 1 gives nothing and gets something
-    mine = torch.arange(2 * group.size) + 100.0 * group.rank if sends else torch.empty(0)
-    counts = [0 if rank == 1 else 2 for rank in range(group.size)]
-    received = torch.empty(sum(counts))
-    group.all_to_all(received, mine, counts=counts)
-    return received.tolist()
-
-
-def test_pieces_reach_the_rank_they_are_for(tmp_path):
-    wanted = [
-        [100.0 * source + 2 * rank + n for source in (0, 2) for n in (0, 1)] for rank in range(3)
-    ]
-    assert run_ranks(3, tmp_path, _pieces) == wanted
-    assert run_in_threads(3, _pieces) == wanted
 
 
 HALVES = (torch.bfloat16, torch.float16)

@@ -1,0 +1,125 @@
+"""Ranks as real processes, without a launcher: start fast, fail loudly, leave nothing behind.
+
+Each is a fork of one process that has imported torch, and forms its group as a run's ranks do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.torch.model.uncompiled import spare_the_compiler
+from orchestrator.engine.torch.rendezvous.forming import form_group
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "orchestrator.testing.torch_groups", __name__])
+
+
+def spec(rank: int, size: int, folder: Path, *, transport: str = "gloo", **more: Any) -> GroupSpec:
+    """A rank of a pretended node of its own."""
+    given: dict[str, Any] = {"timeout_s": 60.0, "collective_timeout_s": 60.0, **more}
+    return GroupSpec(
+        rank=rank,
+        size=size,
+        local_rank=0,
+        node=f"node{rank}",
+        address=f"127.0.1.{rank + 1}",
+        folder=folder,
+        transport=transport,
+        **given,
+    )
+
+
+def _be(
+    rank: int,
+    made: Callable[[], GroupSpec],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    results: Any,
+) -> None:
+    torch.set_num_threads(1)
+    spare_the_compiler()  # as a run's ranks do
+    try:
+        group = form_group(made())
+        results.put((rank, function(group, *arguments), None))
+        group.close()
+    except BaseException as error:  # noqa: BLE001  # reported to the test
+        results.put((rank, f"{type(error).__name__}: {error}", traceback.format_exc()))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def start_ranks(
+    size: int,
+    folder: Path,
+    function: Callable[..., Any],
+    *arguments: Any,
+    ranks: Iterable[int] | None = None,
+    **more: Any,
+) -> tuple[dict[int, BaseProcess], Any]:
+    """Start `function(group, *arguments)` on `ranks` (all of them by default)."""
+    results = _context.Queue()
+    processes: dict[int, BaseProcess] = {
+        rank: _context.Process(
+            target=_be,
+            args=(rank, partial(spec, rank, size, folder, **more), function, arguments, results),
+            daemon=True,
+        )
+        for rank in (range(size) if ranks is None else ranks)
+    }
+    for process in processes.values():
+        process.start()
+    return processes, results
+
+
+def collect(
+    processes: Mapping[int, BaseProcess],
+    results: Any,
+    expected: Iterable[int] | None = None,
+    timeout_s: float = 120,
+) -> dict[int, tuple[Any, str | None]]:
+    """{rank: (result, traceback or None)} of `expected` ranks (all that were started)."""
+    found: dict[int, tuple[Any, str | None]] = {}
+    wanted = set(processes if expected is None else expected)
+    try:
+        while set(found) != wanted:
+            rank, result, trace = results.get(timeout=timeout_s)
+            found[rank] = (result, trace)
+    except queue.Empty:
+        raise AssertionError(f"ranks {sorted(wanted - set(found))} gave no result") from None
+    finally:
+        for process in processes.values():
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+    return found
+
+
+def run_ranks(
+    size: int, folder: Path, function: Callable[..., Any], *arguments: Any, **more: Any
+) -> list[Any]:
+    """Results of `function(group, *arguments)` on every rank, in rank order.
+
+    Args:
+        function: of a module, so that it can be sent to a process.
+        more: of a `GroupSpec`: `transport`, time-outs.
+
+    Raises:
+        AssertionError: with its traceback, where a rank failed.
+    """
+    found = collect(*start_ranks(size, folder, function, *arguments, **more))
+    for rank, (_, trace) in sorted(found.items()):
+        if trace is not None:
+            raise AssertionError(f"rank {rank}:\n{trace}")
+    return [found[rank][0] for rank in range(size)]

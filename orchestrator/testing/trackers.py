@@ -1,0 +1,94 @@
+"""What every tracker has to do, as the class that writes a run's scalars uses it. No framework.
+
+    class TestMine(TrackerSuite):
+        @pytest.fixture
+        def tracker(self):
+            return ["tracker.kind=mine"]
+
+        def read(self, run):
+            return [(step, values), ...]
+
+The fixture gives the overrides that choose it; `read` what it has written of the run, in the order
+of writing, `values` being numbers by name.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from orchestrator.compose.composer import compose
+from orchestrator.config.schema import Config
+from orchestrator.engine.conformance import expect
+from orchestrator.errors import ConfigError
+from orchestrator.extensions import TRACKERS
+from orchestrator.rank.writing.tracker import Scalars, Tracker
+from orchestrator.run_folder.rundir import RunDir
+
+LOSS, ACCURACY = "train/loss", "evaluation/accuracy"
+
+
+def _begun(tracker: Sequence[str], folder: Path) -> tuple[RunDir, Config]:
+    run = RunDir(folder / "run")
+    run.create()
+    return run, compose(["job=digits", f"run.dir={run.path}", *tracker])
+
+
+class TrackerSuite(ABC):
+    """Tests of one tracker; see the module."""
+
+    @abstractmethod
+    def read(self, run: RunDir) -> Sequence[tuple[int, Mapping[str, float]]]:
+        """What it has written."""
+
+    def test_what_is_written_is_there_after_the_close_and_an_attempt_adds_to_it(
+        self, tracker: Sequence[str], tmp_path: Path
+    ) -> None:
+        run, config = _begun(tracker, tmp_path)
+        written = [(0, {LOSS: 0.5}), (1, {LOSS: 0.25, ACCURACY: 1.0}), (1, {LOSS: 0.125})]
+        for attempt in (written[:2], written[2:]):  # a resume comes to a step for the second time
+            scalars = Scalars(run, config)
+            for step, values in attempt:
+                scalars.write(step, values)
+            scalars.close()
+        expect([(step, dict(values)) for step, values in self.read(run)], written, "what is read")
+
+    def test_what_is_no_finite_number_is_written_too(
+        self, tracker: Sequence[str], tmp_path: Path
+    ) -> None:
+        run, config = _begun(tracker, tmp_path)
+        chosen = TRACKERS.make(config.tracker.kind, Tracker, run, config)
+        chosen.write(0, {LOSS: math.nan, ACCURACY: math.inf})
+        chosen.close()
+        [(_, values)] = self.read(run)
+        expect(
+            (math.isnan(values[LOSS]), values[ACCURACY]), (True, math.inf), "not a number, infinity"
+        )
+
+    def test_one_that_fails_ends_no_training_and_is_told_at_most_once(
+        self, tracker: Sequence[str], tmp_path: Path
+    ) -> None:
+        run, config = _begun(tracker, tmp_path)
+        scalars = Scalars(run, config)
+        shutil.rmtree(run.path)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for step in range(3):
+                scalars.write(step, {LOSS: 1.0})
+            scalars.close()
+        expect(len(told) <= 1, True, f"at most one warning, of {[str(one) for one in told]}")
+
+    def test_an_option_that_it_does_not_have_is_refused(
+        self, tracker: Sequence[str], tmp_path: Path
+    ) -> None:
+        run, config = _begun([*tracker, "+tracker.options.no_such_option=1"], tmp_path)
+        try:
+            Scalars(run, config)
+        except ConfigError as error:
+            expect("tracker.options.no_such_option" in str(error), True, f"its name in: {error}")
+        else:
+            raise AssertionError("tracker.options.no_such_option=1 was taken without a word")

@@ -1,0 +1,63 @@
+"""What every transport of torch has to do: groups of processes that form as those of a run do.
+
+    class TestMine(TransportSuite):
+        @pytest.fixture
+        def transport(self):
+            return "mine"
+
+The fixture gives its name among the entry points. Ranks are processes of this machine, each on a
+pretended node with a loopback address of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from orchestrator.engine.conformance import CHECKS, expect
+from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.errors import PeerLost
+from orchestrator.testing.processes import run_ranks
+from orchestrator.testing.torch_groups import TORCH_CHECKS, TorchArrays
+
+LOST_AFTER_S = 3.0
+
+
+def all_checks(group: BaseGroup) -> str:
+    """The suite of groups and what torch asks beside it, one after another; gives the transport."""
+    for check in CHECKS:
+        check(group, TorchArrays())
+    for torch_check in TORCH_CHECKS:
+        torch_check(group)
+    return group.transport
+
+
+def _without_the_last(group: BaseGroup) -> str:
+    group.barrier()
+    if group.rank == group.size - 1:
+        return "left"
+    try:
+        group.all_reduce_sum(TorchArrays().make([1.0], [1]).to(group.device))
+    except PeerLost:
+        return "told"
+    return "nothing was raised"
+
+
+class TransportSuite:
+    """Tests of one transport; see the module."""
+
+    def test_two_ranks_pass_the_suite_of_groups(self, transport: str, tmp_path: Path) -> None:
+        expect(run_ranks(2, tmp_path, all_checks, transport=transport), [transport] * 2, "names")
+
+    def test_three_ranks_pass_the_suite_of_groups(self, transport: str, tmp_path: Path) -> None:
+        expect(run_ranks(3, tmp_path, all_checks, transport=transport), [transport] * 3, "names")
+
+    def test_a_lone_rank_needs_nobody(self, transport: str, tmp_path: Path) -> None:
+        expect(run_ranks(1, tmp_path, all_checks, transport=transport), [transport], "names")
+
+    def test_a_peer_that_has_gone_is_told_to_the_others(
+        self, transport: str, tmp_path: Path
+    ) -> None:
+        found = run_ranks(
+            2, tmp_path, _without_the_last, transport=transport, collective_timeout_s=LOST_AFTER_S
+        )
+        expect(found, ["told", "left"], "what becomes of the ranks")

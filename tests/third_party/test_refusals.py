@@ -1,0 +1,142 @@
+"""A class of somebody else's that cannot be used is one sentence, with its package in it."""
+
+import sys
+
+import pytest
+
+from orchestrator.compose.composer import compose
+from orchestrator.engine.framework import Framework
+from orchestrator.errors import ConfigError
+from orchestrator.extensions import CLUSTERS, FRAMEWORKS, SEAMS, TRACKERS, TRANSPORTS
+from orchestrator.rank.writing.tracker import Scalars
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.testing.processes import run_ranks
+from tests.helpers import ROOT, TINY, call
+
+BASES = {
+    CLUSTERS.key: "orchestrator.clusters.api.Cluster",
+    TRANSPORTS.key: "orchestrator.engine.torch.comm.transports.Transport",
+    FRAMEWORKS.key: "orchestrator.engine.framework.Framework",
+    TRACKERS.key: "orchestrator.rank.writing.tracker.Tracker",
+}
+CANNOT_BE_USED = {
+    "raise ValueError('broken')": "cannot be imported: ValueError: broken",
+    "Other = 1": "cannot be imported: AttributeError",
+    "class Theirs: pass": "is no subclass of {base}",
+    "class Theirs({name}): pass": "has no {lacks}",
+}
+
+
+@pytest.fixture
+def registered(tmp_path, monkeypatch):
+    """Install `theirs`, whose class for a seam is made of a source."""
+    folder = tmp_path / "theirs"
+    info = folder / "theirs-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.2\n")
+    monkeypatch.syspath_prepend(folder)
+
+    def register(seam, source):
+        module, name = BASES[seam.key].rsplit(".", 1)
+        (folder / "theirs.py").write_text(f"from {module} import {name}\n{source}\n")
+        (info / "entry_points.txt").write_text(f"[{seam.group}]\ntheirs = theirs:Theirs\n")
+        monkeypatch.delitem(sys.modules, "theirs", raising=False)
+        return folder
+
+    return register
+
+
+def table(seam, lacks, **more):
+    """(source, words) of all that can be wrong with the class of a seam."""
+    name = BASES[seam.key].rsplit(".", 1)[1]
+    common = {
+        source.format(name=name): words.format(base=BASES[seam.key], lacks=lacks)
+        for source, words in CANNOT_BE_USED.items()
+    }
+    own = {f"class Theirs({name}):\n{body}": words for body, words in more.values()}
+    return [
+        (source, f"theirs:Theirs of theirs 1.2 {words}") for source, words in (common | own).items()
+    ]
+
+
+FORM = "    @classmethod\n    def form(cls, spec, store): "
+LACKING = "    @classmethod\n    def lacking(cls, everyone): raise KeyError('x')"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    table(
+        TRANSPORTS,
+        "form",
+        raises=(f"{FORM}raise KeyError('PORT')", "failed to form a group: KeyError: 'PORT' ("),
+        gives_none=(f"{FORM}pass", "failed to form a group: TypeError: form() gave None"),
+        lacking=(f"{FORM}pass\n{LACKING}", "failed to say whether these ranks can use it: KeyE"),
+    ),
+)
+def test_a_transport_that_cannot_be_used_is_told_by_its_ranks(registered, tmp_path, source, words):
+    registered(TRANSPORTS, source)
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(2, tmp_path, print, transport="theirs")
+    assert f"Error: transport=theirs: {words}" in str(caught.value)
+
+
+def test_a_transport_that_cannot_connect_says_who_could_not(registered, tmp_path):
+    registered(TRANSPORTS, f"class Theirs(Transport):\n{FORM}raise RuntimeError('no cable')")
+    with pytest.raises(AssertionError, match="could not connect to the others over theirs, after"):
+        run_ranks(2, tmp_path, print, transport="theirs")
+
+
+INIT = "    def __init__(self, *given): raise KeyError('TOKEN')\n"
+FAILS = "failed at its start: KeyError: 'TOKEN' ("
+METHODS = "".join(
+    f"    def {name}(self, *given): pass\n" for name in ("form_group", "build_engine", "versions")
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    table(
+        FRAMEWORKS, "build_engine and no form_group and no versions", raises=(METHODS + INIT, FAILS)
+    ),
+)
+def test_a_framework_that_cannot_be_used_is_told(registered, source, words):
+    registered(FRAMEWORKS, source)
+    with pytest.raises(ConfigError) as caught:
+        FRAMEWORKS.make("theirs", Framework)
+    assert str(caught.value).startswith(f"engine.framework=theirs: {words}")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    table(TRACKERS, "write", raises=(f"    def write(self, *given): pass\n{INIT}", FAILS)),
+)
+def test_a_tracker_that_cannot_be_used_is_told(registered, tmp_path, source, words):
+    registered(TRACKERS, source)
+    with pytest.raises(ConfigError) as caught:
+        Scalars(RunDir(tmp_path), compose([TINY, "tracker.kind=theirs"]))
+    assert str(caught.value).startswith(f"tracker.kind=theirs: {words}")
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.key)
+def test_a_name_that_is_nearly_theirs_is_answered_with_it(registered, seam):
+    registered(seam, "")
+    with pytest.raises(ConfigError, match=f"{seam.key} must be one of .*did you mean 'theirs'"):
+        compose([TINY, f"{seam.key}=thiers"])
+
+
+def test_a_cluster_that_says_finished_where_nothing_was_trained_is_not_believed(
+    registered, tmp_path
+):
+    folder = registered(
+        CLUSTERS,
+        "from orchestrator.clusters.api import Handle, State\n"
+        "class Mine(Handle):\n"
+        "    def poll(self, timeout_s): return State.FINISHED\n"
+        "    stop = kill = poll\n"
+        "class Theirs(Cluster):\n"
+        "    def submit(self, request): return Mine()",
+    )
+    asked = (TINY, "cluster.kind=theirs", f"run.dir={tmp_path / 'run'}")
+    done = call(*asked, PYTHONPATH=f"{folder}:{ROOT}")
+    assert done.returncode == 1, done.stderr
+    assert "none wrote a result" in done.stdout + done.stderr
