@@ -14,6 +14,7 @@ from benchmarks.measure import RESULTS, kept
 MEASUREMENTS = (
     "submission",
     "launch_overhead",
+    "programs",
     "peers",
     "reproducible",
     "boundary",

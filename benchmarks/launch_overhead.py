@@ -47,7 +47,7 @@ BARE = """
 """
 
 
-def _first_to_last(command: list[str], folder: Path) -> float:
+def first_to_last(command: list[str], folder: Path) -> float:
     stamps = folder / "stamps"
     shutil.rmtree(stamps, ignore_errors=True)
     stamps.mkdir()
@@ -83,10 +83,10 @@ def contenders(folder: Path) -> dict[str, Callable[[], float]]:
             sys.executable, "-m", "orchestrator.launch", "job._target_=stamp_job.made",
             f"run.dir={run}", "cluster.nodes=1", f"cluster.ranks_per_node={RANKS}", "-q",
         ]  # fmt: skip
-        return _first_to_last(command, folder)
+        return first_to_last(command, folder)
 
     return {
-        REFERENCE: lambda: _first_to_last([sys.executable, "bare.py"], folder),
+        REFERENCE: lambda: first_to_last([sys.executable, "bare.py"], folder),
         "orchestrator.launch": ours,
     }
 

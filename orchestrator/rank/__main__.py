@@ -20,7 +20,7 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     # A group of a lost peer would wait in its destructor for operations that can never end
-    # (see the notes on recovery in docs/architecture.md), so interpreter shutdown is skipped.
+    # (docs/architecture.md, at its end), so interpreter shutdown is skipped.
     os._exit(code)
 
 

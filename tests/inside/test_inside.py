@@ -1,4 +1,4 @@
-"""What a program imports of us: light, harmless without a run, quick, and agreed within one."""
+"""What a program imports of us: light, harmless without a run, and agreed within one."""
 
 import json
 import os
@@ -60,24 +60,13 @@ def a_run(attempt, rank=0, size=1):
     return Run(told)
 
 
-def quickest_us(action, calls=200, rounds=10):
-    def once():
-        began = time.perf_counter()
-        for number in range(calls):
-            action(number)
-        return (time.perf_counter() - began) / calls * 1e6
-
-    return min(once() for _ in range(rounds))
-
-
-def test_a_report_costs_50_us_and_a_question_20_us_at_the_most(attempt):
-    run, other = a_run(attempt), a_run(attempt, rank=1, size=2)
-    assert quickest_us(lambda u: run.report(u, loss=0.5, samples=8, accuracy=0.5)) <= 50
-    assert quickest_us(run.should_stop) <= 20
-    assert quickest_us(other.should_stop) <= 20
+def test_what_is_reported_is_in_the_record_whole_and_in_order(attempt):
+    run = a_run(attempt)
+    for update in range(2000):
+        run.report(update, loss=0.5, samples=8, accuracy=0.5)
     run._close()
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [r["update"] for r in records] == [*range(200)] * 10
+    assert [r["update"] for r in records] == [*range(2000)]
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.engine.torch import Accumulator, Loss, run_in_threads
-from orchestrator.engine.torch.gradients.tree import are_siblings, gap_in, middle, nodes_of
+from orchestrator.engine.torch.gradients.addition_order import (
+    are_siblings,
+    gap_in,
+    middle,
+    nodes_of,
+)
 from orchestrator.engine.torch.seeds import seed_everything
 from orchestrator.engine.torch.state import weights_sha256
 from orchestrator.errors import PlanError

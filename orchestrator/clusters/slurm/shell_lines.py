@@ -1,8 +1,8 @@
 """The batch script's own part in a stop, a restart and an end: lines of shell around srun.
 
 The script must outlive what is sent to it, because what the ranks leave is its to settle (see
-`epilogue`). What it cannot settle, since it was killed itself, rank 0 does, or the next `resume` or
-`status` (see `ending/settle.py`).
+`after_srun`). What it cannot settle, since it was killed itself, rank 0 does, or the next `resume`
+or `status` (see `ending/settle.py`).
 """
 
 from __future__ import annotations

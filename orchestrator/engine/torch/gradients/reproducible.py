@@ -1,10 +1,10 @@
 """The reproducible reduction: the same bits for any contiguous assignment of leaves to ranks.
 
-Each rank folds its leaves' gradients into the nodes of a fixed tree (`tree.py`) as they come. At
-the boundary, three kinds of collectives: every rank says which leaves it had, with its trailer;
-segment s of each node goes to rank s, which adds its segment up along the tree; and the segments
-are gathered. The nodes travel one after the other (few rounds: one, when ranks own equal powers of
-two), so that no second copy of them is made for packing.
+Each rank folds its leaves' gradients into the nodes of a fixed tree (`addition_order.py`) as they
+come. At the boundary, three kinds of collectives: every rank says which leaves it had, with its
+trailer; segment s of each node goes to rank s, which adds its segment up along the tree; and the
+segments are gathered. The nodes travel one after the other (few rounds: one, when ranks own equal
+powers of two), so that no second copy of them is made for packing.
 
 Where nobody says which leaves a rank has, each is numbered at the boundary, after those of the
 ranks before: what can be folded without a number (rank 0's) is, the rest waits until then.
@@ -24,8 +24,14 @@ from torch import Tensor
 
 from orchestrator.engine.common.packed_sums import WIDE, Trailer
 from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.gradients.addition_order import (
+    Range,
+    are_siblings,
+    gap_in,
+    middle,
+    nodes_of,
+)
 from orchestrator.engine.torch.gradients.buffer import GradientBuffers
-from orchestrator.engine.torch.gradients.tree import Range, are_siblings, gap_in, middle, nodes_of
 from orchestrator.errors import PlanError
 
 _NO_LEAVES = (0, 0)
