@@ -41,7 +41,7 @@ def summarize(result: Mapping[str, Any] | None, updates: Sequence[Record]) -> Su
         state=str(result.get("state", "no result")),
         updates=count,
         samples=_first(result.get("samples"), _total(updates, "samples")),
-        seconds=result.get("seconds"),
+        seconds=result.get("seconds") or None,  # no update was made, or none was told of
         seconds_per_update=seconds_per_update(updates),
         samples_per_second=_samples_per_second(result, updates),
         time_shares=time_shares(updates),
