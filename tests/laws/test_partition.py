@@ -75,6 +75,13 @@ def test_any_split_equals_the_big_batch_in_float64(
     )
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("sync", ["boundary", "every_step"])
+def test_what_is_used_for_the_first_time_in_a_later_micro_step_is_stepped(sync, seed):
+    problem = Problem(samples=14, optimizer="sgd", seed=seed)
+    _check(problem, [[(0, 1), (1, 14)]], 1e-12, sync=sync)
+
+
 @given(
     data=st.data(),
     samples=st.integers(1, 20),

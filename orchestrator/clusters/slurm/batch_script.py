@@ -187,8 +187,8 @@ def _srun(config: Config, here: Here, run: RunDir) -> list[list[str]]:
             if value is not False
         ),
         *([option] for option in containers),
-        [*python, here.starter[0]],
-        [*here.starter[1:], "rank"],
+        [*python, *here.starter[:2]],
+        [*here.starter[2:], "rank"],
         [str(run.submitit)],
     ]
 

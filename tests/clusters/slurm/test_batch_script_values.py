@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.batch_script import Here, batch_script
+from orchestrator.clusters.slurm.batch_script import STARTER, Here, batch_script
 from orchestrator.run_folder.rundir import RunDir
 from tests.clusters.slurm.test_batch_script import slurm_config
 
@@ -32,19 +32,21 @@ def test_a_preamble_ends_at_a_word_that_it_does_not_hold(tmp_path):
 
 def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path):
     folders = [tmp_path / name for name in ("code", "here", "run")]
+    python = f"python3 -u {tmp_path / 'code/orchestrator' / STARTER}"
     image = {"container": "/images/a.sqsh"}
     pyxis = text_of(tmp_path, **image, container_runtime="pyxis")
     mounts = ",".join(f"{folder}:{folder}" for folder in folders)
     for words in ("--container-image=/images/a.sqsh", f"--container-mounts={mounts}",
-                  f"--container-workdir={folders[1]}", "python3 -u"):  # fmt: skip
+                  f"--container-workdir={folders[1]}", python):  # fmt: skip
         assert f"    {words} \\" in pyxis.splitlines()
     plain = text_of(tmp_path, **image, container_runtime="apptainer")
     binds = "--bind=" + ",".join(map(str, folders))
-    assert f"    apptainer exec {binds} /images/a.sqsh python3 -u \\" in plain.splitlines()
+    assert f"    apptainer exec {binds} /images/a.sqsh {python} \\" in plain.splitlines()
     gpus = text_of(tmp_path, **image, container_runtime="apptainer", gpus_per_node=2)
-    assert f"    apptainer exec --nv {binds} /images/a.sqsh python3 -u \\" in gpus.splitlines()
+    with_gpus = f"    apptainer exec --nv {binds} /images/a.sqsh {python} \\"
+    assert with_gpus in gpus.splitlines()
     bare = text_of(tmp_path)
-    assert "    /usr/bin/python3 -u \\" in bare.splitlines()
+    assert f"    /usr/bin/{python} \\" in bare.splitlines()
     assert "there is no Python at" in bare
     assert "there is no Python at" not in pyxis
 

@@ -198,7 +198,11 @@ class EveryStep:
             raise ValueError(
                 f"this window was said to have {self._steps} micro-steps; one more came"
             )
-        return self._overlap and self._sender.arm()
+        if self._overlap:
+            self._sender.arm()
+        # On rank 0 parameters without a gradient have zeros by now, to which autograd adds: only
+        # who is told of each gradient still learns that it was the window's first.
+        return True
 
     def after_backward(self) -> None:
         """Reduce, unless this was the last one: that is the boundary's, which adds the trailer."""
