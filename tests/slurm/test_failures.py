@@ -58,16 +58,23 @@ def limited(slurm, tmp_path_factory):
 def failing(slurm, tmp_path_factory):
     """All at once: they do not touch each other."""
     folder = tmp_path_factory.mktemp("failing")
+    for fault in FAULTS:
+        runs.submit(
+            slurm, folder / fault, f"job.fault={fault}", "job.fault_rank=3", "train.updates=30",
+            "cluster.ranks_per_node=2", "job.pause_s=0.02",
+        )  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def standing(slurm, tmp_path_factory):
+    """All at once, when those are over whose end is timed: starts take the processors."""
+    folder = tmp_path_factory.mktemp("standing")
     for name, (act, ranks, more, *_) in STILL.items():
         runs.submit(
             slurm, folder / words_only(name), "job._target_=tests.lively_jobs.Lively",
             f"+job.act={act}", f"+job.ranks={ranks}", "train.updates=999", "train.evaluate_every=0",
             "cluster.nodes=1", "cluster.ranks_per_node=2", "cluster.requeue=false", *more,
-        )  # fmt: skip
-    for fault in FAULTS:
-        runs.submit(
-            slurm, folder / fault, f"job.fault={fault}", "job.fault_rank=3", "train.updates=30",
-            "cluster.ranks_per_node=2", "job.pause_s=0.02",
         )  # fmt: skip
     return folder
 
@@ -97,9 +104,9 @@ def test_a_failing_rank_fails_the_job_within_ten_seconds(slurm, failing, fault):
 
 
 @pytest.mark.parametrize("name", STILL)
-def test_who_left_without_a_word_or_stands_still_is_the_culprit(slurm, failing, name):
+def test_who_left_without_a_word_or_stands_still_is_the_culprit(slurm, standing, name):
     *_, rank, cause, line = STILL[name]
-    run = failing / words_only(name)
+    run = standing / words_only(name)
     ended = runs.wait_over(slurm, run)
     assert ended["state"] == "failed"
     culprit = ended["culprit"]
