@@ -12,6 +12,7 @@ process finds it. What goes on alone (`Cluster.attended` is False) is followed b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from orchestrator.clusters.api import class_of, cluster_of
 from orchestrator.compose.composer import compose
@@ -81,7 +82,10 @@ class Started:
 
     def ends_with(self, code: int, *, within_s: float = 0.0) -> None:
         """Wait for the launcher's end; no rank is left then, or `within_s` of it."""
-        found = self.process.wait(WAIT_S)
+        try:
+            found = self.process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._given_up(f"the launch has not ended after {WAIT_S:g} s")
         if found != code:
             raise AssertionError(f"exit code {found} where {code} is due:\n{self.output}")
         expect(self._silent_within(within_s), True, "all ranks have ended with the launcher")
@@ -98,8 +102,14 @@ class Started:
         until = time.monotonic() + WAIT_S
         while not condition():
             if time.monotonic() > until or self.process.poll() is not None:
-                raise AssertionError(f"no rank came to work:\n{self.output}")
+                self._given_up("no rank came to work")
             time.sleep(0.05)
+
+    def _given_up(self, why: str) -> NoReturn:
+        """A cluster that keeps no promise may have to be rid of more than the launcher."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        raise AssertionError(f"{why}:\n{self.output}")
 
     def _silent_within(self, most_s: float) -> bool:
         """Whether every process of a rank is gone after that time, at the latest."""

@@ -19,6 +19,7 @@ BEAT_S = 0.05
 
 
 def main(folder: Path, act: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is to end at once has no say in it
     rank = os.environ["SLURM_PROCID"]
     told = {
         "node": os.environ["SLURMD_NODENAME"],
