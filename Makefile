@@ -54,8 +54,14 @@ lint: setup  ## ruff, pyright, import-linter
 	@$(BIN)/lint-imports
 
 unit: setup  ## the tests (PYTEST_ARGS for more)
-	@echo "== pytest $(or $(PYTEST_ARGS),with four workers: two of them wait for SLURM first)"
-	@$(BIN)/python -m pytest $(or $(PYTEST_ARGS),-n 4 --dist loadfile)
+ifdef PYTEST_ARGS
+	@echo "== pytest $(PYTEST_ARGS)"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+else
+	@echo "== pytest: all but tests/slurm, three workers; then tests/slurm, whose runs are timed, two"
+	@$(BIN)/python -m pytest --ignore=tests/slurm -n 3 --dist loadfile; all=$$?; \
+	$(BIN)/python -m pytest tests/slurm -n 2 --dist loadfile && exit $$all
+endif
 
 mutants: setup  ## change the code in small ways: do the fast tests notice? (MUTANTS_ARGS)
 	@echo "== mutants: a tenth of them (MUTANTS_ARGS='--share 1': all, for hours)"

@@ -1,7 +1,7 @@
 """Which tests one worker runs one after another, and what begins first: what lasts longest.
 
-A file is one worker's, for its tests share what they have started. tests/slurm mostly waits: two
-workers take it, each with a SLURM of its own, while others compute.
+A file is one worker's, for its tests share what they have started. tests/slurm is two workers',
+each with a SLURM of its own; it has bounds on seconds, so nothing else computes beside it.
 """
 
 SLURM = "tests/slurm/"
