@@ -2,14 +2,21 @@
 
 Each is a class of tests that asks for one fixture of yours, and each ends in the real code: ranks
 are processes, and what they say is read back from the run's folder. See docs/extending.md.
+A suite is imported when it is first used: that of transports alone needs torch here.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_HOMES = {"ClusterSuite": "clusters"}
+if TYPE_CHECKING:
+    from orchestrator.testing.clusters import ClusterSuite
+    from orchestrator.testing.trackers import TrackerSuite
+    from orchestrator.testing.transports import TransportSuite
+
+__all__ = ["ClusterSuite", "TrackerSuite", "TransportSuite"]
+_HOMES = {"ClusterSuite": "clusters", "TrackerSuite": "trackers", "TransportSuite": "transports"}
 
 
 def __getattr__(name: str) -> Any:
