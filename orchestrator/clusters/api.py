@@ -84,7 +84,7 @@ class Handle(ABC):
         """What it is and does, while it waits or runs: "job 7, running"; "" once it is over."""
         return ""
 
-    def close(self) -> None:  # noqa: B027  # most have nothing to close
+    def close(self) -> None:  # most have nothing to close
         """Nobody follows it any more from here."""
 
 
@@ -113,10 +113,10 @@ class Cluster(ABC):
         self.config, self.tell = config, tell
         self.options = options_of(self.Options, config.cluster.options, "cluster.options")
 
-    def refuse(self, plan: Plan, framework: str | None) -> None:  # noqa: B027  # nothing, by default
+    def refuse(self, plan: Plan, framework: str | None) -> None:  # nothing, by default
         """Raise a `UsageError` for a plan that could never run there; nothing is asked for it."""
 
-    def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:  # noqa: B027  # likewise
+    def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:  # likewise
         """Use nothing that only the run's folder vouches for. Raises `ClusterError`.
 
         Args:

@@ -29,5 +29,5 @@ class Framework(ABC):
     def versions(self) -> dict[str, str]:
         """What decides the bits of a run on the framework's side, by name."""
 
-    def ahead(self, spec: GroupSpec) -> None:  # noqa: B027  # most have nothing to start
+    def ahead(self, spec: GroupSpec) -> None:  # most have nothing to start
         """Start what takes time and need not wait for the job's import."""

@@ -103,7 +103,7 @@ class Run:
                 if not said:
                     said = True
                     warning = f"warning: metrics.jsonl could not be written: {error.strerror}"
-                    print(warning, file=sys.stderr, flush=True)  # noqa: T201  # the rank's log
+                    print(warning, file=sys.stderr, flush=True)
         os.close(descriptor)
 
     def _close(self) -> None:

@@ -81,7 +81,7 @@ class Stop:
             if not self._missing_said:
                 self._missing_said = True
                 named = ", ".join(map(str, missing))
-                print(  # noqa: T201  # goes to the rank's log
+                print(
                     f"warning: asked to stop, but rank {named} never called should_stop, which all "
                     f"ranks must; the stop waits for that",
                     file=sys.stderr,

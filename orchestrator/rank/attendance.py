@@ -104,7 +104,7 @@ class Attendance:
         """From the thread of `Life`: this rank gets nowhere, and never will."""
         error = RankHangs(sentence)
         error.add_note(f"its stack:\n{stack}")
-        print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)  # noqa: T201  # the rank's log
+        print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)
         self.failed(error)
         self._last_word(FAILED)
         os._exit(EXIT_FAILED)
@@ -123,7 +123,7 @@ class Attendance:
             os.read(heard, 1)
             while not any(self._run.attempt(self._attempt).glob("failure-*.json")):
                 time.sleep(LOOK_S)
-            print("ended with the rank that failed", flush=True)  # noqa: T201  # the rank's log
+            print("ended with the rank that failed", flush=True)
             self._last_word(FAILED)
             os._exit(EXIT_FAILED)
 
@@ -247,7 +247,7 @@ class Attendance:
 
     def _node_is_silent(self, node_index: int) -> None:
         if lost := wordless(self._run, self._attempt):  # not the node: its rank is to blame
-            print(f"error: rank {lost[0]} on {lost[1]} ended without a word", flush=True)  # noqa: T201  # the rank's log
+            print(f"error: rank {lost[0]} on {lost[1]} ended without a word", flush=True)
             self._last_word(FAILED)
             os._exit(EXIT_FAILED)
         with self._asking:
@@ -256,7 +256,7 @@ class Attendance:
                     self._run, self._attempt, self._topology, node_index, requeue=self._requeue
                 )
             except ClusterError as error:  # no scontrol in a container: the batch script may do it
-                print(f"error: {error}", flush=True)  # noqa: T201  # goes to the rank's log
+                print(f"error: {error}", flush=True)
                 os._exit(EXIT_FAILED)
         threading.Event().wait(KILL_WAIT_S)  # the scheduler ends us long before
         os._exit(EXIT_FAILED)
@@ -272,7 +272,7 @@ class Attendance:
                 since = time.time() - (time.monotonic() - said["since"])
                 write_json(path, {**said, **own, "since": since})
         except OSError as error:
-            print(f"that could not be recorded: {error}", flush=True)  # noqa: T201  # the rank's log
+            print(f"that could not be recorded: {error}", flush=True)
 
     def _vanish_if_superseded(self) -> bool:
         if self._fence.superseded:
@@ -280,7 +280,7 @@ class Attendance:
         return self._fence.superseded
 
     def _vanish(self) -> None:
-        print(  # noqa: T201  # goes to the rank's log
+        print(
             f"error: a newer attempt than {self._attempt} has begun; this one was forgotten by the "
             f"scheduler and ends",
             flush=True,

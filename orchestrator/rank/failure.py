@@ -92,4 +92,4 @@ def write_failure(run: RunDir, attempt: int, failure: dict[str, Any]) -> None:
     try:
         write_json(run.failure(attempt, failure["rank"]), failure)
     except OSError as error:
-        print(f"the failure could not be recorded: {error}", file=sys.stderr)  # noqa: T201  # the log
+        print(f"the failure could not be recorded: {error}", file=sys.stderr)

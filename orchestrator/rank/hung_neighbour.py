@@ -63,7 +63,7 @@ def end_lost(
     """
     stopped = state_of(pid) == "T"
     cause = (FROZEN if stopped else NO_SIGN).format(f"{timeout_s:g}")
-    print(f"rank {rank}: {cause}", flush=True)  # noqa: T201  # goes to the rank's log
+    print(f"rank {rank}: {cause}", flush=True)
     failure = failure_of(rank, node, RankHangs(cause)) | {"traceback": ""}
     write_failure(run, attempt, failure)
     if not stopped:

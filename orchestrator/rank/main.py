@@ -281,7 +281,7 @@ def _train(
         if not isinstance(error, OrchestratorError):
             traceback.print_exception(error)
         else:
-            print(f"error: {error}", file=sys.stderr)  # noqa: T201  # goes to the rank's log
+            print(f"error: {error}", file=sys.stderr)
         attendance.failed(error)
         return exit_code(error)
     return EXIT_FINISHED if outcome.state == "finished" else EXIT_STOPPED

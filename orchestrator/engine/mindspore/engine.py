@@ -285,7 +285,7 @@ class MindSporeEngine:
         return self._accumulator.compile_s + self._stepper.compile_s
 
     def _say(self, sentence: str) -> None:
-        print(sentence, flush=True)  # noqa: T201  # a rank's standard output is its log
+        print(sentence, flush=True)
 
 
 def _bytes(parameters: Iterable[Any]) -> int:

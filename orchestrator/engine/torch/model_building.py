@@ -91,4 +91,4 @@ class LossLines:
         if self._every and self._seen % self._every == 0:
             mean = float(loss.total.detach()) / float(loss.weight) if loss.weight else float("nan")
             sentence = f"update {update} micro-step {self._seen}: loss {mean:.6f}"
-            print(sentence, flush=True)  # noqa: T201  # goes to the rank's log
+            print(sentence, flush=True)

@@ -25,7 +25,7 @@ FOUND = re.compile(r"([0-9]{1,9}) ([\w.-]+)\n")
 
 def say_last_word(attempt: int, word: str) -> None:
     """Into this rank's log, just before its process ends."""
-    print(f"attempt {attempt} ended: {word}", flush=True)  # noqa: T201  # the rank's log
+    print(f"attempt {attempt} ended: {word}", flush=True)
 
 
 def wordless(run: RunDir, attempt: int) -> tuple[int, str] | None:

@@ -206,7 +206,7 @@ class Life:
                 self._link.sendall(json.dumps(message).encode() + b"\n")
             except OSError as error:
                 self._link = None
-                print(f"warning: nobody listens to this rank: {error}", flush=True)  # noqa: T201  # the log
+                print(f"warning: nobody listens to this rank: {error}", flush=True)
 
     def _live(self) -> None:
         while not self._over.wait(BEAT_S):
@@ -224,7 +224,7 @@ class Life:
         if news == "moves":
             self._send({"behind": None})
             self._on_behind(None)
-            print("note: it moves on", flush=True)  # noqa: T201  # goes to the rank's log
+            print("note: it moves on", flush=True)
         elif news == "behind":
             at, stack = self._stack()
             warn(
@@ -232,7 +232,7 @@ class Life:
                 f"stack",
                 kind=f"standing at {words}",
             )
-            print(stack, flush=True)  # noqa: T201  # goes to the rank's log
+            print(stack, flush=True)
         if standstill.told:
             at, stack = self._stack()
             message = {"where": where, "since": since, "at": at, "stack": stack.splitlines()}

@@ -117,7 +117,7 @@ class Deadline:
         try:
             job = self._ask()
         except Exception as error:  # noqa: BLE001  # no scheduler, no command: the configured times hold
-            print(f"the scheduler cannot be asked how long a stop may take: {error}", flush=True)  # noqa: T201
+            print(f"the scheduler cannot be asked how long a stop may take: {error}", flush=True)
             return
         if asked_for == self._asked_for:
             self._job = job

@@ -132,11 +132,11 @@ def hand_back(job_id: str) -> None:
     """What the batch script would do, for one that was killed. Where the scheduler cannot be asked
     (a container without its commands), the departure stays for the next `status` or `resume`.
     """
-    print("the batch script is gone; the job is handed back from here", flush=True)  # noqa: T201
+    print("the batch script is gone; the job is handed back from here", flush=True)
     try:
         ask_for_requeue(_client(), job_id)
     except ClusterError as error:
-        print(f"error: {error}", flush=True)  # noqa: T201  # goes to the rank's log
+        print(f"error: {error}", flush=True)
 
 
 def ask_standing(job_id: str) -> Standing | None:
@@ -190,7 +190,7 @@ def leave_silent_node(
     if run.read_result() is not None:
         raise ClusterError(f"node {node_name(node_index)} fell silent after the run's end")
     value = _departure_of_silent(node_name(node_index))
-    print(f"error: {value['why']}", flush=True)  # noqa: T201  # goes to the rank's log
+    print(f"error: {value['why']}", flush=True)
     path = run.departure(attempt)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -92,7 +92,7 @@ def _say(error: BaseException) -> None:
     if not isinstance(error, OrchestratorError):
         traceback.print_exception(error)
     else:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201  # goes to the rank's log
+        print(f"error: {error}", file=sys.stderr)
 
 
 class _Parent:
@@ -165,7 +165,7 @@ class _Parent:
     def _begin(self, start: Start) -> subprocess.Popen[bytes]:
         copies = copies_of(os.environ)
         words = command_line(start.program, copies)
-        print(f"attempt {self._attempt}: {' '.join(shown(words))}", flush=True)  # noqa: T201  # the log
+        print(f"attempt {self._attempt}: {' '.join(shown(words))}", flush=True)
         self._own = set(descendants(os.getpid()))
         parent, ignored = os.getpid(), self._ignored(start.program)
 
@@ -233,7 +233,7 @@ class _Parent:
         ):
             return
         self._asked = now
-        print(f"asked to stop: {number.name} to the program", flush=True)  # noqa: T201  # the log
+        print(f"asked to stop: {number.name} to the program", flush=True)
         write_number(str(self._run.stop_asked(self._attempt)), 0)
         try:
             os.killpg(child.pid, number)
@@ -257,11 +257,11 @@ class _Parent:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
             if file.read(1) not in (b"", b"\n"):
-                print(flush=True)  # noqa: T201  # goes to the rank's log
+                print(flush=True)
 
     def _collect(self) -> None:
         if self._child is not None and (ended := processes.end_leftovers(self._own)):
-            print(f"{ended} processes that the program left running were ended", flush=True)  # noqa: T201  # the log
+            print(f"{ended} processes that the program left running were ended", flush=True)
 
     def _said(self) -> str:
         """The end of what the program said in this attempt."""

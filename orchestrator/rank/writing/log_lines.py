@@ -61,6 +61,6 @@ class UpdateLines:
 
 def _log(line: str) -> None:
     try:
-        print(line, flush=True)  # noqa: T201  # a rank's standard output is its log
+        print(line, flush=True)
     except OSError:  # a full disk; that metrics.jsonl is lacking lines is told as a warning
         return

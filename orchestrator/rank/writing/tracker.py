@@ -36,7 +36,7 @@ class Tracker(ABC):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of update `step`, from 0. After a resume a step may come twice."""
 
-    def close(self) -> None:  # noqa: B027  # most have nothing to end
+    def close(self) -> None:  # most have nothing to end
         """Nothing follows."""
 
 

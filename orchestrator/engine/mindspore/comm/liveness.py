@@ -65,7 +65,7 @@ class Watch:
         The log's last line is then all that says why; `clusters.root_cause` reads it there.
         """
         if not self._noticed.wait(GRACE_S) and not self._closed:
-            print(f"error: {self._lost}", file=sys.stderr, flush=True)  # noqa: T201  # the rank's log
+            print(f"error: {self._lost}", file=sys.stderr, flush=True)
             os._exit(1)
 
 

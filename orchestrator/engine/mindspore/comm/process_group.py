@@ -197,7 +197,7 @@ class MindSporeGroup(Member):
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._told:
             self._told.add(sentence)
-            print(f"note: {sentence}", flush=True)  # noqa: T201  # goes to the rank's log
+            print(f"note: {sentence}", flush=True)
 
 
 def _bytes(tensor: Tensor) -> int:
