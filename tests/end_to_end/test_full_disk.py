@@ -5,6 +5,7 @@ quota, or read-only, as one becomes that has found an error in itself.
 import json
 import os
 import re
+import shutil
 import subprocess
 import time
 
@@ -57,6 +58,9 @@ class Full:
     def mend(self):
         (self.folder / "filler").unlink()
 
+    def remove(self):
+        must("umount", "-l", self.mounted)
+
 
 class Quota(Full):
     """A file system with room, of which this folder may have 4 MiB."""
@@ -77,12 +81,22 @@ class Quota(Full):
 
 
 class ReadOnly(Full):
-    """A file system that stops taking anything, in open files too."""
+    """A file system that stops taking anything, in open files too.
+
+    Another mount namespace has it mounted, too, as those have that tests beside this one make.
+    There the superblock that was stopped lives on, and whoever mounts the same image is given it
+    again: what is mounted after that is a copy.
+    """
 
     words, programs = "Read-only file system", {"e2fsprogs": ("mkfs.ext4",)}
 
     def _make(self):
         self._make_image("mkfs.ext4", "-q", size=16 * 2**20)
+        self._beside = subprocess.Popen(
+            ["unshare", "--mount", "sh", "-c", "echo ready && exec sleep 900"],
+            stdout=subprocess.PIPE,
+        )
+        assert self._beside.stdout.readline() == b"ready\n"
         return self.mounted
 
     def stop(self):
@@ -90,7 +104,14 @@ class ReadOnly(Full):
 
     def mend(self):
         must("umount", self.mounted)
-        must("mount", "-o", "loop", self._image, self.mounted)
+        os.sync()  # the loop device may still hold what it was given
+        copy = shutil.copyfile(self._image, self._image.with_name("copy"))
+        must("mount", "-o", "loop", copy, self.mounted)
+
+    def remove(self):
+        super().remove()
+        self._beside.kill()
+        self._beside.communicate()
 
 
 @pytest.fixture
@@ -104,7 +125,7 @@ def disk(tmp_path, request):
         pytest.skip(str(error))
     disk = request.param(tmp_path)
     yield disk
-    must("umount", "-l", disk.mounted)
+    disk.remove()
 
 
 @pytest.fixture(scope="module")
