@@ -1,7 +1,8 @@
 """What one rank publishes in the run folder, read by all others without wearing it out.
 
 Of each node only the first rank looks, ever more rarely; its neighbours ask it, over a socket that
-has no file. Where it cannot be asked (it died, or a container hides it) they look for themselves.
+has no file. On its own node the publisher is asked, which knows without looking. Where nobody can
+be asked (it died, or a container hides it) they look for themselves.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from orchestrator.run_folder.rundir import write_atomically
 
 FIRST_S, MOST_S = 0.05, 0.75
 ALONE_AFTER_S = 3.0
@@ -38,7 +41,7 @@ class Notice:
 
     Args:
         node: the node's name; with the path it names the socket.
-        first: whether this rank is its node's reader.
+        first: whether this rank is the one of its node that is asked: its reader, or the publisher.
     """
 
     def __init__(self, path: Path, *, node: str, first: bool) -> None:
@@ -47,6 +50,13 @@ class Notice:
         self._address = f"\0orchestrator-{digest[:32]}"
         self._relay = _Relay(self._address) if first else None
         self._looks, self._backoff = first, Backoff()
+
+    def publish(self, content: Any) -> None:
+        """Write it for other nodes, and answer those of this one."""
+        text = json.dumps(content)
+        write_atomically(self._path, text)
+        if self._relay is not None:
+            self._relay.tell(text)
 
     def wait(self) -> Any | None:
         """Look, or be told; pause for a moment when there is nothing yet, and give None then."""

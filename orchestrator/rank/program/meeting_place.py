@@ -9,7 +9,6 @@ set it).
 from __future__ import annotations
 
 import importlib
-import json
 import socket
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from typing import Any
 from orchestrator.engine.common.published_notice import Notice
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested
 from orchestrator.lifecycle.topology import Topology
-from orchestrator.run_folder.rundir import write_atomically
 
 
 @dataclass(slots=True)
@@ -56,6 +54,7 @@ def keep_port(address: str) -> socket.socket:
 
 def host(path: Path, topology: Topology, style: str, timeout_s: float) -> MeetingPlace:
     """On rank 0: find the port, publish it at `path`."""
+    notice = Notice(path, node=topology.node, first=True)
     if style == "mindspore":
         engine = importlib.import_module("orchestrator.engine.mindspore.comm.scheduler")
         scheduler = engine.Scheduler(topology.address, topology.size, timeout_s)
@@ -63,7 +62,7 @@ def host(path: Path, topology: Topology, style: str, timeout_s: float) -> Meetin
     else:
         keeper = keep_port(topology.address)
         place = MeetingPlace(topology.address, int(keeper.getsockname()[1]), keeper=keeper)
-    write_atomically(path, json.dumps({"address": place.address, "port": place.port}))
+    notice.publish({"address": place.address, "port": place.port})
     return place
 
 

@@ -5,7 +5,14 @@ import sys
 import threading
 import time
 
+import pytest
+
+from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.published_notice import ALONE_AFTER_S, Notice
+from orchestrator.engine.mindspore.comm import rendezvous as mindspore
+from orchestrator.engine.torch.rendezvous import store as torch_store
+from orchestrator.lifecycle.topology import Topology
+from orchestrator.rank.program import meeting_place
 
 WAIT_S = 4.0
 opened: list[str] = []
@@ -50,3 +57,45 @@ def test_waiting_ranks_look_twice_a_second_at_the_most_and_neighbours_not_at_all
     assert {name for name, *_ in ranks} == set(heard)
     assert all(found == {"port": 7} for _, found in heard.values())
     assert max(at for at, _ in heard.values()) - published < 5
+
+
+def _a_torch_group(one):
+    return torch_store.join(one, time.monotonic() + 30) if one.rank else torch_store.host(one)
+
+
+def _a_mindspore_group(one):
+    return mindspore.obey(one) if one.rank else mindspore.decide(one, lambda: {"port": 7})
+
+
+def _a_program(one):
+    place = Topology(
+        rank=one.rank, size=one.size, local_rank=one.local_rank, node_index=0, nodes=1,
+        node=one.node, address=one.address, job_id="1",
+    )  # fmt: skip
+    published = one.folder / "meeting.json"
+    if one.rank == 0:
+        return meeting_place.host(published, place, "torch", 30)
+    return meeting_place.find(published, place, 30, lambda: False)
+
+
+@pytest.mark.parametrize("meet", [_a_torch_group, _a_mindspore_group, _a_program])
+def test_a_neighbour_of_rank_0_hears_from_it_at_once_wherever_ranks_meet(tmp_path, meet):
+    began, took = time.monotonic(), []
+
+    def be(rank):
+        one = GroupSpec(rank=rank, size=2, local_rank=rank, node=f"{tmp_path}",
+                        address="127.0.0.1", folder=tmp_path)  # fmt: skip
+        kept.append(meet(one))
+        took.append(time.monotonic() - began)
+
+    kept: list[object] = []
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for place in kept:
+        if isinstance(place, meeting_place.MeetingPlace):
+            place.close()
+    assert len(took) == 2
+    assert max(took) < ALONE_AFTER_S, "it had given up on its neighbour"

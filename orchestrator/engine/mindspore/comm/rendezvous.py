@@ -8,7 +8,6 @@ stop or missing) and publishes the decision; the others wait for it. No framewor
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.published_notice import Backoff, Notice
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested
+from orchestrator.run_folder.rundir import write_atomically
 
 LINGER_S = 5.0
 """How much longer than rank 0 the others wait: it decides, they only guard against its absence."""
@@ -28,12 +28,6 @@ def _folder(spec: GroupSpec) -> Path:
     return spec.folder / f"mindspore-{spec.generation:03d}"
 
 
-def _publish(path: Path, content: Any) -> None:
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(path)
-
-
 def arrival_file(spec: GroupSpec, rank: int) -> Path:
     """Where `rank` says that it is there."""
     return _folder(spec) / f"arrived-{rank:05d}.json"
@@ -41,7 +35,14 @@ def arrival_file(spec: GroupSpec, rank: int) -> Path:
 
 def _arrive(spec: GroupSpec) -> None:
     _folder(spec).mkdir(mode=0o700, parents=True, exist_ok=True)
-    _publish(arrival_file(spec, spec.rank), {"node": spec.node, "address": spec.address})
+    note = {"node": spec.node, "address": spec.address}
+    write_atomically(arrival_file(spec, spec.rank), json.dumps(note))
+
+
+def _notice(spec: GroupSpec) -> Notice:
+    """Of the verdict."""
+    path = _folder(spec) / "verdict.json"
+    return Notice(path, node=spec.node, first=spec.local_rank == 0)
 
 
 def _arrived(spec: GroupSpec) -> set[int]:
@@ -91,7 +92,7 @@ def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
     """
     _arrive(spec)
     until = time.monotonic() + spec.timeout_s
-    path = _folder(spec) / "verdict.json"
+    notice = _notice(spec)
     endpoint: Endpoint | None = None
     verdict: Endpoint
     backoff = Backoff()
@@ -116,7 +117,7 @@ def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
                 verdict = {"verdict": "failed", "message": message}
             break
         time.sleep(backoff.next())
-    _publish(path, verdict)
+    notice.publish(verdict)
     refusal = _refusal(spec, verdict)
     if refusal is not None:
         raise refusal
@@ -127,8 +128,7 @@ def obey(spec: GroupSpec) -> Endpoint:
     """The other ranks' part: arrive, and wait for rank 0's verdict. Raises what it calls for."""
     _arrive(spec)
     until = time.monotonic() + spec.timeout_s
-    path = _folder(spec) / "verdict.json"
-    notice = Notice(path, node=spec.node, first=spec.local_rank == 0)
+    notice = _notice(spec)
     while (verdict := notice.wait()) is None:
         if spec.stop_requested():
             (_folder(spec) / "stop").touch()

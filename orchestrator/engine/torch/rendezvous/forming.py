@@ -42,8 +42,8 @@ def form_group(spec: GroupSpec) -> BaseGroup:
         return TorchGroup.alone(transport=transport, device=device, generation=spec.generation)
     until = time.monotonic() + spec.timeout_s
     if spec.rank == 0:
-        store = host(spec)
-        verdict = decide(spec, store, me, until)
+        store, notice = host(spec)
+        verdict = decide(spec, store, notice, me, until)
     else:
         store = join(spec, until)
         verdict = await_verdict(spec, store, me, until)

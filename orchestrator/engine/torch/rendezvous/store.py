@@ -26,7 +26,6 @@ from orchestrator.engine.torch.rendezvous.decision import obey
 from orchestrator.engine.torch.rendezvous.secret_store import SecretStore
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
 from orchestrator.run_folder.files import open_regular, read_text
-from orchestrator.run_folder.rundir import write_atomically
 
 POLL_S = 0.02
 HERE = "here"
@@ -43,6 +42,10 @@ def rendezvous_file(folder: Path, generation: int) -> Path:
 def _stop_file(spec: GroupSpec) -> Path:
     """Left by a rank that was asked to stop before rank 0 could be told."""
     return spec.folder / f"rendezvous-{spec.generation}.stop"
+
+
+def _notice(spec: GroupSpec, *, first: bool) -> Notice:
+    return Notice(rendezvous_file(spec.folder, spec.generation), node=spec.node, first=first)
 
 
 def _arrive(store: SecretStore, me: Presence) -> None:
@@ -66,12 +69,9 @@ def _listen(address: str) -> socket.socket:
     return listener
 
 
-def _publish(spec: GroupSpec, content: dict[str, Any]) -> None:
-    path = rendezvous_file(spec.folder, spec.generation)
-    write_atomically(path, json.dumps(content))  # private: it holds the secret
-
-
-def host(spec: GroupSpec) -> SecretStore:
+def host(spec: GroupSpec) -> tuple[SecretStore, Notice]:
+    """Open the store, and publish where it is; a bad verdict will take that one's place."""
+    notice = _notice(spec, first=True)
     try:
         listener = _listen(spec.address)
     except OSError as error:
@@ -93,8 +93,7 @@ def host(spec: GroupSpec) -> SecretStore:
     token = secrets.token_hex(16)
     ours = SecretStore(store, token)
     ours.tell(HERE, True)
-    _publish(
-        spec,
+    notice.publish(
         {
             "address": spec.address,
             "port": port,
@@ -102,12 +101,14 @@ def host(spec: GroupSpec) -> SecretStore:
             "size": spec.size,
             "node": spec.node,
             "token": token,
-        },
+        }
     )
-    return ours
+    return ours, notice
 
 
-def decide(spec: GroupSpec, store: SecretStore, me: Presence, until: float) -> dict[str, Any]:
+def decide(
+    spec: GroupSpec, store: SecretStore, notice: Notice, me: Presence, until: float
+) -> dict[str, Any]:
     """Wait for everybody, or for a reason not to; tell all, and see that they have read it."""
     _arrive(store, me)
     backoff, look = Backoff(), 0.0
@@ -129,7 +130,7 @@ def decide(spec: GroupSpec, store: SecretStore, me: Presence, until: float) -> d
             break
         time.sleep(POLL_S)
     if verdict["verdict"] != "go":  # ranks that come later still, read it here
-        _publish(spec, {"generation": spec.generation, **verdict})
+        notice.publish({"generation": spec.generation, **verdict})
     store.tell("verdict", verdict)
     if verdict["verdict"] != "go":
         arrived = store.count("arrived")
@@ -157,7 +158,7 @@ def _choose_transport(notes: list[Any]) -> dict[str, Any]:
 def join(spec: GroupSpec, until: float) -> SecretStore:
     """Connect to the store as soon as its address is there and somebody answers at it."""
     path = rendezvous_file(spec.folder, spec.generation)
-    notice = Notice(path, node=spec.node, first=spec.local_rank == 0)
+    notice = _notice(spec, first=spec.local_rank == 0)
     backoff, published = Backoff(), False
     while True:
         content = notice.wait()
