@@ -221,11 +221,10 @@ def _wrong_first(word: str, *, alone: bool) -> str:
 
 def _in_vain(config: Any, defaults: Any) -> Iterator[str]:
     """Keys of ours that say how we train, and are not as they come."""
+    stated, usual = asdict(config), asdict(defaults)
     for section in MEANINGLESS:
-        value, plain = getattr(config, section), getattr(defaults, section)
-        if not is_dataclass(value):
-            if value != plain:
-                yield f"{section}={value}" if isinstance(value, str) else section
-            continue
-        stated, usual = asdict(value), asdict(plain)  # type: ignore[arg-type]
-        yield from (f"{section}.{k}={v}" for k, v in stated.items() if v != usual[k])
+        value, plain = stated[section], usual[section]
+        if is_dataclass(getattr(config, section)):
+            yield from (f"{section}.{k}={v}" for k, v in value.items() if v != plain[k])
+        elif value != plain:
+            yield f"{section}={value}" if isinstance(value, str) else section

@@ -106,10 +106,8 @@ def _check_executable(spelled: str, path: Path) -> None:
     if not os.access(path, os.X_OK):
         raise JobError(f"{spelled} may not be executed; chmod +x {spelled}")
     interpreter = first[2:].split()[:1] if first.startswith(b"#!") else []
-    if interpreter and not os.path.exists(interpreter[0]):  # noqa: PTH110  # bytes
-        raise JobError(
-            f"{spelled} wants {os.fsdecode(interpreter[0])}, which is not on this machine"
-        )
+    if interpreter and not Path(wanted := os.fsdecode(interpreter[0])).exists():
+        raise JobError(f"{spelled} wants {wanted}, which is not on this machine")
 
 
 def _not_there(spelled: str, path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -28,8 +28,8 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, Mapping):
-        return {key: _escaped(inner) for key, inner in value.items()}  # type: ignore[reportUnknownVariableType]
-    return [_escaped(inner) for inner in value] if isinstance(value, list) else value  # type: ignore[reportUnknownVariableType]
+        return {key: _escaped(inner) for key, inner in value.items()}
+    return [_escaped(inner) for inner in value] if isinstance(value, list) else value
 
 
 def read_config(values: Any) -> Config:
@@ -40,11 +40,10 @@ def read_config(values: Any) -> Config:
     """
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), as_they_are(values))
-        config = OmegaConf.to_object(merged)
+        config = cast("Config", OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
         reason = str(error).split("\n", maxsplit=1)[0]
         raise ConfigError(f"{error.full_key or 'the configuration'}: {reason}") from error
-    assert isinstance(config, Config)  # noqa: S101  # what a structured merge gives, by construction
     check(config)
     return config
 

@@ -220,7 +220,7 @@ def node_range(nodes: Any) -> tuple[int, int]:
     """
     if isinstance(nodes, int) and not isinstance(nodes, bool):
         least = most = nodes
-    elif isinstance(nodes, Mapping) and set(nodes) == {"min", "max"}:  # type: ignore[reportUnknownArgumentType]
+    elif isinstance(nodes, Mapping) and set(nodes) == {"min", "max"}:
         least, most = nodes["min"], nodes["max"]
     else:
         raise ConfigError(f"cluster.nodes must be a number or {{min: a, max: b}}, but is {nodes!r}")

@@ -82,17 +82,18 @@ class Run:
     def _put(self, record: dict[str, Any]) -> None:
         if self._lines is None:
             self._lines = queue.SimpleQueue()
-            self._writer = threading.Thread(target=self._write, name="report", daemon=True)
+            self._writer = threading.Thread(
+                target=self._write, args=(self._lines,), name="report", daemon=True
+            )
             self._writer.start()
             atexit.register(self._close)
         self._lines.put(record)
 
-    def _write(self) -> None:
-        assert self._lines is not None  # noqa: S101  # made before this thread
+    def _write(self, lines: queue.SimpleQueue[dict[str, Any] | None]) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self.folder / "metrics.jsonl", flags, 0o600)
         waiting, said = b"", False
-        while (record := self._lines.get()) is not None:
+        while (record := lines.get()) is not None:
             for name in ("loss", "metrics"):
                 if name in record:
                     record[name] = _plain(record[name])
@@ -115,7 +116,7 @@ class Run:
 def _plain(value: Any) -> Any:
     """Tensors and arrays of one number as numbers; NaN and infinities stay what they are."""
     if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}  # type: ignore[reportUnknownVariableType]
+        return {str(name): _plain(inner) for name, inner in value.items()}
     return value if value is None else float(value)
 
 

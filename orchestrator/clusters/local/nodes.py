@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, cast
 
 from orchestrator.clusters.api import Request
 from orchestrator.lifecycle.signs.node_watch import STACK_S, processor_s
@@ -108,7 +108,7 @@ class Nodes:
         for end in pipes:
             os.close(end)
         try:
-            with process.stdin as pipe:  # type: ignore[union-attr]
+            with cast("IO[bytes]", process.stdin) as pipe:
                 pipe.write(json.dumps(order).encode())
         except BrokenPipeError:  # it has ended already, which is read from the nodes' pipes
             pass

@@ -87,9 +87,9 @@ def usable(optimizer: Any, spelled: str) -> Optimizer:
 
 def _several(given: Any) -> int:
     """How many optimizers are in a mapping or a list."""
-    values: list[Any] = list(given.values()) if isinstance(given, Mapping) else []  # pyright: ignore[reportUnknownArgumentType]
+    values: list[Any] = list(given.values()) if isinstance(given, Mapping) else []
     if isinstance(given, (list, tuple)):
-        values = list(given)  # pyright: ignore[reportUnknownArgumentType]
+        values = list(given)
     return sum(isinstance(value, Optimizer) for value in values)
 
 

@@ -168,7 +168,7 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The inverse of `pack`."""
     if not isinstance(packed, Mapping):
         return packed
-    [(kind, content)] = packed.items()  # type: ignore[reportUnknownMemberType]
+    [(kind, content)] = packed.items()
     if kind == "tensor":
         return tensors[content]
     if kind == "float":
@@ -216,7 +216,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 def _read(path: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]  # untyped there
+        with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     except (SafetensorError, FileNotFoundError) as error:

@@ -18,24 +18,20 @@ class TensorBoard(Tracker):
 
     def __init__(self, run: RunDir, config: Config) -> None:
         super().__init__(run, config)
-        from tensorboard.compat.proto.event_pb2 import (
-            Event,  # pyright: ignore[reportAttributeAccessIssue]  # made at run time by protobuf
-        )
-        from tensorboard.compat.proto.summary_pb2 import (
-            Summary,  # pyright: ignore[reportAttributeAccessIssue]  # made at run time by protobuf
-        )
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         run.tensorboard.mkdir(mode=0o700, exist_ok=True)
-        self._event: Any = Event
-        self._summary: Any = Summary
+        self._events: Any = event_pb2  # protobuf makes what is in them at run time
+        self._summaries: Any = summary_pb2
         self._writer: Any = EventFileWriter(str(run.tensorboard))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        pairs = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._writer.add_event(
-            self._event(wall_time=time.time(), step=step, summary=self._summary(value=pairs))
-        )
+        summary = self._summaries.Summary()
+        for tag, value in values.items():
+            summary.value.add(tag=tag, simple_value=value)
+        event = self._events.Event(wall_time=time.time(), step=step, summary=summary)
+        self._writer.add_event(event)
 
     def close(self) -> None:
         self._writer.close()

@@ -168,10 +168,12 @@ def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
             f"leaf, which was {leaf_before} so far; another one is another sum\n{anew(run)}"
         )
     for update in _looked_at(old, new):
-        if old.rates.schedule and new.rates.schedule and _rate(old, update) != _rate(new, update):
+        rates = [plan.rates.schedule.learning_rate(update)
+                 for plan in (old, new) if plan.rates.schedule]  # fmt: skip
+        if len(set(rates)) > 1:
             raise ConfigError(
-                f"the learning rate of update {update + 1} would be {_rate(new, update):.6g}, but "
-                f"was to be {_rate(old, update):.6g}: schedule.* decides it, and where "
+                f"the learning rate of update {update + 1} would be {rates[1]:.6g}, but "
+                f"was to be {rates[0]:.6g}: schedule.* decides it, and where "
                 f"schedule.decay is not none, the number of updates does, too\n{anew(run)}"
             )
         if update < done and _samples(old, update) != _samples(new, update):
@@ -187,11 +189,6 @@ def _looked_at(old: Plan, new: Plan) -> list[int]:
     common = min(old.updates, new.updates)
     step = max(1, common // MOST_UPDATES)
     return sorted({*range(0, common, step), common - 1})
-
-
-def _rate(plan: Plan, update: int) -> float:
-    assert plan.rates.schedule is not None  # noqa: S101  # asked by the only caller
-    return plan.rates.schedule.learning_rate(update)
 
 
 def _samples(plan: Plan, update: int) -> int:

@@ -56,7 +56,7 @@ class Precision(LossScale):
         """
         inner: Any = forward
         if self._half is not None:
-            inner = amp.auto_mixed_precision(forward, "auto", self._half)  # type: ignore[arg-type]  # takes functions as well
+            inner = amp.auto_mixed_precision(forward, "auto", self._half)
         held = self._held
 
         def plain(*leaves: Tensor) -> Any:

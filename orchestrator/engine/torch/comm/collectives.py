@@ -79,7 +79,7 @@ class AllGather(Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
         """Block r of sum_q g_q."""
-        return _Blocks.apply(grad_outputs[0], ctx.group, ctx.sizes), None, None  # type: ignore[return-value]
+        return _Blocks.apply(grad_outputs[0], ctx.group, ctx.sizes), None, None
 
 
 class _Blocks(Function):
@@ -106,7 +106,7 @@ def all_reduce_sum(x: Tensor, group: BaseGroup) -> Tensor:
 
     Backward: sum_q g_q (an all-reduce). Collective in both directions.
     """
-    return AllReduceSum.apply(x, group)  # type: ignore[return-value]  # untyped in torch
+    return AllReduceSum.apply(x, group)
 
 
 def all_reduce_mean(x: Tensor, group: BaseGroup) -> Tensor:
@@ -114,7 +114,7 @@ def all_reduce_mean(x: Tensor, group: BaseGroup) -> Tensor:
 
     Backward: 1/R sum_q g_q (an all-reduce). Collective in both directions.
     """
-    return AllReduceMean.apply(x, group)  # type: ignore[return-value]  # untyped in torch
+    return AllReduceMean.apply(x, group)
 
 
 def all_gather(x: Tensor, group: BaseGroup, sizes: Sequence[int] | None = None) -> Tensor:
@@ -130,4 +130,4 @@ def all_gather(x: Tensor, group: BaseGroup, sizes: Sequence[int] | None = None) 
     Raises:
         ValueError: `x` has no axis 0, or is not of the size that `sizes` says.
     """
-    return AllGather.apply(x, group, sizes)  # type: ignore[return-value]  # untyped in torch
+    return AllGather.apply(x, group, sizes)

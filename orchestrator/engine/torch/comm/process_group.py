@@ -88,7 +88,7 @@ class TorchGroup(BaseGroup):
         """Collectives since the group was formed, by the process group's own sequence number."""
         if self._group is None:
             return 0
-        counted = int(self._group._get_sequence_number_for_group())  # noqa: SLF001  # no public name
+        counted = int(self._group._get_sequence_number_for_group())
         return counted - self._parts_of_one
 
     def _start(self, operation: str, call: Callable[..., Any], *tensors: Tensor) -> Work:
@@ -126,12 +126,12 @@ class TorchGroup(BaseGroup):
         mine = pieces[self.rank]
         if self.transport == "gloo":
             return self._start_gather(pieces, mine)
-        return self._start("all_gather", self._group._allgather_base, tensor, mine)  # noqa: SLF001  # no public name
+        return self._start("all_gather", self._group._allgather_base, tensor, mine)
 
     def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work:
         if self.transport == "gloo":
             return self._sums.start(out, tensor)
-        return self._start("reduce_scatter_sum", self._group._reduce_scatter_base, out, tensor)  # noqa: SLF001  # no public name
+        return self._start("reduce_scatter_sum", self._group._reduce_scatter_base, out, tensor)
 
     def _start_segments(self, into: Sequence[Tensor], pieces: Sequence[Tensor]) -> Work:
         return self._start_pairwise("reduce_scatter_sum", into, pieces, at_once=True)

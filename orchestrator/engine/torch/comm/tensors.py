@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
+
+writes_of = attrgetter("_version")
+"""How often a tensor was written in place: free to look at, but torch has no public name for it."""
 
 
 def bytes_of(tensor: Tensor) -> int:

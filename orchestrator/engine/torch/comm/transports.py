@@ -209,13 +209,13 @@ class Gloo(_OfTorch):
     def connect(cls, spec: GroupSpec, store: Store, device: torch.device) -> Any:
         del device
         gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()  # noqa: SLF001  # older versions have no other name
-        options._devices = [gloo.create_device(hostname=spec.address)]  # noqa: SLF001
-        options._timeout = timedelta(seconds=spec.timeout_s)  # noqa: SLF001
-        options._threads = 2  # noqa: SLF001  # buckets under way at a time
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=spec.address)]
+        options._timeout = timedelta(seconds=spec.timeout_s)
+        options._threads = 2  # buckets under way at a time
         group = gloo(store, spec.rank, spec.size, options)
         # The constructor waits for its peers with the same time-out as collectives do later.
-        group._set_default_timeout(timedelta(seconds=spec.collective_timeout_s))  # noqa: SLF001
+        group._set_default_timeout(timedelta(seconds=spec.collective_timeout_s))
         return group
 
 
@@ -239,7 +239,7 @@ class Nccl(_OfTorch):
         torch.cuda.set_device(device)
         nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009  # absent from builds for CPUs
         options = nccl.Options()
-        options._timeout = timedelta(seconds=spec.collective_timeout_s)  # noqa: SLF001  # no public name
+        options._timeout = timedelta(seconds=spec.collective_timeout_s)
         return nccl(store, spec.rank, spec.size, options)
 
 
@@ -265,6 +265,6 @@ class Hccl(_OfTorch):
         # The constructor is the one that torch_npu registers.
         npu: Any = importlib.import_module("torch_npu")
         torch.get_device_module("npu").set_device(device)
-        return npu._C._distributed_c10d.ProcessGroupHCCL(  # noqa: SLF001  # no public name
+        return npu._C._distributed_c10d.ProcessGroupHCCL(
             store, spec.rank, spec.size, timedelta(seconds=spec.collective_timeout_s)
         )

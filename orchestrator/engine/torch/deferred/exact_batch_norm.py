@@ -25,6 +25,7 @@ from orchestrator.engine.torch.batch_norm.exact import (
     Statistics,
     in_order,
 )
+from orchestrator.engine.torch.comm.tensors import writes_of
 from orchestrator.engine.torch.deferred.parts import Parts
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.errors import ConfigError, JobError
@@ -167,7 +168,7 @@ class ExactWindows:
         norms = [layer for layer in self._model.modules() if isinstance(layer, ExactBatchNorm)]
         for norm in norms:
             norm.trial = calls
-        versions = {name: _version(buffer) for name, buffer in self._model.named_buffers()}
+        versions = {name: writes_of(buffer) for name, buffer in self._model.named_buffers()}
         try:
             with torch.no_grad():
                 # A shallow copy, so that what a job counts in its own attributes is not counted.
@@ -176,7 +177,7 @@ class ExactWindows:
         finally:
             for norm in norms:
                 norm.trial = None
-        changed = [n for n, b in self._model.named_buffers() if _version(b) != versions.get(n)]
+        changed = [n for n, b in self._model.named_buffers() if writes_of(b) != versions.get(n)]
         if changed:
             raise JobError(
                 f"engine.norm=exact runs a forward several times, but the model's forward changes "
@@ -196,7 +197,3 @@ class ExactWindows:
                 "engine.norm=group or frozen"
             )
         return calls
-
-
-def _version(tensor: Tensor) -> int:
-    return tensor._version  # noqa: SLF001  # no public name  # pyright: ignore[reportPrivateUsage]

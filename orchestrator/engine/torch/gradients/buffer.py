@@ -18,12 +18,12 @@ from operator import attrgetter, is_
 import torch
 from torch import Tensor
 
-from orchestrator.engine.torch.comm.tensors import bytes_of
+from orchestrator.engine.torch.comm.tensors import bytes_of, writes_of
 from orchestrator.engine.torch.gradients.layout import Place, buffer_plans, real_numbers
 from orchestrator.errors import JobError
 from orchestrator.plan.wire import trailer_numbers
 
-_GRADIENT, _VERSION = attrgetter("grad"), attrgetter("_version")
+_GRADIENT = attrgetter("grad")
 
 
 class GradientBuffers:
@@ -99,7 +99,7 @@ class GradientBuffers:
             flat[gradient.numel() :].zero_()
         for parameter in self._tensors:
             parameter.grad = None
-        self.versions[:], self._looked = map(_VERSION, self.views), False
+        self.versions[:], self._looked = map(writes_of, self.views), False
 
     @property
     def begun(self) -> bool:
@@ -134,7 +134,7 @@ class GradientBuffers:
         parameter, view = self._tensors[number], self.views[number]
         found = parameter.grad
         if found is view:
-            version = _VERSION(view)
+            version = writes_of(view)
             if version != self.versions[number] + 1 or not self._here[number]:
                 raise self._strange(number)
             self.versions[number] = version
@@ -157,7 +157,7 @@ class GradientBuffers:
         else:
             raise self._strange(number)
         self._here[number] = 1
-        self.versions[number] = _VERSION(view)
+        self.versions[number] = writes_of(view)
         parameter.grad = view
 
     def settle(self) -> list[int]:
@@ -174,7 +174,7 @@ class GradientBuffers:
         if not all(map(is_, map(_GRADIENT, self._tensors), self.views)):
             for number, (parameter, view) in enumerate(zip(self._tensors, self.views, strict=True)):
                 found = parameter.grad
-                came = self.versions[number] > _VERSION(view)
+                came = self.versions[number] > writes_of(view)
                 if found is view or (found is None and not (came or self._here[number])):
                     continue
                 if found is None and not came:
@@ -185,13 +185,13 @@ class GradientBuffers:
                 self.take(number)
                 late.append(number)
         self._looked = False
-        if list(map(_VERSION, self.views)) != self.versions:
+        if list(map(writes_of, self.views)) != self.versions:
             self.verify()
         return late
 
     def verify(self) -> None:
         """Raise `JobError` unless the last to write in each view was a backward."""
-        versions = list(map(_VERSION, self.views))
+        versions = list(map(writes_of, self.views))
         addresses = [view.data_ptr() for view in self.views]
         if versions != self.versions or addresses != self._addresses:
             now = zip(versions, addresses, strict=True)
@@ -208,7 +208,7 @@ class GradientBuffers:
             for number, view in enumerate(self.views):
                 if not self._here[number]:
                     view.zero_()
-                    self.versions[number] = _VERSION(view)
+                    self.versions[number] = writes_of(view)
             self.attach()
 
     def _strange(self, number: int) -> JobError:

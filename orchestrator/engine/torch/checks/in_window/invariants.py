@@ -20,10 +20,10 @@ from orchestrator.engine.torch.batch_norm.modes import batch_norms_of
 from orchestrator.engine.torch.checks.at_start.model_warnings import IN_A_LOOP, norm_advice
 from orchestrator.engine.torch.checks.in_window.same_model import SameModel
 from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.comm.tensors import writes_of
 from orchestrator.errors import JobError, SilenceError
 
 _TRAINS, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
-_VERSION = attrgetter("_version")  # counts changes in place: the only sign that is free to look at
 _COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
 
 
@@ -85,7 +85,7 @@ class WindowWatch:
                     f"parameter {name} began to require gradients after the accumulator was built; "
                     "build another one, so that its gradients are reduced too"
                 )
-        self._versions = list(map(_VERSION, self._parameters))
+        self._versions = list(map(writes_of, self._parameters))
         # Changes through `.data` are not counted; a few numbers of one parameter tell most of them.
         name, parameter = self._trained[update % len(self._trained)]
         self._looked_at = name, parameter, _some(parameter).clone()
@@ -120,7 +120,7 @@ class WindowWatch:
             SilenceError: the transport counted collectives that did not go through our group.
         """
         self._group.silence.end()
-        versions = list(map(_VERSION, self._parameters))
+        versions = list(map(writes_of, self._parameters))
         if versions != self._versions:
             pairs = zip(self._trained, versions, self._versions, strict=True)
             raise _changed(next(one[0] for one, now, before in pairs if now != before), update)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from orchestrator.engine.torch.comm.tensors import writes_of
 from orchestrator.errors import JobError
 
 
@@ -68,5 +69,4 @@ def _plain(value: Any) -> Any:
     """What compares with `==`; of a tensor, at which a look would wait, that it is as it was."""
     if not isinstance(value, Tensor):
         return value
-    # torch has no public counter of writes in place
-    return id(value), value._version  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    return id(value), writes_of(value)
