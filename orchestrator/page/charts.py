@@ -1,8 +1,7 @@
 """Charts as Vega-Lite specifications: plain values, drawn in the page by the embedded library, and
 by the same library without a browser for `--format png`.
 
-Runs are told apart by colours that colour-blind people can tell apart (after Okabe and Ito) and by
-dashes.
+Runs are told apart by colours and by dashes.
 """
 
 from __future__ import annotations
@@ -10,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-COLOURS = {
-    "light": ("#0072B2", "#D55E00", "#009E73", "#A2568A", "#9A6A00", "#3A3A3A"),
-    "dark": ("#56B4E9", "#F08A4B", "#3CC79A", "#E3A3C8", "#E6B800", "#D0D0D0"),
-}
+from orchestrator.page.vega import ROW, Chart, chart_of, spec_of
+from orchestrator.page.window_charts import window_charts
+
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [10, 4], [4, 2, 1, 2]]
 PARTS = ("compute", "optimizer", "other", "wait")  # as they are stacked: by name
-INK = {"light": ("#1b1f24", "#d5dae0"), "dark": ("#e6e9ed", "#3a424c")}  # text, lines
 BARS = (
     ("seconds_per_update", "seconds per update"),
     ("samples_per_second", "samples per second"),
@@ -24,24 +21,8 @@ BARS = (
     ("bytes_on_wire_per_update", "MiB on the wire per update"),
 )
 MIB = 1 << 20
-ROW = 26  # pixels of a bar
-Chart = dict[str, Any]
-
-
-def theme(shade: str) -> dict[str, Any]:
-    """Vega's configuration for `light` or `dark`."""
-    ink, line = INK[shade]
-    text = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
-    return {
-        "background": None,
-        "font": "system-ui, sans-serif",
-        "view": {"stroke": None},
-        "axis": {**text, "gridColor": line, "domainColor": line, "tickColor": line,
-                 "titleFontWeight": "normal", "tickCount": 5, "labelOverlap": "greedy"},
-        "legend": {"disable": True},  # the page has its own, which breaks its lines on a phone
-        "mark": {"color": COLOURS[shade][0]},
-        "range": {"category": list(COLOURS[shade])},
-    }  # fmt: skip
+MARKED = "#b87400"
+MOST_TOLD = 8
 
 
 def charts(data: Mapping[str, Any]) -> list[Chart]:
@@ -52,24 +33,19 @@ def charts(data: Mapping[str, Any]) -> list[Chart]:
     if not runs:
         return []
     found = [
-        _curve(runs, "update", "updates", "linear"),
-        _curve(runs, "samples", "samples", "linear"),
-        _curve(runs, "elapsed_s", "seconds since the run began to train", "linear"),
+        _curve(runs, "update", "updates"),
+        _curve(runs, "samples", "samples"),
+        _curve(runs, "elapsed_s", "seconds since the run began to train"),
     ]
     found += [_evaluation(runs, name) for name in _evaluated(runs)]
     found.append(_time_of_updates(runs[0]) if len(runs) == 1 else _shares(runs))
+    if not data["sweep"]:
+        found += window_charts(runs[0])
     if data["sweep"]:
         found += [chart for key, title in BARS if (chart := _bars(runs, key, title))]
     elif runs[0]["memory"]:
         found.append(_memory(runs[0]))
     return found
-
-
-def _spec(values: Sequence[Any], **rest: Any) -> dict[str, Any]:
-    return {
-        "width": "container", "height": 240, "autosize": {"type": "fit-x", "contains": "padding"},
-        "data": {"values": values}, **rest,
-    }  # fmt: skip
 
 
 def _by_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -105,23 +81,50 @@ PARTS_KEY = {
 }
 
 
-def _curve(runs: Sequence[Mapping[str, Any]], x: str, title: str, scale: str) -> Chart:
+def _curve(runs: Sequence[Mapping[str, Any]], x: str, title: str) -> Chart:
     values = [
         {"run": run["name"], "x": run["series"][x], "loss": run["series"]["loss"]} for run in runs
     ]
-    spec = _spec(
-        values,
-        transform=[{"flatten": ["x", "loss"]}],
-        mark={"type": "line", "strokeWidth": 2, "point": len(runs[0]["series"]["loss"]) == 1},
-        encoding={
-            "x": {"field": "x", "type": "quantitative", "title": title, "scale": {"type": scale}},
+    line = {
+        "mark": {"type": "line", "strokeWidth": 2, "point": len(runs[0]["series"]["loss"]) == 1},
+        "encoding": {
+            "x": {"field": "x", "type": "quantitative", "title": title},
             "y": {"field": "loss", "type": "quantitative", "title": "loss",
                   "scale": {"zero": False}},
             "tooltip": [{"field": "run"}, {"field": "x", "title": title}, {"field": "loss"}],
             **_by_run(runs),
         },
-    )  # fmt: skip
-    return _chart(f"loss-{x}", f"Loss against {title}", spec, _course(runs), _key(runs))
+        "transform": [{"flatten": ["x", "loss"]}],
+    }  # fmt: skip
+    marks = [{**mark, "x": mark[x], "run": run["name"]} for run in runs for mark in run["marks"]]
+    spec = spec_of(values, **({"layer": [line, *_rules(marks)]} if marks else line))
+    told = "; ".join([_course(runs), *(_told(mark) for mark in marks[:MOST_TOLD])])
+    return chart_of(f"loss-{x}", f"Loss against {title}", spec, told, _key(runs))
+
+
+def _rules(marks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A line across a curve where a run went on, and one with a cross where it failed."""
+    at: dict[str, Any] = {"x": {"field": "x", "type": "quantitative"}}
+    told = [{"field": name} for name in ("run", "what", "why", "update")]
+    rule = {"type": "rule", "strokeDash": [2, 3], "strokeWidth": 1.5, "color": MARKED}
+    sign = {
+        "type": "text",
+        "fontSize": 15,
+        "fontWeight": "bold",
+        "color": MARKED,
+        "baseline": "top",
+    }
+    letter = {"condition": {"test": "datum.what == 'failed'", "value": "✕"}, "value": "↻"}
+    return [
+        {"data": {"values": marks}, "mark": rule, "encoding": {**at, "tooltip": told}},
+        {"data": {"values": marks}, "mark": sign,
+         "encoding": {**at, "y": {"value": 0}, "text": letter, "tooltip": told}},
+    ]  # fmt: skip
+
+
+def _told(mark: Mapping[str, Any]) -> str:
+    word = "failed after" if mark["what"] == "failed" else "went on at"
+    return f"{mark['run']} {word} update {mark['update']}: {mark['why']}"
 
 
 def _course(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -146,7 +149,7 @@ def _evaluation(runs: Sequence[Mapping[str, Any]], name: str) -> Chart:
         {"run": r["name"], "update": r["evaluations"]["update"], "value": r["evaluations"][name]}
         for r in having
     ]
-    spec = _spec(
+    spec = spec_of(
         values,
         transform=[{"flatten": ["update", "value"]}],
         mark={"type": "line", "strokeWidth": 2, "point": {"size": 40}},
@@ -159,7 +162,7 @@ def _evaluation(runs: Sequence[Mapping[str, Any]], name: str) -> Chart:
         },
     )  # fmt: skip
     told = "; ".join(f"{r['name']}: {r['evaluations'][name][-1]}" for r in having[:8])
-    return _chart(
+    return chart_of(
         f"evaluation-{name}", f"Held-out {name}", spec, f"at the end: {told}", _key(having)
     )
 
@@ -171,7 +174,7 @@ def _parts() -> dict[str, Any]:
 def _time_of_updates(run: Mapping[str, Any]) -> Chart:
     series = run["series"]
     values = [{"update": series["update"], **{p: series[f"{p}_s"] for p in PARTS}}]
-    spec = _spec(
+    spec = spec_of(
         values,
         transform=[
             {"flatten": ["update", *PARTS]},
@@ -188,7 +191,7 @@ def _time_of_updates(run: Mapping[str, Any]) -> Chart:
         },
     )  # fmt: skip
     shares = ", ".join(f"{name} {share:.0%}" for name, share in run["time_shares"].items())
-    return _chart("time-of-updates", "What updates spent their time on", spec, shares, PARTS_KEY)
+    return chart_of("time-of-updates", "What updates spent their time on", spec, shares, PARTS_KEY)
 
 
 def _shares(runs: Sequence[Mapping[str, Any]]) -> Chart:
@@ -197,7 +200,7 @@ def _shares(runs: Sequence[Mapping[str, Any]]) -> Chart:
         for run in runs
         for part, share in run["time_shares"].items()
     ]
-    spec = _spec(
+    spec = spec_of(
         values,
         height=ROW * len(runs),
         mark="bar",
@@ -214,7 +217,7 @@ def _shares(runs: Sequence[Mapping[str, Any]]) -> Chart:
         f"{run['name']}: " + ", ".join(f"{n} {s:.0%}" for n, s in run["time_shares"].items())
         for run in runs[:8]
     )
-    return _chart("time-shares", "What updates spent their time on", spec, told, PARTS_KEY)
+    return chart_of("time-shares", "What updates spent their time on", spec, told, PARTS_KEY)
 
 
 def _names(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -236,14 +239,14 @@ def _bars(runs: Sequence[Mapping[str, Any]], key: str, title: str) -> Chart | No
         "x": {"field": "value", "type": "quantitative", "title": title},
         "tooltip": [{"field": "run"}, {"field": "text", "title": title}],
     }
-    spec = _spec(values, height=ROW * len(runs), mark="bar", encoding=encoding)
+    spec = spec_of(values, height=ROW * len(runs), mark="bar", encoding=encoding)
     told = "; ".join(f"{value['run']}: {value['text']}" for value in values[:8])
-    return _chart(f"bars-{key}", title[0].upper() + title[1:], spec, told)
+    return chart_of(f"bars-{key}", title[0].upper() + title[1:], spec, told)
 
 
 def _memory(run: Mapping[str, Any]) -> Chart:
     values = [{"part": part, "mib": size / MIB} for part, size in run["memory"].items()]
-    spec = _spec(
+    spec = spec_of(
         values,
         height=ROW * len(values),
         mark="bar",
@@ -254,16 +257,4 @@ def _memory(run: Mapping[str, Any]) -> Chart:
         },
     )
     told = "; ".join(f"{value['part']}: {value['mib']:.1f} MiB" for value in values)
-    return _chart("memory", "Memory that the training itself holds", spec, told)
-
-
-def _chart(
-    name: str, title: str, spec: dict[str, Any], says: str, key: Mapping[str, Any] | None = None
-) -> Chart:
-    return {
-        "id": name,
-        "title": title,
-        "says": says,
-        "spec": spec,
-        "key": key or {"lines": [], "course": ""},
-    }
+    return chart_of("memory", "Memory that the training itself holds", spec, told)

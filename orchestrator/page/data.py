@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from orchestrator.page.facts import Facts, RunFacts, differing
+from orchestrator.page.timeline import timeline
 from orchestrator.report.metrics import Record
 from orchestrator.report.summary import Summary
 from orchestrator.report.tables.closing_table import describe_culprit
@@ -31,6 +32,7 @@ from orchestrator.sweeps.remarks import remarks
 
 POINTS = 24_000  # drawn in all lines together, so that the page stays below 2 MB
 DIGITS = 6
+MOST_MARKS = 100  # restarts of a run, the latest
 HIDDEN = ("token", "secret", "password", "passwd", "api_key", "apikey", "credential")
 
 
@@ -83,7 +85,8 @@ def data_of(facts: Facts) -> dict[str, Any]:
 def _run(number: int, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
     cell, summary = run.cell, run.cell.summary
     result = cell.result or {}
-    updates = thinned(cell.updates, most)
+    rows = _rows(cell.updates)
+    drawn = thinned(rows, most)
     return {
         "number": number,
         "name": harmless(run.name),
@@ -113,8 +116,10 @@ def _run(number: int, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
                 harmless(text) for record in cell.updates for text in record.get("warnings") or []
             )
         ),
-        "drawn": f"{format_count(len(updates))} of {plural(len(cell.updates), 'update')}",
-        "series": _series(updates),
+        "drawn": f"{format_count(len(drawn))} of {plural(len(rows), 'update')}",
+        "series": {name: [row[name] for row in drawn] for name in rows[0]} if rows else {},
+        "marks": _marks(cell.updates, rows, summary.state, _why(result)),
+        "timeline": timeline(run.windows, run.nodes, (result.get("culprit") or {}).get("rank")),
         "evaluations": _evaluations(thinned(run.evaluations, most)),
         "environment": _environment(run.environment),
         "command": _command(run.submission),
@@ -147,16 +152,14 @@ def thinned(records: Sequence[Record], most: int) -> Sequence[Record]:
     return [records[round(place * last / (most - 1))] for place in range(most)]
 
 
-def _series(updates: Sequence[Record]) -> dict[str, list[Any]]:
-    """Columns, one place an update: what curves are drawn of."""
-    if not updates:
-        return {}
-    began = updates[0]["time"] - (updates[0].get("update_s") or 0)
-    samples, columns = 0, dict[str, list[Any]]()
+def _rows(updates: Sequence[Record]) -> list[dict[str, Any]]:
+    """What curves are drawn of, update by update."""
+    began = updates[0]["time"] - (updates[0].get("update_s") or 0) if updates else 0.0
+    samples, rows = 0, list[dict[str, Any]]()
     for record in updates:
         samples += record.get("samples") or 0
         spent = {n: record.get(f"{n}_s") or 0.0 for n in ("compute", "wait", "optimizer")}
-        row = {
+        row: dict[str, Any] = {
             "update": record["update"] + 1,
             "samples": samples,
             "elapsed_s": record["time"] - began,
@@ -164,9 +167,30 @@ def _series(updates: Sequence[Record]) -> dict[str, list[Any]]:
             **{f"{name}_s": seconds for name, seconds in spent.items()},
             "other_s": max(0.0, (record.get("update_s") or 0.0) - sum(spent.values())),
         }
-        for name, value in row.items():
-            columns.setdefault(name, []).append(rounded(value))
-    return columns
+        rows.append({name: rounded(value) for name, value in row.items()})
+    return rows
+
+
+def _marks(
+    updates: Sequence[Record], rows: Sequence[Mapping[str, Any]], state: str, why: str
+) -> list[dict[str, Any]]:
+    """Where on its curves a run went on after a failure or a stop, and where it failed."""
+    places = ("update", "samples", "elapsed_s")
+    begun = [
+        ("restart", number)
+        for number in range(1, len(updates))
+        if updates[number].get("attempt") != updates[number - 1].get("attempt")
+    ][-MOST_MARKS:]
+    ended = [("failed", len(rows) - 1)] if state == "failed" and rows else []
+    return [
+        {"what": what, "why": why if what == "failed" else _why_restarted(updates[number])}
+        | {place: rows[number][place] for place in places}
+        for what, number in [*begun, *ended]
+    ]
+
+
+def _why_restarted(record: Record) -> str:
+    return harmless((record.get("restart") or {}).get("why", ""))
 
 
 def _evaluations(records: Sequence[Record]) -> dict[str, list[Any]]:

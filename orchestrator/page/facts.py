@@ -20,7 +20,12 @@ OF_NO_RUN = ("run", "hydra")  # sections that say where a run lies, not what it 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """One run. `name` tells it from the others; the mappings are the files of its folder."""
+    """One run. `name` tells it from the others; the mappings are the files of its folder.
+
+    Attributes:
+        windows: what all ranks told of a few windows of the latest attempt that did.
+        nodes: each rank's in that attempt, as far as they said so.
+    """
 
     name: str
     cell: Cell
@@ -28,6 +33,8 @@ class RunFacts:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     submission: Mapping[str, Any]
+    windows: Sequence[Mapping[str, Any]]
+    nodes: Mapping[int, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +96,8 @@ def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:
 def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, str]) -> RunFacts:
     cell = cell_of(run, {k: v for k, v in overrides.items() if k.split(".")[0] not in OF_NO_RUN})
     keys = list(cell.overrides)
+    latest = next((n for n in reversed(run.attempt_numbers()) if run.timeline(n).exists()), 0)
+    told = run.read(run.timeline(latest))
     return RunFacts(
         name=" ".join(f"{short_key(k, keys)}={v}" for k, v in cell.overrides.items())
         or run.path.name,
@@ -97,7 +106,15 @@ def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, st
         config=run.read_config(),
         environment=run.read_environment() or {},
         submission=submission,
+        windows=told["windows"] if told else (),
+        nodes=run.nodes_of_ranks(latest) or _pretended(cell.plan),
     )
+
+
+def _pretended(plan: Mapping[str, Any]) -> dict[int, str]:
+    """The nodes of ranks on a local cluster, which have no files of their own."""
+    ranks, nodes = plan.get("ranks") or 0, plan.get("nodes") or 1
+    return {rank: f"node{rank * nodes // ranks}" for rank in range(ranks)}
 
 
 def differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:

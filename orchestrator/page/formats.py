@@ -8,8 +8,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.page.charts import charts, theme
+from orchestrator.page.charts import charts
 from orchestrator.page.html import html_of, library
+from orchestrator.page.vega import theme
 
 WIDTH = 640  # pixels of a chart in a picture, before `SCALE`
 SCALE = 2.0

@@ -10,7 +10,8 @@ from importlib.resources import files
 from typing import Any
 
 from orchestrator.errors import UsageError
-from orchestrator.page.charts import COLOURS, charts, theme
+from orchestrator.page.charts import charts
+from orchestrator.page.vega import COLOURS, theme
 
 INSTALL = "pip install 'cluster-orchestrator[report]'"
 

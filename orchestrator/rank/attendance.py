@@ -36,8 +36,10 @@ from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.failure import failure_of, write_failure
 from orchestrator.rank.fenced_recorder import Follower, Guard
 from orchestrator.rank.hung_neighbour import look_beside
+from orchestrator.rank.loop import Attended
 from orchestrator.rank.loop import Recorder as LoopRecorder
 from orchestrator.rank.place_in_loop import Placed
+from orchestrator.rank.rank_times import RankTimes
 from orchestrator.rank.writing.recorder import Recorder, Silent
 from orchestrator.run_folder.rundir import RESUMED, RunDir, write_json
 
@@ -131,10 +133,11 @@ class Attendance:
 
     def recorder(
         self, inner: Recorder | Silent, updates: int, samples: int, *, transport: str
-    ) -> LoopRecorder:
+    ) -> Attended:
         """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
         guarded = self._guarded(inner, updates, samples)
-        return Placed(guarded, self._life, waits_unmarked=transport in WAITS_UNMARKED)
+        times = RankTimes(None if self._topology.rank else self._run.timeline(self._attempt))
+        return Placed(guarded, self._life, times, waits_unmarked=transport in WAITS_UNMARKED)
 
     def _guarded(self, inner: Recorder | Silent, updates: int, samples: int) -> LoopRecorder:
         if isinstance(inner, Recorder) and self._attempt:

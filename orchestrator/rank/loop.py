@@ -34,6 +34,14 @@ class Recorder(Protocol):
     def checkpoint(self, updates: int, samples: int) -> None: ...
 
 
+class Attended(Recorder, Protocol):
+    """What the loop tells of itself, on every rank."""
+
+    def together(self, engine: Engine, *, last: bool) -> None:
+        """All ranks have met between two windows, after which `last`: none follows. Collective."""
+        ...
+
+
 @dataclass(slots=True)
 class Outcome:
     """How the loop ended. `updates` and `samples` count from the run's beginning."""
@@ -66,7 +74,7 @@ def train(
     *,
     engine: Engine,
     windows: Windows,
-    recorder: Recorder,
+    recorder: Attended,
     settings: TrainConfig,
     updates: int,
     stop: StopFlag,
@@ -102,6 +110,7 @@ def train(
         saving = last or leaving or save.due(update + 1, epoch_ends=epoch_ends)
         if saving:  # nothing is kept of which ranks do not agree what it is
             engine.check_replicas()
+            recorder.together(engine, last=last or leaving)
         if rank == 0 and not leaving and (last or evaluate.due(update + 1, epoch_ends=epoch_ends)):
             outcome.evaluation = engine.evaluate()
             recorder.evaluation(update, epoch, outcome.evaluation)

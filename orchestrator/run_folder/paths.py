@@ -53,6 +53,10 @@ class RunPaths:
     def progress(self, attempt: int) -> Path:
         return self.attempt(attempt) / "progress"
 
+    def timeline(self, attempt: int) -> Path:
+        """Where the seconds of a few windows went, on every rank; see `rank/rank_times.py`."""
+        return self.attempt(attempt) / "timeline.json"
+
     def failure(self, attempt: int, rank: int) -> Path:
         return self.attempt(attempt) / f"failure-{rank:05d}.json"
 

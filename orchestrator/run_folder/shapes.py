@@ -21,6 +21,7 @@ WHOLE = (int,)
 MAYBE_WHOLE = (int, type(None))
 TABLE = (dict,)
 LIST = (list,)
+NUMBERS = [NUMBER]  # a list of them
 
 RESUMES: Shape = {"asked!": [{"attempt!": WHOLE}]}
 STATES = ("finished", "stopped", "failed")
@@ -44,6 +45,10 @@ SHAPES: dict[str, Shape] = {
                         "grace_s": MAYBE_NUMBER},
     "handle.json": {"kind": TEXT, "job_id!": TEXT, "attempt": WHOLE, "slurm_conf": MAYBE_TEXT},
     "restart.json": RESTART,
+    "timeline.json": {"windows!": [
+        {"kind!": TEXT, "update!": WHOLE, "compute_s!": NUMBERS, "wait_s!": NUMBERS,
+         "optimizer_s!": NUMBERS, "update_s!": NUMBERS},
+    ]},
     "departure.json": {"why!": TEXT, "node": TEXT, "updates": MAYBE_WHOLE, "failed?": TABLE},
     "environment.json": {"processor": MAYBE_TEXT, "framework": TABLE, "packages": TABLE},
     "state.json": {
@@ -95,7 +100,7 @@ def _check(path: Path, key: str, value: Any, kinds: Any) -> None:
         if not isinstance(value, list):
             raise RunFolderError(f"{path} is damaged: {key!r} is not a list")
         for entry in value:
-            check_shape(path, entry, kinds[0])
+            _check(path, key, entry, kinds[0])
         return
     fits = value in kinds if isinstance(kinds[0], str) else isinstance(value, kinds)
     if not fits or (isinstance(value, bool) and bool not in kinds):

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from orchestrator.page.charts import COLOURS, charts, theme
+from orchestrator.page.charts import charts
 from orchestrator.page.data import data_of
 from orchestrator.page.facts import facts_of
 from orchestrator.page.html import library
+from orchestrator.page.vega import COLOURS, theme
 
 
 @pytest.mark.parametrize("shade", COLOURS)
@@ -23,7 +24,7 @@ def test_every_chart_of_a_sweep_can_be_drawn(sweep, shade):
 def test_lines_are_told_apart_by_dashes_too(sweep):
     first = charts(data_of(facts_of(sweep)))[0]
     assert len({line["dash"] for line in first["key"]["lines"]}) == 3
-    assert "strokeDash" in first["spec"]["encoding"]
+    assert "strokeDash" in first["spec"]["layer"][0]["encoding"], "the layer below its marks"
 
 
 def test_one_run_has_its_own_charts(made):

@@ -1,0 +1,98 @@
+"""Where the seconds of a few windows went, on every rank: what a page draws as a timeline.
+
+Each rank keeps those of its latest windows. They are brought together where ranks have met anyway:
+at the first, second, fourth, eighth checkpoint of an attempt, and so on, and at the last. Windows
+stay as silent and as short as they were, as do most checkpoints. Clocks are never compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.engine.api import BoundaryReport, Engine
+from orchestrator.run_folder.rundir import write_json
+from orchestrator.run_warnings import warn
+
+LATEST = 1024  # windows that a rank keeps, beside the first
+Row = tuple[int, tuple[float, ...]]  # an update, and its seconds in the order of `PARTS`
+KINDS = ("first", "typical", "slowest", "last")
+PARTS = ("compute_s", "wait_s", "optimizer_s", "update_s")
+NONE = -1  # in the place of an update
+
+
+class RankTimes:
+    """One rank's, of one attempt.
+
+    Args:
+        file: where rank 0 writes what all ranks tell; None on the others.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._first: Row | None = None
+        self._latest = deque[Row](maxlen=LATEST)
+        self._meetings = 0
+        self._found: dict[str, dict[str, Any]] = {}  # rank 0's
+
+    def window(self, report: BoundaryReport, update_s: float) -> None:
+        """A window is over, which took so many seconds from its first micro-step on."""
+        row = (report.update, (report.compute_s, report.wait_s, report.optimizer_s, update_s))
+        if self._first is None:
+            self._first = row
+        else:
+            self._latest.append(row)
+
+    def together(self, engine: Engine, *, last: bool) -> None:
+        """All ranks are between the same two windows. Collective; mostly it does nothing."""
+        self._meetings += 1
+        seldom = not self._meetings & (self._meetings - 1)  # a power of two
+        if self._first is None or not (seldom or last):
+            return
+        rows = list(self._latest) or [self._first]
+        chosen = [int(update) for update in engine.gather(self._choice(self._first, rows))[0]]
+        mine = dict([self._first, *rows])
+        unknown = (math.nan,) * len(PARTS)
+        told = engine.gather([s for update in chosen for s in mine.get(update, unknown)])
+        self._latest.clear()
+        if self._file is not None:
+            self._take(chosen, told)
+            self._write(self._file)
+
+    def _choice(self, first: Row, rows: Sequence[Row]) -> list[float]:
+        """An update for each of `KINDS`, or `NONE` to leave what was found; rank 0's counts."""
+        by_length = sorted(rows, key=_length)
+        slowest, typical = by_length[-1], by_length[len(by_length) // 2]
+        before = self._found.get("slowest")
+        exceeded = before is None or _length(slowest) > before["update_s"][0]
+        chosen = (
+            None if "first" in self._found else first,
+            typical,
+            slowest if exceeded else None,
+            rows[-1],
+        )
+        return [float(NONE if one is None else one[0]) for one in chosen]
+
+    def _take(self, chosen: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
+        for place, (kind, update) in enumerate(zip(KINDS, chosen, strict=True)):
+            if update == NONE:
+                continue
+            columns = {
+                part: [round(row[place * len(PARTS) + number], 6) for row in rows]
+                for number, part in enumerate(PARTS)
+            }
+            self._found[kind] = {"kind": kind, "update": update, **columns}
+
+    def _write(self, file: Path) -> None:
+        try:
+            write_json(file, {"windows": [self._found[k] for k in KINDS if k in self._found]})
+        except OSError as error:  # a picture less; what is trained is worth more
+            why = error.strerror or str(error)
+            warn(f"{file.name} could not be written: {why}", kind="timeline not written")
+
+
+def _length(row: Row) -> float:
+    return row[1][-1]
