@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import boundary, chaos, memory, one_rank_page, peers_page, reproducible
+from benchmarks import boundary, chaos, load, memory, one_rank_page, peers_page, reproducible
 from benchmarks.measure import RESULTS, kept
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +63,7 @@ _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "boundary": ("What a boundary costs beyond its reduction", boundary.body),
     "memory": ("Peak memory of a rank in a run", memory.body),
     "chaos": ("Runs disturbed on purpose", chaos.body),
+    "load": ("What a run asks of what all users share", load.body),
 }
 _BLOCKS: dict[str, Callable[[Result], str]] = {
     "peers": peers_page.summary,
@@ -70,6 +71,7 @@ _BLOCKS: dict[str, Callable[[Result], str]] = {
     "reproducible": reproducible.table,
     "boundary": boundary.table,
     "chaos": chaos.table,
+    "load": load.table,
     "submission": tables,
     "mindspore_start": tables,
     "mindspore_steps": tables,

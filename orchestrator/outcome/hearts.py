@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.lifecycle.signs.heartbeat import ENDED, read_beat
+from orchestrator.lifecycle.signs.heartbeat import BEAT_S, ENDED, read_beat
 from orchestrator.outcome.folder_status import DAMAGE, ENDED_STATES, RunStatus, unknown
 from orchestrator.run_folder.files import names_in
 from orchestrator.run_folder.rundir import RunDir
 
-LOOK_TWICE_S = 1.5
+LOOK_TWICE_S = BEAT_S + 0.5
 
 
 def by_hearts(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> None:

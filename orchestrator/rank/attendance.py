@@ -278,9 +278,10 @@ class Attendance:
             print(f"that could not be recorded: {error}", flush=True)
 
     def _vanish_if_superseded(self) -> bool:
-        if self._fence.superseded:
+        superseded = self._fence.superseded
+        if superseded:
             self._vanish()
-        return self._fence.superseded
+        return superseded
 
     def _vanish(self) -> None:
         print(

@@ -19,20 +19,21 @@ from typing import Any
 
 from orchestrator.run_folder.rundir import write_atomically
 
-FIRST_S, MOST_S = 0.05, 0.75
+FIRST_S, OFTEN_S, RARE_S = 0.05, 0.75, 2.0
 ALONE_AFTER_S = 3.0
 ASK_S = 0.5
 
 
 class Backoff:
-    """Pauses that double: quick at first, then at most `MOST_S` apart."""
+    """Pauses that double: quick at first, then `OFTEN_S` apart, and a tenth of a long wait."""
 
-    def __init__(self, first_s: float = FIRST_S, most_s: float = MOST_S) -> None:
-        self._pause, self._most = first_s, most_s
+    def __init__(self) -> None:
+        self._pause, self._began = FIRST_S, time.monotonic()
 
     def next(self) -> float:
         """How long to pause now, in seconds."""
-        pause, self._pause = self._pause, min(2 * self._pause, self._most)
+        longest = min(max(OFTEN_S, (time.monotonic() - self._began) / 10), RARE_S)
+        pause, self._pause = min(self._pause, longest), 2 * self._pause
         return pause
 
 

@@ -2,8 +2,9 @@
 
 When a node's tasks and their step daemon die together while its slurmd lives, the job stays RUNNING
 and the other ranks wait for ever. So the first rank of each node counts up in a small file every
-second, and watches the next node's: a ring, so there is no all-to-one traffic. What is watched is
-whether the number changes, by the watcher's own clock; clocks of different nodes never meet.
+two seconds, and watches the next node's: a ring, so there is no all-to-one traffic. What is
+watched is whether the number changes, by the watcher's own clock; clocks of different nodes never
+meet.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from orchestrator.run_folder.files import open_regular, read_text
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.run_warnings import warn
 
-BEAT_S = 1.0
-FENCE_EVERY = 3
+BEAT_S = 2.0
+FENCE_EVERY = 2
 ENDED = "ended"
 MOST_BYTES = 64
 
@@ -31,6 +32,11 @@ def read_beat(path: Path) -> str:
         return read_text(path, at_most=MOST_BYTES).strip()
     except FileNotFoundError:
         return ""
+
+
+def pause_s(timeout_s: float) -> float:
+    """Seconds between two beats where a silence of `timeout_s` has to be noticed."""
+    return min(BEAT_S, timeout_s / 4)
 
 
 @dataclass(slots=True)
@@ -54,7 +60,8 @@ class Silence:
     def exceeded(self, beat: str) -> bool:
         """Take the latest beat; whether the silence has lasted too long."""
         now = self.clock()
-        paused = max(0.0, now - self._looked - 3 * BEAT_S) if self._looked else 0.0
+        usual = 3 * pause_s(self.timeout_s)
+        paused = max(0.0, now - self._looked - usual) if self._looked else 0.0
         self._looked = now
         self._since += paused
         if beat != self._beat or beat in ("", ENDED):
@@ -85,7 +92,7 @@ class Heartbeat:
         self._own = run.heartbeat(attempt, node_index)
         self._watched = (node_index + 1) % nodes if nodes > 1 else None
         self._path = run.heartbeat(attempt, self._watched or 0)
-        self._silence = Silence(timeout_s=timeout_s)
+        self._silence, self._pause_s = Silence(timeout_s=timeout_s), pause_s(timeout_s)
         self._on_silence, self._superseded = on_silence, superseded
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
@@ -115,7 +122,7 @@ class Heartbeat:
 
     def _beat_on(self) -> None:
         count = 0
-        while not self._over.wait(BEAT_S):
+        while not self._over.wait(self._pause_s):
             count += 1
             self._write(str(count))
             if count % FENCE_EVERY == 0 and self._superseded():
