@@ -143,7 +143,11 @@ FRAMEWORKS = Seam(
 TRACKERS = Seam(
     key="tracker.kind",
     group="orchestrator.trackers",
-    ours={"tensorboard": "orchestrator.rank.writing.tensorboard:TensorBoard"},
+    ours={
+        "tensorboard": "orchestrator.rank.writing.tensorboard:TensorBoard",
+        "mlflow": "orchestrator.rank.writing.mlflow:MLflow",
+        "wandb": "orchestrator.rank.writing.wandb:WandB",
+    },
     besides=("none",),
 )
 SEAMS = (CLUSTERS, TRANSPORTS, FRAMEWORKS, TRACKERS)

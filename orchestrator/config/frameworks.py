@@ -1,16 +1,20 @@
-"""What is known of the frameworks where none is imported: installed here? what happens on nodes?"""
+"""What is known of frameworks, and of trackers' packages, where none is imported: installed here?
+what happens on nodes?
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
 import sys
 
 from orchestrator.config.schema import Config
-from orchestrator.errors import JobError
+from orchestrator.errors import ConfigError, JobError
 
 MINDSPORE = "2.10"
 """The version that was tested."""
+EXTRAS = {"tensorboard": "torch", "mlflow": "mlflow", "wandb": "wandb"}  # of trackers
 
 
 def notes(config: Config, framework: str | None) -> list[str]:
@@ -35,6 +39,15 @@ def notes(config: Config, framework: str | None) -> list[str]:
             f"{cluster.collective_timeout_s:g} s for a collective"
         )
     return found
+
+
+def check_tracker(kind: str) -> None:
+    """Raise `ConfigError` when this machine lacks what writes for a tracker of ours."""
+    if kind in EXTRAS and importlib.util.find_spec(kind) is None:
+        raise ConfigError(
+            f"tracker.kind={kind} writes with a package that is not installed; "
+            f"pip install 'cluster-orchestrator[{EXTRAS[kind]}]', or tracker=none"
+        )
 
 
 def check_installed(framework: str | None) -> None:

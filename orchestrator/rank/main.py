@@ -17,7 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.frameworks import check_installed
+from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.job_source import check_target
 from orchestrator.config.reading import read_config
 from orchestrator.config.schema import Config
@@ -186,10 +186,12 @@ def _write_down(run: RunDir, environment: dict[str, Any], engine: Engine, planne
 
 def _start_ahead(config: Config, spec: GroupSpec) -> None:
     """Let the framework start what takes time before the job is imported, if the job's source says
-    which framework that is. Raises `JobError` when it is not installed as it must be.
+    which framework that is. Raises `JobError` when it is not installed as it must be, `ConfigError`
+    when the tracker's package is not.
     """
     named = check_target(config.job).framework
     check_installed(named)
+    check_tracker(config.tracker.kind)
     if named is not None and FRAMEWORKS.refusal(named) is None:
         FRAMEWORKS.make(named, Framework).ahead(spec)
 

@@ -30,6 +30,8 @@ class RunPaths:
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.tensorboard = path / "tensorboard"
+        self.mlflow = path / "mlruns"
+        self.wandb = path / "wandb"
         self.attempts = path / "attempts"
         self.lock = path / ".lock"
         # A run on a scheduler: where it was placed, the code that it runs, and what it was told.
@@ -146,7 +148,8 @@ class RunPaths:
     def own_folders(self) -> list[Path]:
         """Folders that a run writes in; a link in their place would lead its writes elsewhere."""
         own = [
-            self.logs, self.checkpoints, self.attempts, self.tensorboard, self.code, self.submitit,
+            self.logs, self.checkpoints, self.attempts, self.tensorboard, self.mlflow, self.wandb,
+            self.code, self.submitit,
         ]  # fmt: skip
         own += [self.attempts / name for name in names_in(self.attempts) if name.isdigit()]
         return own + [self.logs / name for name in names_in(self.logs) if OF_RANKS.fullmatch(name)]

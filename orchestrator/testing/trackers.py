@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.compose.composer import compose
+from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.engine.conformance import expect
 from orchestrator.errors import ConfigError
@@ -35,7 +36,9 @@ LOSS, ACCURACY = "train/loss", "evaluation/accuracy"
 def _begun(tracker: Sequence[str], folder: Path) -> tuple[RunDir, Config]:
     run = RunDir(folder / "run")
     run.create()
-    return run, compose(["job=digits", f"run.dir={run.path}", *tracker])
+    config = compose(["job=digits", f"run.dir={run.path}", *tracker])
+    run.write_config(to_yaml(config))
+    return run, config
 
 
 class TrackerSuite(ABC):

@@ -60,7 +60,7 @@ ELSEWHERE = {
     **dict.fromkeys(("my_jobs", "conf/mine.yaml", "job/line.yaml"), "the reader's own"),
     **dict.fromkeys(("cluster/mysite.yaml", "cluster/<site>.yaml"), "the reader's own"),
     **dict.fromkeys(("RUN/", "attempts/", "checkpoints/", "logs/"), "in a run folder"),
-    **dict.fromkeys(("tensorboard/", "submitit/", "code/"), "in a run folder"),
+    **dict.fromkeys(("tensorboard/", "mlruns/", "wandb/", "submitit/", "code/"), "in a run folder"),
     "runs/": "made by runs",
     ".aws/": "a secret's usual place", "/": "the machine's", "~": "the account's",
     "<folder>": "in a development cluster's folder", "engine/<framework>": "not yet written",

@@ -17,7 +17,7 @@ from typing import Any
 from orchestrator.clusters.api import Cluster, Culprit, Handle, Request, State
 from orchestrator.clusters.local.nodes import Node, Nodes
 from orchestrator.clusters.root_cause import Behind, End, behind_of, blame, tail
-from orchestrator.config.frameworks import check_installed
+from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.errors import ClusterError, TransportError
 from orchestrator.lifecycle.signs.node_watch import FINISHED, FROZEN, NO_SIGN, STOPPED
 from orchestrator.plan.plan import Plan
@@ -193,10 +193,11 @@ class LocalCluster(Cluster):
     """Pretended nodes on this machine."""
 
     def refuse(self, plan: Plan, framework: str | None) -> None:
-        """Raises `JobError` where the framework is not installed here, `TransportError` where
-        there are too few GPUs.
+        """Raises `JobError` where the framework is not installed here, `ConfigError` where the
+        tracker's package is not, `TransportError` where there are too few GPUs.
         """
         check_installed(framework)
+        check_tracker(self.config.tracker.kind)
         gpus = len(visible_gpus(os.environ))
         if self.config.transport == "nccl" and gpus < plan.ranks:
             on_cpus = "mccl" if framework == "mindspore" else "gloo"
