@@ -23,6 +23,10 @@ from orchestrator.scheduler.jobs import STANDING, Standing
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
 JOB = Standing(state="RUNNING")
+EARLY = """srun: forcing job termination
+srun: error: n1: task 1: User defined signal 2
+srun: error: n0: task 0: Killed
+"""
 LEFT = {"why": "told to stop", "updates": 4, "time": 1.0}
 
 
@@ -189,6 +193,9 @@ def test_a_time_limit_is_told_by_the_notice_that_was_asked_for_or_the_usual(
         (KILLED, "", "", "srun was killed"),
         (KILLED, "", "srun: forcing job termination\n", "srun was told to end the job"),
         (KILLED, "", "srun: error: n1: task 1: Killed\n", None),
+        (140, "TERM", EARLY, "its batch script was sent SIGTERM"),
+        (140, "", EARLY, "srun was told to end the job"),
+        (139, "TERM", EARLY, None),
         (1, "TERM", "", None),
         (0, "", "", None),
     ],

@@ -110,13 +110,12 @@ def finish(path: Path, attempt: int, code: int, told: str) -> None:
 
 def _cut_short(run: RunDir, attempt: int, code: int, told: str) -> str | None:
     """What stopped an attempt, although no rank failed and none left in order; None otherwise."""
-    if run.failures(attempt):
+    if run.failures(attempt) or code not in {*STOP_CODES, KILLED}:
         return None
     if code in STOP_CODES and stopped_only(run, attempt):
         return f"its batch script was sent SIG{told}" if told else "stopped before it began"
-    if code != KILLED:
-        return None
-    if told:
+    # A signal to all finds ranks that have no handler yet, and the notice after it ends some, too.
+    if told and (code == KILLED or srun_ended(run, attempt)):
         return f"its batch script was sent SIG{told}"
     return srun_ended(run, attempt)
 
