@@ -139,7 +139,7 @@ def from_folder(run: RunDir) -> RunStatus:
         restarts=_restarts(run, notes),
         lost_updates=sum(int(note["lost_updates"]) for note in notes),
         why=next((str(note["why"]) for note in reversed(notes) if note["why"] != RESUMED), None),
-        reason=culprit.get("cause"),
+        reason=culprit.get("cause") or (result or {}).get("why"),
         culprit=_named(culprit),
         warnings=_warnings(run),
     )

@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from functools import cached_property
 from typing import Any
 
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config
@@ -69,7 +70,9 @@ class Attendance:
         self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
         log = str(run.rank_log(topology.rank).relative_to(run.logs))
         self._failure: dict[str, Any] | None = None
-        self._life = Life(log, link_to_supervisor(), self._hang, self._behind).begin()
+        link = link_to_supervisor()
+        self._life = Life(log, link, self._hang, self._behind).begin()
+        self._unheard = link is None or topology.scheduled  # under SLURM its watcher dies with it
         self._fence = Fence(run.newest_attempt, attempt)
         self._heartbeat: Heartbeat | None = None
         self._requeue, self._timeout_s, self._ahead_s = True, 0.0, 0.0
@@ -148,20 +151,24 @@ class Attendance:
             return inner
         if isinstance(inner, Silent):
             return Follower(self._stop, self._run.departure(self._attempt))
-        submission = self._run.read_submission()
-        job_id, cancelled = self._topology.job_id, self._run.cancel.exists
-        deadline = Deadline(
-            self._stop, Notice.read(submission, self._ahead_s), lambda: ask_standing(job_id)
-        )
+        cancelled = self._run.cancel.exists
         return Guard(
             inner,
             fence=self._fence,
             stop=self._stop,
-            hurry=lambda: deadline.grace_s() if self._requeue and not cancelled() else None,
+            hurry=lambda: self._deadline.grace_s() if self._requeue and not cancelled() else None,
             cancelled=cancelled,
             updates=updates,
             samples=samples,
         )
+
+    @cached_property
+    def _deadline(self) -> Deadline:
+        notice, job_id = (
+            Notice.read(self._run.read_submission(), self._ahead_s),
+            self._topology.job_id,
+        )
+        return Deadline(self._stop, notice, lambda: ask_standing(job_id))
 
     def _restart(self, updates: int) -> dict[str, object]:
         """Why this attempt was needed, and what was lost of the one before it."""
@@ -191,11 +198,24 @@ class Attendance:
         if not goes_on(self._run, self._topology, requeue=self._requeue):
             return False
         self._fence.check()
-        gone = script_is_gone(self._topology)
-        depart(self._run, self._attempt, self._stop, updates, script_gone=gone)
+        gone = script_is_gone(self._topology)  # SLURM then ends the ranks
+        why = "its batch script was killed" if gone else self._why_stopped()
+        depart(self._run, self._attempt, why, updates)
         if gone:
             hand_back(self._topology.job_id)
         return True
+
+    def _why_stopped(self) -> str:
+        """By rank 0, with the scheduler's word: one question a run, however many ranks leave."""
+        if self._topology.rank == 0:
+            return self._deadline.why(self._topology.restarts)
+        return self._stop.words
+
+    def why_for_good(self) -> str | None:
+        """Why a stop on rank 0 ends the run, although nobody asked for its end; None if one did."""
+        if not self._topology.scheduled or self._run.cancel.exists():
+            return None
+        return f"{self._why_stopped()}; with cluster.requeue=false it does not start again"
 
     def excused(self, error: BaseException) -> bool:
         """Whether an error only shows that the attempt is ending in order. Waits to find out."""
@@ -245,7 +265,7 @@ class Attendance:
 
     def _last_word(self, word: str) -> None:
         self._life.say(word, self._failure)
-        if self._topology.scheduled:
+        if self._unheard:
             say_last_word(self._attempt, word)
 
     def _node_is_silent(self, node_index: int) -> None:

@@ -241,6 +241,8 @@ def _run_rank(
         attendance.allow_result()
         if outcome.state == "finished" or not attendance.leave(outcome.updates):
             result = result_of(run, outcome, engine, planned, seconds=seconds, memory=memory)
+            if outcome.state == "stopped" and (why := attendance.why_for_good()):
+                result["why"] = why
             run.write_own(run.result, result)
     # Groups that watch their peers are told that what follows is an end, not a loss.
     getattr(group, "close", lambda: None)()

@@ -35,7 +35,7 @@ SHAPES: dict[str, Shape] = {
         "metrics": TABLE, "weights_sha256": MAYBE_TEXT, "peak_memory_bytes": LIST, "memory": TABLE,
         "collectives": WHOLE, "bytes_on_wire": WHOLE, "seconds": NUMBER,
         "planned_updates": MAYBE_WHOLE, "planned_collectives_per_update": MAYBE_WHOLE,
-        "culprit?": CULPRIT, "restarts": [RESTART],
+        "culprit?": CULPRIT, "restarts": [RESTART], "why": TEXT,
     },
     "plan.json": {
         "updates": MAYBE_WHOLE, "nodes": WHOLE, "ranks": WHOLE, "dataset_samples": MAYBE_WHOLE,

@@ -73,4 +73,5 @@ def test_a_requeue_by_hand_and_a_node_set_down_are_survived(mended, tmp_path, di
     assert lost not in runs.nodes_of(mended, job)
     ended = runs.wait_over(mended, run)
     assert ended["weights_sha256"] == digest_of_60
+    assert runs.first_records(run)[1]["restart"]["why"].startswith("requeued (scontrol requeue")
     assert runs.status(run)["restarts"] == 2

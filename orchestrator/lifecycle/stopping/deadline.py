@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 
 ASK_S = 1.0
+LATE_S = 90.0
+"""SLURM sends its notice of a time limit up to a minute early, and minds limits twice a minute."""
 
 
 class Standing(Protocol):
@@ -26,6 +28,10 @@ class Standing(Protocol):
 
     @property
     def state(self) -> str: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def reason(self) -> str: ...
     @property
     def preempted_at(self) -> float | None: ...
     @property
@@ -86,6 +92,24 @@ def killed_at(
     return None if job.ends_at is None else clock + job.ends_at - now + notice.kill_wait_s
 
 
+def reason(job: Standing, now: float, ahead_s: float, restarts: int = 0) -> str | None:
+    """Why the scheduler wants the job to stop; None when it does not show.
+
+    Args:
+        ahead_s: how long before a time limit the ranks are told.
+        restarts: how often the job had been started again when this start of it began.
+    """
+    if job.preempted_at is not None:
+        return "preempted"
+    if job.restarts > restarts:
+        return "requeued (scontrol requeue, or a node that was set down)"
+    # Of a job that has ended, or is about to, the time of its end is no limit.
+    left_s = job.ends_at - now if job.ends_at and job.state == "RUNNING" else None
+    if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + LATE_S):
+        return "near its time limit"
+    return None
+
+
 class Deadline:
     """Rank 0's question to the scheduler, asked once for each new signal and not waited for long.
 
@@ -104,13 +128,22 @@ class Deadline:
         """
         if not self._stop.received:
             return self._notice.shortest_s
+        end = killed_at(self._stop, self._heard(), self._notice, time.time(), time.monotonic())
+        return None if end is None else end - self._stop.time
+
+    def why(self, restarts: int) -> str:
+        """What the stop is for: the scheduler's reason where it gives one, else the signal."""
+        job = self._heard()
+        known = reason(job, time.time(), self._notice.ahead_s, restarts) if job else None
+        return known or self._stop.words
+
+    def _heard(self) -> Standing | None:
         if self._stop.received != self._asked_for:
             self._asked_for, self._job = self._stop.received, None
             thread = threading.Thread(target=self._look, name="deadline", daemon=True)
             thread.start()
             thread.join(ASK_S)
-        end = killed_at(self._stop, self._job, self._notice, time.time(), time.monotonic())
-        return None if end is None else end - self._stop.time
+        return self._job
 
     def _look(self) -> None:
         asked_for = self._asked_for

@@ -47,17 +47,12 @@ def goes_on(run: RunDir, topology: Topology, *, requeue: bool) -> bool:
     return topology.scheduled and requeue and not run.cancel.exists()
 
 
-def depart(
-    run: RunDir, attempt: int, stop: StopFlag, updates: int | None, *, script_gone: bool = False
-) -> None:
+def depart(run: RunDir, attempt: int, why: str, updates: int | None) -> None:
     """Rank 0: note that this attempt ended by an agreed stop, after `updates` updates.
 
     Where a note says already why it ends (a silent node, perhaps this one while it stood still),
-    that is the reason, and the signal that followed is not.
+    that is the reason, and what followed is not.
     """
-    why = "asked to stop" + (f" by {stop.signal.name}" if stop.signal else "")
-    if script_gone:  # SLURM ends the ranks of a job whose script is gone
-        why = "its batch script was killed"
     earlier: dict[str, Any] = run.read(run.departure(attempt)) or {}
     write_json(
         run.departure(attempt), {"why": why, **earlier, "updates": updates, "time": time.time()}

@@ -37,6 +37,11 @@ class StopFlag:
     def requested(self) -> bool:
         return self.asked or self.signal is not None
 
+    @property
+    def words(self) -> str:
+        """For people."""
+        return "asked to stop" + (f" by {self.signal.name}" if self.signal else "")
+
     def install(self) -> StopFlag:
         """Take the signals over. They may have been blocked since before this process began, so
         that a stop that comes while Python starts is kept, not fatal; now they are let in.

@@ -61,6 +61,8 @@ def print_closing(
     if summary.state == "failed":
         _print_culprit(result.get("culprit"), folder, console)
     elif summary.state == "stopped":
+        if result.get("why"):
+            say(console, f"it was stopped: {result['why']}", "bold yellow")
         say(console, f"to go on from here: {command('resume', folder)}", "bold")
     elif summary.state == "finished" and not own:
         say(console, f"to compare with another run: {command('compare', folder)} OTHER")

@@ -8,15 +8,14 @@ from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.ending.after_srun import (
     FRUITLESS,
     KILLED,
-    LATE_S,
     _culprit,
     _cut_short,
     conclude,
     finish,
-    reason,
 )
 from orchestrator.clusters.slurm.watch import CAUSES
 from orchestrator.config.schema import SIGNAL_AHEAD_S
+from orchestrator.lifecycle.stopping.deadline import LATE_S, reason
 from orchestrator.run_folder.rundir import CONFIG_SECTIONS, RunDir, read_json, write_json
 from orchestrator.scheduler.client import Answer, SlurmClient
 from orchestrator.scheduler.jobs import STANDING, Standing
@@ -275,6 +274,15 @@ def test_what_the_ranks_noted_of_their_leaving_stands(run, settled):
     write_json(run.departure(0), LEFT)
     assert settled(standing(), code=1, told="") == (None, REQUEUED, [])
     assert read_json(run.departure(0)) == LEFT
+
+
+def test_a_job_that_was_requeued_while_its_ranks_left_is_not_touched_but_its_reason_is_noted(
+    run, settled
+):
+    write_json(run.departure(0), LEFT)
+    taken_back = standing(State="COMPLETING", RestartCnt="1")
+    assert settled(taken_back) == (None, [], [])
+    assert read_json(run.departure(0))["why"].startswith("requeued (scontrol requeue")
 
 
 def test_a_failure_ends_the_run_by_what_srun_says(run, settled):

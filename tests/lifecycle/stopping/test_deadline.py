@@ -91,6 +91,20 @@ def test_a_scheduler_that_does_not_answer_is_not_waited_for(monkeypatch, capfd):
     assert "no squeue here" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (running(preempted_at=EPOCH), "preempted"),
+        (Standing(state="COMPLETING", restarts=3), "requeued (scontrol requeue, or a node"),
+        (running(restarts=2, ends_at=float("inf")), "asked to stop by SIGUSR2"),
+        (None, "asked to stop by SIGUSR2"),
+    ],
+)
+def test_a_stop_is_for_the_schedulers_reason_where_it_gives_one(job, why):
+    """Of the third start of a job."""
+    assert Deadline(told(USR2=0), NOTICE, lambda: job).why(2).startswith(why)
+
+
 def test_before_any_signal_the_shortest_notice_is_told():
     assert Deadline(StopFlag(), NOTICE, lambda: None).grace_s() == 50
     assert Notice(kill_wait_s=3, ahead_s=10).shortest_s == 10
@@ -155,7 +169,7 @@ def test_a_boundary_is_hoped_for_to_the_last_where_leaving_would_save_nothing(ru
 def test_the_reason_of_a_silent_node_outlives_the_signal_that_follows(run):
     silent = {"why": "node n1 stopped answering", "node": "n1", "updates": None, "time": 1.0}
     write_json(run.departure(0), silent)
-    depart(run, 0, told(TERM=0), 5)
+    depart(run, 0, "asked to stop by SIGTERM", 5)
     found = read_json(run.departure(0))
     assert (found["why"], found["node"], found["updates"]) == (silent["why"], "n1", 5)
 

@@ -61,6 +61,10 @@ def test_paths_and_commands_stay_in_one_piece_at_80_columns(screen):
     assert f"to go on from here: python -m orchestrator resume '{FOLDER}'" in lines
 
 
+def test_a_run_that_was_stopped_by_others_says_why(screen):
+    assert "it was stopped: preempted" in closing(screen, state="stopped", why="preempted")
+
+
 def test_an_update_that_was_skipped_gathers_no_weights(screen):
     taken = [record(n, collectives=9) for n in range(3)]
     plan = {"collectives_per_update": 9, "gathers_per_update": 4}

@@ -27,6 +27,7 @@ from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.errors import EXIT_FINISHED
 from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.signs.last_word import wordless
+from orchestrator.lifecycle.stopping.deadline import reason
 from orchestrator.lifecycle.stopping.departure import ask_for_requeue, step_gone
 from orchestrator.outcome.folder_status import recent_updates
 from orchestrator.outcome.restart_policy import rule
@@ -38,8 +39,6 @@ from orchestrator.scheduler.srun_words import STOP_CODES
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
 LONGEST_PAUSE_S = 30.0
-LATE_S = 90.0
-"""SLURM sends its notice of a time limit up to a minute early, and minds limits twice a minute."""
 FRUITLESS = 10
 
 
@@ -55,21 +54,6 @@ def _job(client: SlurmClient, job_id: str) -> Standing | None:
             print(f"{error}; asking again in {pause:g} s", flush=True)  # noqa: T201  # batch.log
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
-
-
-def reason(job: Standing, now: float, ahead_s: float) -> str | None:
-    """Why the scheduler wanted the job to stop; None when it does not show.
-
-    Args:
-        ahead_s: how long before a time limit the ranks are told.
-    """
-    if job.preempted_at is not None:
-        return "preempted"
-    # Of a job that has ended, or is about to, the time of its end is no limit.
-    left_s = job.ends_at - now if job.ends_at and job.state == "RUNNING" else None
-    if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + LATE_S):
-        return "near its time limit"
-    return None
 
 
 def cancelled_by_scheduler() -> Culprit:
@@ -89,12 +73,15 @@ def finish(path: Path, attempt: int, code: int, told: str) -> None:
     job_id = os.environ["SLURM_JOB_ID"]
     job = _job(SlurmClient(), job_id)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    departure = run.read(run.departure(attempt))
+    if departure and job and job.restarts == restarts + 1:  # taken back while the ranks left
+        _note(run, attempt, departure, job, restarts)
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
         return
     if job.cancelled:
         write_end(run, State.STOPPED, cancelled_by_scheduler())
         return
-    departure = run.read(run.departure(attempt)) or step_gone(run, attempt)
+    departure = departure or step_gone(run, attempt)
     if departure is None and (why := _cut_short(run, attempt, code, told)):
         departure = {"why": why, "updates": None, "time": time.time()}
     conclude(
@@ -152,7 +139,7 @@ def conclude(
         write_end(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
         return False
     if job.requeue and departure is not None:
-        _note(run, attempt, departure, job)
+        _note(run, attempt, departure, job, job.restarts)
         again()
         return True
     found = culprit()
@@ -169,12 +156,14 @@ def conclude(
     return ruling.again
 
 
-def _note(run: RunDir, attempt: int, departure: dict[str, Any], job: Standing) -> None:
+def _note(
+    run: RunDir, attempt: int, departure: dict[str, Any], job: Standing, restarts: int
+) -> None:
     """Why the attempt left, where the scheduler knows that better than its ranks."""
     why = departure.get("why")
     if not departure.get("node"):  # a silent node needs no other reason
         ahead_s = run.read_config()["cluster"].get("signal_ahead_s") or SIGNAL_AHEAD_S
-        why = reason(job, time.time(), float(ahead_s)) or why
+        why = reason(job, time.time(), float(ahead_s), restarts) or why
     write_json(run.departure(attempt), {**departure, "why": why})
 
 
