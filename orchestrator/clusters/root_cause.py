@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.api import Culprit
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
+from orchestrator.lifecycle.signs.last_word import has_last_word
 from orchestrator.run_folder.files import read_end
 from orchestrator.run_folder.rundir import RunDir
 
@@ -63,6 +64,18 @@ def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
     except FileNotFoundError:
         return ()
     return tuple(text.splitlines()[-lines:])
+
+
+def failures_among(run: RunDir, attempt: int, ends: Iterable[End]) -> list[End]:
+    """The ends that are failures, for who sees exit statuses alone: also of ranks that left with 0
+    or 3, but without their last word, in the midst of their training.
+    """
+    return [
+        end
+        for end in ends
+        if end.status not in (EXIT_FINISHED, EXIT_STOPPED)
+        or (end.rank is not None and not has_last_word(run.rank_log(end.rank), attempt))
+    ]
 
 
 def blame(

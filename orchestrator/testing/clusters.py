@@ -186,6 +186,14 @@ class ClusterSuite:
         started.ends_with(EXIT_FAILED)
         _blamed(started, 1)
 
+    def test_a_rank_that_leaves_its_training_as_if_it_were_done_is_named(
+        self, cluster: Sequence[str], tmp_path: Path
+    ) -> None:
+        started = Started(cluster, tmp_path, *TRAINED, "job.leaving=1")
+        started.ends_with(EXIT_FAILED)
+        culprit = started.result()["culprit"] or {}
+        expect(culprit.get("rank"), 1, "rank that is blamed, not one that missed it")
+
     def test_a_cancelled_run_stops_at_a_boundary_and_goes_on_from_there(
         self, cluster: Sequence[str], tmp_path: Path
     ) -> None:

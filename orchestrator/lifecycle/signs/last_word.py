@@ -1,9 +1,9 @@
-"""A rank's last word under a scheduler, and who ended without one.
+"""A rank's last word in its log, and who ended without one.
 
-A rank that calls `os._exit(0)` looks to SLURM as one that is done. So a rank says in its log how it
-ended, and the scheduler starts a few lines of shell on the node of each that has ended (srun's
---task-epilog), which look for that. The first of an attempt that is without it is written down:
-one small file, and only where something went wrong.
+A rank that calls `os._exit(0)` looks from outside as one that is done. So a rank that no supervisor
+of ours hears says in its log how it ended. SLURM starts a few lines of shell on the node of each
+that has ended (srun's --task-epilog), which look for that. The first of an attempt that is without
+it is written down: one small file, and only where something went wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
-from orchestrator.run_folder.files import read_text
+from orchestrator.run_folder.files import read_end, read_text
 from orchestrator.run_folder.paths import RANKS_A_FOLDER
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.snapshot.start_from_copy import NAME
@@ -26,6 +26,15 @@ FOUND = re.compile(r"([0-9]{1,9}) ([\w.-]+)\n")
 def say_last_word(attempt: int, word: str) -> None:
     """Into this rank's log, just before its process ends."""
     print(f"attempt {attempt} ended: {word}", flush=True)
+
+
+def has_last_word(log: Path, attempt: int) -> bool:
+    """Whether a rank that has ended said how; False as well where it never wrote a log."""
+    try:
+        said = read_end(log, LOOKED_AT_BYTES)
+    except FileNotFoundError:
+        return False
+    return re.search(rb"^attempt %d ended: " % attempt, said, re.MULTILINE) is not None
 
 
 def wordless(run: RunDir, attempt: int) -> tuple[int, str] | None:

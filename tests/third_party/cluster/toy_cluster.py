@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass, field
 
 from orchestrator.clusters.api import Cluster, Handle, State
-from orchestrator.clusters.root_cause import End, blame
-from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, ClusterError
+from orchestrator.clusters.root_cause import End, blame, failures_among
+from orchestrator.errors import EXIT_STOPPED, ClusterError
 from orchestrator.run_folder.rundir import RunDir
 
 
@@ -67,7 +67,7 @@ class ListedHandle(Handle):
             if rank not in self._ends and (status := process.poll()) is not None:
                 node = self._nodes[rank]
                 self._ends[rank] = End(time=time.time(), node=node, rank=rank, status=status)
-        failed = [e for e in self._ends.values() if e.status not in (EXIT_FINISHED, EXIT_STOPPED)]
+        failed = failures_among(self._run, self._attempt, self._ends.values())
         if failed and time.time() > failed[0].time + 1.0:  # the others have said why, too
             self.kill()
         elif len(self._ends) < len(self._ranks):
