@@ -19,7 +19,6 @@ from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.signs.heartbeat import Heartbeat
 from orchestrator.lifecycle.signs.last_word import say_last_word, wordless
 from orchestrator.lifecycle.signs.node_watch import FAILED
-from orchestrator.lifecycle.signs.progress import read_progress
 from orchestrator.lifecycle.signs.signs_of_life import Life, Patience, link_to_supervisor
 from orchestrator.lifecycle.stopping.deadline import Deadline, Notice
 from orchestrator.lifecycle.stopping.departure import (
@@ -30,7 +29,6 @@ from orchestrator.lifecycle.stopping.departure import (
     hand_back,
     leave_silent_node,
     script_is_gone,
-    why_restarted,
 )
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
@@ -42,14 +40,14 @@ from orchestrator.rank.loop import Recorder as LoopRecorder
 from orchestrator.rank.place_in_loop import Placed
 from orchestrator.rank.rank_times import RankTimes
 from orchestrator.rank.writing.recorder import Recorder, Silent
-from orchestrator.run_folder.rundir import RESUMED, RunDir, write_json
+from orchestrator.rank.writing.restart_note import restart_note
+from orchestrator.run_folder.rundir import RunDir, write_json
 
 KILL_WAIT_S = 60.0
 LOOK_S = 0.5
 LATEST = 3.0  # times heartbeat_timeout_s: when a rank that stands still is spoken of at the latest
 WAITS_UNMARKED = ("nccl", "hccl")
 OTHERS_FIRST_S = 3.0  # a rank's own node knows more of it than the next node does
-NO_WORD = "it ended without a word: a node failed, or the time to stop was too short"
 
 
 def _patience(cluster: ClusterConfig) -> Patience:
@@ -144,7 +142,7 @@ class Attendance:
 
     def _guarded(self, inner: Recorder | Silent, updates: int, samples: int) -> LoopRecorder:
         if isinstance(inner, Recorder) and self._attempt:
-            note = self._restart(updates)
+            note = restart_note(self._run, self._attempt, self._topology, updates)
             inner.note["restart"] = note
             write_json(self._run.restart(self._attempt), note)
         if not self._topology.scheduled:
@@ -164,29 +162,8 @@ class Attendance:
 
     @cached_property
     def _deadline(self) -> Deadline:
-        notice, job_id = (
-            Notice.read(self._run.read_submission(), self._ahead_s),
-            self._topology.job_id,
-        )
-        return Deadline(self._stop, notice, lambda: ask_standing(job_id))
-
-    def _restart(self, updates: int) -> dict[str, object]:
-        """Why this attempt was needed, and what was lost of the one before it."""
-        before = self._attempt - 1
-        requeued = self._topology.scheduled and self._topology.restarts > 0
-        why = RESUMED
-        if requeued or not self._topology.scheduled:
-            why = why_restarted(self._run, self._attempt) or (NO_WORD if requeued else why)
-        place = read_progress(self._run.progress(before))
-        behind = place is not None and place.update >= updates
-        return {
-            "attempt": self._attempt,
-            "restarts": self._topology.restarts,
-            "why": why,
-            "resumed_from": updates,
-            "lost_updates": place.update - updates if behind and place else 0,
-            "lost_micro_steps": place.done if behind and place else 0,
-        }
+        notice = Notice.read(self._run.read_submission(), self._ahead_s)
+        return Deadline(self._stop, notice, lambda: ask_standing(self._topology.job_id))
 
     def allow_result(self) -> None:
         """Raises `Superseded` when result.json is another attempt's to write."""
@@ -227,7 +204,8 @@ class Attendance:
     def restarted(self) -> None:
         """A program begins: on rank 0, why again, where this is not its first attempt."""
         if self._attempt and self._topology.rank == 0:
-            write_json(self._run.restart(self._attempt), self._restart(0))
+            note = restart_note(self._run, self._attempt, self._topology, 0)
+            write_json(self._run.restart(self._attempt), note)
 
     def at_a_program(self) -> None:
         """The main thread waits for a program, for as long as it takes."""

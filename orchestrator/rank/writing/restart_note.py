@@ -1,0 +1,28 @@
+"""Why an attempt was needed, and what was lost of the one before it."""
+
+from __future__ import annotations
+
+from orchestrator.lifecycle.signs.progress import read_progress
+from orchestrator.lifecycle.stopping.departure import why_restarted
+from orchestrator.lifecycle.topology import Topology
+from orchestrator.run_folder.rundir import RESUMED, RunDir
+
+NO_WORD = "it ended without a word: a node failed, or the time to stop was too short"
+
+
+def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) -> dict[str, object]:
+    """The content of restart.json, for an attempt that begins after `updates` updates."""
+    requeued = topology.scheduled and topology.restarts > 0
+    why = RESUMED
+    if requeued or not topology.scheduled:
+        why = why_restarted(run, attempt) or (NO_WORD if requeued else why)
+    place = read_progress(run.progress(attempt - 1))
+    behind = place is not None and place.update >= updates
+    return {
+        "attempt": attempt,
+        "restarts": topology.restarts,
+        "why": why,
+        "resumed_from": updates,
+        "lost_updates": place.update - updates if behind and place else 0,
+        "lost_micro_steps": place.done if behind and place else 0,
+    }
