@@ -9,7 +9,9 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import warm
+
+ROOT = warm.ROOT
 TINY = "job._target_=tests.tiny_job.Tiny"
 SMALL = "cluster.ranks_per_node=1"  # two ranks instead of four, where their number does not matter
 
@@ -26,6 +28,9 @@ def command(*arguments, module="orchestrator.launch"):
 
 def call(*arguments, module="orchestrator.launch", cwd=None, timeout=120, **env):
     """Run a command to its end; give the completed process with text output."""
+    if "PYTHONPATH" not in env:
+        where = {"cwd": cwd or Path.cwd(), "env": environment(**env), "timeout": timeout}
+        return warm.call(module, [*map(str, arguments)], **where)
     return subprocess.run(
         command(*arguments, module=module),
         cwd=cwd,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, softplus
 
-from tests.docs.scripts import torchrun
+from tests.docs.scripts import ranks, torchrun
 
 
 def big_batch(model, samples, part, clip_norm=float("inf")):
@@ -24,18 +24,18 @@ def big_batch(model, samples, part, clip_norm=float("inf")):
     return found
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-def test_the_loop_with_torchrun_takes_the_big_batchs_steps(processes, tmp_path):
+@pytest.mark.parametrize(("start", "processes"), [(ranks, 1), (torchrun, 3)])
+def test_the_loop_with_torchrun_takes_the_big_batchs_steps(start, processes, tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3))
     wanted = big_batch(model, 140, model, clip_norm=1.0)
-    rows = torchrun("library.md", "loop.py", processes, tmp_path)
+    rows = start("library.md", "loop.py", processes, tmp_path)
     assert [number for row in rows for number in row[:2]] == pytest.approx(wanted, rel=1e-4)
     assert {row[2] for row in rows} == {1.0 if processes > 1 else 0.0}
 
 
 def test_a_loop_of_ones_own_gives_the_same_bits_on_one_and_on_three_ranks(tmp_path):
-    alone, three = (torchrun("library.md", "same_bits.py", n, tmp_path) for n in (1, 3))
+    alone, three = (ranks("library.md", "same_bits.py", n, tmp_path) for n in (1, 3))
     assert len(alone) == 5
     assert alone == three
 
@@ -66,7 +66,7 @@ def _gan():
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_generator_and_discriminator_take_the_big_batchs_steps(processes, tmp_path):
-    rows = torchrun("library.md", "gan.py", processes, tmp_path)
+    rows = ranks("library.md", "gan.py", processes, tmp_path)
     assert [number for row in rows for number in row[:2]] == pytest.approx(_gan(), rel=1e-4)
     assert {row[2] for row in rows} == {2.0 if processes > 1 else 0.0}
 
@@ -76,6 +76,6 @@ def test_two_stages_on_two_replicas_take_the_big_batchs_steps_with_one_reduction
     first = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Tanh())
     second = torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3))
     wanted = big_batch(torch.nn.Sequential(first, second), 120, second)
-    rows = torchrun("library.md", "pipeline.py", 4, tmp_path)
+    rows = ranks("library.md", "pipeline.py", 4, tmp_path)
     assert [number for row in rows for number in row[:2]] == pytest.approx(wanted, rel=1e-4)
     assert {row[2] for row in rows} == {1.0}

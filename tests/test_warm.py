@@ -1,0 +1,53 @@
+"""A fork of the process that has imported the commands does what a new interpreter does."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import helpers, warm
+
+ASKED = {
+    "a plan": ("orchestrator", ("plan", helpers.TINY, "train.updates=2", "--json")),
+    "a refusal": ("orchestrator.launch", ("job=digitz",)),
+    "help": ("orchestrator.launch", ("--help",)),
+    "a folder relative to where it stands": ("orchestrator", ("status", "nothing here")),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_it_says_and_ends_as_a_new_interpreter(tmp_path, asked):
+    module, arguments = ASKED[asked]
+    new = subprocess.run(
+        helpers.command(*arguments, module=module), cwd=tmp_path, env=helpers.environment(),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    forked = helpers.call(*arguments, module=module, cwd=tmp_path)
+    for told in ("returncode", "stdout", "stderr"):
+        assert getattr(forked, told) == getattr(new, told)
+
+
+def test_it_has_its_own_environment_folder_and_arguments_and_no_other(tmp_path):
+    (tmp_path / "asked.py").write_text(
+        "import atexit, os, sys\n"
+        "if __name__ == '__main__':\n"
+        "    print(sys.argv[1:], os.getcwd(), sorted(os.environ), os.listdir('/proc/self/fd'))\n"
+        "    atexit.register(print, 'at its end')\n"
+        "    raise SystemExit(len(sys.argv))\n"
+    )
+    done = warm.call("asked", ["one", "two"], cwd=tmp_path, env={"A": "b"}, timeout=60)
+    files = [str(number) for number in range(4)]  # and the one that lists them
+    assert done.stdout == f"{['one', 'two']} {tmp_path} {['A']} {files}\nat its end\n"
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_what_takes_too_long_is_ended_and_the_next_one_is_served(tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)"
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        warm.call("slow", [], cwd=tmp_path, env={}, timeout=3)
+    pid = int((tmp_path / "pid").read_text())
+    helpers.until(lambda: not Path(f"/proc/{pid}").exists(), 10, "its end")
+    (tmp_path / "killed.py").write_text("import os; os.kill(os.getpid(), 9)")
+    assert warm.call("killed", [], cwd=tmp_path, env={}, timeout=60).returncode == -9

@@ -1,0 +1,186 @@
+"""Commands in processes that have imported already what all of them import first.
+
+A command's start is mostly the import of what composes configurations, the same each time, and
+tests start hundreds. So a worker starts one process that imports it (`main`), and what `call` asks
+for is a fork of that: it has the environment, folder and arguments of a command of its own, runs
+the module as `python -m` does, and ends as a Python ends. What it starts in turn (a run's ranks)
+it starts as ever. `helpers.begin` and what asks for another PYTHONPATH are new interpreters.
+
+`ranks` does the same with torch for scripts of the documentation, as our own runs do for theirs.
+"""
+
+import array
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ("orchestrator.launch", "orchestrator.__main__")
+TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engine.torch.engine")
+OURS = ("compose.composer", "runs.start", "clusters.local.cluster", "clusters.slurm.cluster",
+        "report.compare", "runs.status", "runs.resuming.resumption")  # fmt: skip
+IMPORTED = {"commands": (*COMMANDS, *(f"orchestrator.{name}" for name in OURS)), "torch": TORCH}
+
+
+# ------------------------------------------------------------------------- in the tests
+
+
+@functools.cache
+def _server(kind):
+    """The process that forks, started with the first of its kind; it ends with the worker."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.warm", str(theirs.fileno()), kind], cwd=ROOT,
+            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def end():
+        mine.close()
+        process.wait()
+
+    atexit.register(end)
+    return mine
+
+
+def call(module, arguments, *, cwd, env, timeout, kind="commands"):
+    """As `subprocess.run` of `python -m MODULE ARGUMENTS`, with text output."""
+    words = [sys.executable, "-m", module, *arguments]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with mine:
+            with theirs, tempfile.TemporaryFile() as asked:
+                order = {"module": module, "arguments": arguments, "cwd": str(cwd), "env": env}
+                asked.write(json.dumps(order).encode())
+                asked.flush()
+                files = array.array("i", [file.fileno() for file in (asked, out, err, theirs)])
+                _server(kind).sendmsg([b"!"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+            pid = int(mine.recv(64))
+            mine.settimeout(timeout)
+            try:
+                status = mine.recv(64)
+            except BaseException as error:  # of the test's own time-out, too
+                os.kill(pid, signal.SIGKILL)
+                if isinstance(error, TimeoutError):
+                    raise subprocess.TimeoutExpired(words, timeout) from error
+                raise
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return subprocess.CompletedProcess(words, int(status), *texts)
+
+
+def ranks(module, processes, folder):
+    """What a script of `folder` prints on as many ranks, which torchrun's variables tell who they
+    are; the store that they meet in is this process's.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+    }  # fmt: skip
+
+    def rank(number):
+        env = {**os.environ, **told, "RANK": str(number), "LOCAL_RANK": str(number)}
+        return call(module, [], cwd=folder, env=env, timeout=150, kind="torch")
+
+    _server("torch")
+    with ThreadPoolExecutor(processes) as threads:
+        ended = list(threads.map(rank, range(processes)))
+    assert all(done.returncode == 0 for done in ended), "\n".join(d.stderr[-2000:] for d in ended)
+    return "".join(done.stdout for done in ended)
+
+
+# ------------------------------------------------------------------------- the process that forks
+
+
+def main():
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    for name in IMPORTED[sys.argv[2]]:
+        importlib.import_module(name)
+    for name in COMMANDS:
+        sys.modules.pop(name, None)  # it is run anew each time
+    gc.freeze()
+    wake, waking = socket.socketpair()
+    waking.setblocking(False)
+    signal.set_wakeup_fd(waking.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    selector = selectors.DefaultSelector()
+    selector.register(asked, selectors.EVENT_READ)
+    selector.register(wake, selectors.EVENT_READ)
+    running = {}  # pid -> where its end is told
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is wake:
+                wake.recv(4096)
+                _tell_ends(running)
+                continue
+            _, files, *_ = socket.recv_fds(asked, 1, 4)
+            if not files:
+                return
+            order, out, err, told = files
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for other in (asked, wake, waking, selector, *running.values()):
+                    other.close()
+                os.close(told)
+                _become(order, out, err)
+            running[pid] = socket.socket(fileno=told)
+            _say(running[pid], pid)
+            for file in (order, out, err):
+                os.close(file)
+
+
+def _tell_ends(running):
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        with running.pop(pid) as told:
+            _say(told, os.waitstatus_to_exitcode(status))
+
+
+def _say(told, number):
+    with contextlib.suppress(BrokenPipeError):  # a test that was given up listens no more
+        told.send(b"%d" % number)
+
+
+def _become(order, out, err):
+    with open(order, "rb") as file:  # noqa: PTH123  # a descriptor
+        file.seek(0)
+        asked = json.load(file)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    os.chdir(asked["cwd"])
+    sys.path[0] = asked["cwd"]
+    sys.argv = [asked["module"], *asked["arguments"]]
+    runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    main()
