@@ -9,39 +9,45 @@ from slurm import breaking
 from tests.helpers import until
 from tests.slurm import runs
 
-TIMES = 10
+TIMES = 5
 
 
 @pytest.mark.timeout(420)
 def test_ten_preemptions_at_random_moments_change_nothing(slurm, tmp_path):
-    more_than_fit_in_between = "train.updates=160"
-    expected = runs.reference(tmp_path / "local", more_than_fit_in_between)
+    """Two runs beside each other lose their nodes to the same jobs, each five times."""
+    more_than_fit_in_between = "train.updates=100"
     chance = random.Random(4)
-    run = tmp_path / "run"
-    job = runs.submit(
-        slurm, run, more_than_fit_in_between, "train.checkpoint_every=5", "job.pause_s=0.03",
-        "cluster.partition=low",
-    )  # fmt: skip
+    both = {}
+    for name in ("one", "another"):
+        both[tmp_path / name] = runs.submit(
+            slurm, tmp_path / name, more_than_fit_in_between, "train.checkpoint_every=5",
+            "job.pause_s=0.03", "cluster.partition=low",
+        )  # fmt: skip
     waits = []
     for number in range(TIMES):
-        runs.wait_for_update(run, 0, attempt=number)
+        for run in both:
+            runs.wait_for_update(run, 0, attempt=number)
         time.sleep(chance.uniform(0.0, 0.5))  # the moment is what is random here
         other = runs.occupy(slurm, "true", "-p", "high", "-N", "4", "--exclusive")
         until(lambda other=other: runs.over(slurm, other), 60, "the preempting job's end")
         free = time.monotonic()
-        until(lambda: runs.queue_state(slurm, job) == "RUNNING", 60, "the run's restart")
+        for run, job in both.items():
+            began = f"the restart of {run.name}"
+            until(lambda job=job: runs.queue_state(slurm, job) == "RUNNING", 60, began)
         waits.append(time.monotonic() - free)
-    ended = runs.wait_over(slurm, run)
-    assert ended["state"] == "finished"
-    assert ended["weights_sha256"] == expected
-    notes = [record["restart"] for n, record in runs.first_records(run).items() if n]
-    assert len(notes) == TIMES
-    assert all(note["why"] == "preempted" for note in notes)
-    assert all(note["lost_updates"] <= 1 for note in notes)
+    expected = runs.reference(tmp_path / "local", more_than_fit_in_between)
     assert max(waits) < 20
-    found = runs.status(run)
-    assert found["restarts"] == TIMES
-    assert found["why"] == "preempted"
+    for run in both:
+        ended = runs.wait_over(slurm, run)
+        assert ended["state"] == "finished"
+        assert ended["weights_sha256"] == expected
+        notes = [record["restart"] for n, record in runs.first_records(run).items() if n]
+        assert len(notes) == TIMES
+        assert all(note["why"] == "preempted" for note in notes)
+        assert all(note["lost_updates"] <= 1 for note in notes)
+        found = runs.status(run)
+        assert found["restarts"] == TIMES
+        assert found["why"] == "preempted"
 
 
 def test_a_stop_that_cannot_wait_for_the_boundary_loses_its_window_only(slurm, tmp_path):
