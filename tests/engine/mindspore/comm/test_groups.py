@@ -1,6 +1,7 @@
 """Groups of 2 and 4 real processes over MCCL: conformance, adjoint laws, the engine's update."""
 
 import functools
+import subprocess
 
 import pytest
 
@@ -12,8 +13,22 @@ SIZES = (2, 4)
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """The reports of a group of that size, which is started once."""
-    return functools.cache(lambda size: run_group(tmp_path_factory.mktemp("group"), size))
+    """The reports of a group of that size, which is started once, also where it fails."""
+
+    @functools.cache
+    def ended(size):
+        try:
+            return run_group(tmp_path_factory.mktemp("group"), size)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            return error
+
+    def reports_of(size):
+        found = ended(size)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return reports_of
 
 
 @pytest.mark.parametrize(
