@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 from rich.console import Console
 
-from orchestrator.cli import following, results
+from orchestrator.cli import following, health, results
 from orchestrator.cli.completion import complete_overrides
 from orchestrator.cli.options import Json, Quiet, Verbose
 from orchestrator.errors import (
@@ -161,6 +161,7 @@ for function in (
     following.cancel,
     results.compare,
     results.report,
+    health.doctor,
 ):
     verb()(function)
 

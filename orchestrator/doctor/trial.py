@@ -1,0 +1,60 @@
+"""`doctor --run`: one real collective on the real nodes, as a run of a small program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from orchestrator.compose.command_line import CommandLine, program_overrides
+from orchestrator.compose.composer import Composer
+from orchestrator.doctor import exchange
+from orchestrator.doctor.findings import BAD, Finding
+from orchestrator.report.metrics import read_metrics
+from orchestrator.report.tables.closing_table import describe_culprit
+from orchestrator.report.units import format_seconds, plural
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.runs.console import Manner
+from orchestrator.runs.start import begun
+
+
+def tried(overrides: Sequence[str], manner: Manner) -> Iterator[Finding]:
+    """Start it where `overrides` say, wait for its end, and tell what it measured.
+
+    Raises what a launch raises: what was asked for cannot be had.
+    """
+    given = (*overrides, *program_overrides([str(Path(exchange.__file__))], beside=overrides))
+    if not any(one.startswith("run.dir=") for one in given):
+        given += (f"run.dir=runs/doctor_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}",)
+    own = ("run.watch=true", "run.snapshot=false")
+    config = Composer(CommandLine(overrides=(*given, *own))).compose().config()
+    with begun(config, manner, overrides=given) as place:
+        ended = place()
+    yield from measured(RunDir(Path(config.run.dir or "")), ended.exit_code)
+
+
+def measured(run: RunDir, exit_code: int) -> Iterator[Finding]:
+    """What the run in this folder says of the nodes that it was on."""
+    plan, result = run.read_plan(), run.read_result() or {}
+    where = f"{plural(plan.get('ranks') or 0, 'rank')} on {plural(plan.get('nodes') or 0, 'node')}"
+    if exit_code:
+        culprit = result.get("culprit")
+        why = describe_culprit(culprit) if culprit else f"exit code {exit_code}"
+        yield Finding(
+            about="collective", found=f"{where}: {why}", state=BAD,
+            do=f"python -m orchestrator logs {run.path}; name the network: cluster.interface=",
+        )  # fmt: skip
+        return
+    yield Finding(about="runs", found=f"{run.path} was written here and read on {where}, and back")
+    for record in read_metrics(run.metrics).updates:
+        figures = record["metrics"]
+        yield Finding(
+            about="collective",
+            found=f"{figures['mib']:g} MiB summed over {where}: "
+            f"{format_seconds(figures['seconds'])}, {figures['gigabytes_per_s']:.3g} GB/s a rank",
+            state="good" if not record["loss"] else BAD,
+            do=""
+            if not record["loss"]
+            else "the sum is wrong: this network or library corrupts "
+            "data; try another transport, and look at the nodes' logs",
+        )
