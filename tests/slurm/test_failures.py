@@ -79,6 +79,23 @@ def standing(slurm, tmp_path_factory):
     return folder
 
 
+KILLED = ("train.updates=4", "train.checkpoint_every=1")  # so each attempt does two of them
+
+
+@pytest.fixture(scope="module")
+def untimed(slurm, tmp_path_factory):
+    """Runs that fail in other ways, all at once, when those are over, too."""
+    folder = tmp_path_factory.mktemp("untimed")
+    for name, more in {
+        "killed": (*KILLED, "job.fault=kill", "job.fault_after=9", "run.max_restarts=1"),
+        "resumed": ("job.fault=raise", "job.fault_rank=1", "train.checkpoint_every=1",
+                    "train.updates=12", "job.fault_after=20"),
+        "early": ("job.samples=nonsense", "train.updates=1"),
+    }.items():  # fmt: skip
+        runs.submit(slurm, folder / name, *more)
+    return folder
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failing_rank_fails_the_job_within_ten_seconds(slurm, failing, fault):
     run = failing / fault
@@ -130,10 +147,9 @@ def test_code_that_is_not_what_was_submitted_fails_the_job_by_its_name(slurm, tm
     assert found["reason"].startswith(f"the code in {archive} is damaged: ")
 
 
-def test_a_failed_run_can_be_resumed(slurm, tmp_path):
-    run = tmp_path / "run"
-    more = ("job.fault=raise", "job.fault_rank=1", "train.checkpoint_every=1", "train.updates=12")
-    first = runs.submit(slurm, run, *more, "job.fault_after=20")
+def test_a_failed_run_can_be_resumed(slurm, untimed):
+    run = untimed / "resumed"
+    first = runs.job_of(run)
     assert runs.wait_over(slurm, run)["state"] == "failed"
     done = runs.verb("resume", run)
     assert done.returncode == 0, done.stderr
@@ -155,10 +171,8 @@ def test_a_job_cancelled_behind_our_back_is_called_so(slurm, tmp_path):
     assert runs.status(run)["state"] == "cancelled"
 
 
-def test_an_error_before_the_ranks_meet_names_its_rank(slurm, tmp_path):
-    run = tmp_path / "run"
-    runs.submit(slurm, run, "job.samples=nonsense", "train.updates=1")
-    ended = runs.wait_over(slurm, run)
+def test_an_error_before_the_ranks_meet_names_its_rank(slurm, untimed):
+    ended = runs.wait_over(slurm, untimed / "early")
     assert ended["state"] == "failed"
     assert ended["culprit"]["rank"] is not None
 
@@ -173,13 +187,10 @@ def test_a_run_goes_on_beyond_its_time_limit(slurm, limited, digest_of_60):
     assert all(note["lost_updates"] == 0 for note in notes)
 
 
-def test_a_killed_rank_costs_a_restart_where_that_is_allowed_and_no_bit(slurm, tmp_path):
-    run = tmp_path / "run"
-    more = ("train.updates=4", "train.checkpoint_every=1")  # so each attempt does two of them
-    job = runs.submit(
-        slurm, run, *more, "job.fault=kill", "job.fault_after=9", "run.max_restarts=1"
-    )
-    expected = runs.reference(tmp_path / "local", *more)
+def test_a_killed_rank_costs_a_restart_where_that_is_allowed_and_no_bit(slurm, untimed, tmp_path):
+    run = untimed / "killed"
+    job = runs.job_of(run)
+    expected = runs.reference(tmp_path / "local", *KILLED)
     ended = runs.wait_over(slurm, run)
     assert ended["weights_sha256"] == expected
     (note,) = ended["restarts"]
