@@ -9,7 +9,6 @@ LEFT = {
     "lifecycle/topology.py: call of cls",
     "outcome/folder_status.py: call of RunStatus",
     "rank/fenced_recorder.py: parameters of __init__",
-    "rank/program/parent.py: call of Start",
     "report/summary.py: call of Summary",
 }
 """What is above a bound still. It only gets shorter."""

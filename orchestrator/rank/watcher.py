@@ -7,19 +7,17 @@ lines of `Life` as the supervisor of a pretended node does, and dies with its ra
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
-import signal
 import socket
 import sys
 from pathlib import Path
 
+from orchestrator.lifecycle.prctl import die_with
 from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch, state_of
 from orchestrator.rank.hung_neighbour import end_lost
 from orchestrator.run_folder.rundir import RunDir
 
-PR_SET_PDEATHSIG = 1
 LINE_BYTES = 65536
 
 
@@ -52,9 +50,7 @@ def start_watcher(entry: str, run: Path, attempt: int, rank: int, node: str) -> 
 
 def watch(path: str, attempt: str, rank: str, node: str, pid: str, link: str) -> None:
     """Be the watcher of the process `pid`, whose lines come from the socket `link`."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(pid):
-        return
+    die_with(int(pid))
     run = RunDir(Path(path))
     cluster = run.read_config()["cluster"]
     lost = _lost(socket.socket(fileno=int(link)), int(pid), float(cluster["heartbeat_timeout_s"]))

@@ -22,7 +22,8 @@ from typing import Any
 
 import psutil
 
-from orchestrator.clusters.local.process import adopt_orphans, fork
+from orchestrator.clusters.local.process import fork
+from orchestrator.lifecycle.prctl import adopt_orphans
 from orchestrator.lifecycle.signs.node_watch import (
     BEAT_S,
     LINK_VARIABLE,

@@ -19,6 +19,8 @@ from orchestrator.config.program_source import script_of
 from orchestrator.errors import ClusterError
 from orchestrator.inside.variables import ATTEMPT, RANK, RUN, WORLD
 from orchestrator.lifecycle.topology import COPIES_VARIABLE, OUTER_PATH_VARIABLE, Topology
+from orchestrator.rank.program.meeting_place import MeetingPlace
+from orchestrator.run_folder.rundir import RunDir
 from orchestrator.snapshot.start_from_copy import PLACE_VARIABLE
 
 HIDDEN = (
@@ -37,18 +39,15 @@ class Start:
     """One start of a rank's program.
 
     Attributes:
-        address, port: where the ranks meet; None in plain style.
-        run: the run's folder; run_id: what no other run is called.
+        place: where the ranks meet; None in plain style.
         error_file: where a program says what it raised, if it is written to.
         restarts, most_restarts: how often the run began again, and how often it may.
     """
 
     program: Program
     topology: Topology
-    address: str | None
-    port: int | None
-    run: Path
-    run_id: str
+    place: MeetingPlace | None
+    run: RunDir
     error_file: Path
     attempt: int
     most_restarts: int
@@ -105,14 +104,15 @@ def environment(
         found["SLURM_JOB_NAME"] = "interactive"  # else Lightning takes SLURM's word, and requeues
     _search_path(found, env, start.program, copies)
     _devices(found, start)
-    style = {"torch": _torchrun, "mindspore": _msrun, "plain": lambda _: {}}[start.program.style]
-    return {NCCL_ERRORS: "1", **found, **style(start), **_ours(start)}
+    launcher = _msrun if start.program.style == "mindspore" else _torchrun
+    told = launcher(start, start.place) if start.place else {}
+    return {NCCL_ERRORS: "1", **found, **told, **_ours(start)}
 
 
 def _ours(start: Start) -> dict[str, str]:
     topology = start.topology
     return {
-        RUN: str(start.run), ATTEMPT: str(start.attempt),
+        RUN: str(start.run.path), ATTEMPT: str(start.attempt),
         RANK: str(topology.rank), WORLD: str(topology.size),
     }  # fmt: skip
 
@@ -152,7 +152,7 @@ def _devices(found: dict[str, str], start: Start) -> None:
             found[name] = there[local]
 
 
-def _torchrun(start: Start) -> dict[str, str]:
+def _torchrun(start: Start, place: MeetingPlace) -> dict[str, str]:
     """As torch's local_elastic_agent.py sets them."""
     topology = start.topology
     width = topology.size // topology.nodes
@@ -166,25 +166,25 @@ def _torchrun(start: Start) -> dict[str, str]:
         "WORLD_SIZE": str(topology.size),
         "GROUP_WORLD_SIZE": str(topology.nodes),
         "ROLE_WORLD_SIZE": str(topology.size),
-        "MASTER_ADDR": str(start.address),
-        "MASTER_PORT": str(start.port),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
         "TORCHELASTIC_RESTART_COUNT": str(start.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(max(start.attempt, start.most_restarts)),
-        "TORCHELASTIC_RUN_ID": start.run_id,
+        "TORCHELASTIC_RUN_ID": start.run.identity or start.run.path.name,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(start.error_file),
     }
 
 
-def _msrun(start: Start) -> dict[str, str]:
+def _msrun(start: Start, place: MeetingPlace) -> dict[str, str]:
     """As MindSpore's parallel/cluster/process_entity sets them."""
     topology = start.topology
     return {
         "MS_ROLE": "MS_WORKER",
         "MS_WORKER_NUM": str(topology.size),
         "MS_NODE_ID": str(topology.rank),
-        "MS_SCHED_HOST": str(start.address),
-        "MS_SCHED_PORT": str(start.port),
+        "MS_SCHED_HOST": place.address,
+        "MS_SCHED_PORT": str(place.port),
         "MS_TOPO_TIMEOUT": str(max(1, round(start.timeout_s))),
         "RANK_ID": str(topology.rank),
         "RANK_SIZE": str(topology.size),

@@ -16,18 +16,18 @@ from orchestrator.errors import RankHangs
 from orchestrator.lifecycle.signs.node_watch import AT_WORK
 from orchestrator.rank.attendance import Attendance
 from orchestrator.rank.program import processes
-from orchestrator.rank.program.environment import Start
+from orchestrator.rank.program.meeting_place import MeetingPlace
 from orchestrator.run_warnings import warn
 
 
 class Joining:
     """One rank's; asked every second until it has joined."""
 
-    def __init__(self, start: Start, cluster: ClusterConfig, attendance: Attendance) -> None:
-        assert start.address is not None  # noqa: S101  # there is no place in plain style
-        assert start.port is not None  # noqa: S101
-        self._address, self._port = start.address, start.port
-        self._rank, self._attendance = start.topology.rank, attendance
+    def __init__(
+        self, place: MeetingPlace, rank: int, cluster: ClusterConfig, attendance: Attendance
+    ) -> None:
+        self._address, self._port = place.address, place.port
+        self._rank, self._attendance = rank, attendance
         self._patience_s = cluster.rendezvous_timeout_s
         self._most_s = max(cluster.collective_timeout_s, self._patience_s)
         self._began = self._looked = time.monotonic()

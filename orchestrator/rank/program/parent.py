@@ -31,6 +31,7 @@ from orchestrator.errors import (
 from orchestrator.inside.stop import read_number, write_number
 from orchestrator.inside.variables import NOT_YET
 from orchestrator.lifecycle.address import interface_variables
+from orchestrator.lifecycle.prctl import adopt_orphans, die_with
 from orchestrator.lifecycle.signs.node_watch import FAILED, FINISHED, FROZEN, STOPPED
 from orchestrator.lifecycle.signs.signs_of_life import descendants
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
@@ -60,7 +61,7 @@ LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED}
 def run_program(path: Path, attempt: int) -> int:
     """Be one rank of the run at `path`; give the exit code."""
     stop = StopFlag().install()
-    processes.adopt_orphans()
+    adopt_orphans()
     run, topology = RunDir(path), Topology.from_env(os.environ)
     if topology.scheduled:
         os.environ.update(interface_variables(os.environ, topology.address))
@@ -152,10 +153,8 @@ class _Parent:
         return Start(
             program=program,
             topology=topology,
-            address=self._place.address if self._place else None,
-            port=self._place.port if self._place else None,
-            run=run.path,
-            run_id=run.identity or run.path.name,
+            place=self._place,
+            run=run,
             error_file=run.program_error(attempt, topology.rank),
             attempt=attempt,
             most_restarts=config.run.max_restarts,
@@ -170,7 +169,7 @@ class _Parent:
         parent, ignored = os.getpid(), self._ignored(start.program)
 
         def become() -> None:
-            processes.die_with(parent)
+            die_with(parent)
             for number in ignored:
                 signal.signal(number, signal.SIG_IGN)
 
@@ -199,7 +198,9 @@ class _Parent:
 
     def _wait(self, child: subprocess.Popen[bytes], start: Start, config: Config) -> int:
         """Wait for its end; meanwhile pass a stop on, and look from outside whether it lives."""
-        joining = Joining(start, config.cluster, self._attendance) if start.port else None
+        joining = start.place and Joining(
+            start.place, self._topology.rank, config.cluster, self._attendance
+        )
         silence_s, stopped_since, look = config.cluster.heartbeat_timeout_s, None, 0.0
         descriptor = os.pidfd_open(child.pid)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -15,23 +14,8 @@ import psutil
 from orchestrator.lifecycle.signs.node_watch import processor_s, state_of
 from orchestrator.lifecycle.signs.signs_of_life import descendants
 
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
 LINGER_S = 1.0  # for what ends by itself once the program has: loaders, trackers
 KILL_S = 5.0
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def adopt_orphans() -> None:
-    """Whatever the program leaves behind becomes this process's child."""
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def die_with(parent: int) -> None:
-    """In the child, before it becomes the program: it ends when this rank does, however."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def is_stopped(pid: int) -> bool:

@@ -1,0 +1,33 @@
+"""What the kernel is told of a process: when it has to die, whom it inherits, what it is called."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with(parent: int | None) -> None:
+    """Have the kernel kill this process when its parent ends; with None, no longer.
+
+    Args:
+        parent: its pid, so that a parent that has ended already is noticed.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, 0 if parent is None else signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """What `ps -o comm` and `top` call this process; the kernel keeps 15 bytes."""
+    _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """What descendants leave behind becomes this process's child."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
