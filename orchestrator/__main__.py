@@ -29,11 +29,26 @@ from orchestrator.errors import (
 from orchestrator.report.terminal import say_error, while_somebody_reads
 
 app = typer.Typer(
-    help="Plan, follow, compare and resume runs. To start one: python -m orchestrator launch",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 WITH_PROGRAM = ("run", "launch", "plan")
+EXIT_CODES = (
+    "Exit codes: 0 done, or the run finished; 1 the run failed, or what was looked for is bad; "
+    "2 what was asked for is wrong; 3 stopped on request, to be resumed; 130 interrupted at once."
+)
+EXAMPLES = {
+    "launch": "launch -m accumulation.steps=1,2,4",
+    "run": "run cluster.nodes=2 -- train.py --lr 0.1",
+    "plan": "plan cluster.nodes=3 accumulation.global_batch=1000",
+    "resume": "resume RUN train.updates=200",
+    "status": "status RUN --json",
+    "attach": "attach RUN",
+    "logs": "logs RUN --rank 3 -f",
+    "cancel": "cancel RUN",
+    "compare": "compare RUN_A RUN_B --tensors",
+    "report": "report RUN --format md",
+    "doctor": "doctor --run +cluster=slurm",
+}
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
@@ -41,24 +56,46 @@ def verb(**settings: Any) -> Callable[[Verb], Verb]:
     """Register a verb whose errors become one message and an exit code."""
 
     def register(function: Verb) -> Verb:
-        @functools.wraps(function)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            try:
-                standing_somewhere()
-                return function(*args, **kwargs)
-            except BrokenPipeError:
-                raise
-            except (OrchestratorError, OSError) as error:
-                told = error if isinstance(error, OrchestratorError) else unreadable(error)
-                if kwargs.get("verbose") and not plainly_said(told):
-                    traceback.print_exception(error)  # the sentence and the exit code stay
-                say_error(told, Console(stderr=True))
-                raise typer.Exit(told.exit_code) from error
-
-        app.command(**settings)(guarded)
-        return cast("Verb", guarded)
+        _add(guarded(function), **settings)
+        return function
 
     return register
+
+
+def _add(function: Callable[..., Any], **settings: Any) -> None:
+    """A verb, at the end of whose help stands an example."""
+    example = EXAMPLES.get(function.__name__)
+    said = f"As in: python -m orchestrator {example}" if example else None
+    app.command(epilog=said, **settings)(function)
+
+
+def guarded(function: Verb) -> Verb:
+    """`function`, whose errors become one message and an exit code."""
+
+    @functools.wraps(function)
+    def guarding(*args: Any, **kwargs: Any) -> Any:
+        try:
+            standing_somewhere()
+            return function(*args, **kwargs)
+        except BrokenPipeError:
+            raise
+        except (OrchestratorError, OSError) as error:
+            told = error if isinstance(error, OrchestratorError) else unreadable(error)
+            if kwargs.get("verbose") and not plainly_said(told):
+                traceback.print_exception(error)  # the sentence and the exit code stay
+            say_error(told, Console(stderr=True))
+            raise typer.Exit(told.exit_code) from error
+
+    return cast("Verb", guarding)
+
+
+@app.callback(invoke_without_command=True, epilog=EXIT_CODES)
+def main_help(context: typer.Context, as_json: Json = False) -> None:
+    """Start, plan, follow, compare and resume training runs. Without a verb: what is here now."""
+    if context.invoked_subcommand is None:
+        from orchestrator.cli.overview import overview
+
+        guarded(overview)(as_json=as_json)
 
 
 _program: list[str] = []
@@ -69,7 +106,6 @@ def _after_dashes() -> list[str]:
     return list(_program)
 
 
-@app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
 def launch(
     arguments: Annotated[
         list[str] | None,
@@ -82,7 +118,6 @@ def launch(
     raise typer.Exit(start([*(arguments or []), *_after_dashes()]))
 
 
-@app.command(context_settings={"ignore_unknown_options": True}, add_help_option=False)
 def run(
     arguments: Annotated[
         list[str] | None,
@@ -95,6 +130,10 @@ def run(
     from orchestrator.launch import main as start
 
     raise typer.Exit(start([*(arguments or []), *(_after_dashes() or ["--"])]))
+
+
+for starts in (launch, run):  # whose errors are messages already, and whose help is Hydra's
+    _add(starts, context_settings={"ignore_unknown_options": True}, add_help_option=False)
 
 
 @verb(context_settings={"ignore_unknown_options": False})

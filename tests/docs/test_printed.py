@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 import benchmarks.__main__ as measurements
 import slurm.__main__ as development
-from orchestrator.__main__ import app
+from orchestrator.__main__ import EXAMPLES, app
 from orchestrator.compose.command_line import read_command_line
 from orchestrator.compose.composer import Composer
 from orchestrator.config.schema import Config
@@ -129,6 +129,8 @@ def check(words):
         known = {*measurements.MEASUREMENTS, *measurements.BY_NAME, "tables"}
         assert {w for w in rest if w.isidentifier() and w != "N"} <= known, words
         assert {w for w in rest if w.startswith("-")} <= {"--seed", "--faults", "--quick"}, words
+    elif program == "orchestrator.config.reference":  # tests/config/test_reference.py does it
+        assert rest == [">", "docs/configuration.md"], words
     elif program == "torch.distributed.run":
         scripts = [p.text.partition("\n")[0] for p in python_blocks()]
         assert f"# {rest[-1]}" in scripts, words
@@ -177,6 +179,12 @@ def test_every_command_in_a_shell_block_can_be_typed(tmp_path):
         if (line := " ".join(words)) not in told:
             told[line] = page
             explained(check, words, page)
+
+
+@pytest.mark.usefixtures("standing_there")
+@pytest.mark.parametrize("example", EXAMPLES.values())
+def test_every_example_in_the_help_can_be_typed(example):
+    check(["orchestrator", *example.split()])
 
 
 def explained(function, value, page):

@@ -1,0 +1,76 @@
+"""What holds of every verb, those to come included."""
+
+import json
+import re
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from orchestrator import errors
+from orchestrator.__main__ import EXAMPLES, EXIT_CODES, app
+from tests.helpers import ROOT
+from tests.page.conftest import made
+
+__all__ = ["made"]
+
+VERBS = typer.main.get_command(app).commands
+ACTS = {
+    "launch": "its last lines are the run's", "run": "the same", "resume": "the same",
+    "attach": "the same", "logs": "a program's own lines", "cancel": "a sentence",
+    "report": "it has --format json",
+}  # fmt: skip
+CODES = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_a_verb_that_lists_has_json_and_every_verb_an_example(name):
+    options = {option for parameter in VERBS[name].params for option in parameter.opts}
+    assert "--json" in options or name in ACTS
+    assert EXAMPLES[name].split()[0] == name
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    return CliRunner()
+
+
+def test_without_words_it_says_what_one_can_do_here(here, made):
+    done = here.invoke(app, [])
+    assert (done.exit_code, "none yet" in done.output) == (0, True), done.output
+    made("runs/one")
+    done = here.invoke(app, [])
+    assert "1 finished" in done.output
+    assert "python -m orchestrator report runs/one" in done.output
+    told = json.loads(here.invoke(app, ["--json"]).output)
+    assert [one["state"] for one in told["runs"]] == ["finished"]
+    assert told["cluster"] is None
+
+
+@pytest.mark.parametrize("words", [[], ["status"], ["plan"], ["status", "nowhere"], ["doctor"]])
+def test_what_is_no_terminal_gets_no_colours(here, made, words):
+    made("runs/one")
+    done = here.invoke(app, words)
+    assert done.output
+    assert "\x1b" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ([], 0), (["status"], 0), (["compare", "runs/one", "runs/one"], 2), (["status", "x"], 2),
+        (["plan", "accumulation.steps=0"], 2), (["logs"], 2), (["nonsense"], 2),
+    ],
+)  # fmt: skip
+def test_exit_codes_are_as_documented(here, made, words, code):
+    made("runs/one")
+    assert here.invoke(app, words).exit_code == code
+
+
+def test_every_exit_code_is_in_the_help_and_in_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    [told] = re.findall(r"Exit codes: (.*?\.)", readme, re.DOTALL)
+    for text in (EXIT_CODES, told):
+        assert {int(code) for code in re.findall(r"\b\d+\b", text)} == CODES

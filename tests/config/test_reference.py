@@ -1,0 +1,14 @@
+"""docs/configuration.md is made of the schema, and says something of every key."""
+
+from orchestrator.config.meanings import MEANINGS
+from orchestrator.config.reference import keys, markdown
+from tests.helpers import ROOT
+
+
+def test_every_key_has_a_sentence_in_meanings_and_no_other_has():
+    assert {key for key, _ in keys()} == set(MEANINGS)
+
+
+def test_the_page_is_current():
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == markdown(), "python -m orchestrator.config.reference > docs/configuration.md"
