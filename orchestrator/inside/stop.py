@@ -69,6 +69,21 @@ class Stop:
             self._after = read_number(self._after_file)
         return self._after != NOT_YET and update >= self._after
 
+    def asked(self, *, run: bool) -> bool:
+        """Whether this rank has heard of a stop, for ranks that agree by a reduction of their own.
+
+        Args:
+            run: there is a run, in whose folder a stop may have been asked for.
+        """
+        if not self._heeding:
+            self._heed(note=run)
+        by_folder = run and self._rank == 0 and read_number(self._asked_file) != NOT_YET
+        return self._signalled or by_folder
+
+    def agreed(self, update: int) -> None:
+        """Note that all ranks stop after `update`: those that were not signalled as well."""
+        write_number(self._after_file, update)
+
     def _decide(self, update: int) -> None:
         now = time.monotonic()
         if self._after != NOT_YET or now < self._look:
@@ -91,10 +106,11 @@ class Stop:
         self._after = update + 1
         write_number(self._after_file, self._after)
 
-    def _heed(self) -> None:
+    def _heed(self, *, note: bool = True) -> None:
         """From the first call on, SIGTERM is a wish, unless the program has its own way with it."""
         self._heeding = True
-        write_number(str(self._folder / HEEDS.format(self._rank)), self._rank)
+        if note:
+            write_number(str(self._folder / HEEDS.format(self._rank)), self._rank)
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle)

@@ -43,9 +43,12 @@ def table(page, heading):
     return [tuple(line.strip("| ").split(" | ")) for line in found[1].splitlines()]
 
 
-def torchrun(page, name, processes, folder):
-    """The lines that the script prints when `processes` ranks run it on this machine."""
-    (folder / name).write_text(script(page, name), encoding="utf-8")
+def torchrun(page, name, processes, folder, changed=("", "")):
+    """The lines that the script prints when `processes` ranks run it on this machine.
+
+    `changed`: words of it, and what stands there instead.
+    """
+    (folder / name).write_text(script(page, name).replace(*changed), encoding="utf-8")
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -61,9 +64,9 @@ def torchrun(page, name, processes, folder):
     return _numbers(done.stdout)
 
 
-def ranks(page, name, processes, folder):
+def ranks(page, name, processes, folder, changed=("", "")):
     """As `torchrun`, with ranks that have torch imported already: a second instead of five."""
-    (folder / name).write_text(script(page, name), encoding="utf-8")
+    (folder / name).write_text(script(page, name).replace(*changed), encoding="utf-8")
     return _numbers(warm.ranks(name.removesuffix(".py"), processes, folder))
 
 

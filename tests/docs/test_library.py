@@ -1,10 +1,15 @@
 """The examples of docs/library.md give the updates of one big batch in plain torch."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, softplus
 
-from tests.docs.scripts import ranks, torchrun
+from orchestrator.plan.order import DataOrder
+from tests.docs.scripts import ranks, script, torchrun
+from tests.helpers import environment
 
 
 def big_batch(model, samples, part, clip_norm=float("inf")):
@@ -38,6 +43,61 @@ def test_a_loop_of_ones_own_gives_the_same_bits_on_one_and_on_three_ranks(tmp_pa
     alone, three = (ranks("library.md", "same_bits.py", n, tmp_path) for n in (1, 3))
     assert len(alone) == 5
     assert alone == three
+
+
+def test_twelve_changed_lines_make_the_torchrun_script_one_with_our_windows(tmp_path):
+    for name in ("ddp.py", "windows.py"):
+        (tmp_path / name).write_text(script("library.md", name).replace(f"# {name}\n", ""))
+    told = subprocess.run(
+        ["git", "diff", "--no-index", "--numstat", "ddp.py", "windows.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    ).stdout  # fmt: skip
+    added, taken_away = map(int, told.split()[:2])
+    assert 0 < added + taken_away <= 12, told
+
+
+def norms_after_big_batches(samples=700, global_batch=140):
+    """Of the weights of windows.py, in float64, after one epoch in plain torch."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.Tanh(), torch.nn.Linear(50, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    x = torch.randn(samples, 20, generator=torch.Generator().manual_seed(1))
+    y = x[:, :3].argmax(1)
+    order = DataOrder(dataset_samples=samples, global_batch=global_batch)
+    for update in range(order.updates_per_epoch):
+        mine = order.indices(update).tolist()
+        optimizer.zero_grad()
+        cross_entropy(model(x[mine]), y[mine]).backward()
+        optimizer.step()
+    return [weights.norm().item() for weights in model.parameters()]
+
+
+IN_FLOAT64 = ("\ndist.init_", "\ntorch.set_default_dtype(torch.float64)\ndist.init_")
+
+
+@pytest.fixture
+def wanted():
+    torch.set_default_dtype(torch.float64)
+    yield norms_after_big_batches()
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("start", "processes"), [(torchrun, 2), (ranks, 3)])
+def test_our_windows_take_the_big_batchs_steps_on_uneven_ranks(start, processes, tmp_path, wanted):
+    (row,) = start("library.md", "windows.py", processes, tmp_path, IN_FLOAT64)
+    assert row == pytest.approx(wanted, rel=1e-12)
+
+
+def test_our_windows_alone_under_plain_python_take_the_same_steps(tmp_path, wanted):
+    text = script("library.md", "windows.py").replace(*IN_FLOAT64)
+    kept = [line for line in text.splitlines() if not line.startswith(("dist.", "rank, ranks"))]
+    (tmp_path / "alone.py").write_text("rank = 0\n" + "\n".join(kept))
+    done = subprocess.run(
+        [sys.executable, "alone.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env=environment(),
+    )  # fmt: skip
+    assert list(map(float, done.stdout.split())) == pytest.approx(wanted, rel=1e-12), done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.py"], "nothing is left"
 
 
 def _gan():

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-import tests.docs.habits  # noqa: F401  # its cases are among CASES
+import tests.docs.habits
+import tests.docs.loops  # noqa: F401  # their cases are among CASES
 from tests.docs.misuses import CASES, said
 from tests.docs.scripts import table
 

@@ -2,7 +2,7 @@
 
 It is all that a training loop of your own needs:
 
-    accumulator = Accumulator(model, optimizer, TorchGroup.wrap(dist.group.WORLD), clip_norm=1.0)
+    accumulator = Accumulator(model, optimizer, clip_norm=1.0)
     for batches in windows:
         for batch in batches:
             total = loss_fn(model(batch.x), batch.y)  # a sum, never a mean
@@ -14,6 +14,7 @@ Ranks may have different numbers of micro-steps, and none at all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.engine.api import BoundaryReport
@@ -22,7 +23,7 @@ from orchestrator.engine.common.packed_sums import STOP, Trailer
 from orchestrator.engine.torch.accumulator_parts import AccumulatorParts
 from orchestrator.engine.torch.checks.at_start.arguments import number
 from orchestrator.engine.torch.gradients.clipping import GradientNorm
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Loss
 
 
@@ -33,7 +34,8 @@ class Accumulator(AccumulatorParts):
         model: a module, or named or plain parameters. Parameters that do not require gradients are
             left alone, shared ones counted once.
         optimizer: steps once a boundary. Its parameter groups, weight decay and rates are its own.
-        group: the ranks; `TorchGroup.alone()` for one.
+        group: the ranks; by default those of torch's own group, or this process alone where there
+            is none and nobody said that there are more.
         options: how; or some of them by their names, as in `clip_norm=1.0`.
 
     To build one is collective: ranks compare what has to be the same on all of them.
@@ -71,7 +73,24 @@ class Accumulator(AccumulatorParts):
                 optimizer's groups have changed.
         """
         with self._window.within("begin_window()"):
+            if self._handed is not None:
+                raise JobError("run.windows() begins its windows itself; leave begin_window() out")
             self._begin(update, learning_rate, steps, leaves, expected_weight)
+
+    def begin_handed(
+        self, update: int, *, micro_batches: int, steps: int, expected_weight: float | None,
+        leaves: tuple[int, Sequence[int]] | None,
+    ) -> None:  # fmt: skip
+        """Start the update that `run.windows` hands out; see `HandedOut.begin`. Not collective.
+
+        Args:
+            leaves: how many the update has over all ranks, and the numbers of this rank's.
+        """
+        of_all, mine = leaves or (None, ())
+        with self._window.within("run.windows()"):
+            self._begin(update, None, steps, of_all, expected_weight)
+            if self._handed is not None:
+                self._handed.begin(update, micro_batches, mine)
 
     def _begin(
         self, update: int | None = None, learning_rate: float | None = None,
@@ -109,11 +128,15 @@ class Accumulator(AccumulatorParts):
         """
         with self._window.within("backward()"):
             self._need_window("backward()")
+            if self._handed is not None:
+                last, leaf = self._handed.told("backward()", last=last, leaf=leaf)
             with self.clock.compute():
                 row = self._row(loss)
                 with self._window.micro_step(last=last):
                     self._tally.add(row)
                     self._back_propagate(loss, last=last, leaf=leaf)
+            if self._handed is not None:
+                self._handed.count()
 
     def _back_propagate(self, loss: Loss, *, last: bool, leaf: int | None) -> None:
         self.buffers.expect()
@@ -138,7 +161,11 @@ class Accumulator(AccumulatorParts):
         """
         with self._window.within("record()"):
             self._need_window("record()")
+            if self._handed is not None:
+                self._handed.told("record()", last=False, leaf=None)
             self._record(loss)
+            if self._handed is not None:
+                self._handed.count()
 
     def _record(self, loss: Loss) -> None:
         if not self._reduction.records:
@@ -173,11 +200,19 @@ class Accumulator(AccumulatorParts):
         """
         with self._window.within("boundary()"):
             self._need_window("boundary()")
+            if self._handed is None:
+                self._window.end()
+                return self._boundary(stop=stop)
+            self._handed.whole()
             self._window.end()
-            return self._boundary(stop=stop)
+            report = self._boundary(stop=stop or self._handed.stop())
+            self._handed.ended(report)
+            return report
 
     def _need_window(self, call: str) -> None:
-        if not self._window.open:
+        if self._handed is not None:
+            self._handed.need(call)
+        elif not self._window.open:
             self._window.untold_before(call)
             self._begin()
 

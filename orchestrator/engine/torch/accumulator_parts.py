@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -17,8 +19,10 @@ from orchestrator.engine.torch.checks.at_start.arguments import check_arguments
 from orchestrator.engine.torch.checks.at_start.same_start import start_alike
 from orchestrator.engine.torch.checks.at_start.supported import served
 from orchestrator.engine.torch.checks.in_window.call_order import WindowState
+from orchestrator.engine.torch.checks.in_window.handed_out import HandedOut
 from orchestrator.engine.torch.checks.in_window.window_checks import WindowChecks
 from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.comm.process_group import group_of_torch
 from orchestrator.engine.torch.gradients.buffer import GradientBuffers
 from orchestrator.engine.torch.gradients.hooks import listen
 from orchestrator.engine.torch.gradients.unused_parameters import UsedParameters
@@ -32,7 +36,7 @@ from orchestrator.engine.torch.sharding.pieces import OptimizerShard
 from orchestrator.engine.torch.sharding.reduction import ShardedBoundary
 from orchestrator.engine.torch.sharding.state import gathered, part_of
 from orchestrator.engine.torch.state import restore_optimizer
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, JobError
 
 
 class AccumulatorParts:
@@ -42,13 +46,14 @@ class AccumulatorParts:
         self,
         model: Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor],
         optimizer: Optimizer,
-        group: BaseGroup,
+        group: BaseGroup | None = None,
         options: AccumulationOptions | None = None,
         **keywords: Any,
     ) -> None:
         self.options = options = (options or AccumulationOptions()).but(keywords)
+        group = group_of_torch(_device_of(model)) if group is None else group
         model = check_arguments(model, group, options)
-        self.group, self.optimizer = group, usable(optimizer, "the optimizer")
+        self.model, self.group, self.optimizer = model, group, usable(optimizer, "the optimizer")
         named, trained = served(model, self.optimizer)
         start_alike(
             group, model, named, optimizer, options.of_all_ranks(), broadcast=options.broadcast
@@ -68,12 +73,14 @@ class AccumulatorParts:
         # Once the shard has put its pieces into the optimizer, which has to stay as it is then.
         self._checks = WindowChecks(model, named, trained, optimizer, group, options)
         self._window = WindowState([name for name, _ in trained], group.size)
+        self._handed: HandedOut | None = None
         if options.advise:
             weakref.finalize(self, _say_left_over, self._window, self._tally)
         self._expected = 1.0
         self._mark = group.mark()
         self.clock = Clock()
         self._ears = listen(self, trained)
+        _living.add(self)
 
     def gradient_ready(self, parameter: int) -> None:
         """For the hooks of this accumulator's parameters."""
@@ -131,6 +138,25 @@ class AccumulatorParts:
         """
         self._checks.all_weights()
 
+    def follow(self, handed: HandedOut) -> None:
+        """Be given all windows by `run.windows` from now on, for good. Not collective.
+
+        Raises:
+            JobError: it was so before, or micro-steps wait for their boundary.
+        """
+        with self._window.within("run.windows()"):
+            if self._handed is not None:
+                raise JobError(
+                    "run.windows() was called before for this accumulator: one call is the whole "
+                    "training, all its epochs (epochs=3, say); it goes on where it stopped"
+                )
+            if self._window.open and self._tally.micro_steps:
+                raise JobError(
+                    f"run.windows() came in mid-window: update {self._window.update} has micro-"
+                    "steps already, which would be lost; call boundary() first"
+                )
+            self._handed = handed
+
     def __reduce__(self) -> Any:
         raise ConfigError(
             "an accumulator can be neither copied nor pickled: it is bound to its process, model "
@@ -140,9 +166,36 @@ class AccumulatorParts:
 
     def close(self) -> None:
         """Take the hooks off model and optimizer: another accumulator is to have them."""
+        _living.discard(self)
         self._window.close()
         self._step.close()
         self._ears.remove()
+
+
+_living: weakref.WeakSet[AccumulatorParts] = weakref.WeakSet()
+
+
+def the_only_one() -> AccumulatorParts:
+    """The accumulator of this process that was built and not closed.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    if len(_living) > 1:
+        gc.collect()  # one that nobody has any more may be part of a circle
+    if len(_living) == 1:
+        return next(iter(_living))
+    raise ConfigError(
+        "run.windows() needs an Accumulator: build it before, Accumulator(model, optimizer)"
+        if not _living
+        else f"there are {len(_living)} accumulators: say whose windows they are, as in "
+        "run.windows(len(data), accumulator, ...); several that share them are a list"
+    )
+
+
+def _device_of(model: Any) -> torch.device:
+    parameters = model.parameters() if isinstance(model, Module) else ()
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
 
 def _say_left_over(window: WindowState, tally: Tally) -> None:

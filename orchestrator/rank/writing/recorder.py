@@ -65,38 +65,15 @@ class Recorder:
         self._update = window.update
         _warn_of_metrics(report)
         self._pace.see(update_s)
-        self._line(
-            {
-                "update": window.update,
-                "epoch": epoch,
-                "time": time.time(),
-                "attempt": self._attempt,
-                "loss": report.loss,
-                "learning_rate": window.learning_rate,
-                "samples": window.samples,
-                "weight": report.weight,
-                "micro_steps": window.steps,
-                "collectives": report.collectives,
-                **({"exchanges": report.exchanges} if report.exchanges else {}),
-                "bytes_on_wire": report.bytes_on_wire,
-                "compute_s": round(report.compute_s, 6),
-                "wait_s": round(report.wait_s, 6),
-                "optimizer_s": round(report.optimizer_s, 6),
-                **{
-                    name: round(seconds, 6)
-                    for name in ("compile_s", "plain_step_s")
-                    if (seconds := getattr(report, name))
-                },
-                "update_s": round(update_s, 6),
-                "peak_memory_bytes": self._engine.peak_memory_bytes(),
-                "gradient_norm": report.gradient_norm,
-                "applied": report.applied,
-                "loss_scale": report.loss_scale,
-                "metrics": dict(report.metrics),
-                **self.note,
-                **self._warned(),
-            }
-        )
+        line = {
+            "epoch": epoch,
+            "attempt": self._attempt,
+            "learning_rate": window.learning_rate,
+            "samples": window.samples,
+            "micro_steps": window.steps,
+            "peak_memory_bytes": self._engine.peak_memory_bytes(),
+        }
+        self._line(update_line(report, update_s) | line | self.note | self._warned())
         self.note = {}
         self._told.update(
             window.update,
@@ -193,6 +170,31 @@ class Recorder:
         if waited:
             lost = f", {self._metrics.lost} had to be given up" if self._metrics.lost else ""
             warn(f"there is room again: {waited} lines of metrics.jsonl that waited follow{lost}")
+
+
+def update_line(report: BoundaryReport, update_s: float) -> dict[str, Any]:
+    """What a line of metrics.jsonl says of an update by its boundary's report."""
+    seconds = ("compute_s", "wait_s", "optimizer_s", "compile_s", "plain_step_s")
+    always = seconds[:3]
+    return {
+        "update": report.update,
+        "time": time.time(),
+        "loss": report.loss,
+        "weight": report.weight,
+        "collectives": report.collectives,
+        **({"exchanges": report.exchanges} if report.exchanges else {}),
+        "bytes_on_wire": report.bytes_on_wire,
+        **{
+            name: round(spent, 6)
+            for name in seconds
+            if (spent := getattr(report, name)) or name in always
+        },
+        "update_s": round(update_s, 6),
+        "gradient_norm": report.gradient_norm,
+        "applied": report.applied,
+        "loss_scale": report.loss_scale,
+        "metrics": dict(report.metrics),
+    }
 
 
 def _warn_of_metrics(report: BoundaryReport) -> None:

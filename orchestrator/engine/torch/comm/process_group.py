@@ -7,12 +7,13 @@ generation can be formed beside it.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, group, is_available, is_initialized
 
 from orchestrator.engine.torch.comm.base_group import BaseGroup, Work
 from orchestrator.engine.torch.comm.gloo_exchange import ExchangedSums
@@ -20,7 +21,10 @@ from orchestrator.engine.torch.comm.gloo_tensors import BY_GLOO
 from orchestrator.engine.torch.comm.running_collectives import Pairwise, Started, as_peer_lost
 from orchestrator.engine.torch.comm.tensors import bytes_of
 from orchestrator.errors import ConfigError
+from orchestrator.inside.variables import WORLD as RUN_RANKS
 
+_RANKS = ("WORLD_SIZE", RUN_RANKS, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+"""Where launchers say how many processes they have started."""
 _DIRECT_BYTES = 2**18  # below that, one call is quicker than many
 
 
@@ -175,6 +179,24 @@ class TorchGroup(BaseGroup):
 
     def _start_barrier(self) -> Work:
         return self._start("barrier", self._group.barrier)
+
+
+def group_of_torch(device: torch.device | str = "cpu") -> TorchGroup:
+    """The ranks of `init_process_group()`; this process alone where there is but one.
+
+    Raises:
+        ConfigError: a launcher has started more processes than this, and they have not met.
+    """
+    if is_available() and is_initialized():
+        return TorchGroup.wrap(group.WORLD)
+    for name in _RANKS:
+        if (ranks := os.environ.get(name, "")).isdecimal() and int(ranks) > 1:
+            raise ConfigError(
+                f"{name}={ranks}, but torch.distributed.init_process_group() was not called, so "
+                f"each of the {ranks} ranks would train alone: call it before the Accumulator is "
+                "built, or give it TorchGroup.alone() if that is meant"
+            )
+    return TorchGroup.alone(device=device)
 
 
 def never_destroy(process_group: Any) -> None:

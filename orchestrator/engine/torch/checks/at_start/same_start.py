@@ -61,13 +61,14 @@ def start_alike(
     tensors = [*named, *buffers]
     shapes = [*_settings(settings), *_shapes(named, "parameter"), *_shapes(buffers, "buffer")]
     if broadcast:
-        _check(group, shapes)
+        same_on_all(group, shapes)
         _spread(group, [tensor for _, tensor in tensors])
     numbers = [(f"{_NUMBERS}{name}", sha256_of(tensor)) for name, tensor in tensors]
-    _check(group, [*shapes, *numbers, *_optimizer(optimizer, named)])
+    same_on_all(group, [*shapes, *numbers, *_optimizer(optimizer, named)])
 
 
-def _check(group: BaseGroup, traits: Sequence[Trait]) -> None:
+def same_on_all(group: BaseGroup, traits: Sequence[Trait]) -> None:
+    """Raise `JobError`, on all ranks alike, unless all have the same traits. Collective."""
     digest = hashlib.sha256(repr(list(traits)).encode()).hexdigest()
     odd = unlike_most(numbers_of_all(group, as_numbers(digest)))
     if odd:

@@ -1,0 +1,159 @@
+"""What `run.windows` may be told, and the plan that it comes to, in the words of a call."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError, PlanError, did_you_mean
+from orchestrator.plan.parts import Known
+from orchestrator.plan.plan import Plan
+
+_SECTIONS = re.compile(r"\b(?:accumulation|train)\.(?=[a-z_]+\b)")
+_CALLS = ("state_dict", "load_state_dict")
+_LEAST = {
+    "global_batch": 1, "steps": 1, "micro_batch": 1, "updates": 1, "seed": 0, "first": 0,
+    "checkpoint_every": 0, "keep_checkpoints": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOptions:
+    """The options of `run.windows`.
+
+    Attributes:
+        global_batch, steps, micro_batch: any two give the third, as everywhere here.
+        updates, epochs: how long, over all starts; `updates` wins; one epoch where neither is said.
+        ragged: what becomes of an epoch's last samples: "update", "drop" or "carry".
+        seed: of the order of samples, and of the random numbers of every micro-step.
+        first: the update to begin with, where you keep checkpoints of your own.
+        checkpoints: a folder that all ranks see. By default the run's; without a run nothing is
+            saved, and SIGTERM is what it was.
+        checkpoint_every: updates between checkpoints; 0: only where the loop ends; None: at the
+            ends of epochs as well.
+        keep_checkpoints: how many of the newest stay.
+        state: what else belongs in them, by name: anything with `state_dict()` and
+            `load_state_dict()`, a learning-rate scheduler say.
+    """
+
+    global_batch: int | None = None
+    steps: int | None = None
+    micro_batch: int | None = None
+    updates: int | None = None
+    epochs: float | None = None
+    ragged: str = "update"
+    seed: int = 0
+    first: int | None = None
+    checkpoints: str | Path | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 2
+    state: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> WindowOptions:
+        """From the arguments of a call.
+
+        Raises:
+            TypeError: there is no option of such a name.
+            ConfigError: a value is of another kind, or two exclude each other.
+        """
+        known = [one.name for one in fields(cls)]
+        for name in told:
+            if name not in known:
+                raise TypeError(
+                    f"there is no option '{name}' of run.windows(){did_you_mean(name, known)}"
+                )
+        checked: dict[str, Any] = dict(told)
+        for name, least in _LEAST.items():
+            if name in told and not (told[name] is None and getattr(cls, name) is None):
+                checked[name] = whole_number(name, told[name], least=least)
+        if checked.get("epochs") is not None:
+            checked["epochs"] = _number("epochs", checked["epochs"])
+        options = cls(**checked)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        if self.first is not None and self.checkpoints is not None:
+            raise ConfigError(
+                f"first={self.first} is for checkpoints of your own, and checkpoints= for ours, "
+                "which know where to go on; leave one out"
+            )
+        folder: Any = self.checkpoints
+        if folder is not None and not isinstance(folder, (str, os.PathLike)):
+            raise ConfigError(f"checkpoints must be a folder, but is {self.checkpoints!r:.60}")
+        for name, part in self.state.items():
+            if not all(
+                callable(getattr(part, call, None)) for call in ("state_dict", "load_state_dict")
+            ):
+                raise ConfigError(
+                    f"state[{name!r}] must have state_dict() and load_state_dict(), as a scheduler "
+                    f"has, but is {part!r:.60}"
+                )
+
+
+def whole_number(name: str, value: Any, *, least: int) -> int:
+    """`value` as an int, from `least`. Raises `ConfigError` for anything else."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least:
+        hint = f" (len({name}) perhaps)" if hasattr(value, "__len__") else ""
+        raise ConfigError(
+            f"run.windows(): {name} must be a whole number, {least} or more, but is "
+            f"{value!r:.60}{hint}"
+        )
+    return number
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"run.windows(): {name} must be a number, but is {value!r:.60}")
+    return value
+
+
+def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str) -> Plan:
+    """The plan of these windows.
+
+    Raises:
+        ConfigError: it cannot be made; the message is in the words of the call.
+    """
+    config = Config()
+    config.cluster.nodes, config.cluster.ranks_per_node = 1, ranks
+    config.accumulation.reduction = reduction
+    for name in ("global_batch", "steps", "micro_batch", "ragged"):
+        setattr(config.accumulation, name, getattr(options, name))
+    for name in ("updates", "epochs", "seed"):
+        setattr(config.train, name, getattr(options, name))
+    try:
+        return Plan.of(config, Known(dataset_samples=samples))
+    except PlanError as error:
+        raise ConfigError(f"run.windows(): {in_its_words(str(error))}") from None
+
+
+def in_its_words(sentence: str) -> str:
+    """A sentence about keys of the configuration, about arguments of the same names.
+
+    >>> in_its_words("accumulation.steps=0: it must be 1 or more")
+    'steps=0: it must be 1 or more'
+    """
+    return _SECTIONS.sub("", sentence)
+
+
+def decided_by(samples: int, options: WindowOptions, plan: Plan) -> dict[str, Any]:
+    """What decides the samples and random numbers of every update: a training keeps it."""
+    leaf = plan.batch.micro_batch_cap if plan.modes.reduction == "reproducible" else None
+    return {
+        "samples": samples,
+        "global_batch": plan.batch.global_batch,
+        "ragged": options.ragged,
+        "seed": options.seed,
+        "micro_batch (of reduction='reproducible')": leaf,
+    }

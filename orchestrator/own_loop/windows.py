@@ -1,0 +1,226 @@
+"""`run.windows`: which samples this rank computes in which update, handed out one after the other.
+
+The loop is the user's. What can be wrong in it is known from counting, in the moment it happens:
+see `engine/torch/checks/in_window/handed_out.py`. What comes between two windows is done when the
+loop asks for the next one, so that whatever follows `boundary()` there (a scheduler's step) is done
+as well: the record, a checkpoint, the end.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from orchestrator.engine.api import BoundaryReport
+from orchestrator.engine.api import Window as RankWindow
+from orchestrator.engine.torch.accumulator import Accumulator
+from orchestrator.engine.torch.checks.in_window.handed_out import HandedOut
+from orchestrator.engine.torch.gradients.chunks import Leaves
+from orchestrator.engine.torch.memory import peak_memory_bytes
+from orchestrator.engine.torch.seeds import derived_seed, seed_everything
+from orchestrator.errors import ConfigError, JobError
+from orchestrator.inside.run import Run
+from orchestrator.own_loop.options import WindowOptions, in_its_words
+from orchestrator.own_loop.saved import Saved
+from orchestrator.plan.plan import Plan
+from orchestrator.rank.loop import Cadence
+from orchestrator.rank.windows import RankWindows
+from orchestrator.rank.writing.recorder import update_line
+from orchestrator.run_warnings import warn
+
+
+class Window:
+    """One update, for this rank. Iterate over it for the numbers of its micro-batches' samples.
+
+    Attributes:
+        update, epoch: their numbers, from 0.
+        samples: of the update over all ranks.
+    """
+
+    def __init__(self, given: RankWindow, epoch: int, windows: Windows) -> None:
+        self.update, self.epoch, self.samples = given.update, epoch, given.samples
+        self._given, self._windows = given, windows
+
+    def __len__(self) -> int:
+        """This rank's micro-batches; a rank may have none."""
+        return len(self._given.micro_batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The numbers of each micro-batch's samples. Random numbers are drawn from a seed that
+        depends on the update and the micro-batch's place in it alone.
+        """
+        for number, micro_batch in enumerate(self._given.micro_batches):
+            self._windows.hand_out(self, number)
+            seed = self._windows.seed
+            seed_everything(derived_seed("step", seed, self.update, micro_batch.start))
+            yield list(micro_batch.indices)
+        self._windows.hand_out(self, len(self))
+
+
+class Windows:
+    """All windows of a training, on this rank; iterate over them once.
+
+    Attributes:
+        plan: who computes what.
+        first: the update to begin with: what was done before was taken from a checkpoint.
+        seed: of the order and of random numbers.
+        going_on: the loop has not ended.
+        stopping: all ranks agreed to stop.
+    """
+
+    def __init__(
+        self, run: Run, plan: Plan, accumulators: Sequence[Accumulator], options: WindowOptions,
+        saved: Saved | None,
+    ) -> None:  # fmt: skip
+        self._run, self.plan, self._all, self._saved = run, plan, accumulators, saved
+        self.seed, self.updates = options.seed, plan.updates or 0
+        self.going_on, self.stopping, self._begun = True, False, False
+        self._given = RankWindows(plan, accumulators[0].group.rank)
+        reproducible = plan.modes.reduction == "reproducible"
+        self._leaves = Leaves(plan.batch.micro_batch_cap if reproducible else None)
+        self._cadence = Cadence(every=options.checkpoint_every)
+        self._window: Window | None = None
+        self._began = self._rate = 0.0
+        self._parts = [HandedOut(self._asked_to_stop) for _ in accumulators]
+        for one, part in zip(accumulators, self._parts, strict=True):
+            one.follow(part)
+        self.first, self._samples = saved.load() if saved is not None else (options.first or 0, 0)
+        if self.first > self.updates:
+            raise ConfigError(
+                f"run.windows(): {self.first} updates are done, but updates={self.updates} were "
+                f"asked for; updates={self.first} or more would do"
+            )
+        if accumulators[0].group.rank == 0:
+            for sentence in plan.warnings:
+                warn(in_its_words(sentence))
+
+    def __len__(self) -> int:
+        """How many are still to come at the start of the loop."""
+        return self.updates - self.first
+
+    def indices(self) -> Iterator[list[int]]:
+        """This rank's micro-batches of all windows to come, in order: a `batch_sampler` for a
+        DataLoader, which reads ahead.
+        """
+        for update in range(self.first, self.updates):
+            for micro_batch in self._given.window(update).micro_batches:
+                yield list(micro_batch.indices)
+
+    def __iter__(self) -> Iterator[Window]:
+        if self._begun:
+            raise JobError(
+                "the windows of run.windows() are one training, and were gone through already; "
+                "all epochs are one loop: epochs=3, say"
+            )
+        self._begun = True
+        return self._each()
+
+    def _each(self) -> Iterator[Window]:
+        whole = False
+        try:
+            for update in range(self.first, self.updates):
+                yield self._begin(update)
+                self._end(update)
+                if self.stopping:
+                    break
+            whole = True
+        finally:
+            self._leave(whole=whole)
+        if self._saved is not None:
+            self._saved.need()
+
+    def _begin(self, update: int) -> Window:
+        self._began = time.perf_counter()
+        given = self._given.window(update)
+        leaves = self._leaves.of_update(given.samples)
+        mine = [self._leaves.leaf_of(one) for one in given.micro_batches]
+        for one in self._all:
+            one.begin_handed(
+                update,
+                micro_batches=len(mine),
+                steps=given.steps,
+                # others' losses may be recorded, whose backward does not divide
+                expected_weight=given.samples if len(self._all) == 1 else None,
+                leaves=None if leaves is None else (leaves, [n for n in mine if n is not None]),
+            )
+        # Before a scheduler's step, which comes after the boundary.
+        self._rate = float(self._all[0].optimizer.param_groups[0]["lr"])
+        self._window = Window(given, self._given.epoch_of(update), self)
+        return self._window
+
+    def hand_out(self, window: Window, number: int) -> None:
+        """Micro-batch `number` of `window`, from 0, is taken now; those before it were computed.
+
+        Raises:
+            JobError: the last one was not, or it is another update's turn.
+        """
+        if window is not self._window or not self.going_on:
+            raise JobError(
+                f"the window of update {window.update} is over; its micro-batches are not handed "
+                "out any more"
+            )
+        computed = max(part.computed for part in self._parts)
+        if computed < number:
+            raise JobError(
+                f"micro-batch {number} of {len(window)} of update {window.update} was taken, but "
+                "not computed: no accumulator.backward() came for it, so its samples would be left "
+                "out. Where they do not count, give them a weight of 0"
+            )
+        if number < len(window):
+            for part in self._parts:
+                part.taken = number + 1
+
+    def _end(self, update: int) -> None:
+        window = self._given.window(update)
+        for part in self._parts:
+            part.over()
+        reports = [part.report for part in self._parts if part.report is not None]
+        self._samples += window.samples
+        self._record(reports, window)
+        last = update + 1 == self.updates
+        self.stopping = any(report.stop_requested for report in reports) and not last
+        if self.stopping:
+            self._run.agreed_to_stop(update)
+        ends = last or self._given.epoch_of(update + 1) != self._given.epoch_of(update)
+        due = last or self.stopping or self._cadence.due(update + 1, epoch_ends=ends)
+        if self._saved is not None and due:
+            self._run.flush()
+            if self._saved.save(update + 1, self._samples):
+                self._run.record({"saved": update, "update": update, "time": time.time()})
+
+    def _record(self, reports: Sequence[BoundaryReport], window: RankWindow) -> None:
+        """The first accumulator's report; of the others the losses, beside its metrics."""
+        line = update_line(reports[0], time.perf_counter() - self._began)
+        others = {f"loss_{number}": one.loss for number, one in enumerate(reports) if number}
+        self._run.record(
+            {
+                **line,
+                "epoch": self._given.epoch_of(window.update),
+                "samples": window.samples,
+                "micro_steps": window.steps,
+                "learning_rate": self._rate,
+                "peak_memory_bytes": peak_memory_bytes(self._all[0].group.device),
+                "collectives": sum(report.collectives for report in reports),
+                "bytes_on_wire": sum(report.bytes_on_wire for report in reports),
+                "metrics": line["metrics"] | others,
+            }
+        )
+
+    def _asked_to_stop(self) -> bool:
+        return self._saved is not None and self._run.asked_to_stop()
+
+    def _leave(self, *, whole: bool) -> None:
+        """The loop is left: by its end, by `break`, or by an error, which then says enough."""
+        self.going_on = False
+        within = [part.leave() for part in self._parts]
+        error = sys.exc_info()[1]
+        failed = getattr(sys, "last_value", None) or (error is not None and error.__context__)
+        if whole or failed or not isinstance(error, GeneratorExit):
+            return
+        at = self._window.update if self._window is not None else self.first
+        done = f"the loop over run.windows() was left after {at + (not any(within))} of "
+        done += f"{self.updates} updates"
+        if any(within):
+            done += f", within update {at}: its micro-steps train nothing"
+        warn(f"{done}; ranks that go on wait for this one, and nothing was saved after that")

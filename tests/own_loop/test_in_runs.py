@@ -1,0 +1,74 @@
+"""`run.windows` in a run: stopped, it goes on with the same bits, and its record has no gap."""
+
+import json
+import re
+
+from tests import helpers
+from tests.programs import script
+
+LOOP = """\
+import hashlib, os, time, torch, torch.distributed as dist
+from torch import nn
+from orchestrator import Accumulator, Loss, current_run as run
+if dist.is_torchelastic_launched():
+    dist.init_process_group("gloo")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Dropout(0.3), nn.Linear(50, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+ours = Accumulator(model, optimizer, reduction="reproducible", metric_names=["right"])
+x = torch.randn(700, 20, generator=torch.Generator().manual_seed(1))
+y = x[:, :3].argmax(1)
+for window in run.windows(
+    len(x), global_batch=140, micro_batch=16, updates=30, state={"rate": rate}
+):
+    for piece in window:
+        scores = model(x[piece])
+        right = {"right": (scores.argmax(1) == y[piece]).sum()}
+        total = nn.functional.cross_entropy(scores, y[piece], reduction="sum")
+        ours.backward(Loss(total, len(piece), right))
+    ours.boundary()
+    rate.step()
+    if run and not run.attempt:
+        if window.update == 3:
+            open("here-" + os.environ["RANK"], "w").close()
+        time.sleep(0.1)
+whole = b"".join(weights.detach().numpy().tobytes() for weights in model.parameters())
+print("stopping" if run.stopping else "final", hashlib.sha256(whole).hexdigest(), flush=True)
+"""
+
+
+def test_stopped_by_one_rank_and_resumed_it_has_the_bits_of_plain_python(tmp_path):
+    text = script(tmp_path, LOOP)
+    run = tmp_path / "run"
+    process = helpers.begin(
+        "run", "cluster.ranks_per_node=1", f"run.dir={run}", "--", text,
+        module="orchestrator", cwd=tmp_path,
+    )  # fmt: skip
+    helpers.until(lambda: len(list(tmp_path.glob("here-*"))) == 2, what="both ranks")
+    programs = [p for p in helpers.processes_of(text) if p.is_running()]
+    next(p for p in programs if p.environ().get("RANK") == "1").terminate()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
+    stopped = len(helpers.records(run))
+    assert 3 < stopped < 30
+    assert f"update-{stopped:09d}" in [folder.name for folder in (run / "checkpoints").iterdir()]
+    again = helpers.verb("resume", run)
+    assert again.returncode == 0, again.stdout + again.stderr
+
+    logs = [(run / "logs" / f"rank-{rank:05d}.log").read_text() for rank in range(2)]
+    said = [re.findall(r"^(stopping|final) (\w+)", log, re.MULTILINE) for log in logs]
+    assert said[0] == said[1]
+    assert [word for word, _ in said[0]] == ["stopping", "final"]
+    alone = helpers.call(module="train", cwd=tmp_path, PYTHONPATH=f"{helpers.ROOT}:{tmp_path}")
+    assert alone.stdout.split() == list(said[0][1]), alone.stderr
+
+    records = helpers.records(run)
+    assert [record["update"] for record in records] == [*range(30)]
+    assert [record["attempt"] for record in records] == [0] * stopped + [1] * (30 - stopped)
+    assert all(0 < record["metrics"]["right"] <= 1 for record in records)
+    rate = records[-1]["learning_rate"] / (0.01 * 0.95**29)
+    assert abs(rate - 1) < 1e-9, "of the update, before the scheduler steps"
+    status = json.loads(helpers.verb("status", run, "--json").stdout)[0]
+    assert (status["state"], status["updates"]) == ("finished", 30)

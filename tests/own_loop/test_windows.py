@@ -1,0 +1,181 @@
+"""`run.windows`: the big batch's updates in a loop of one's own, wherever it was stopped."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from orchestrator import Accumulator, ConfigError, Loss, TorchGroup, run_in_threads
+from orchestrator.inside.run import Run
+from orchestrator.plan.order import DataOrder
+
+SAMPLES = 53
+X = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+Y = X[:, :3].argmax(1)
+
+
+def net(dropout=0.0):
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)
+    return nn.Sequential(*layers).double()
+
+
+def weights(model):
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+class Training:
+    """One start of a rank's loop, and what is left of it."""
+
+    def __init__(self, group, *, dropout=0.0, stops=None, wobbles=False, **options):
+        """`stops`: after how many micro-steps of this start the rank hears of a stop."""
+        self.run, model = Run({}), net(dropout)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        rate = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+        reduction = "reproducible" if wobbles else "fast"
+        ours = Accumulator(model, optimizer, group, clip_norm=0.5, reduction=reduction)
+        if "checkpoints" in options:
+            options["state"] = {"rate": rate}
+        steps, self.updates, self.collectives = 0, [], []
+        self.windows = self.run.windows(SAMPLES, ours, **options)
+        for window in self.windows:
+            for piece in window:
+                total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
+                ours.backward(Loss(total, weight=len(piece)))
+                steps += 1
+                if steps == stops:
+                    self.run._stop._handle(15, None)
+            report = ours.boundary()
+            rate.step()
+            self.updates.append(window.update)
+            self.collectives.append(report.collectives)
+        ours.close()
+        self.weights = weights(model)
+
+
+def big_batches(global_batch, updates, ragged):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    rate = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    order = DataOrder(dataset_samples=SAMPLES, global_batch=global_batch, ragged=ragged)
+    for update in range(updates):
+        these = torch.from_numpy(order.indices(update).copy())
+        optimizer.zero_grad()
+        cross_entropy(model(X[these]), Y[these]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        rate.step()
+    return weights(model)
+
+
+@pytest.mark.filterwarnings("ignore:ragged=drop", "ignore:.*idle", "ignore:.*takes? .*micro-step")
+@pytest.mark.parametrize("ragged", ["update", "drop", "carry"])
+@pytest.mark.parametrize(
+    ("ranks", "batch"),
+    [
+        (1, {"global_batch": 17, "micro_batch": 4}),
+        (2, {"global_batch": 17, "steps": 3}),
+        (3, {"global_batch": 20, "micro_batch": 3}),
+        (3, {"steps": 2, "micro_batch": 4}),
+        (5, {"global_batch": 3, "micro_batch": 2}),
+    ],
+)
+def test_the_loop_takes_the_big_batchs_steps_on_any_ranks(ranks, batch, ragged):
+    found = run_in_threads(
+        ranks, lambda group: Training(group, **batch, updates=7, ragged=ragged, seed=0)
+    )
+    wanted = big_batches(found[0].windows.plan.batch.global_batch, 7, ragged)
+    for one in found:
+        torch.testing.assert_close(one.weights, wanted, rtol=1e-12, atol=1e-13)
+        assert set(one.collectives) == {int(ranks > 1)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_stopped_at_random_ranks_and_moments_it_ends_with_the_same_bits(tmp_path, ranks, seed):
+    how = {"global_batch": 16, "micro_batch": 3, "updates": 12, "dropout": 0.3 * (ranks == 1)}
+    undisturbed = run_in_threads(ranks, lambda group: Training(group, **how))
+    draw, seen = random.Random(seed), []
+    for _ in range(30):
+        asked = {rank: draw.randint(1, 9) for rank in draw.sample(range(ranks), 1)}
+        starts = run_in_threads(
+            ranks,
+            lambda group, asked=asked: Training(
+                group, **how, stops=asked.get(group.rank), checkpoints=tmp_path,
+                checkpoint_every=0,
+            ),
+        )  # fmt: skip
+        assert len({tuple(one.updates) for one in starts}) == 1, "they leave together"
+        assert {n for one in starts for n in one.collectives} <= {int(ranks > 1)}, "none is added"
+        seen += starts[0].updates
+        if not starts[0].run.stopping:
+            break
+    assert seen == [*range(12)]
+    assert all(one.weights.equal(undisturbed[0].weights) for one in starts)
+
+
+@pytest.mark.filterwarnings("ignore:.*leaves do not divide")
+def test_killed_anywhere_it_goes_on_from_the_newest_checkpoint_on_other_ranks(tmp_path):
+    """With reduction="reproducible" to the same bits, although 3 ranks go on for 1."""
+    how = {"global_batch": 16, "micro_batch": 4, "wobbles": True}
+    (undisturbed,) = run_in_threads(1, lambda group: Training(group, **how, updates=9))
+    run_in_threads(
+        1, lambda g: Training(g, **how, updates=6, checkpoints=tmp_path, checkpoint_every=2)
+    )
+    starts = run_in_threads(
+        3, lambda group: Training(group, **how, updates=9, checkpoints=tmp_path)
+    )
+    assert starts[2].updates == [6, 7, 8]
+    assert all(one.weights.equal(undisturbed.weights) for one in starts)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"global_batch": 15}, "global_batch is 15, but this training began with 16"),
+        ({"seed": 1}, "seed is 1"),
+        ({"ragged": "carry"}, "ragged is carry"),
+        ({"updates": 2}, "3 updates are done, but updates=2"),
+    ],
+)
+def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other, named):
+    begun = {"global_batch": 16, "micro_batch": 4, "updates": 3, "checkpoints": tmp_path}
+    Training(TorchGroup.alone(), **begun)
+    with pytest.raises(ConfigError, match=named):
+        Training(TorchGroup.alone(), **begun | other)
+    assert Training(TorchGroup.alone(), **begun | {"updates": 4}).updates == [3]
+
+
+def test_a_loader_may_read_ahead_what_the_windows_will_hand_out():
+    windows = Run({}).windows(
+        SAMPLES, Accumulator(model := net(), torch.optim.SGD(model.parameters(), lr=0.1),
+                             TorchGroup.alone()), global_batch=16, micro_batch=5, epochs=2,
+    )  # fmt: skip
+    data = torch.utils.data.TensorDataset(X, Y)
+    batches = iter(torch.utils.data.DataLoader(data, batch_sampler=windows.indices()))
+    ours = windows._all[0]
+    for window in windows:
+        for piece in window:
+            x, y = next(batches)
+            assert x.equal(X[piece])
+            ours.backward(Loss(cross_entropy(model(x), y, reduction="sum"), len(y)))
+        ours.boundary()
+    assert next(batches, None) is None
+
+
+def test_two_accumulators_share_windows_each_in_a_pass_of_its_own():
+    models = [net(), net()]
+    both = [
+        Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+        for model in models
+    ]
+    for window in Run({}).windows(SAMPLES, both, global_batch=16, micro_batch=5, updates=4):
+        for model, ours in zip(models, both, strict=True):
+            for piece in window:
+                total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
+                ours.backward(Loss(total, weight=len(piece)))
+            ours.boundary()
+    assert weights(models[0]).equal(weights(models[1]))
+    assert not weights(models[0]).equal(weights(net()))
