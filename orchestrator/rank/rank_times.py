@@ -57,7 +57,6 @@ class RankTimes:
         mine = dict([self._first, *rows])
         unknown = (math.nan,) * len(PARTS)
         told = engine.gather([s for update in chosen for s in mine.get(update, unknown)])
-        self._latest.clear()
         if self._file is not None:
             self._take(chosen, told)
             self._write(self._file)

@@ -27,7 +27,7 @@ def told(file, updates, *, slow, meet):
         engine = Gathers(group)
         times = RankTimes(file if group.rank == 0 else None)
         for update in range(updates):
-            wait = 5.0 if update == slow else 0.1 * group.rank
+            wait = 5.0 if update == slow else 0.1 * group.rank + 0.001 * update
             times.window(BoundaryReport(update=update, loss=0, weight=1, wait_s=wait), 1 + wait)
             if update + 1 in meet:
                 times.together(engine, last=update + 1 == updates)
@@ -43,7 +43,10 @@ def test_the_first_a_typical_the_slowest_and_the_last_window_of_all_ranks_are_ke
     assert list(found) == ["first", "typical", "slowest", "last"]
     assert [found[kind]["update"] for kind in ("first", "slowest", "last")] == [0, 3, 39]
     assert found["slowest"]["wait_s"] == [5.0] * 3
-    assert found["last"]["wait_s"] == [0.0, 0.1, 0.2]
+    assert found["last"]["wait_s"] == [0.039, 0.139, 0.239]
+    told(file, 33, slow=3, meet={8, 16, 32, 33})
+    found = {one["kind"]: one["update"] for one in json.loads(file.read_text())["windows"]}
+    assert found["typical"] < found["last"], "though one window alone came since they met"
 
 
 def test_of_many_checkpoints_only_a_few_cost_anything(tmp_path):
