@@ -20,6 +20,7 @@ from orchestrator.cli import following, health, results
 from orchestrator.cli.completion import complete_overrides
 from orchestrator.cli.options import Json, Quiet, Verbose
 from orchestrator.errors import (
+    EXIT_FINISHED,
     EXIT_INTERRUPTED,
     OrchestratorError,
     plainly_said,
@@ -185,12 +186,12 @@ def resume(
     What is given after the run may change where and for how long it trains, never its numbers.
     """
     from orchestrator.runs.console import Manner
-    from orchestrator.runs.start import resumed
+    from orchestrator.runs.start import resumed, way_of
 
     manner = Manner(console=Console(), verbose=verbose, quiet=quiet)
-    with resumed(run.absolute(), manner, overrides or [], config_dir) as place:
-        ended = place()
-    raise typer.Exit(ended.exit_code)
+    with resumed(run.absolute(), manner, overrides or [], config_dir) as ready:
+        code = EXIT_FINISHED if ready is None else way_of(ready.cluster)(ready).exit_code
+    raise typer.Exit(code)
 
 
 for function in (

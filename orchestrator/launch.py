@@ -28,16 +28,17 @@ def run_app(arguments: Sequence[str]) -> int:
     from orchestrator.cli.application import read
 
     asked = read(arguments)
-    if asked.points is not None:
+    if asked.sweep is not None:
         from orchestrator.sweeps.sweep import run_sweep
 
-        return run_sweep(asked.points, asked.manner)
+        return run_sweep(asked.sweep, asked.manner)
     if asked.config is None:
         return asked.exit_code
-    from orchestrator.runs.start import begun
+    from orchestrator.runs.start import begun, way_of
 
-    with begun(asked.config, asked.manner, overrides=asked.overrides) as place:
-        return place().exit_code
+    with begun(asked.config, asked.manner, overrides=asked.overrides) as ready:
+        place = way_of(ready.cluster)
+        return place(ready).exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from orchestrator.compose.command_line import CommandLine, read_command_line
-from orchestrator.compose.composer import Composed, Composer
+from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_input import check_arguments
 from orchestrator.compose.wording import no_such_key
 from orchestrator.config.reading import to_yaml
@@ -23,10 +23,12 @@ from orchestrator.errors import EXIT_FINISHED, ConfigError, OrchestratorError, p
 from orchestrator.report.terminal import say, say_error
 from orchestrator.runs.console import Manner
 
+MOST_PLANS = 8  # of a sweep's points that are shown one by one, beside the table of all
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What a command line asks for: a run, or the points of a sweep; neither once it is answered.
+    """What a command line asks for: a run, or a sweep; neither once it is answered.
 
     Attributes:
         exit_code: of what was answered.
@@ -35,7 +37,7 @@ class Asked:
     manner: Manner
     config: Config | None = None
     overrides: tuple[str, ...] = ()
-    points: Iterable[Composed | ConfigError] | None = None
+    sweep: Composer | None = None
     exit_code: int = EXIT_FINISHED
 
 
@@ -53,7 +55,7 @@ def read(arguments: Sequence[str]) -> Asked:
         return Asked(manner=manner, exit_code=answer(composer))
     found = composer.compose()
     if found.sweeps:
-        return Asked(manner=manner, points=composer.points())
+        return Asked(manner=manner, sweep=composer)
     return Asked(manner=manner, config=found.config(), overrides=found.overrides)
 
 
@@ -79,19 +81,23 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
     if not found.sweeps:
         _show_plan_of_one(found.config(), console, as_json=as_json)
         return
-    from orchestrator.sweeps.sweep import plans
+    from orchestrator.sweeps.foreseen import cells_and_plans, print_cells, row_of
 
-    made = plans(composer.points())
+    made = cells_and_plans(composer)
     if as_json:
-        _print_json([{"overrides": list(point.overrides), **plan} for point, plan in made])
+        _print_json([
+            {"overrides": list(cell.point.overrides), "cell": row_of(cell), **plan}
+            for cell, plan in made
+        ])  # fmt: skip
         return
-    for point, plan in made:
-        say(console, point.words, "bold")
+    for cell, plan in made if len(made) <= MOST_PLANS else ():
+        say(console, cell.point.words, "bold")
         _print_plan(plan, console)
+    print_cells([cell for cell, _ in made], console)
 
 
 def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> None:
-    from orchestrator.runs.start import describe, plan_and_notes
+    from orchestrator.runs.foreseen import describe, plan_and_notes
 
     made = plan_and_notes(config)
     request, said = describe(config)

@@ -19,6 +19,7 @@ from typing import ClassVar
 from orchestrator.clusters.request import Admission, Request
 from orchestrator.config.options import NoOptions, options_of
 from orchestrator.config.schema import Config, node_range
+from orchestrator.errors import ClusterError
 from orchestrator.extensions import CLUSTERS
 from orchestrator.outcome.folder_status import (
     ENDED_STATES,
@@ -147,6 +148,24 @@ class Cluster(ABC):
     @abstractmethod
     def submit(self, request: Request) -> Handle:
         """Start it. Raises `ClusterError` when it is refused; nothing is left behind then."""
+
+    @classmethod
+    def submit_all(
+        cls, placed: Sequence[tuple[Cluster, Request]], at_once: int | None = None
+    ) -> None:
+        """Start many runs, as the points of a sweep are; each then has its handle.json.
+
+        Args:
+            at_once: the most that are to run at the same time; None: as many as the place likes.
+
+        Raises:
+            ClusterError: the rest is refused; what has a handle.json by then goes on. Or `at_once`
+                is asked for where nobody sees to it.
+        """
+        if at_once is not None:
+            raise ClusterError(f"{cls.__name__} cannot bound how many runs it runs at once")
+        for cluster, request in placed:
+            cluster.submit(request)
 
     @classmethod
     def handle(cls, run: RunDir) -> Handle:

@@ -65,6 +65,7 @@ SWITCHES = {
     "-q": "quiet", "--quiet": "quiet", "-h": "help", "--help": "help",
     "--hydra-help": "hydra_help", "--version": "version", "--resolve": "resolve",
     "-sc": "shell_completion", "--shell-completion": "shell_completion", "-r": "", "--run": "",
+    "--force": "force",
 }  # fmt: skip
 VALUED = {
     "-cd": "config_dir", "--config-dir": "config_dir", "-cn": "config_name",
@@ -113,6 +114,8 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
             known = [*SWITCHES, *VALUED, "--info"]
             raise ConfigError(f"there is no flag '{flag}'{did_you_mean(flag, known)}")
     found.pop("", None)
+    if found.pop("force", False):
+        overrides.append("sweep.force=true")
     line = replace(CommandLine(), overrides=tuple(overrides), **found)
     _check(line)
     return line

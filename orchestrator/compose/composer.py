@@ -7,7 +7,7 @@ composition itself; nothing is taken out of a configuration afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from orchestrator.compose.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
 from orchestrator.compose.hydra_input import check_arguments, guarded
 from orchestrator.compose.hydra_loader import Loader
-from orchestrator.compose.hydra_settings import refuse_replaced, refuse_unused
+from orchestrator.compose.hydra_settings import BASIC_SWEEPER, refuse_replaced, refuse_unused
 from orchestrator.config.job_source import builds_optimizer
 from orchestrator.config.program_section import is_program
 from orchestrator.config.reading import read_config
@@ -71,7 +71,17 @@ class Composer:
     def __init__(self, line: CommandLine) -> None:
         check_arguments(line.overrides)
         self.line = line
+        self.params: list[str] = []  # what the configuration itself sweeps over
+        self.searches = False  # whether points are chosen by what came of earlier ones
         self.loader = Loader(line.config_dir)
+        OmegaConf.register_new_resolver("sweep_name", self._sweep_name, replace=True)
+
+    def _sweep_name(self) -> str:
+        """The name of the folder of this line's sweep: the same for the same keys, whatever values
+        they are swept over, so that the line typed again finds what it has made.
+        """
+        with guarded():
+            return self.loader.sweep_name(self.overrides, self.line)
 
     def compose(self) -> Composed:
         """The configuration of a run, or what all points of a sweep have in common.
@@ -89,7 +99,9 @@ class Composer:
             if not sweeps:
                 self.loader.refuse_choices(self.overrides)
             refuse_replaced(found.hydra)
-            self._params = found.hydra.sweeper.params or {}
+            self.searches = found.hydra.sweeper.get("_target_") != BASIC_SWEEPER
+            params = found.hydra.sweeper.get("params") or {}
+            self.params = [spelled(f"{key}={value}") for key, value in params.items()]
             return self._composed(found, self.line.overrides, sweeps=sweeps)
 
     @property
@@ -98,17 +110,26 @@ class Composer:
         sweep = self.line.multirun
         return [spelled(override, sweep=sweep) for override in self.line.overrides]
 
-    def points(self) -> Iterator[Composed | ConfigError]:
-        """The points of the sweep that `compose` found, or why one cannot be composed."""
-        params = [spelled(f"{key}={value}") for key, value in self._params.items()]
-        with guarded():
-            every = self.loader.points([*params, *self.overrides])
-        for number, overrides in enumerate(every):
+    @property
+    def stated(self) -> list[str]:
+        """What is swept over: the configuration's own words, and the line's."""
+        return [*self.params, *self.overrides]
+
+    def points(
+        self, overrides: Sequence[Sequence[str]], first: int = 0
+    ) -> list[Composed | ConfigError]:
+        """These points of the sweep that `compose` found, or why one cannot be composed.
+
+        Args:
+            first: the number of the first.
+        """
+        found: list[Composed | ConfigError] = []
+        for number, given in enumerate(overrides, first):
             try:
-                point: Composed | ConfigError = self._point(number, overrides)
+                found.append(self._point(number, [spelled(override) for override in given]))
             except ConfigError as error:
-                point = error
-            yield point
+                found.append(error)
+        return found
 
     def _point(self, number: int, overrides: Sequence[str]) -> Composed:
         with guarded():

@@ -5,6 +5,7 @@ The one module that knows Hydra's inner parts; `compose` gives them a meaning.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from pathlib import Path
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_search_path import SearchPathElement, SearchPathQuery
 from hydra.core.config_store import ConfigStore
@@ -25,11 +25,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from orchestrator.compose import resolvers
+from orchestrator.compose.command_line import CommandLine
 from orchestrator.compose.hydra_input import MOST_POINTS, register_checked_files
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 
 HYDRA_VERSION_BASE = "1.3"
+OF_THE_SWEEP = ("hydra", "sweep", "budget")  # sections of which a sweep has one, not each point
 SHIPPED = "shipped"
 OURS = (SHIPPED, "hydra", "schema")
 """Sources that are nobody's own: what comes from elsewhere, the user has written."""
@@ -128,13 +130,46 @@ class Loader(ConfigLoaderImpl):
                     default = content
         return Origin(default=default, stated=stated)
 
-    def points(self, overrides: Sequence[str]) -> list[list[str]]:
-        """The overrides of each point of a sweep: all combinations, the last key fastest."""
+    def refuse_sweep(self, overrides: Sequence[str]) -> None:
+        """Raise `ConfigError` for a sweep over what all its points share, or of no point, or of
+        more than anybody can mean.
+        """
         parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
-        swept = (o.sweep_string_iterator() for o in parsed if o.is_discrete_sweep())
-        if (number := math.prod(sum(1 for _ in values) for values in swept)) > MOST_POINTS:
+        swept = [o for o in parsed if o.is_sweep_override()]
+        for override in swept:
+            section = override.key_or_group.replace("/", ".").partition(".")[0]
+            if section in OF_THE_SWEEP:
+                raise ConfigError(
+                    f"{override.input_line} cannot be swept: {section} holds for the sweep as a "
+                    f"whole, and its points share it; state one value"
+                )
+        sizes = {
+            o.key_or_group: sum(1 for _ in o.sweep_string_iterator())
+            for o in swept
+            if o.is_discrete_sweep()
+        }
+        if (number := math.prod(sizes.values())) > MOST_POINTS:
             raise ConfigError(f"a sweep of {number} points is too large; at most {MOST_POINTS}")
-        return BasicSweeper.split_arguments(parsed, None)[0]
+        for key in (key for key, size in sizes.items() if not size):
+            raise ConfigError(f"{key} has no value to sweep over: the sweep would have no point")
+
+    def sweep_name(self, overrides: Sequence[str], line: CommandLine) -> str:
+        """What a sweep's folder is called: by the keys that are swept over, and a digest of all
+        else that was typed but for what leaves its points as they are.
+        """
+        parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
+        swept = sorted({o.key_or_group for o in parsed if o.is_sweep_override()})
+        fixed = sorted(
+            str(o.input_line)
+            for o in parsed
+            if not o.is_sweep_override()
+            and o.key_or_group.split(".")[0] not in ("run", *OF_THE_SWEEP)
+        )
+        own = str(Path(line.config_dir).absolute()) if line.config_dir else ""
+        told = repr((swept, fixed, line.config_name, own))
+        digest = hashlib.sha256(told.encode()).hexdigest()[:8]
+        keys = "-".join(key.rpartition(".")[2].replace("/", "_") for key in swept)[:60]
+        return f"sweep_{keys}{'_' if keys else ''}{digest}"
 
     def refuse_choices(self, overrides: Sequence[str]) -> None:
         """Raise Hydra's error for `key=a,b` where no sweep is asked for."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from orchestrator.compose.wording import OWN_LAUNCHERS, OWN_SWEEPERS
+from orchestrator.compose.wording import OWN_LAUNCHER
+from orchestrator.config.app_place import AppPlace
 from orchestrator.errors import ConfigError
 
 CORE = "hydra._internal.core_plugins"
+BASIC_SWEEPER = f"{CORE}.basic_sweeper.BasicSweeper"
+LAUNCHERS = (
+    f"{CORE}.basic_launcher.BasicLauncher",
+    "hydra_plugins.orchestrator_launcher.OrchestratorLauncher",
+)
 UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "launcher._target_": (
-        (f"{CORE}.basic_launcher.BasicLauncher",), OWN_LAUNCHERS.format("hydra/launcher")
-    ),
-    "sweeper._target_": (
-        (f"{CORE}.basic_sweeper.BasicSweeper",), OWN_SWEEPERS.format("hydra/sweeper")
-    ),
-    "sweeper.max_batch_size": ((None,), "all points of a sweep are checked, then run in turn"),
+    "launcher._target_": (LAUNCHERS, OWN_LAUNCHER.format("hydra/launcher")),
+    "launcher.cluster": ((asdict(AppPlace()),), "points run where the section cluster says"),
+    "sweeper.max_batch_size": ((None,), "all points of a sweep are checked before one runs"),
     "run.dir": ((".", "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"), "a run's folder is run.dir=…"),
     "output_subdir": ((None, ".hydra"), "a run's folder says all of it: config.yaml"),
     "job.chdir": ((None, False), "a run works in the folder that it was started from"),

@@ -25,13 +25,11 @@ ELSEWHERE = {
     "output_dir": "run.dir",
 }
 """What other tools call a key of ours."""
-OWN_LAUNCHERS = (
-    "sweeps need no launcher of Hydra's: points on this machine run one after another, and with "
-    "+cluster=slurm each is submitted as a job of its own; leave {} out"
+OWN_LAUNCHER = (
+    "a sweep's points are placed by this package's own launcher: here, or with +cluster=slurm as "
+    "arrays of jobs; leave {} out"
 )
-OWN_SWEEPERS = (
-    "only combinations of stated values are swept so far, as in -m train.seed=1,2,3; leave {} out"
-)
+NO_SWEEPER = "it is not installed here; without {}, all combinations of stated values are swept"
 
 
 def _dotted_keys(schema: Any = Config, prefix: str = "") -> Iterator[str]:
@@ -109,7 +107,7 @@ def _unknown_choice(error: BaseException, text: str) -> str | None:
         if choice is None:
             return f"there is no configuration '{group}'"
         if group in {"hydra/launcher", "hydra/sweeper"}:
-            way = OWN_LAUNCHERS if group == "hydra/launcher" else OWN_SWEEPERS
+            way = OWN_LAUNCHER if group == "hydra/launcher" else NO_SWEEPER
             return f"{group}={choice} is not available: {way.format(group)}"
         offered = re.findall(r"^\t(?!provider=)(\S+)$", text, flags=re.MULTILINE)
         return f"there is no {group} called '{choice}'{did_you_mean(choice, offered)}"

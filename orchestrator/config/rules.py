@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
 from orchestrator.config import program_section
 from orchestrator.config.bounds import beyond
@@ -45,6 +46,17 @@ def check(config: Config) -> None:
     _refuse(beyond(asdict(config), BOUNDS))  # before anything is computed from such numbers
     single = [bound.refusal(dotted, value_of(config, dotted)) for dotted, bound in BOUNDS.items()]
     _refuse([*filter(None, single), *_any_job(config), *problems(config.optimizer)])
+
+
+def at_once(parallel: Any) -> int | None:
+    """How many points `sweep.parallel` asks for at once; None: `auto`. Raises `ConfigError`."""
+    if parallel == "auto":
+        return None
+    if isinstance(parallel, int) and not isinstance(parallel, bool) and 1 <= parallel <= 10_000:
+        return parallel
+    raise ConfigError(
+        f"sweep.parallel must be auto or a number from 1 to 10000, but is {parallel!r}"
+    )
 
 
 def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool = False) -> None:
@@ -95,6 +107,7 @@ def _refuse(wrong: list[str]) -> None:
 def _any_job(config: Config) -> Iterator[str]:
     yield from _ranks(config)
     gpu_count(config.cluster.gpus_per_node)
+    at_once(config.sweep.parallel)
     yield from _reproducible(config)
     yield from _only_on_slurm(config)
     if config.run.max_restarts and config.cluster.requeue is False:

@@ -164,6 +164,26 @@ class RunConfig:
 
 
 @dataclass
+class SweepConfig:
+    """How the points of a sweep are run; all of them share it.
+
+    parallel: at once, at the most; `auto`: on this machine one, on a scheduler as it likes.
+    force: also those that are done. objective: of result.json, what a search is told of a point.
+    """
+
+    parallel: Any = free(PARSED, "auto")
+    force: bool = False
+    objective: str = free("a figure's name, judged by what a run measured", "loss")
+
+
+@dataclass
+class BudgetConfig:
+    """What a sweep may cost by its plan, or it is refused."""
+
+    gpu_hours: float | None = number(None, above=0)
+
+
+@dataclass
 class TrackerConfig:
     """Where scalars go beside metrics.jsonl. `options`: of a kind of somebody else's."""
 
@@ -200,6 +220,8 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     facts: FactsConfig = field(default_factory=FactsConfig)
     transport: str = registered(TRANSPORTS, "auto")

@@ -15,7 +15,7 @@ from orchestrator.report.tables.closing_table import describe_culprit
 from orchestrator.report.units import format_seconds, plural
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
-from orchestrator.runs.start import begun
+from orchestrator.runs.start import begun, way_of
 
 
 def tried(overrides: Sequence[str], manner: Manner) -> Iterator[Finding]:
@@ -28,8 +28,8 @@ def tried(overrides: Sequence[str], manner: Manner) -> Iterator[Finding]:
         given += (f"run.dir=runs/doctor_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}",)
     own = ("run.watch=true", "run.snapshot=false")
     config = Composer(CommandLine(overrides=(*given, *own))).compose().config()
-    with begun(config, manner, overrides=given) as place:
-        ended = place()
+    with begun(config, manner, overrides=given) as ready:
+        ended = way_of(ready.cluster)(ready)
     yield from measured(RunDir(Path(config.run.dir or "")), ended.exit_code)
 
 

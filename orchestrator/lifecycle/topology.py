@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from orchestrator.errors import UsageError
 from orchestrator.lifecycle.address import own_address
+from orchestrator.scheduler.environment import own_job_id
 
 BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
 BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"
@@ -83,7 +84,7 @@ class Topology:
             nodes=nodes,
             node=node,
             address=own_address(env, node=node, node_index=node_index, nodes=nodes),
-            job_id=env.get("SLURM_JOB_ID", "0"),
+            job_id=own_job_id(env),
             restarts=number("SLURM_RESTART_COUNT", 0),
             base_attempt=(number(BASE_ATTEMPT_VARIABLE) if BASE_ATTEMPT_VARIABLE in env else None),
         )

@@ -1,8 +1,8 @@
 """A run made ready: from a `Config`, or a run's folder, to what is left to do: place it.
 
 Everything that can be refused is refused before the run folder exists. `begun` and `resumed` are
-entered by whoever calls what they give, so that nothing of this file stands between the command and
-what follows the run.
+entered by whoever places what they make ready, so that nothing of this file stands between the
+command and what follows the run; of a sweep's points many are made ready before any is placed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ import contextlib
 import errno
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.api import Admission, Cluster, Request, State, cluster_of, handle_of
-from orchestrator.config.frameworks import notes
+from orchestrator.clusters.api import Admission, Cluster, cluster_of, handle_of
 from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer_rules import check_builder
@@ -26,8 +24,6 @@ from orchestrator.config.program_source import check_program
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import (
-    EXIT_FINISHED,
-    ClusterError,
     ConfigError,
     RunFailed,
     RunFolderError,
@@ -39,7 +35,7 @@ from orchestrator.outcome.lock_holder import held
 from orchestrator.outcome.run_result import Ended
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
-from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
+from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.report.metrics import Tail
 from orchestrator.report.terminal import command, say
 from orchestrator.run_folder.rundir import SEALED, RunDir
@@ -83,16 +79,6 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
     return plan
 
 
-def plan_and_notes(config: Config) -> dict[str, Any]:
-    """The plan as plan.json has it, and under `notes` what is to be said of it. Raises
-    `UsageError`.
-    """
-    plan = prepare(config)
-    if isinstance(plan, ProgramPlan):
-        return {**plan.to_json(), "notes": notes_of_program(config)}
-    return {**plan.to_json(), "notes": notes(config, check_target(config.job).framework)}
-
-
 @contextlib.contextmanager
 def writing(run: RunDir) -> Generator[None]:
     """Put a disk's refusals (full, read-only) into a message.
@@ -113,22 +99,6 @@ def writing(run: RunDir) -> Generator[None]:
         raise RunFolderError(sentence) from error
 
 
-def describe(config: Config) -> tuple[Request, dict[str, Any]]:
-    """What would be handed over, and what the cluster says of it; empty where it says nothing."""
-    cluster = cluster_of(config)
-    request = cluster.request(new_folder(config), 0)
-    warning: str | None = None
-    try:
-        admission = cluster.check(request)
-        answer, refused = admission.words, False
-        warning = "; ".join(admission.warnings) or None
-    except ClusterError as error:
-        answer, refused = str(error), True
-    if not (request.text or answer or warning):
-        return request, {}
-    return request, {"scheduler": answer, "refused": refused, "warning": warning}
-
-
 def _admitted(cluster: Cluster, run: RunDir, attempt: int, manner: Manner) -> Admission:
     """Ask the cluster before anything is written. Raises `ConfigError`, `ClusterError`."""
     with CLUSTERS.told(cluster.config.cluster.kind, "to say whether the run can be placed"):
@@ -142,33 +112,45 @@ def _cluster(config: Config, manner: Manner) -> Cluster:
     return cluster_of(config, lambda sentence: say(manner.console, sentence, "yellow"))
 
 
-def _left_to_do(ready: Ready) -> Callable[[], Ended]:
-    """To train it here to its end, or to queue it and leave it alone.
+def way_of(cluster: Cluster) -> Callable[[Ready], Ended]:
+    """How a run is placed there: trained here to its end, or queued and left alone.
 
     Only the one that is needed is imported: what is drawn while one waits takes time.
     """
-    if ready.cluster.attended:
+    if cluster.attended:
         from orchestrator.runs.foreground import hold
 
-        return partial(hold, ready)
+        return hold
     from orchestrator.runs.background import queue
 
-    return partial(queue, ready)
+    return queue
+
+
+def _counted(interrupts: Interrupts | None) -> contextlib.AbstractContextManager[Interrupts]:
+    return contextlib.nullcontext(interrupts) if interrupts is not None else Interrupts()
 
 
 @contextlib.contextmanager
 def begun(
-    config: Config, manner: Manner, *, overrides: Sequence[str] = ()
-) -> Generator[Callable[[], Ended]]:
+    config: Config,
+    manner: Manner,
+    *,
+    overrides: Sequence[str] = (),
+    plan: Plan | ProgramPlan | None = None,
+    notes: Mapping[str, Any] | None = None,
+    interrupts: Interrupts | None = None,
+) -> Generator[Ready]:
     """Make a new run ready, for as long as this is entered. Raises `UsageError`.
 
-    Returns:
-        What is left to do: place it, and follow it to its end unless it goes on without us.
+    Args:
+        plan: where it is made already.
+        notes: join submission.json.
+        interrupts: where they are counted already, for many runs.
     """
-    plan = prepare(config)
+    plan = plan or prepare(config)
     run, cluster = RunDir(new_folder(config)), _cluster(config, manner)
     admission = _admitted(cluster, run, 0, manner)
-    with Interrupts() as interrupts:
+    with _counted(interrupts) as interrupts:
         run.create()
         cluster.trust(run)
         for sentence in () if manner.quiet else plan.warnings:
@@ -179,13 +161,14 @@ def begun(
                 run.write_own(run.plan, plan.to_json())
                 digest = keep_initial_weights(config, run)
                 asked = _submission(config, overrides)
-                run.write_own(run.submission, {**asked, **digest, **admission.notice})
+                run.write_own(
+                    run.submission, {**asked, **digest, **admission.notice, **(notes or {})}
+                )
                 with held(run):
-                    ready = Ready(
+                    yield Ready(
                         config=config, run=run, cluster=cluster, attempt=0, manner=manner,
                         interrupts=interrupts,
                     )  # fmt: skip
-                    yield _left_to_do(ready)
         except UsageError:  # before anything was trained; the message says all
             if not run.metrics.exists() and not run.handle.exists():
                 run.withdraw()
@@ -194,14 +177,25 @@ def begun(
 
 @contextlib.contextmanager
 def resumed(
-    path: Path, manner: Manner, overrides: Sequence[str] = (), config_dir: str | None = None
-) -> Generator[Callable[[], Ended]]:
+    path: Path,
+    manner: Manner,
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    *,
+    to: Config | None = None,
+    interrupts: Interrupts | None = None,
+) -> Generator[Ready | None]:
     """Make a run ready to go on from its newest sound checkpoint, or from the start when it has
     none, as `begun` does.
 
     Args:
         overrides: of its configuration: what leaves its numbers as they are, or more updates.
         config_dir: a folder of the user's own configs, for `cluster=…` among the overrides.
+        to: the whole configuration to go on with, in place of overrides.
+        interrupts: where they are counted already, for many runs.
+
+    Returns:
+        None where it has finished already, which is said.
     """
     from orchestrator.runs.resuming.resumption import record, resumption
 
@@ -209,19 +203,19 @@ def resumed(
     check_own(run)
     run.check_writable()
     Tail(run.metrics).skip_to_the_end()  # whether it can be read at all
-    asked = resumption(run, _config_of(run), overrides, config_dir)
+    asked = resumption(run, _config_of(run), overrides, config_dir, to=to)
     config, result = asked.config, run.read_result()
     if result and result["state"] == "finished" and not (asked.total or 0) > result["updates"]:
         say(manner.console, f"{path} has finished already; there is nothing to resume")
         more = f"to train on: {command('resume', path)} train.updates=…"
         say(manner.console, more, "dim")
-        yield lambda: Ended(run=run, state=State.FINISHED, exit_code=EXIT_FINISHED)
+        yield None
         return
     if not manner.quiet:
         say(manner.console, asked.words, prose=True)
     if asked.warning:
         say(manner.console, f"warning: {asked.warning}", "yellow", prose=True)
-    with at_home(run), Interrupts() as interrupts, writing(run), held(run):
+    with at_home(run), _counted(interrupts) as interrupts, writing(run), held(run):
         cluster = _cluster(config, manner)
         told = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
         for sentence in told:
@@ -229,25 +223,32 @@ def resumed(
         if asked.changes:
             prepare(config, new=False)
         cluster.trust(run, {change.key for change in asked.changes})
-        if standing := handle_of(run).in_progress():
-            raise RunFolderError(
-                f"{run.path} is in progress ({standing}); to stop it first: "
-                f"{command('cancel', run.path)}"
-            )
+        _refuse_in_progress(run)
         attempt = run.attempts_made()
         if not cluster.attended:
             attempt = max(attempt, read_newest(run.newest_attempt) + 1)
         admission = _admitted(cluster, run, attempt, manner)
         record(run, asked, attempt)
-        if admission.notice:
-            run.write_own(run.submission, {**run.read_submission(), **admission.notice})
-        run.cancel.unlink(missing_ok=True)
-        run.result.unlink(missing_ok=True)
-        ready = Ready(
+        _as_before_its_end(run, admission)
+        yield Ready(
             config=config, run=run, cluster=cluster, attempt=attempt, manner=manner,
             interrupts=interrupts,
         )  # fmt: skip
-        yield _left_to_do(ready)
+
+
+def _refuse_in_progress(run: RunDir) -> None:
+    if standing := handle_of(run).in_progress():
+        raise RunFolderError(
+            f"{run.path} is in progress ({standing}); to stop it first: "
+            f"{command('cancel', run.path)}"
+        )
+
+
+def _as_before_its_end(run: RunDir, admission: Admission) -> None:
+    if admission.notice:
+        run.write_own(run.submission, {**run.read_submission(), **admission.notice})
+    run.cancel.unlink(missing_ok=True)
+    run.result.unlink(missing_ok=True)
 
 
 def _config_of(run: RunDir) -> Config:

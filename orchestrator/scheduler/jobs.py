@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from orchestrator.scheduler.client import Answer, SchedulerDown, SlurmClient
 
 QUEUE_FORMAT = "%i|%T|%N|%L|%M|%S|%r|%o"
-ACCOUNT_FORMAT = "JobIDRaw,State,ExitCode,NodeList,Start,End"
+ACCOUNT_FORMAT = "JobID,State,ExitCode,NodeList,Start,End"
 # Columns of one job and their widths: a name or a comment can hold any text, a column only its own.
 STANDING = {
     "State": 24, "RestartCnt": 12, "Requeue": 8, "PreemptTime": 24, "EndTime": 24, "exit_code": 12,
@@ -122,7 +122,7 @@ def _heed(answer: Answer) -> None:
 
 
 def queue_command(ids: Iterable[str]) -> tuple[str, ...]:
-    return ("squeue", "-h", "-a", "-t", "all", "-j", ",".join(ids), "-o", QUEUE_FORMAT)
+    return ("squeue", "-h", "-a", "-r", "-t", "all", "-j", ",".join(ids), "-o", QUEUE_FORMAT)
 
 
 def queued(client: SlurmClient, ids: Iterable[str]) -> dict[str, Job]:
@@ -132,7 +132,7 @@ def queued(client: SlurmClient, ids: Iterable[str]) -> dict[str, Job]:
 
 def queue_of_user(user_id: int) -> tuple[str, ...]:
     """The command that tells of all jobs of a user."""
-    return ("squeue", "-h", "-a", "-t", "all", "-u", str(user_id), "-o", QUEUE_FORMAT)
+    return ("squeue", "-h", "-a", "-r", "-t", "all", "-u", str(user_id), "-o", QUEUE_FORMAT)
 
 
 def mine(client: SlurmClient, user_id: int) -> dict[str, Job]:
@@ -223,7 +223,7 @@ def read_standing(text: str) -> Standing | None:
 
 def standing_command(job: str) -> tuple[str, ...]:
     columns = ",".join(f"{name}:{width}" for name, width in STANDING.items())
-    return ("squeue", "-h", "-a", "-t", "all", "-j", job, "-O", columns)
+    return ("squeue", "-h", "-a", "-r", "-t", "all", "-j", job, "-O", columns)
 
 
 def standing(client: SlurmClient, job: str) -> Standing | None:

@@ -142,6 +142,24 @@ def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[
     return found, left_out
 
 
+def digests_of_code(target: str | Program) -> dict[str, str]:
+    """A digest of each source folder that a job's copy would hold: of what lies in the packages
+    that are needed for certain, and of every other Python file but those of tests.
+    """
+    found: dict[str, str] = {}
+    for root, tops in source_roots(target).items():
+        whole = hashlib.sha256()
+        for name in sorted(_files(root, tops, root / "runs")[0]):
+            first = name.partition("/")[0]
+            needed = first in tops or (name.endswith(".py") and first not in ("tests", "docs"))
+            if needed and not os.path.islink(f"{root}/{name}"):  # noqa: PTH114  # hundreds of times
+                content = Path(root, name).read_bytes()
+                whole.update(f"{name}\0{len(content)}\0".encode("utf-8", "surrogateescape"))
+                whole.update(content)
+        found[str(root)] = whole.hexdigest()
+    return found
+
+
 def _leads_out(root: Path, name: str) -> bool:
     """Whether a link would lead elsewhere from the copy than from here."""
     link = root / name

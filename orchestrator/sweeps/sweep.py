@@ -1,159 +1,178 @@
-"""The points of a sweep, one after another, and the one table at its end."""
+"""A sweep from its points to its table: what is to be done with each, and what came of it."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.api import Culprit, State
-from orchestrator.compose.composer import Composed
-from orchestrator.config.schema import Config
-from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, UsageError
-from orchestrator.plan.plan_warnings import named_numbers
+from hydra.core.utils import JobReturn
+
+from orchestrator.clusters.api import Culprit, State, class_of
+from orchestrator.compose.composer import Composed, Composer
+from orchestrator.compose.hydra_sweep import drive
+from orchestrator.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    ConfigError,
+    RunFolderError,
+    UsageError,
+)
+from orchestrator.outcome.lock_holder import held
 from orchestrator.report.tables.sweep import print_sweep
 from orchestrator.report.tables.time_and_memory import print_time_and_memory
 from orchestrator.report.terminal import command, say
 from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
-from orchestrator.runs.new_folder import new_folder
-from orchestrator.runs.start import begun, plan_and_notes, prepare
+from orchestrator.runs.start import way_of
+from orchestrator.sweeps.budget import refuse_beyond
 from orchestrator.sweeps.cells import accumulation_pairs, cell_of, only_varying
+from orchestrator.sweeps.detached import ready_of, submit
+from orchestrator.sweeps.points import checked
 from orchestrator.sweeps.remarks import remarks
+from orchestrator.sweeps.returns import returned
+from orchestrator.sweeps.todo import Cell, Do, cells_of
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Point:
-    """One run of a sweep, checked, with its folder."""
-
-    number: int
-    overrides: tuple[str, ...]
-    config: Config
-
-    @property
-    def words(self) -> str:
-        """For people: which one it is."""
-        return f"point {self.number}: {' '.join(self.overrides)}"
-
-
-def run_sweep(found: Iterable[Composed | ConfigError], manner: Manner) -> int:
-    """Check all points, run them in turn, and print their table; give the exit code.
+def run_sweep(composer: Composer, manner: Manner) -> int:
+    """Check all points, run what is to be run, and print their table; give the exit code.
 
     Raises:
         ConfigError: what is wrong with any point. Nothing has run then, and nothing was written.
     """
-    points = checked(found)
-    sweep = Sweep(manner)
-    for point in points:
-        if not sweep.run(point):
-            return sweep.finish(interrupted=True)
-    return sweep.finish()
-
-
-def checked(found: Iterable[Composed | ConfigError]) -> list[Point]:
-    """The points of a sweep, each with a folder of its own.
-
-    Raises:
-        ConfigError: all that is wrong with them, each thing once with the points that have it.
-    """
-    points: list[Point] = []
-    wrong: dict[str, list[int]] = {}
-    shared = list(found)
-    for number, item in enumerate(shared):
-        try:
-            if isinstance(item, ConfigError):
-                raise item
-            config = item.config()
-            prepare(config)
-            points.append(Point(number=number, overrides=item.overrides, config=config))
-        except UsageError as error:
-            for sentence in str(error).split("\n"):
-                wrong.setdefault(sentence, []).append(number)
-    if wrong:
-        raise ConfigError("\n".join(_told(wrong, of=len(shared))))
-    stated = Counter(point.config.run.dir for point in points)
-    for item, point in zip(shared, points, strict=True):
-        assert isinstance(item, Composed)  # noqa: S101  # errors were raised above
-        folder = point.config.run.dir
-        if folder is None:
-            point.config.run.dir = str(item.point_folder.absolute())
-        elif stated[folder] > 1:
-            point.config.run.dir = str(Path(folder) / str(point.number))
-    return points
-
-
-def plans(found: Iterable[Composed | ConfigError]) -> list[tuple[Point, dict[str, Any]]]:
-    """The points of a sweep, each with its plan and notes. Raises as `checked` does."""
-    return [(point, plan_and_notes(point.config)) for point in checked(found)]
-
-
-def _told(wrong: dict[str, list[int]], *, of: int) -> Iterator[str]:
-    yield f"nothing was started, for the sweep cannot run to its end (points 0 to {of - 1}):"
-    for sentence, numbers in wrong.items():
-        named = "all points" if len(numbers) == of else named_numbers("point", numbers)
-        yield f"{named}: {sentence}"
+    with contextlib.ExitStack() as open_until_the_end:
+        sweep = Sweep(manner, open_until_the_end, search=composer.searches)
+        drive(composer, sweep.launch)
+        return sweep.finish()
 
 
 class Sweep:
-    """Runs points and remembers how they ended. A failing point does not end the sweep."""
+    """Places points and remembers how they ended. A failing point does not end the sweep.
 
-    def __init__(self, manner: Manner) -> None:
-        self._manner = manner
-        self.points: list[tuple[list[str], Path, int]] = []
-        self._refused: dict[int, UsageError] = {}
+    Args:
+        search: values of earlier points are needed to choose the next.
+    """
+
+    def __init__(self, manner: Manner, stack: contextlib.ExitStack, *, search: bool) -> None:
+        self._manner, self._stack, self._search = manner, stack, search
+        self.cells: list[Cell] = []
+        self._codes: dict[Path, int] = {}
+        self._refused: dict[Path, UsageError] = {}
+        self._locked: set[Path] = set()
         self._queued: list[Path] = []
+        self._stopped: int | None = None
 
-    def run(self, point: Point) -> bool:
-        """Run one point; give whether the sweep goes on."""
-        say(self._manner.console, point.words, "bold")
-        run = new_folder(point.config)
+    def launch(self, found: Sequence[Composed | ConfigError], first: int) -> Sequence[JobReturn]:
+        """Do what is to be done with these points: submitted together, or run one after another.
+
+        Args:
+            first: the number of the first.
+        """
+        points = checked(found, first, apart=self._search)
+        for folder in {point.folder.parent for point in points}:
+            self._lock(folder)
+        force = any(point.config.sweep.force for point in points)
+        cells = cells_of(points, force=force)
+        refuse_beyond(cells)
+        self._say(cells)
+        self.cells += cells
+        todo = [cell for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
+        alone = [c for c in todo if not class_of(c.point.config.cluster.kind).attended]
+        if alone:
+            submit(alone, self._manner, wait=self._search)
+        waiting = [c for c in cells if c in alone or c.do is Do.WAIT]
+        self._queued += [] if self._search else [cell.run.path for cell in waiting]
+        for cell in todo:
+            if cell not in alone and self._stopped is None:
+                self._run(cell)
+        return [returned(cell, found) for cell, found in zip(cells, found, strict=True)]
+
+    def _lock(self, folder: Path) -> None:
+        """Hold the sweep's folder to the end. Raises `RunFolderError` while another start does."""
+        if folder in self._locked:
+            return
+        self._stack.enter_context(_alone_in(folder))
+        self._locked.add(folder)
+
+    def _say(self, cells: Sequence[Cell]) -> None:
+        """What will not be run, and what is run again, where there is anything to say of it."""
+        if self._manner.quiet or all(cell.why == "new" for cell in cells):
+            return
+        for cell in cells:
+            say(self._manner.console, f"{cell.point.words}: {cell.do.value} ({cell.why})", "dim")
+
+    def _run(self, cell: Cell) -> None:
+        """Run one point here to its end."""
+        say(self._manner.console, cell.point.words, "bold")
         try:
-            with begun(point.config, self._manner, overrides=point.overrides) as place:
-                ended = place()
+            with ready_of(cell, self._manner) as ready:
+                if ready is None:
+                    return
+                ended = way_of(ready.cluster)(ready)
         except UsageError as error:  # what only the attempt can tell: a folder, a scheduler
-            self._refused[point.number] = error
-            self.points.append((list(point.overrides), run, error.exit_code))
+            self._refused[cell.run.path] = error
+            self._codes[cell.run.path] = error.exit_code
             say(self._manner.console, f"error: {error}", "bold red")
-            return True
-        self.points.append((list(point.overrides), run, ended.exit_code))
+            return
+        self._codes[cell.run.path] = ended.exit_code
         if ended.state is State.PENDING:
-            self._queued.append(run)
-        return ended.exit_code not in (EXIT_STOPPED, EXIT_INTERRUPTED)
+            self._queued.append(cell.run.path)
+        if ended.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+            self._stopped = ended.exit_code
 
-    def finish(self, *, interrupted: bool = False) -> int:
+    def finish(self) -> int:
         """Print the table; give the exit code: the worst of the points'."""
-        codes = [code for _, _, code in self.points]
         if self._queued:  # they go on without us; the table would be of runs that have not begun
-            sweep = self._queued[0].parent
+            folders = {path.parent for path in self._queued}
+            shown = folders.pop() if len(folders) == 1 else self._queued[0]
             say(
                 self._manner.console,
                 f"{plural(len(self._queued), 'point')} queued; to see where they stand: "
-                f"{command('status', sweep)}",
+                f"{command('status', shown)}",
                 "bold",
             )
-            return max(codes)
-        varying = only_varying([overrides for overrides, _, _ in self.points])
-        cells = [
-            cell_of(RunDir(self.points[number][1]), overrides, result=self._refusal(number))
-            for number, overrides in enumerate(varying)
+            return max(self._codes.values(), default=0)
+        ran = [c for c in self.cells if self._stopped is None or c.run.config.exists()]
+        varying = only_varying([cell.point.overrides for cell in ran])
+        shown = [
+            cell_of(cell.run, overrides, result=self._refusal(cell.run.path))
+            for cell, overrides in zip(ran, varying, strict=True)
         ]
-        print_sweep(cells, self._manner.console)
-        for sentence in remarks(cells):
+        print_sweep(shown, self._manner.console)
+        for sentence in remarks(shown):
             say(self._manner.console, sentence, "dim", prose=True)
-        pairs = accumulation_pairs(cells)
-        if pairs:
+        if pairs := accumulation_pairs(shown):
             print_time_and_memory(pairs, self._manner.console)
-        if interrupted:
-            return codes[-1]
-        failed = [code for code in codes if code]
+        if self._stopped is not None:
+            return self._stopped
+        failed = [code for code in self._codes.values() if code]
         return EXIT_FAILED if EXIT_FAILED in failed else max(failed, default=0)
 
-    def _refusal(self, number: int) -> dict[str, Any] | None:
+    def _refusal(self, path: Path) -> dict[str, Any] | None:
         """What stands for the result of a point that could not start."""
-        if number not in self._refused:
+        if path not in self._refused:
             return None
-        culprit = Culprit(rank=None, node="launcher", cause=str(self._refused[number]))
+        culprit = Culprit(rank=None, node="launcher", cause=str(self._refused[path]))
         return {"state": "failed", "culprit": culprit.to_json()}
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Generator[None]:
+    """Hold a sweep's folder; one that nothing came to is removed again."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = held(RunDir(folder))
+        lock.__enter__()
+    except OSError as error:
+        raise RunFolderError(f"{folder} cannot be written: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.__exit__(None, None, None)
+        if {entry.name for entry in folder.iterdir()} <= {RunDir(folder).lock.name}:
+            RunDir(folder).lock.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # somebody has put something there meanwhile
+                folder.rmdir()

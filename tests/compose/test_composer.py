@@ -1,6 +1,5 @@
 """Whose files win, what gives way to what, and what is refused rather than ignored."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -8,10 +7,11 @@ import yaml
 
 from orchestrator.compose.command_line import read_command_line
 from orchestrator.compose.composer import Composer, compose
+from orchestrator.compose.hydra_sweep import points_of
 from orchestrator.errors import ConfigError
 from orchestrator.launch import run_app
 from orchestrator.runs.start import prepare
-from orchestrator.sweeps.sweep import checked
+from orchestrator.sweeps.points import checked
 
 TINY = "job._target_=tests.tiny_job.Tiny"
 
@@ -27,7 +27,7 @@ def folder(tmp_path, **files):
 def points(*line):
     composer = Composer(read_command_line(line))
     assert composer.compose().sweeps
-    return checked(composer.points())
+    return checked(points_of(composer))
 
 
 def test_a_job_file_of_ones_own_wins_over_the_shipped_one_of_its_name(tmp_path):
@@ -111,14 +111,17 @@ def test_an_experiments_own_sweep_honours_run_dir_and_all_points_are_checked(tmp
     assert [p.config.run.dir for p in named] == [str(tmp_path / "x0"), str(tmp_path / "x1")]
 
 
-def test_all_points_of_a_sweep_share_one_folder_however_long_composing_takes():
+def test_a_sweeps_folder_is_that_of_its_keys_and_of_what_is_fixed():
     composer = Composer(read_command_line(["-m", "train.seed=1,2,3"]))
     folder = composer.compose().sweep_folder
-    found = []
-    for point in composer.points():
-        found.append(point.point_folder)
-        time.sleep(0.6)  # 1.2 s in all: a second ends in between, wherever it begins
-    assert found == [folder / n for n in "012"]
+    assert [point.point_folder for point in points_of(composer)] == [folder / n for n in "012"]
+
+    def folder_of(*line):
+        return Composer(read_command_line(["-m", *line])).compose().sweep_folder
+
+    assert folder_of("train.seed=4,5", "run.watch=true", "--force") == folder
+    assert folder_of("train.seed=1,2", "train.updates=3") != folder
+    assert folder_of("job.width=1,2") != folder
 
 
 def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_path, monkeypatch):
@@ -136,9 +139,13 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (["hydra/launcher=joblib"], "sweeps need no launcher"),
-        (["-m", "hydra/sweeper=optuna", "train.seed=1,2"], "only combinations of stated values"),
-        (["-m", "hydra/launcher=theirs", "train.seed=1,2"], "sweeps need no launcher"),
+        (["hydra/launcher=joblib"], "placed by this package's own launcher"),
+        (["-m", "hydra/sweeper=nosuch", "train.seed=1,2"], "not installed here"),
+        (["-m", "hydra/launcher=theirs", "train.seed=1,2"], "placed by this package's own"),
+        (["-m", "+hydra.launcher.cluster.kind=slurm", "train.seed=1,2"], "section cluster says"),
+        (["-m", "hydra.sweeper._target_=os.system", "train.seed=1,2"], "os.system"),
+        (["-m", "train.seed=range(0)"], "train.seed has no value to sweep over"),
+        (["-m", "train.seed=1,2", "hydra.verbose=true,false"], "hydra holds for the sweep"),
         (["hydra.run.dir=x"], "a run's folder is run.dir="),
         (["+hydra.job.env_set.A=b"], "cluster.environment"),
         (["--config-path=conf"], "--config-dir FOLDER is searched before it"),

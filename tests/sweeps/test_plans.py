@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from orchestrator.__main__ import app
 from orchestrator.compose.composer import compose
-from orchestrator.runs.start import plan_and_notes
+from orchestrator.runs.foreseen import plan_and_notes
 
 
 def planned(*arguments):
@@ -29,6 +29,7 @@ def test_each_point_of_a_sweep_has_the_plan_that_it_has_alone(asked, points):
     assert len({str(plan["overrides"]) for plan in found}) == points
     for plan in found:
         alone = plan_and_notes(compose(plan.pop("overrides")))
+        assert plan.pop("cell")["do"] == "to run"
         assert plan == json.loads(json.dumps(alone))
     words = planned(*asked)
     for number in range(points):

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from orchestrator.clusters.api import Admission, Cluster, Request
 from orchestrator.clusters.slurm.admission.checks import Verdict, check_request, too_slow
 from orchestrator.clusters.slurm.admission.limits import wanted
+from orchestrator.clusters.slurm.arrays import submit_as_arrays
 from orchestrator.clusters.slurm.batch_script import Here, all_options, batch_script
 from orchestrator.clusters.slurm.safe_values import (
     check_clusters,
@@ -25,32 +25,32 @@ from orchestrator.clusters.slurm.safe_values import (
     quoted,
 )
 from orchestrator.clusters.slurm.sbatch_defaults import read_defaults
+from orchestrator.clusters.slurm.scripts import UNLIKE, patiently, script_name
 from orchestrator.clusters.slurm.task import Task
 from orchestrator.clusters.slurm.trust import client_of, remember
 from orchestrator.clusters.slurm.watch import SlurmHandle
 from orchestrator.config.program_section import target_of
 from orchestrator.config.schema import Config, node_range
-from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.signs.last_word import SCRIPT, after_rank
 from orchestrator.outcome.folder_status import RunStatus
 from orchestrator.run_folder.rundir import RunDir, write_atomically, write_json
-from orchestrator.scheduler.client import SchedulerDown, SlurmClient
+from orchestrator.scheduler.client import SlurmClient
 from orchestrator.snapshot import code_copy as snapshot
 from orchestrator.snapshot.secret_files import told
-
-PATIENCE_S = 60.0
-LONGEST_PAUSE_S = 8.0
-UNLIKE = ("job-name", "output")  # what differs between a sweep's points, and no limit is about
 
 _said: dict[tuple[object, ...], Verdict] = {}
 
 
-def here(config: Config, run: RunDir, attempt: int) -> Here:
-    """The submitting side as it is now."""
+def here(config: Config, copy: Path) -> Here:
+    """The submitting side as it is now.
+
+    Args:
+        copy: where the copy of the code goes, if there is to be one.
+    """
     target = target_of(config.job)
     roots = snapshot.source_roots(target)
     if config.run.snapshot:
-        places = snapshot.copies(target, run.snapshot(attempt))
+        places = snapshot.copies(target, copy)
     else:
         places = {root: root for root in roots}
     package = snapshot.PACKAGE
@@ -61,29 +61,10 @@ def here(config: Config, run: RunDir, attempt: int) -> Here:
         folder=Path.cwd(),
         package=own / package.name if own else package,
         path=tuple(dict.fromkeys(path)),
-        unpacked=run.snapshot(attempt) if config.run.snapshot else None,
+        unpacked=copy if config.run.snapshot else None,
         defaults=read_defaults(os.environ),
         copies=None if isinstance(target, str) else places if config.run.snapshot else {},
     )
-
-
-def patiently(
-    action: Callable[[], Any], *, patience_s: float = PATIENCE_S, tell: Callable[[str], None]
-) -> Any:
-    """Do what needs a scheduler; while none answers, again and again for a bounded time."""
-    began, pause = time.monotonic(), 1.0
-    while True:
-        try:
-            return action()
-        except SchedulerDown as error:
-            waited = time.monotonic() - began
-            if waited + pause > patience_s:
-                raise ClusterError(
-                    f"{error}\nnothing was submitted; tried for {waited:.0f} s"
-                ) from error
-            tell(f"{error}; trying again for up to {patience_s - waited:.0f} s")
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 class SlurmCluster(Cluster):
@@ -98,11 +79,15 @@ class SlurmCluster(Cluster):
                 remember(conf)
             client_of(run, conf)
 
-    def request(self, run: Path, attempt: int) -> Request:
-        """The submission as a value; `text` is the exact script."""
+    def request(self, run: Path, attempt: int, copy: Path | None = None) -> Request:
+        """The submission as a value; `text` is the exact script.
+
+        Args:
+            copy: where the copy of the code is that it shares with others; None: in its own folder.
+        """
         config, folder = self.config, RunDir(run)
         check_values(config, run, Path.cwd())
-        place = here(config, folder, attempt)
+        place = here(config, copy or folder.snapshot(attempt))
         check_clusters(os.environ)
         check_defaults(place.defaults)
         check_preamble(config.cluster.preamble)
@@ -149,34 +134,51 @@ class SlurmCluster(Cluster):
         """Queue it; the run folder then holds the job's id, so that anyone can follow it."""
         from orchestrator.clusters.slurm.submission import Executor
 
-        run, config = RunDir(request.run), self.config
-        client = SlurmClient(config.cluster.slurm_conf)
-        if config.run.snapshot:
-            target = target_of(config.job)
-            left_out = snapshot.take(target, run.path, run.snapshot(request.attempt))
-            if left_out:
-                self.tell(
-                    f"the copy of the code leaves out what holds secrets by its name, and links "
-                    f"that lead elsewhere: {told(left_out)}"
-                )
+        run = RunDir(request.run)
+        if self.config.run.snapshot:
+            self.copy_code(run.path, run.snapshot(request.attempt))
+        self.write_epilog(run)
+        client = SlurmClient(self.config.cluster.slurm_conf)
+        executor = Executor(run.submitit, request.text, client, script_name(request.attempt))
+        job_id: str = patiently(lambda: executor.submit(Task(str(run.path))).job_id, tell=self.tell)
+        self.write_handle(run, request.attempt, job_id)
+        return SlurmHandle(run)
+
+    def copy_code(self, run: Path, into: Path) -> None:
+        """Copy the code that is to run, and say what is left out of it."""
+        left_out = snapshot.take(target_of(self.config.job), run, into)
+        if left_out:
+            self.tell(
+                f"the copy of the code leaves out what holds secrets by its name, and links "
+                f"that lead elsewhere: {told(left_out)}"
+            )
+
+    def write_epilog(self, run: RunDir) -> None:
+        """What srun starts after each rank, in the folder of all that SLURM starts."""
         run.submitit.mkdir(mode=0o700, exist_ok=True)
         script = run.submitit / SCRIPT
         write_atomically(script, after_rank(run, quoted(run.path)))
         script.chmod(0o700)
-        executor = Executor(run.submitit, request.text, client, f"{request.attempt:03d}")
 
-        job_id: str = patiently(lambda: executor.submit(Task(str(run.path))).job_id, tell=self.tell)
+    def write_handle(self, run: RunDir, attempt: int, job_id: str) -> None:
+        """What anybody finds the job by."""
         write_json(
             run.handle,
             {
                 "kind": "slurm",
                 "job_id": job_id,
-                "attempt": request.attempt,
-                "slurm_conf": config.cluster.slurm_conf,
+                "attempt": attempt,
+                "slurm_conf": self.config.cluster.slurm_conf,
                 "time": time.time(),
             },
         )
-        return SlurmHandle(run)
+
+    @classmethod
+    def submit_all(
+        cls, placed: Sequence[tuple[Cluster, Request]], at_once: int | None = None
+    ) -> None:
+        """As arrays, see `arrays.py`."""
+        submit_as_arrays([(c, r) for c, r in placed if isinstance(c, SlurmCluster)], at_once)
 
     @classmethod
     def handle(cls, run: RunDir) -> SlurmHandle:

@@ -28,32 +28,33 @@ class Executor(submitit.SlurmExecutor):
         del command  # the script has its own, see `slurm_request`
         path = self.folder / f"{self._name}.sh"
         write_atomically(path, self._script)
-        return submitit.SlurmJob(folder=self.folder, job_id=self._sbatch(path), tasks=[0])
+        return submitit.SlurmJob(folder=self.folder, job_id=sbatch(self._client, path), tasks=[0])
 
-    def _sbatch(self, path: Path) -> str:
-        try:
-            answer = self._client.ask("sbatch", "--parsable", str(path))
-        except SchedulerDown as error:
-            if any(words in str(error).lower() for words in LOST_ANSWERS):
-                found = _accepted(self._client, path)  # the answer was lost: was the job, too?
-                if found is not None:
-                    return found
-            raise
-        job_id, _, elsewhere = answer.out.strip().partition(";")
-        if answer.code or not job_id.isdigit():
-            raise ClusterError(explained(answer.words))
-        if elsewhere and elsewhere != self._client.cluster_name():
-            self._client.must("scancel", f"--clusters={elsewhere}", job_id)
-            raise ClusterError(
-                f"sbatch queued it on another cluster of the federation, {elsewhere}, where this "
-                f"run would not be found again; that job ({job_id}) was cancelled. Submit it on a "
-                f"login node of {elsewhere}, or choose the cluster by cluster.slurm_conf"
-            )
-        return job_id
+
+def sbatch(client: SlurmClient, path: Path) -> str:
+    """Submit a batch script; give the job's id. Raises `ClusterError`."""
+    try:
+        answer = client.ask("sbatch", "--parsable", str(path))
+    except SchedulerDown as error:
+        if any(words in str(error).lower() for words in LOST_ANSWERS):
+            found = _accepted(client, path)  # the answer was lost: was the job, too?
+            if found is not None:
+                return found
+        raise
+    job_id, _, elsewhere = answer.out.strip().partition(";")
+    if answer.code or not job_id.isdigit():
+        raise ClusterError(explained(answer.words))
+    if elsewhere and elsewhere != client.cluster_name():
+        client.must("scancel", f"--clusters={elsewhere}", job_id)
+        raise ClusterError(
+            f"sbatch queued it on another cluster of the federation, {elsewhere}, where this "
+            f"run would not be found again; that job ({job_id}) was cancelled. Submit it on a "
+            f"login node of {elsewhere}, or choose the cluster by cluster.slurm_conf"
+        )
+    return job_id
 
 
 def _accepted(client: SlurmClient, script: Path) -> str | None:
-    """The job that was made from a script, if there is one."""
-    return next(
-        (j.id for j in mine(client, os.getuid()).values() if j.command == str(script)), None
-    )
+    """The job, or the array, that was made from a script, if there is one."""
+    found = (j.id for j in mine(client, os.getuid()).values() if j.command == str(script))
+    return next((job_id.partition("_")[0] for job_id in found), None)

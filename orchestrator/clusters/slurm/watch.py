@@ -14,6 +14,7 @@ from typing import Any
 
 from orchestrator.clusters.api import Culprit, Handle, State
 from orchestrator.clusters.root_cause import tail
+from orchestrator.clusters.slurm.elements import is_element
 from orchestrator.clusters.slurm.news import News
 from orchestrator.clusters.slurm.root_cause import blame_slurm
 from orchestrator.clusters.slurm.trust import client_of
@@ -258,8 +259,9 @@ class SlurmHandle(Handle):
 
     def _is_ours(self, job: Job) -> bool:
         """Whether a job's batch script, as the scheduler knows it, is one in this run's folder."""
-        script = os.path.realpath(job.command)
-        return Path(script).is_relative_to(os.path.realpath(self._run.submitit))
+        script = Path(os.path.realpath(job.command))
+        own = script.is_relative_to(os.path.realpath(self._run.submitit))
+        return own or is_element(self._run.path, script, job.id)
 
     def _await_the_end(self) -> None:
         """A job that has not begun ends at once, and has no batch script to say so."""

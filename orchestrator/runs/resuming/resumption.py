@@ -79,12 +79,18 @@ class Resumption:
 
 
 def resumption(
-    run: RunDir, config: Config, overrides: Sequence[str], config_dir: str | None = None
+    run: RunDir,
+    config: Config,
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+    *,
+    to: Config | None = None,
 ) -> Resumption:
     """What `resume RUN overrides` asks for, checked; nothing is written.
 
     Args:
         config: of the run so far.
+        to: what is asked for as a whole, in place of overrides.
 
     Raises:
         ConfigError: a key that is none, a value that cannot be, or one that makes other numbers.
@@ -97,8 +103,8 @@ def resumption(
     old = plan = _plan(config, known)
     refuse_beyond(run, done, plan.updates)
     made: list[Change] = []
-    if overrides:
-        config = _with(asdict(config), overrides, config_dir)
+    if overrides or to is not None:
+        config = to or _with(asdict(config), overrides, config_dir)
         made = changes(before, asdict(config))
         refuse_other_numbers(made, str(run.path))
         plan = _plan(config, known)

@@ -39,6 +39,8 @@ KINDS: dict[str, Kind] = {
     "run": Kind.FREE,
     "run.dir": Kind.NUMBERS,
     "run.name": Kind.NUMBERS,
+    "sweep": Kind.FREE,
+    "budget": Kind.FREE,
     "tracker": Kind.FREE,
     "facts": Kind.FREE,
     "transport": Kind.ROUNDING,

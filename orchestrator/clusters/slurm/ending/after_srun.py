@@ -34,6 +34,7 @@ from orchestrator.outcome.restart_policy import rule
 from orchestrator.outcome.run_result import write_end
 from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.scheduler.client import SchedulerDown, SlurmClient
+from orchestrator.scheduler.environment import own_job_id
 from orchestrator.scheduler.jobs import Standing, standing
 from orchestrator.scheduler.srun_words import STOP_CODES
 
@@ -70,7 +71,7 @@ def finish(path: Path, attempt: int, code: int, told: str) -> None:
     run = RunDir(path)
     if Fence(run.newest_attempt, attempt).superseded or run.read_result() is not None:
         return
-    job_id = os.environ["SLURM_JOB_ID"]
+    job_id = own_job_id(os.environ)
     job = _job(SlurmClient(), job_id)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     departure = run.read(run.departure(attempt))

@@ -1,0 +1,121 @@
+"""Points that go on without us: all of their folders first, then all of their submissions."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator, Sequence
+
+from orchestrator.clusters.api import Cluster, Request, class_of
+from orchestrator.config.rules import at_once
+from orchestrator.errors import ClusterError, ConfigError, UsageError
+from orchestrator.extensions import CLUSTERS
+from orchestrator.outcome.folder_status import ENDED_STATES
+from orchestrator.report.units import plural
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.runs.console import Manner
+from orchestrator.runs.interrupts import Interrupts
+from orchestrator.runs.ready import Ready
+from orchestrator.runs.start import begun, resumed
+from orchestrator.runs.status import statuses
+from orchestrator.sweeps.content import CELL
+from orchestrator.sweeps.points import told
+from orchestrator.sweeps.todo import Cell, Do, make_room
+
+LOOK_S = 1.0
+
+
+@contextlib.contextmanager
+def ready_of(
+    cell: Cell, manner: Manner, interrupts: Interrupts | None = None
+) -> Generator[Ready | None]:
+    """A cell's run made ready: a new one, or one that goes on from where it was."""
+    point = cell.point
+    if cell.do is Do.GO_ON:
+        with resumed(cell.run.path, manner, to=point.config, interrupts=interrupts) as ready:
+            yield ready
+        return
+    make_room(cell)
+    with begun(
+        point.config,
+        manner,
+        overrides=point.overrides,
+        plan=point.plan,
+        notes={CELL: dict(cell.made_of)},
+        interrupts=interrupts,
+    ) as ready:
+        yield ready
+
+
+def submit(cells: Sequence[Cell], manner: Manner, *, wait: bool) -> None:
+    """Submit them, by kinds of clusters; nothing is submitted before all folders are written.
+
+    Args:
+        wait: until all have ended.
+
+    Raises:
+        ConfigError: one of them cannot be; none was submitted then, and no new folder is left.
+        ClusterError: the scheduler refused some; those that are queued go on, and are counted.
+    """
+    quiet = Manner(console=manner.console, quiet=True)
+    placed: list[tuple[Cluster, Request]] = []
+    made: list[Ready] = []
+    wrong: dict[str, list[int]] = {}
+    with Interrupts() as interrupts:
+        for cell in cells:
+            if interrupts.count:
+                break
+            try:
+                with ready_of(cell, quiet, interrupts) as ready:
+                    if ready is not None:
+                        made.append(ready)
+                        placed.append((ready.cluster, _request(ready)))
+            except UsageError as error:
+                wrong.setdefault(str(error), []).append(cell.point.number)
+        if wrong or interrupts.count:
+            _withdraw(made)
+            if interrupts.count:
+                raise KeyboardInterrupt
+            numbers = [cell.point.number for cell in cells]
+            raise ConfigError("\n".join(told(wrong, min(numbers), len(numbers))))
+        _submit(placed, made, at_once(cells[0].point.config.sweep.parallel))
+    if wait:
+        _await([cell.run for cell in cells])
+
+
+def _request(ready: Ready) -> Request:
+    return ready.cluster.request(ready.run.path, ready.attempt)
+
+
+def _withdraw(made: Sequence[Ready]) -> None:
+    for ready in made:
+        if not ready.run.handle.exists():
+            ready.run.withdraw()
+
+
+def _submit(
+    placed: Sequence[tuple[Cluster, Request]], made: Sequence[Ready], most: int | None
+) -> None:
+    kinds = {cluster.config.cluster.kind for cluster, _ in placed}
+    for kind in sorted(kinds):
+        members = [(c, r) for c, r in placed if c.config.cluster.kind == kind]
+        try:
+            with CLUSTERS.told(kind, "to submit the points"):
+                class_of(kind).submit_all(members, most)
+        except ClusterError as error:
+            queued = [ready for ready in made if ready.run.handle.exists()]
+            _withdraw(made)
+            raise ClusterError(
+                f"{error}\n{plural(len(queued), 'point')} of {len(made)} "
+                f"{'is' if len(queued) == 1 else 'are'} queued; the same line again submits the "
+                f"others"
+            ) from error
+
+
+def _await(runs: Sequence[RunDir]) -> None:
+    """Until all have ended, by one question for all of them."""
+    left = list(runs)
+    while left:
+        time.sleep(LOOK_S)
+        over = (*ENDED_STATES, "lost", "damaged", "private")
+        left = [RunDir(s.folder) for s in statuses(left)[0] if s.state not in over]

@@ -1,0 +1,84 @@
+"""`plan -m …`: what a launch would do with each point, and what it may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator.compose.composer import Composer
+from orchestrator.compose.hydra_sweep import points_of
+from orchestrator.config.schema import node_range
+from orchestrator.errors import ConfigError
+from orchestrator.report.terminal import literal, say
+from orchestrator.report.units import UNKNOWN, format_number, format_seconds, plural
+from orchestrator.runs.foreseen import with_notes
+from orchestrator.sweeps.budget import gpu_hours, refuse_beyond, seconds_of
+from orchestrator.sweeps.cells import only_varying
+from orchestrator.sweeps.points import checked
+from orchestrator.sweeps.todo import Cell, Do, cells_of
+
+STYLES = {Do.NOTHING: "green", Do.WAIT: "cyan", Do.GO_ON: "yellow", Do.BEGIN: "yellow"}
+
+
+def cells_and_plans(composer: Composer) -> list[tuple[Cell, dict[str, Any]]]:
+    """Each point of a sweep: what a launch would do with it, and its plan with notes.
+
+    Raises:
+        ConfigError: what is wrong with any of them, what a launch would refuse, or a search, whose
+            points nobody knows before.
+    """
+    if composer.searches:
+        raise ConfigError(
+            "a search chooses its points by what came of earlier ones, so there is no plan of them"
+        )
+    points = checked(points_of(composer))
+    cells = cells_of(points, force=any(point.config.sweep.force for point in points))
+    refuse_beyond(cells)
+    return [(c, with_notes(c.point.plan, c.point.config)) for c in cells]
+
+
+def row_of(cell: Cell) -> dict[str, Any]:
+    """One row as values. `seconds`, `gpu_hours`: None where they are not known."""
+    return {
+        "folder": str(cell.run.path),
+        "do": cell.do.value,
+        "why": cell.why,
+        "nodes": node_range(cell.point.config.cluster.nodes)[1],
+        "seconds": seconds_of(cell),
+        "gpu_hours": gpu_hours(cell),
+    }
+
+
+def print_cells(cells: Sequence[Cell], console: Console) -> None:
+    """A row for each point, and what those that are to run take together."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("no.", "point", "", "because", "nodes", "time at most", "GPU-hours"):
+        right = heading in ("no.", "nodes", "time at most", "GPU-hours")
+        table.add_column(heading, justify="right" if right else "left")
+    varying = only_varying([cell.point.overrides for cell in cells])
+    for cell, overrides in zip(cells, varying, strict=True):
+        row = row_of(cell)
+        words = " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in overrides.items())
+        todo = cell.do in (Do.BEGIN, Do.GO_ON)
+        table.add_row(
+            str(cell.point.number),
+            literal(words, console),
+            literal(cell.do.value, console, STYLES[cell.do]),
+            literal(cell.why, console),
+            str(row["nodes"]),
+            format_seconds(row["seconds"]) if todo else "",
+            _hours(row["gpu_hours"]) if todo else "",
+        )
+    console.print(table)
+    left = [cell for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
+    hours = [gpu_hours(cell) for cell in left]
+    known = sum(h for h in hours if h is not None) if None not in hours else None
+    say(console, f"{plural(len(left), 'point')} of {len(cells)} to run, {_hours(known)} GPU-hours")
+
+
+def _hours(value: float | None) -> str:
+    return UNKNOWN if value is None else format_number(round(value, 3))

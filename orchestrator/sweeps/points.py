@@ -1,0 +1,104 @@
+"""The points of a sweep, checked all together before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from orchestrator.compose.command_line import key_of
+from orchestrator.compose.composer import Composed
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError, UsageError
+from orchestrator.plan.plan import Plan
+from orchestrator.plan.plan_warnings import named_numbers
+from orchestrator.plan.program import ProgramPlan
+from orchestrator.runs.start import prepare
+
+NOT_TELLING = ("run", "sweep", "budget")  # sections that do not tell a cell from another
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One run of a sweep, checked, with its folder."""
+
+    number: int
+    overrides: tuple[str, ...]
+    config: Config
+    plan: Plan | ProgramPlan
+
+    @property
+    def words(self) -> str:
+        """For people: which one it is."""
+        return f"point {self.number}: {' '.join(self.overrides)}"
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        """What tells it from the sweep's other points, whatever it is made of."""
+        telling = (o for o in self.overrides if key_of(o).split(".")[0] not in NOT_TELLING)
+        return tuple(sorted(override.lstrip("+") for override in telling))
+
+    @property
+    def folder(self) -> Path:
+        return Path(str(self.config.run.dir))
+
+
+def checked(
+    found: Sequence[Composed | ConfigError], first: int = 0, *, apart: bool = False
+) -> list[Point]:
+    """The points of a sweep, each with a folder of its own.
+
+    Args:
+        first: the number of the first.
+        apart: there may be more points later, so that a stated folder is never one point's own.
+
+    Raises:
+        ConfigError: all that is wrong with them, each thing once with the points that have it.
+    """
+    points: list[Point] = []
+    wrong: dict[str, list[int]] = {}
+    for number, item in enumerate(found, first):
+        try:
+            if isinstance(item, ConfigError):
+                raise item
+            config = item.config()
+            plan = prepare(config)
+            points.append(Point(number=number, overrides=item.overrides, config=config, plan=plan))
+        except UsageError as error:
+            for sentence in str(error).split("\n"):
+                wrong.setdefault(sentence, []).append(number)
+    if not wrong:
+        wrong = dict(_equal(points))
+    if wrong:
+        raise ConfigError("\n".join(told(wrong, first, len(found))))
+    stated = Counter(point.config.run.dir for point in points)
+    for item, point in zip(found, points, strict=True):
+        assert isinstance(item, Composed)  # noqa: S101  # errors were raised above
+        folder = point.config.run.dir
+        if folder is None:
+            point.config.run.dir = str(item.point_folder.absolute())
+        elif stated[folder] > 1 or apart:
+            point.config.run.dir = str(Path(folder).absolute() / str(point.number))
+    return points
+
+
+def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:
+    """Points that are one and the same, which would be computed twice and shown as two."""
+    alike: dict[str, list[int]] = {}
+    for point in points:
+        values = json.dumps(asdict(point.config), sort_keys=True, default=str)
+        alike.setdefault(values, []).append(point.number)
+    for numbers in alike.values():
+        if len(numbers) > 1:
+            yield "they are equal; leave all but one of them out", numbers
+
+
+def told(wrong: dict[str, list[int]], first: int, count: int) -> Iterator[str]:
+    """What is wrong with which points, as sentences."""
+    last = first + count - 1
+    yield f"nothing was started, for the sweep cannot run to its end (points {first} to {last}):"
+    for sentence, numbers in wrong.items():
+        named = "all points" if len(numbers) == count else named_numbers("point", numbers)
+        yield f"{named}: {sentence}"

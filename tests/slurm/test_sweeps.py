@@ -1,0 +1,82 @@
+"""A sweep on SLURM: one array, of which one element can fail, be requeued or cancelled alone."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.helpers import begin, call, processes_of, result, until
+from tests.slurm import runs
+
+STEPS = ("accumulation.steps=1,2,4,8", "cluster.nodes=1", "cluster.ranks_per_node=1")
+
+
+def states(sweep):
+    listed = json.loads(runs.verb("status", sweep, "--json").stdout)
+    return {entry["folder"].rpartition("/")[2]: entry["state"] for entry in listed}
+
+
+def jobs(slurm):
+    return set(slurm.command("sacct", "-nPX", "-o", "JobID").split())
+
+
+def ended(sweep):
+    def all_over():
+        found = states(sweep)
+        over = all(s in ("finished", "failed", "cancelled", "stopped") for s in found.values())
+        return found if over else None
+
+    return until(all_over, 120, f"the end of all points in {sweep}")
+
+
+@pytest.fixture(scope="module")
+def swept(slurm, tmp_path_factory):
+    """A sweep of four points whose terminal is gone: one rank was killed, one cell cancelled, and
+    the element that has the array's own number was requeued by hand.
+    """
+    sweep = tmp_path_factory.mktemp("sweeps") / "sweep"
+    line = ("-m", *runs.overrides(slurm, sweep, "train.updates=30", "job.pause_s=0.1"), *STEPS)
+    before = jobs(slurm)
+    typed = begin(*line, **runs.QUIET)
+    until((sweep / "3" / "handle.json").exists, 60, "the submission")
+    os.killpg(typed.pid, signal.SIGKILL)  # the terminal is closed
+    typed.communicate()
+    for number in "123":
+        runs.wait_for_update(sweep / number, 2)
+    [array] = {runs.job_of(sweep / number).split("_")[0] for number in "0123"}
+    show = slurm.command("scontrol", "show", "job", f"{array}_3")
+    assert f"JobId={array} " in show, "the last element has the array's own number"
+    slurm.command("scontrol", "requeue", f"{array}_3")
+    ranks = [p for p in processes_of(sweep / "1") if "rank" in p.cmdline()]
+    [rank] = [p for p in ranks if p.cmdline()[0] != "srun"]
+    rank.kill()
+    done = runs.verb("cancel", sweep / "2")
+    assert done.returncode == 0, done.stderr
+    return line, sweep, ended(sweep), jobs(slurm) - before
+
+
+def test_a_sweep_is_one_array_and_what_happens_to_one_element_happens_to_no_other(swept):
+    _, sweep, found, submitted = swept
+    assert found == {"0": "finished", "1": "failed", "2": "stopped", "3": "finished"}
+    assert len({job.split("_")[0] for job in submitted}) == 1
+    assert result(sweep / "3")["restarts"], "it was requeued alone, and went on"
+    assert not result(sweep / "0").get("restarts")
+
+
+def test_the_same_line_again_runs_exactly_what_has_not_finished(swept, slurm):
+    line, sweep, _, _ = swept
+    before, kept = jobs(slurm), (sweep / "0" / "result.json").stat().st_mtime_ns
+    planned = runs.verb("plan", *line).stdout
+    assert planned.count("done") == 2
+    assert "to go on" in planned
+    done = call(*line, **runs.QUIET)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 points queued" in done.stdout
+    assert set(ended(sweep).values()) == {"finished"}
+    assert (sweep / "0" / "result.json").stat().st_mtime_ns == kept
+    again = until(lambda: (jobs(slurm) - before) or None, 20, "sacct's rows")
+    assert {job.partition("_")[2] for job in again} == {"1", "2"}
+    assert len({result(sweep / n)["updates"] for n in "0123"}) == 1
+    told = runs.verb("report", sweep, "--format", "json")
+    assert len(json.loads(told.stdout)["runs"]) == 4
