@@ -46,6 +46,7 @@ class Run:
         self._writer: threading.Thread | None = None
         self._latest = time.perf_counter()
         self._windows: Any = None
+        self._stopping = False
 
     def __bool__(self) -> bool:
         return self._is
@@ -77,7 +78,8 @@ class Run:
         and gets the same answer; no collective is called.
         """
         self._refuse_beside_windows("should_stop()")
-        return self._is and self._stop.due(update)
+        self._stopping = self._is and self._stop.due(update)
+        return self._stopping
 
     def save_done(self, update: int) -> None:
         """Note that what comes after `update` can go on from a checkpoint. Rank 0's words count."""
@@ -110,13 +112,18 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        """Whether `windows` ended because all ranks agreed to stop, to be gone on with later."""
-        return self._windows is not None and self._windows.stopping
+        """Whether all ranks agreed to stop, to go on later: for what follows a whole training."""
+        return self._stopping or (self._windows is not None and self._windows.stopping)
 
     @property
     def ranks(self) -> int | None:
         """How many the run has; None where there is none."""
         return self._size if self._is else None
+
+    def take_sigterm(self) -> None:
+        """In a run: SIGTERM asks for a stop from now on, in the place of a framework's handler."""
+        if self._is:
+            self._stop.take()
 
     def asked_to_stop(self) -> bool:
         """Whether this rank heard of a stop. For `windows`, whose boundaries agree on it."""

@@ -106,6 +106,10 @@ class Stop:
         self._after = update + 1
         write_number(self._after_file, self._after)
 
+    def take(self) -> None:
+        """SIGTERM is a wish from now on, whoever else has a handler for it: a framework's, say."""
+        signal.signal(signal.SIGTERM, self._handle)
+
     def _heed(self, *, note: bool = True) -> None:
         """From the first call on, SIGTERM is a wish, unless the program has its own way with it."""
         self._heeding = True

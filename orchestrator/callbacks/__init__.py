@@ -1,0 +1,31 @@
+"""`current_run` for frameworks that have the loop: the Trainer, Lightning, Accelerate.
+
+Each adds figures, progress, a stop after the same update on every rank, a checkpoint of the
+framework's own there, and where the next start goes on. Without a run of ours they do nothing. Each
+is imported with its first use, and its framework with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from orchestrator.callbacks.for_accelerate import AccelerateUpdates
+    from orchestrator.callbacks.for_lightning import LightningCallback
+    from orchestrator.callbacks.for_trainer import TrainerCallback
+
+__all__ = ["AccelerateUpdates", "LightningCallback", "TrainerCallback"]
+_HOMES = {
+    "AccelerateUpdates": "for_accelerate",
+    "LightningCallback": "for_lightning",
+    "TrainerCallback": "for_trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
