@@ -75,14 +75,16 @@ def with_lightning(updates, callback=None):
 """
 
 PLAIN = f"""{FRAMEWORKS}
+def say(what, loss):
+    sys.stdout.write(f"{{what}} {{loss}}\\n")  # at once: torchrun's ranks share one output
 def pause(update, name):
     if "--die" in sys.argv and name == "trainer" and rank == 1 and update == dies:
         print("raised at", time.time(), flush=True)
         raise ValueError("the trainer's rank 1 has no such word")
 dies = None
-print("final lightning", with_lightning(5), flush=True)
-print("final accelerate", with_accelerate(5), flush=True)
-print("final trainer", with_trainer(3, "trained"), flush=True)
+say("final lightning", with_lightning(5))
+say("final accelerate", with_accelerate(5))
+say("final trainer", with_trainer(3, "trained"))
 dies = 2
 if "--die" in sys.argv:
     with_trainer(100, "died")

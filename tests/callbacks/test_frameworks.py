@@ -36,7 +36,7 @@ def plain(tmp_path_factory):
 @pytest.mark.timeout(400)
 def test_unmodified_they_end_with_the_losses_that_they_have_under_torchrun(plain):
     run, _, peer = plain
-    told = re.compile(r"final (\w+) (\d+\.\d+(?:e-\d+)?)")  # both may print into one line
+    told = re.compile(r"final (\w+) (\d+\.\d+(?:e-\d+)?)")
     theirs = sorted(told.findall(peer.stdout))
     assert {name for name, _ in theirs} == {"accelerate", "lightning", "trainer"}, peer.stderr
     ours = sorted(told.findall(log(run, 0)) + told.findall(log(run, 1)))
