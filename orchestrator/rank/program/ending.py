@@ -17,6 +17,7 @@ LONGEST_LINE = 500
 RAISED = re.compile(
     r"(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b"
 )
+RANK_OF_TORCH = re.compile(r"^\[rank[0-9]+\]: ?")  # before each line, once its group is formed
 TRACEBACK = "Traceback (most recent call last):"
 BY_SHELL = 128
 PEER_LOST = re.compile(
@@ -69,13 +70,15 @@ def raised_in(log: str) -> str | None:
 
     >>> raised_in("x\nTraceback (most recent call last):\n  File …\nValueError: no\n")
     'ValueError: no'
+    >>> raised_in("[rank1]: Traceback (most recent call last):\n[rank1]: OSError: 5")
+    'OSError: 5'
     >>> raised_in("all is well\n") is None
     True
     """
     _, found, after = log.rpartition(TRACEBACK)
     if not found:
         return None
-    lines = after.splitlines()
+    lines = [RANK_OF_TORCH.sub("", line) for line in after.splitlines()]
     place = next((i for i, line in enumerate(lines) if RAISED.match(line)), None)
     if place is None:
         return None
