@@ -102,6 +102,12 @@ class RunFailed(OrchestratorError):
     """A run ended because a rank failed."""
 
 
+class Interrupted(OrchestratorError):
+    """A person ended a command before it had done what it was for."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
 class StopRequested(OrchestratorError):
     """The run was asked to stop and did, at a point from which it can be resumed."""
 

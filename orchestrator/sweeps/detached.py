@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 
 from orchestrator.clusters.api import Cluster, Request, class_of
 from orchestrator.config.rules import at_once
-from orchestrator.errors import ClusterError, ConfigError, UsageError
+from orchestrator.errors import ClusterError, ConfigError, Interrupted, UsageError
 from orchestrator.extensions import CLUSTERS
 from orchestrator.outcome.folder_status import ENDED_STATES
 from orchestrator.report.units import plural
@@ -55,6 +55,7 @@ def submit(cells: Sequence[Cell], manner: Manner, *, wait: bool) -> None:
 
     Raises:
         ConfigError: one of them cannot be; none was submitted then, and no new folder is left.
+        Interrupted: by a person, before the first was submitted.
         ClusterError: the scheduler refused some; those that are queued go on, and are counted.
     """
     quiet = Manner(console=manner.console, quiet=True)
@@ -75,7 +76,7 @@ def submit(cells: Sequence[Cell], manner: Manner, *, wait: bool) -> None:
         if wrong or interrupts.count:
             _withdraw(made)
             if interrupts.count:
-                raise KeyboardInterrupt
+                raise Interrupted("interrupted: none of the points was submitted")
             numbers = [cell.point.number for cell in cells]
             raise ConfigError("\n".join(told(wrong, min(numbers), len(numbers))))
         _submit(placed, made, at_once(cells[0].point.config.sweep.parallel))

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from orchestrator.clusters.api import class_of
 from orchestrator.compose.command_line import key_of
 from orchestrator.compose.composer import Composed
+from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.plan.plan import Plan
@@ -65,6 +67,7 @@ def checked(
                 raise item
             config = item.config()
             plan = prepare(config)
+            _refuse_at_once(config)
             points.append(Point(number=number, overrides=item.overrides, config=config, plan=plan))
         except UsageError as error:
             for sentence in str(error).split("\n"):
@@ -82,6 +85,16 @@ def checked(
         elif stated[folder] > 1 or apart:
             point.config.run.dir = str(Path(folder).absolute() / str(point.number))
     return points
+
+
+def _refuse_at_once(config: Config) -> None:
+    """Raise `ConfigError` for a bound that nobody would see to: we run one after another."""
+    most, kind = config.sweep.parallel, config.cluster.kind
+    if at_once(most) not in (None, 1) and class_of(kind).attended:
+        raise ConfigError(
+            f"sweep.parallel={most}: with cluster.kind={kind} a sweep's points run here, one after "
+            f"another; leave it out, or choose a cluster with a queue, as +cluster=slurm does"
+        )
 
 
 def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:

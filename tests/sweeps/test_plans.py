@@ -42,3 +42,10 @@ def test_a_plan_without_a_sweep_is_one_and_a_point_that_cannot_be_is_named():
     done = CliRunner().invoke(app, ["plan", "-m", "cluster.nodes=1,0"])
     assert done.exit_code == 2
     assert "point 1: cluster.nodes must be at least 1" in done.output
+
+
+@pytest.mark.parametrize(("most", "words"), [("4", "one after another"), ("0", "from 1 to 10000")])
+def test_points_at_once_are_refused_where_nobody_sees_to_them(most, words):
+    done = CliRunner().invoke(app, ["plan", "-m", "cluster.nodes=1,2", f"sweep.parallel={most}"])
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.split())
