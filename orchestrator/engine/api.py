@@ -84,6 +84,7 @@ class GroupSpec:
         devices_asked: who asked for accelerators, in words; "" when nobody did. With it, "auto"
             never means CPUs.
         stop_requested: asked while waiting; True makes every rank raise `StopRequested` together.
+        reads: see `reads_for_node`; None: the rank with local number 0.
     """
 
     rank: int
@@ -98,6 +99,12 @@ class GroupSpec:
     collective_timeout_s: float = 1800.0
     devices_asked: str = ""
     stop_requested: Callable[[], bool] = lambda: False
+    reads: bool | None = None
+
+    @property
+    def reads_for_node(self) -> bool:
+        """Whether this rank looks for what is published, and tells the others of its node."""
+        return self.local_rank == 0 if self.reads is None else self.reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

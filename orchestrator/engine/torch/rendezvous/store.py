@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.common.listening import listen
 from orchestrator.engine.common.published_notice import Backoff, Notice
 from orchestrator.engine.torch.comm.transports import Presence, choose
 from orchestrator.engine.torch.rendezvous.decision import obey
@@ -56,24 +57,11 @@ def _arrive(store: SecretStore, me: Presence) -> None:
 # ------------------------------------------------------------------ rank 0
 
 
-def _listen(address: str) -> socket.socket:
-    """A socket that listens at `address`, on a port that the kernel chose."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((address, 0))
-        listener.listen(socket.SOMAXCONN)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 def host(spec: GroupSpec) -> tuple[SecretStore, Notice]:
     """Open the store, and publish where it is; a bad verdict will take that one's place."""
     notice = _notice(spec, first=True)
     try:
-        listener = _listen(spec.address)
+        listener = listen(spec.address)
     except OSError as error:
         raise RendezvousError(
             f"rank 0 on {spec.node} cannot listen at {spec.address}: {error.strerror}; "
@@ -158,7 +146,7 @@ def _choose_transport(notes: list[Any]) -> dict[str, Any]:
 def join(spec: GroupSpec, until: float) -> SecretStore:
     """Connect to the store as soon as its address is there and somebody answers at it."""
     path = rendezvous_file(spec.folder, spec.generation)
-    notice = _notice(spec, first=spec.local_rank == 0)
+    notice = _notice(spec, first=spec.reads_for_node)
     backoff, published = Backoff(), False
     while True:
         content = notice.wait()

@@ -1,0 +1,84 @@
+"""Who is left: what one rank knows, and when it may propose. Pure: no sockets, no clocks, no files.
+
+Everybody follows the lowest member that it does not know to be gone, its *proposer*. A proposer
+proposes once all members follow it, or are gone. What was proposed counts only once it stands in
+the generation's record, which exactly one proposal gets into (`record.py`), so any number of
+proposers does no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+Members = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Agreement:
+    """One rank's view of a generation.
+
+    Ranks are known by their numbers at the start of the attempt, which never change.
+
+    Attributes:
+        me: this rank.
+        members: of this generation, in order.
+        generation: its number.
+        gone: members that ended without a word, or fell silent.
+        following: members that have told this rank that they follow it.
+        left: some member has ended in order, or failed of itself: there is nothing to go on with.
+    """
+
+    me: int
+    members: Members
+    generation: int = 0
+    gone: set[int] = field(default_factory=set[int])
+    following: set[int] = field(default_factory=set[int])
+    left: bool = False
+
+    @property
+    def fenced(self) -> bool:
+        """The others have gone on without this rank."""
+        return self.me not in self.members
+
+    @property
+    def proposer(self) -> int:
+        """Whom this rank follows; itself, where all lower ones are gone."""
+        return min((rank for rank in self.members if rank not in self.gone), default=self.me)
+
+    @property
+    def awaited(self) -> Members:
+        """As the proposer: members of whom it is not known yet whether they are left."""
+        if self.fenced or self.proposer != self.me:
+            return ()
+        known = self.gone | self.following | {self.me}
+        return tuple(rank for rank in self.members if rank not in known)
+
+    def lose(self, rank: int) -> bool:
+        """`rank` is gone. Whether that was news."""
+        if rank not in self.members or rank in self.gone or rank == self.me:
+            return False
+        self.gone.add(rank)
+        self.following.discard(rank)
+        return True
+
+    def follow(self, rank: int) -> None:
+        """`rank` says that it follows this one. One that is gone stays gone."""
+        if rank in self.members and rank not in self.gone:
+            self.following.add(rank)
+
+    @property
+    def proposal(self) -> Members | None:
+        """Who should be in the next generation; None while that is not to be said."""
+        if self.left or self.fenced or not self.gone or self.proposer != self.me or self.awaited:
+            return None
+        return tuple(rank for rank in self.members if rank not in self.gone)
+
+    def accept(self, generation: int, members: Iterable[int]) -> bool:
+        """What stands in a record. Whether it is newer than what was known."""
+        if generation <= self.generation:
+            return False
+        self.generation, self.members = generation, tuple(members)
+        self.gone &= set(self.members)
+        self.following &= set(self.members)
+        return True

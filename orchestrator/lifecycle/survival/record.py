@@ -1,0 +1,51 @@
+"""The record of generations: files in the attempt's folder, each of which comes into being once.
+
+`link` either makes the name, with all its content, or finds that somebody else's is there. That is
+all of the consensus: whoever comes second obeys. It holds on NFS, too (unlike O_EXCL of old).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from orchestrator.run_folder.rundir import read_json, write_atomically
+from orchestrator.run_folder.seal import sealed_json
+
+
+class GenerationRecord:
+    """Who belongs to each generation of an attempt.
+
+    Args:
+        folder: the attempt's, which every rank sees.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, generation: int) -> Path:
+        return self._folder / f"generation-{generation:04d}.json"
+
+    def publish(self, generation: int, members: Iterable[int], **more: Any) -> dict[str, Any]:
+        """Propose `members`; give what counts, this proposal or the one that came first."""
+        path = self.path(generation)
+        content = {"generation": generation, "members": list(members), **more}
+        own = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        write_atomically(own, sealed_json(path.name, content))
+        try:
+            os.link(own, path)
+        except FileExistsError:
+            found = self.read(generation)
+            if found is None:
+                raise
+            return found
+        finally:
+            own.unlink(missing_ok=True)
+        return content
+
+    def read(self, generation: int) -> dict[str, Any] | None:
+        """The record of a generation; None before there is one."""
+        return read_json(self.path(generation))

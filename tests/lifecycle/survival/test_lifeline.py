@@ -1,0 +1,116 @@
+"""Real sockets, real processes: who is killed or stopped is known, and agreed on, by all others."""
+
+import json
+import os
+import select
+import signal
+import socket
+import time
+
+import pytest
+
+from orchestrator.engine.common.listening import listen
+from orchestrator.lifecycle.survival.agreement import Agreement
+from orchestrator.lifecycle.survival.lifeline import Lifeline
+from orchestrator.lifecycle.survival.links import Peer
+from orchestrator.lifecycle.survival.record import GenerationRecord
+
+SECRET = "of this test"  # noqa: S105  # and of nobody else
+
+
+class Ranks:
+    """Processes with nothing but a lifeline each; they tell every new generation in a pipe."""
+
+    def __init__(self, folder, count, silence_s=1.5):
+        listeners = [listen("127.0.0.1") for _ in range(count)]
+        self.peers = {r: Peer("127.0.0.1", s.getsockname()[1], r) for r, s in enumerate(listeners)}
+        self.pids, self.pipes, self.commands = {}, {}, {}
+        for rank in range(count):
+            heard, tell = os.pipe()
+            obey, command = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(command)
+                for other in (*self.commands.values(), *self.pipes.values()):
+                    os.close(other)
+                for other, listener in enumerate(listeners):
+                    if other != rank:
+                        listener.close()
+                self._be(rank, folder, listeners[rank], silence_s, tell, obey)
+            os.close(tell)
+            os.close(obey)
+            self.pids[rank], self.pipes[rank], self.commands[rank] = pid, heard, command
+        for listener in listeners:
+            listener.close()
+
+    def _be(self, rank, folder, listener, silence_s, tell, obey):
+        agreement = Agreement(rank, tuple(range(len(self.peers))))
+        record = GenerationRecord(folder)
+        line = Lifeline(
+            agreement, self.peers, listener, secret=SECRET, record=record, silence_s=silence_s
+        )
+        line.on_news(lambda: os.write(tell, json.dumps(line.latest.members).encode() + b"\n"))
+        line.start()
+        os.write(tell, b"[]\n")
+        os.read(obey, 1)
+        line.end("finished")
+        os._exit(0)
+
+    def heard(self, rank, timeout_s=5.0):
+        """The next list of members that this rank is told; None when none comes."""
+        if not select.select([self.pipes[rank]], [], [], timeout_s)[0]:
+            return None
+        text = b""
+        while not text.endswith(b"\n"):
+            text += os.read(self.pipes[rank], 1)
+        return tuple(json.loads(text))
+
+    def kill(self, rank, number=signal.SIGKILL):
+        os.kill(self.pids[rank], number)
+
+    def end(self):
+        for pid in self.pids.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    made = Ranks(tmp_path, 4)
+    yield made
+    made.end()
+
+
+def settled(ranks):
+    """All have started, and follow rank 0."""
+    assert all(ranks.heard(rank) == () for rank in ranks.pids)
+    time.sleep(0.3)  # links are made at the first look, which nothing shows from outside
+
+
+def test_losses_one_after_another_are_known_to_all_within_a_second_rank_0_included(ranks):
+    settled(ranks)
+    for victim, left in ((0, (1, 2, 3)), (3, (1, 2))):
+        began = time.monotonic()
+        ranks.kill(victim)
+        assert {ranks.heard(rank) for rank in left} == {left}
+        assert time.monotonic() - began < 1.0
+
+
+def test_one_that_was_stopped_is_given_up_and_finds_itself_left_out_when_it_wakes(ranks):
+    settled(ranks)
+    began = time.monotonic()
+    ranks.kill(0, signal.SIGSTOP)
+    assert {ranks.heard(rank) for rank in (1, 2, 3)} == {(1, 2, 3)}
+    assert 1.0 < time.monotonic() - began < 4.0
+    ranks.kill(0, signal.SIGCONT)
+    assert ranks.heard(0) == (1, 2, 3)
+
+
+def test_who_ends_in_order_is_no_loss_and_garbage_on_the_port_changes_nothing(ranks):
+    settled(ranks)
+    for sent in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1, "sign": "no"}\n', b"\0" * 5000, b"{"):
+        with socket.create_connection(("127.0.0.1", ranks.peers[0].port)) as stranger:
+            stranger.sendall(sent)
+    os.write(ranks.commands[1], b"x")
+    os.waitpid(ranks.pids.pop(1), 0)
+    assert [ranks.heard(rank, 0.5) for rank in (0, 2, 3)] == [None] * 3
