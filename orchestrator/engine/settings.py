@@ -90,6 +90,7 @@ class EngineSettings(AccumulationOptions):
         jit_level: MindSpore's optimisation level of compiled functions; None for its default.
         style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
         norm: "warn", "frozen", "group" or "exact": what torch does about batch norm.
+        survive: ranks may have to go on without those that die (docs/surviving.md).
         log_every: the loss goes to each rank's log every so many micro-steps; 0 never.
     """
 
@@ -101,4 +102,5 @@ class EngineSettings(AccumulationOptions):
     jit_level: str | None = None
     style: str = "own"
     norm: str = "warn"
+    survive: bool = False
     log_every: int = 0

@@ -157,6 +157,17 @@ class AccumulatorParts:
                 )
             self._handed = handed
 
+    def set_rate(self, rate: float) -> None:
+        """The learning rate from now on, as `begin_window` sets it."""
+        self._rate.set(rate)
+
+    def succeed(self, earlier: AccumulatorParts) -> None:
+        """Go on where `earlier` stopped, which had the same model and optimizer in another group:
+        parameter groups keep the ratios of their rates, and float16 its scale.
+        """
+        self._rate = earlier._rate
+        self.precision.load(earlier.precision.state())
+
     def __reduce__(self) -> Any:
         raise ConfigError(
             "an accumulator can be neither copied nor pickled: it is bound to its process, model "

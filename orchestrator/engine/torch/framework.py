@@ -11,6 +11,7 @@ from orchestrator.engine.torch.checks.at_start.versions import versions
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.engine import build_engine
 from orchestrator.engine.torch.rendezvous.forming import form_group
+from orchestrator.engine.torch.surviving import SurvivingEngine
 
 
 class Torch(Framework):
@@ -20,7 +21,8 @@ class Torch(Framework):
         return form_group(spec)
 
     def build_engine(self, job: Any, settings: EngineSettings, group: BaseGroup) -> Engine:
-        return build_engine(job, settings, group)
+        kind = SurvivingEngine if settings.survive else build_engine
+        return kind(job, settings, group)
 
     def versions(self) -> dict[str, str]:
         return versions()

@@ -74,6 +74,11 @@ class BaseGroup(Member, ABC):
         """Collectives by the transport's own count, or None when it keeps none."""
         return None
 
+    def interrupt(self) -> None:
+        """End what this rank waits for, and all that it would wait for later, as if every peer were
+        lost. From any thread; not collective. What no transport can do is left to its time-out.
+        """
+
     def close(self) -> None:
         """The last of it on this rank: what follows is an end, not a loss. Every rank calls it."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from orchestrator.inside.variables import WORLD as RUN_RANKS
 
 _RANKS = ("WORLD_SIZE", RUN_RANKS, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 """Where launchers say how many processes they have started."""
+_NEVER_SENT = 99  # a tag
 _DIRECT_BYTES = 2**18  # below that, one call is quicker than many
 
 
@@ -94,6 +96,19 @@ class TorchGroup(BaseGroup):
             return 0
         counted = int(self._group._get_sequence_number_for_group())
         return counted - self._parts_of_one
+
+    def interrupt(self) -> None:
+        """By a time-out on purpose: gloo closes all its connections at the first, and has no other
+        way to end a wait from outside. One peer that lives is enough.
+        """
+        for peer in range(self.size) if self.transport == "gloo" and self.size > 1 else ():
+            try:
+                if peer != self.rank:
+                    nothing = [torch.empty(1)]
+                    self._group.recv(nothing, peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:  # this one, or what was wrong with that peer already
+                if "Timed out" in str(error):
+                    return
 
     def _start(self, operation: str, call: Callable[..., Any], *tensors: Tensor) -> Work:
         views = [tensor.detach() for tensor in tensors]  # of this call's own: see `held`

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def start_alike(
     shapes = [*_settings(settings), *_shapes(named, "parameter"), *_shapes(buffers, "buffer")]
     if broadcast:
         same_on_all(group, shapes)
-        _spread(group, [tensor for _, tensor in tensors])
+        spread(group, [tensor for _, tensor in tensors])
     numbers = [(f"{_NUMBERS}{name}", sha256_of(tensor)) for name, tensor in tensors]
     same_on_all(group, [*shapes, *numbers, *_optimizer(optimizer, named)])
 
@@ -155,12 +155,12 @@ def sha256_of(tensor: Tensor) -> str:
     return hashlib.sha256(_bytes(tensor).cpu().numpy().data).hexdigest()[:16]
 
 
-def _spread(group: BaseGroup, tensors: Sequence[Tensor]) -> None:
-    """Give all ranks rank 0's numbers, of whatever type. Collective."""
+def spread(group: BaseGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
+    """Give all ranks rank `source`'s numbers, of whatever type. Collective."""
     for tensor in tensors:
         if tensor.numel():
             numbers = _bytes(tensor)
-            group.broadcast(numbers)
+            group.broadcast(numbers, source)
             if numbers.data_ptr() != tensor.data_ptr():
                 own = numbers.view(tensor.dtype).view(tensor.shape)
                 tensor.detach().copy_(own)

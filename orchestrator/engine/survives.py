@@ -1,0 +1,30 @@
+"""What an engine has beside `Engine`, so that a run can go on in a smaller group."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from orchestrator.engine.api import Group
+
+
+class Survives(Protocol):
+    """An engine whose group may lose ranks (docs/surviving.md)."""
+
+    def catch_up(self, group: Group, updates: int, standing: str) -> str | None:
+        """See that all of `group` stand after the same update. Collective, over the new group.
+
+        Some may have ended an update that others have not. These get the state of the lowest rank
+        that has; a window under way is forgotten.
+
+        Args:
+            updates: how many this rank has applied.
+            standing: what this rank knows of them, for those that have applied fewer.
+
+        Returns:
+            None; on a rank that was behind the `standing` of the rank whose state it has now.
+        """
+        ...
+
+    def regroup(self, group: Group) -> None:
+        """Go on in `group`, before a window. Collective; all of its ranks stand alike."""
+        ...

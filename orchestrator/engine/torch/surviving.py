@@ -1,0 +1,147 @@
+"""An engine that can go on in a smaller group, in the middle of a window (docs/surviving.md).
+
+Weights and optimizer change in the optimizer's step alone, so a window that broke off has left them
+as they were. What a forward changes (batch norm's statistics) and what a boundary may have changed
+before it broke off (float16's scale) goes back to what it was when the window began.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from orchestrator.engine.api import BoundaryReport, Window
+from orchestrator.engine.common.hyperparameters import Hyperparameters
+from orchestrator.engine.settings import EngineSettings
+from orchestrator.engine.torch.accumulator import Accumulator
+from orchestrator.engine.torch.checks.at_start.same_start import spread
+from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.comm.gathered import numbers_of_all, texts_of_all
+from orchestrator.engine.torch.deferred.base import whole_windows
+from orchestrator.engine.torch.deferred.parts import Parts
+from orchestrator.engine.torch.engine import TorchEngine
+from orchestrator.engine.torch.optimizers import hyperparameters_of
+from orchestrator.engine.torch.state import pack, unpack
+from orchestrator.errors import ConfigError, JobError
+from orchestrator.job import Job
+
+
+class SurvivingEngine(TorchEngine):
+    """See `Survives`; the arguments are `TorchEngine`'s.
+
+    Raises:
+        ConfigError: the group's transport cannot leave a collective whose peers are gone.
+        JobError: the job calls collectives of its own.
+    """
+
+    def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
+        if group.size > 1 and group.transport not in ("gloo", "threads"):
+            raise ConfigError(
+                f"run.survive=true needs transport=gloo: a collective of {group.transport} cannot "
+                "be left when a peer is gone; leave run.survive out, and use run.max_restarts"
+            )
+        if getattr(job, "talks_in_window", False):
+            raise JobError(
+                f"run.survive=true is not available for {type(job).__name__}, whose loss calls "
+                "collectives of its own (talks_in_window): nobody could break them off"
+            )
+        super().__init__(job, settings, group)
+        self._scale_before: dict[str, float] | None = None  # None between windows
+        self._before: dict[str, tuple[int, Tensor]] = {}  # buffers: their version, and a copy
+
+    def begin_window(self, window: Window) -> None:
+        self._scale_before = self._accumulator.precision.state()
+        for name, buffer in self._model.named_buffers():
+            version = buffer._version  # noqa: SLF001  # no public name
+            if self._before.get(name, (-1,))[0] != version:
+                self._before[name] = version, buffer.detach().clone()
+        super().begin_window(window)
+
+    def boundary(self, *, stop: bool = False) -> BoundaryReport:
+        report = super().boundary(stop=stop)
+        self._scale_before = None
+        return report
+
+    def _undo(self) -> None:
+        """Back to the beginning of the window under way, where there is one."""
+        if self._scale_before is None:
+            return
+        self._accumulator.precision.load(self._scale_before)
+        self._scale_before = self._window = None
+        for name, buffer in self._model.named_buffers():
+            version, copy = self._before[name]
+            if buffer._version != version:  # noqa: SLF001  # no public name
+                buffer.detach().copy_(copy)
+
+    # ------------------------------------------------------------------ another group
+
+    def catch_up(self, group: BaseGroup, updates: int, standing: str) -> str | None:
+        self._undo()
+        applied = [int(row[0]) for row in numbers_of_all(group, [updates])]
+        newest, behind = max(applied), updates < max(applied)
+        if min(applied) == newest:
+            return None
+        source = applied.index(newest)
+        tensors: dict[str, Tensor] = {}
+        told = "{}"
+        if group.rank == source:
+            state: dict[str, Any] = {
+                "model": dict(self._model.state_dict()),
+                "optimizer": self._accumulator.optimizer_state(),
+                "precision": self._accumulator.precision.state(),
+            }
+            packed = pack(state, tensors, "")
+            kinds = [
+                [n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()
+            ]
+            told = json.dumps({"standing": standing, "state": packed, "kinds": kinds})
+        content = json.loads(texts_of_all(group, told)[source])
+        received = self._received(group, source, tensors, content["kinds"])
+        if not behind:
+            for _ in received:  # it takes part, and keeps its own
+                pass
+            return None
+        found = unpack(content["state"], dict(received))  # all of it, before anything is changed
+        self._model.load_state_dict(found["model"])
+        self._accumulator.load_optimizer_state(found["optimizer"])
+        self._accumulator.precision.load(found["precision"])
+        return content["standing"]
+
+    @staticmethod
+    def _received(
+        group: BaseGroup, source: int, own: dict[str, Tensor], kinds: list[Any]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of rank `source` one by one. Collective."""
+        for name, dtype, shape in kinds:
+            tensor = own.get(name)
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
+            spread(group, [tensor.to(group.device)], source)
+            yield name, tensor
+
+    def regroup(self, group: BaseGroup) -> None:
+        earlier, self._group = self._accumulator, group
+        earlier.close()
+        self._same_rate(earlier)
+        # Batch norms' statistics are each rank's own; all go on with the writer's, as at a resume.
+        spread(group, [buffer for _, buffer in self._model.named_buffers()])
+        self._accumulator = Accumulator(self._model, earlier.optimizer, group, earlier.options)
+        self._accumulator.succeed(earlier)
+        self._clock = self._accumulator.clock
+        self._hyperparameters = Hyperparameters(hyperparameters_of(earlier.optimizer))
+        self._gathered = None
+        self._whole = whole_windows(
+            Parts(
+                job=self._job, model=self._model, settings=self._settings,
+                accumulator=self._accumulator, prepare=self._prepared, leaves=self._leaves,
+            )
+        )  # fmt: skip
+
+    def _same_rate(self, accumulator: Accumulator) -> None:
+        """Some have begun the next window already, with its rate: each window sets it anew."""
+        if base := accumulator.optimizer.defaults.get("lr"):
+            accumulator.set_rate(float(base))
