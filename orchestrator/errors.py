@@ -14,6 +14,7 @@ EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 3
+EXIT_FENCED = 4
 EXIT_INTERRUPTED = 130
 
 
@@ -72,6 +73,12 @@ class RanksMissing(RendezvousError):
 
 class PeerLost(OrchestratorError):
     """A collective ended because another rank went away. Never the first cause of a failure."""
+
+
+class Fenced(PeerLost):
+    """The others have gone on without this rank, which was silent for too long."""
+
+    exit_code = EXIT_FENCED
 
 
 class RankHangs(OrchestratorError):

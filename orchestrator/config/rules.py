@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from orchestrator.config import program_section
+from orchestrator.config import program_section, survive_rules
 from orchestrator.config.bounds import beyond
 from orchestrator.config.optimizer_rules import problems
 from orchestrator.config.program_section import is_program
@@ -115,6 +115,7 @@ def _any_job(config: Config) -> Iterator[str]:
             "run.max_restarts needs cluster.requeue=true: on SLURM a run begins again by being "
             "handed back to the queue"
         )
+    yield from survive_rules.anywhere(config)
     if is_program(config.job):
         yield from program_section.problems(config, Config())
     elif not isinstance(config.job.get("_target_"), str):
@@ -181,6 +182,7 @@ def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
         yield from _narrow_wire(config)
     if config.engine.shard_optimizer:
         yield from _shards(config)
+    yield from survive_rules.with_torch(config)
     plain = EngineConfig()
     for key in ("mode", "jit_level", "style"):
         if getattr(config.engine, key) != getattr(plain, key):
@@ -218,6 +220,7 @@ def _shards(config: Config) -> Iterator[str]:
 
 
 def _mindspore(config: Config, *, coupled: bool) -> Iterator[str]:
+    yield from survive_rules.with_mindspore(config)
     if config.train.precision == "bfloat16" and config.transport not in ("hccl", "nccl"):
         yield (
             "train.precision=bfloat16 cannot be computed by MindSpore on a CPU; try "

@@ -154,6 +154,7 @@ class RunConfig:
     """Where the run is kept and how it is followed. `watch` null: local yes, SLURM no.
 
     max_restarts: how often a run that failed begins again by itself, from its newest checkpoint.
+    survive: when a rank dies in mid-window, the others redo it and go on (docs/surviving.md).
     """
 
     dir: str | None = free(PATH)
@@ -161,6 +162,7 @@ class RunConfig:
     watch: bool | None = None
     snapshot: bool = True
     max_restarts: int = number(0, least=0, most=10**6)
+    survive: bool = False
 
 
 @dataclass

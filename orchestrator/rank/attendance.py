@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -35,7 +36,7 @@ from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.failure import failure_of, write_failure
 from orchestrator.rank.fenced_recorder import Follower, Guard
 from orchestrator.rank.hung_neighbour import look_beside
-from orchestrator.rank.loop import Attended
+from orchestrator.rank.loop import Attended, Outcome
 from orchestrator.rank.loop import Recorder as LoopRecorder
 from orchestrator.rank.place_in_loop import Placed
 from orchestrator.rank.rank_times import RankTimes
@@ -74,6 +75,7 @@ class Attendance:
         self._fence = Fence(run.newest_attempt, attempt)
         self._heartbeat: Heartbeat | None = None
         self._requeue, self._timeout_s, self._ahead_s = True, 0.0, 0.0
+        self._tell: Callable[[str], None] = lambda _: None
         self._asking = threading.Lock()  # held while the scheduler is asked to start us again
 
     def begin(self, config: Config) -> None:
@@ -132,16 +134,17 @@ class Attendance:
 
         threading.Thread(target=heed, name="signals", daemon=True).start()
 
-    def recorder(
-        self, inner: Recorder | Silent, updates: int, samples: int, *, transport: str
-    ) -> Attended:
+    def recorder(self, inner: Recorder | Silent, outcome: Outcome, *, transport: str) -> Attended:
         """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
-        guarded = self._guarded(inner, updates, samples)
-        times = RankTimes(None if self._topology.rank else self._run.timeline(self._attempt))
+        begins, writes = outcome.done is None, isinstance(inner, Recorder)
+        guarded = self._guarded(inner, outcome.updates, outcome.samples, begins=begins)
+        times = RankTimes(self._run.timeline(self._attempt) if writes else None)
         return Placed(guarded, self._life, times, waits_unmarked=transport in WAITS_UNMARKED)
 
-    def _guarded(self, inner: Recorder | Silent, updates: int, samples: int) -> LoopRecorder:
-        if isinstance(inner, Recorder) and self._attempt:
+    def _guarded(
+        self, inner: Recorder | Silent, updates: int, samples: int, *, begins: bool
+    ) -> LoopRecorder:
+        if isinstance(inner, Recorder) and self._attempt and begins:
             note = restart_note(self._run, self._attempt, self._topology, updates)
             inner.note["restart"] = note
             write_json(self._run.restart(self._attempt), note)
@@ -221,12 +224,17 @@ class Attendance:
         self._life.tell_behind(said)
         self._behind(said)
 
+    def tells(self, tell: Callable[[str], None]) -> None:
+        """Call this with the last word, before this rank ends: others would go on without it."""
+        self._tell = tell
+
     def at_the_end(self) -> None:
         """The loop is done; what follows is the result, and goodbye."""
         self._life.at("the end (result, goodbye to the others)")
 
     def failed(self, error: BaseException) -> None:
         """Record what ended this rank."""
+        self._tell(FAILED)
         self._failure = failure_of(self._topology.rank, self._topology.node, error)
         write_failure(self._run, self._attempt, self._failure)
 
@@ -235,6 +243,7 @@ class Attendance:
         under way, was heard: with this process it would be lost, and srun would wait for the silent
         node for ever.
         """
+        self._tell(word)
         if self._heartbeat is not None:
             self._heartbeat.end()
         with self._asking:

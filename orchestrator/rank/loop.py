@@ -42,9 +42,23 @@ class Attended(Recorder, Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An update that was applied: its window, what all ranks know of it, this rank's seconds."""
+
+    window: Window
+    report: BoundaryReport
+    seconds: float
+
+
 @dataclass(slots=True)
 class Outcome:
-    """How the loop ended. `updates` and `samples` count from the run's beginning."""
+    """How the loop ended. `updates` and `samples` count from the run's beginning.
+
+    Attributes:
+        done: the last update of this attempt.
+        recorded, evaluated: how many updates this rank has recorded, and when it evaluated last.
+    """
 
     state: str = "finished"
     updates: int = 0
@@ -53,6 +67,15 @@ class Outcome:
     evaluation: dict[str, float] = field(default_factory=dict[str, float])
     collectives: int = 0
     bytes_on_wire: int = 0
+    done: Done | None = None
+    recorded: int = 0
+    evaluated: int = 0
+
+    def take(self, done: Done) -> None:
+        """One more update was applied."""
+        self.done = done
+        self.updates, self.loss = done.window.update + 1, done.report.loss
+        self.samples += done.window.samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,13 +107,15 @@ def train(
     """Train from the `updates` of `outcome` up to `updates`, or until all ranks agree to stop.
 
     Args:
-        outcome: where the run stands; it is filled on and given back.
+        outcome: where the run stands; it is filled on and given back. Survivors that train on in a
+            smaller group come with the one that they had.
     """
-    evaluate = Cadence(every=settings.evaluate_every)
-    save = Cadence(every=settings.checkpoint_every)
+    follow_up = _FollowUp(engine, windows, recorder, settings, updates, rank, outcome)
     batches = engine.batches(_work(windows, outcome.updates, updates))
-    for update in range(outcome.updates, updates):
-        began = time.perf_counter()
+    if outcome.done is not None:  # a rank that is gone may have been about to
+        follow_up.of(outcome.done, again=True)
+    while outcome.updates < updates and outcome.state != "stopped":
+        update, began = outcome.updates, time.perf_counter()
         window = windows.window(update)
         engine.begin_window(window)
         for done, micro_batch in enumerate(window.micro_batches):
@@ -98,26 +123,49 @@ def train(
             engine.micro_step(next(batches), micro_batch)
         recorder.micro_step(update, window.steps, window.steps)
         report = engine.boundary(stop=stop.requested)
+        applied = Done(window, report, time.perf_counter() - began)
+        outcome.take(applied)
+        follow_up.of(applied)
+    return outcome
 
-        outcome.updates, outcome.loss = update + 1, report.loss
-        outcome.samples += window.samples
-        epoch = windows.epoch_of(update)
-        recorder.boundary(window, report, epoch=epoch, update_s=time.perf_counter() - began)
 
-        last = outcome.updates == updates
-        leaving = report.stop_requested and not last
-        epoch_ends = last or windows.epoch_of(update + 1) != epoch
-        saving = last or leaving or save.due(update + 1, epoch_ends=epoch_ends)
+@dataclass(frozen=True, slots=True)
+class _FollowUp:
+    """What follows an update: its record, an evaluation, a checkpoint. See `train`."""
+
+    engine: Engine
+    windows: Windows
+    recorder: Attended
+    settings: TrainConfig
+    updates: int
+    rank: int
+    outcome: Outcome
+
+    def of(self, done: Done, *, again: bool = False) -> None:
+        """Collective. `again`: some ranks have done some of it; what is there is left as it is."""
+        outcome, update = self.outcome, done.window.update
+        epoch = self.windows.epoch_of(update)
+        if outcome.recorded <= update:
+            self.recorder.boundary(done.window, done.report, epoch=epoch, update_s=done.seconds)
+            outcome.recorded = update + 1
+        last = outcome.updates == self.updates
+        leaving = done.report.stop_requested and not last
+        ends = last or self.windows.epoch_of(update + 1) != epoch
+        saving = last or leaving or self._due(self.settings.checkpoint_every, epoch_ends=ends)
         if saving:  # nothing is kept of which ranks do not agree what it is
-            engine.check_replicas()
-            recorder.together(engine, last=last or leaving)
-        if rank == 0 and not leaving and (last or evaluate.due(update + 1, epoch_ends=epoch_ends)):
-            outcome.evaluation = engine.evaluate()
-            recorder.evaluation(update, epoch, outcome.evaluation)
+            self.engine.check_replicas()
+            if not again:
+                self.recorder.together(self.engine, last=last or leaving)
+        evaluating = last or self._due(self.settings.evaluate_every, epoch_ends=ends)
+        if self.rank == 0 and not leaving and evaluating and outcome.evaluated <= update:
+            outcome.evaluation = self.engine.evaluate()
+            self.recorder.evaluation(update, epoch, outcome.evaluation)
+            outcome.evaluated = update + 1
         if saving:
-            engine.gather_state()
-            recorder.checkpoint(outcome.updates, outcome.samples)
+            self.engine.gather_state()
+            self.recorder.checkpoint(outcome.updates, outcome.samples)
         if leaving:
             outcome.state = "stopped"
-            break
-    return outcome
+
+    def _due(self, every: int | None, *, epoch_ends: bool) -> bool:
+        return Cadence(every=every).due(self.outcome.updates, epoch_ends=epoch_ends)

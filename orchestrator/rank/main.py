@@ -27,6 +27,7 @@ from orchestrator.engine.framework import Framework
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import (
     EXIT_FAILED,
+    EXIT_FENCED,
     EXIT_FINISHED,
     EXIT_STOPPED,
     JobError,
@@ -38,7 +39,7 @@ from orchestrator.extensions import FRAMEWORKS, shadowed
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.lifecycle import checkpoint
 from orchestrator.lifecycle.address import interface_variables
-from orchestrator.lifecycle.signs.node_watch import FAILED, FINISHED, STOPPED
+from orchestrator.lifecycle.signs.node_watch import FAILED, FENCED, FINISHED, STOPPED
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.plan.parts import Known
@@ -50,17 +51,18 @@ from orchestrator.rank.agreed.rates import own_rates
 from orchestrator.rank.agreed.stated_facts import compare_facts
 from orchestrator.rank.attendance import Attendance
 from orchestrator.rank.failure import exit_code
-from orchestrator.rank.loop import Outcome, train
-from orchestrator.rank.windows import RankWindows
+from orchestrator.rank.loop import Outcome
+from orchestrator.rank.survivors import Survivors
+from orchestrator.rank.training import Training
 from orchestrator.rank.writing.rank_log import send_output_to
-from orchestrator.rank.writing.recorder import Recorder, Silent
-from orchestrator.rank.writing.result import memory_of_ranks, result_of
+from orchestrator.rank.writing.recorder import Recorder
+from orchestrator.rank.writing.result import result_of
 from orchestrator.report.tables.computed_with import warnings_of
 from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.run_warnings import warn, warn_into
 from orchestrator.snapshot.code_state import code_state, folder_of
 
-LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED}
+LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EXIT_FENCED: FENCED}
 
 
 def build_job(settings: Mapping[str, Any]) -> Job:
@@ -102,6 +104,7 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
         "optimizer": config.optimizer,
         "metric_names": tuple(getattr(job, "metric_names", ())),
         "jit_level": None if config.engine.jit_level == "auto" else config.engine.jit_level,
+        "survive": config.run.survive,
     }
     same: dict[str, Any] = {
         setting.name: getattr(section, setting.name)
@@ -210,43 +213,49 @@ def _run_rank(
     engine = framework.build_engine(job, engine_settings(config, job), group)
     planned = _planned(config, job, engine, topology.nodes)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
-    rates = own_rates(job, config.schedule, engine, planned.updates)
-    windows = RankWindows(planned, topology.rank, rates)
-    outcome = Outcome()
+    training = Training(
+        run=run, attempt=attempt, config=config, engine=engine, planned=planned,
+        rates=own_rates(job, config.schedule, engine, planned.updates), attendance=attendance,
+        stop=stop,
+    )  # fmt: skip
+    outcome = training.outcome
     _restore(run, engine, outcome, topology.rank)
     checkpoint.refuse_beyond(run, outcome.updates, planned.updates)
     if config.train.initial_weights is not None and not outcome.updates:
         checkpoint.check_initial(run)
         engine.load_weights(run.initial_weights)
-    recorder = Silent()
     if topology.rank == 0:
         copied = run.submitted_code(attempt) if topology.scheduled and config.run.snapshot else None
         code = copied or code_state(folder_of(type(job)))
         environment = describe_environment(framework.versions(), group.transport, code)
         _write_down(run, environment, engine, planned)
-        recorder = Recorder(run, attempt, config, engine, planned.updates)
+        training.write()
+    survivors = None
+    if config.run.survive and group.size > 1:
+        survivors = Survivors(spec, config.cluster, topology, framework, engine, group)
+        attendance.tells(survivors.end)
+    _train_and_tell(training, survivors, group)
+    return outcome
+
+
+def _train_and_tell(training: Training, survivors: Survivors | None, group: Any) -> None:
+    """Train to the end; on whoever is rank 0 then, the result."""
+    run, outcome, attendance = training.run, training.outcome, training.attendance
     began = time.perf_counter()
-    train(
-        engine=engine, windows=windows, settings=config.train,
-        recorder=attendance.recorder(
-            recorder, outcome.updates, outcome.samples, transport=group.transport
-        ),
-        updates=planned.updates, stop=stop, rank=topology.rank, outcome=outcome,
-    )  # fmt: skip
+    memory = training.among(survivors, group)
     seconds = time.perf_counter() - began
-    attendance.at_the_end()
-    memory = memory_of_ranks(engine)
-    if isinstance(recorder, Recorder):
-        recorder.close(finished=outcome.state == "finished")
+    if isinstance(training.recorder, Recorder):
+        training.recorder.close(finished=outcome.state == "finished")
         attendance.allow_result()
         if outcome.state == "finished" or not attendance.leave(outcome.updates):
-            result = result_of(run, outcome, engine, planned, seconds=seconds, memory=memory)
+            result = result_of(
+                run, outcome, training.engine, training.planned, seconds=seconds, memory=memory
+            )
             if outcome.state == "stopped" and (why := attendance.why_for_good()):
                 result["why"] = why
             run.write_own(run.result, result)
     # Groups that watch their peers are told that what follows is an end, not a loss.
     getattr(group, "close", lambda: None)()
-    return outcome
 
 
 def run_rank(run_path: Path, attempt: int) -> int:

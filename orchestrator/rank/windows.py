@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from orchestrator.engine.api import MicroBatch, Window
@@ -16,10 +17,24 @@ class RankWindows:
 
     Args:
         rates: of the job, in the place of the plan's.
+        ranks: how many there are, where some of the plan's are gone. No micro-batch is larger then:
+            what there was memory for, there is.
     """
 
-    def __init__(self, plan: Plan, rank: int, rates: Callable[[int], float] | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        rates: Callable[[int], float] | None = None,
+        *,
+        ranks: int | None = None,
+    ) -> None:
         self._planner = planner_of(plan)
+        if ranks is not None and ranks != plan.ranks:
+            largest = max(size for sizes in plan.split.micro_batches for size in sizes)
+            cap = plan.batch.micro_batch_cap or largest
+            batch = replace(plan.batch, micro_batch_cap=cap)
+            self._planner = replace(self._planner, ranks=ranks, batch=batch)
         self._rank, self._rates = rank, rates
         self.window = lru_cache(maxsize=4)(self._window)
 

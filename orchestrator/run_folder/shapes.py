@@ -29,13 +29,16 @@ CULPRIT: Shape = {
     "rank": MAYBE_WHOLE, "node": TEXT, "cause": TEXT, "log_tail": LIST,
 }  # fmt: skip
 RESTART: Shape = {"attempt!": WHOLE, "why!": TEXT, "resumed_from!": WHOLE, "lost_updates!": WHOLE}
+SURVIVED: Shape = {
+    "generation!": WHOLE, "gone!": LIST, "ranks!": WHOLE, "nodes": WHOLE, "seconds!": NUMBER,
+}  # fmt: skip
 SHAPES: dict[str, Shape] = {
     "result.json": {
         "state!": STATES, "updates!": WHOLE, "samples": WHOLE, "loss": MAYBE_NUMBER,
         "metrics": TABLE, "weights_sha256": MAYBE_TEXT, "peak_memory_bytes": LIST, "memory": TABLE,
         "collectives": WHOLE, "bytes_on_wire": WHOLE, "seconds": NUMBER,
         "planned_updates": MAYBE_WHOLE, "planned_collectives_per_update": MAYBE_WHOLE,
-        "culprit?": CULPRIT, "restarts": [RESTART], "why": TEXT,
+        "culprit?": CULPRIT, "restarts": [RESTART], "why": TEXT, "survived": [SURVIVED],
     },
     "plan.json": {
         "updates": MAYBE_WHOLE, "nodes": WHOLE, "ranks": WHOLE, "dataset_samples": MAYBE_WHOLE,
@@ -63,7 +66,7 @@ UPDATE: Shape = {
     "collectives": WHOLE, "exchanges": WHOLE, "bytes_on_wire": WHOLE, "compute_s": NUMBER,
     "wait_s": NUMBER, "optimizer_s": NUMBER, "update_s": NUMBER, "peak_memory_bytes": WHOLE,
     "gradient_norm": MAYBE_NUMBER, "loss_scale": NUMBER, "metrics": TABLE, "evaluation?": TABLE,
-    "restart": RESTART,
+    "restart": RESTART, "survived": SURVIVED,
 }  # fmt: skip
 
 

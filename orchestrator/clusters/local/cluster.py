@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.api import Cluster, Culprit, Handle, Request, State
+from orchestrator.clusters.local.losses import Losses
 from orchestrator.clusters.local.nodes import Node, Nodes
 from orchestrator.clusters.root_cause import Behind, End, behind_of, blame, tail
 from orchestrator.config.frameworks import check_installed, check_tracker
@@ -58,6 +59,7 @@ class LocalHandle(Handle):
         self._words: dict[int, str] = {}  # the last of those that ended
         self._behind: dict[int, Behind] = {}
         self._failures: list[dict[str, Any]] = []
+        self._losses = Losses(self._run, request)
         self._give_up_at: float | None = None
         self._ending = False
         self._frozen: dict[int, tuple[str, float]] = {}  # rank: node, when it counts as lost
@@ -128,12 +130,16 @@ class LocalHandle(Handle):
         elif event["event"] == "silent":
             silence_s = self._request.details["silence_s"]
             cause = NO_SIGN.format(f"{silence_s:g}")
-            self._lose(event["rank"], node.name, cause)
+            if self._losses.survived:
+                self._end_rank(event["rank"])
+            else:
+                self._lose(event["rank"], node.name, cause)
 
     def _node_ended(self, node: Node) -> None:
-        if any(rank not in self._words for rank in node.ranks):
+        if any(rank not in self._words.keys() | self._losses.ranks for rank in node.ranks):
             status = self._nodes.status_of(node)
-            self._failed(End(time=time.monotonic(), node=node.name, rank=None, status=status))
+            end = End(time=time.monotonic(), node=node.name, rank=None, status=status)
+            self._ended_badly(end, list(node.ranks))
 
     def _ended(self, node: str, event: dict[str, Any]) -> None:
         """One rank. An end without a last word is a failure, whatever its status."""
@@ -142,7 +148,16 @@ class LocalHandle(Handle):
         if event["failure"] is not None:
             self._failures.append(event["failure"])
         if word not in (FINISHED, STOPPED):
-            self._failed(End(time=event["time"], node=node, rank=rank, status=event["status"]))
+            end = End(time=event["time"], node=node, rank=rank, status=event["status"])
+            self._ended_badly(end, [rank], word)
+
+    def _ended_badly(self, end: End, ranks: list[int], word: str = "") -> None:
+        """A failure, or a loss that the other ranks survive."""
+        if self._ending or not self._losses.take(end, ranks, word):
+            self._failed(end)
+            return
+        for rank in ranks:
+            self._words.pop(rank, None)
 
     def _stands(self, node: str, rank: int, behind: dict[str, Any] | None) -> None:
         """A rank stands still, or (None) moves on."""
@@ -153,11 +168,18 @@ class LocalHandle(Handle):
 
     def _lose_frozen(self) -> None:
         """A rank that is frozen says nothing and gives no error: its peers would wait for ever."""
-        for rank, (node, lost_at) in self._frozen.items():
-            if time.monotonic() >= lost_at:
+        for rank, (node, lost_at) in list(self._frozen.items()):
+            if self._losses.survived and time.monotonic() >= lost_at:
+                self._end_rank(rank)
+            elif time.monotonic() >= lost_at:
                 silence_s = self._request.details["silence_s"]
                 cause = FROZEN.format(f"{silence_s:g}")
                 self._lose(rank, node, cause)
+
+    def _end_rank(self, rank: int) -> None:
+        """The others go on without it; its end is then a loss like others."""
+        self._frozen.pop(rank, None)
+        next(node for node in self._nodes.all if rank in node.ranks).command(f"end {rank}")
 
     def _lose(self, rank: int | None, node: str, cause: str) -> None:
         if self.culprit is None and not self._ends:
@@ -177,10 +199,11 @@ class LocalHandle(Handle):
         """Finished is what every rank said; nothing else is."""
         self._nodes.close()
         words = set(self._words.values())
-        if self.culprit is None and self._ends:
+        ends = [*self._ends, *self._losses.ends]
+        if self.culprit is None and ends and (self._ends or not words):  # without words: all gone
             behind = list(self._behind.values())
             told = [*self._run.failures(self._request.attempt), *self._failures]
-            self.culprit = blame(self._run, told, self._ends, behind)
+            self.culprit = blame(self._run, told, ends, behind)
         if self.culprit is not None or not words <= {FINISHED, STOPPED}:
             self._state = State.FAILED
         elif STOPPED in words:
@@ -216,6 +239,7 @@ class LocalCluster(Cluster):
         details = {
             "gpus": gpus,
             "silence_s": self.config.cluster.heartbeat_timeout_s,
+            "survive": self.config.run.survive,
             "hang_s": self.config.cluster.hang_timeout_s,
         }
         return replace(asked, details=details)

@@ -1,7 +1,8 @@
 """One pretended node: starts its ranks, reports their ends, and leaves no process behind.
 
 A process of its own, as slurmstepd is on a real node: a fork of `preloaded.py`, as its ranks are of
-it. Commands come on standard input (`stop`, `kill`), events go to standard output as JSON lines.
+it. Commands come on standard input (`stop`, `kill`,
+`end` and a rank), events go to standard output as JSON lines.
 When its input ends, because the launcher died, however it died, everything below it is killed. It
 is a sub-reaper: what a dead rank leaves behind (loader workers, say) becomes its child and is ended
 too. It hears each rank's signs of life (`lifecycle/signs/node_watch.py`) and tells what they say.
@@ -117,6 +118,11 @@ class Node:
         for pid in self._ranks:
             os.kill(pid, number)  # not reaped yet, so the pid is still its own
 
+    def end_rank(self, rank: int) -> None:
+        """Kill one that the others go on without."""
+        for pid in [pid for pid, of in self._ranks.items() if of == rank]:
+            os.kill(pid, signal.SIGKILL)
+
     def reap(self) -> None:
         """Collect every child that ended; report those that are ranks, and ranks that were frozen
         (SIGSTOP) or thawed.
@@ -199,6 +205,9 @@ def serve(ranks: list[int], silence_s: float, be: Callable[[int], int]) -> None:
                 node.kill_everything()
             elif b"stop" in content:
                 node.signal_ranks(signal.SIGTERM)
+            for line in content.splitlines():
+                if line.startswith(b"end "):
+                    node.end_rank(int(line[4:]))
         node.reap()
         node.lose_silent()
     node.kill_everything()

@@ -28,7 +28,7 @@ NO_SIGN = (
     "it gave no sign of life for {} s (cluster.heartbeat_timeout_s): code that holds Python's "
     "interpreter waits there for something"
 )
-FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
+FINISHED, STOPPED, FAILED, FENCED = "finished", "stopped", "failed", "fenced"
 
 
 def processor_s(pid: int) -> float:

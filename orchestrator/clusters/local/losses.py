@@ -1,0 +1,42 @@
+"""Ranks and nodes of a local run that are gone while the others go on (docs/surviving.md)."""
+
+from __future__ import annotations
+
+import signal
+
+from orchestrator.clusters.request import Request
+from orchestrator.clusters.root_cause import End
+from orchestrator.lifecycle.signs.node_watch import FENCED
+from orchestrator.lifecycle.survival.record import GenerationRecord
+from orchestrator.run_folder.rundir import RunDir
+
+TAKEN_AWAY = (-signal.SIGKILL, -signal.SIGTERM)
+"""How a process ends that somebody took away, the kernel for want of memory included. All other
+ends are the work of the job's own code (an exception, a bad pointer), and would come back."""
+
+
+class Losses:
+    """Of one attempt.
+
+    Attributes:
+        ends, ranks: of those that are gone.
+    """
+
+    def __init__(self, run: RunDir, request: Request) -> None:
+        self._asked = bool(request.details["survive"])
+        self._record = GenerationRecord(run.attempt(request.attempt))
+        self.ends: list[End] = []
+        self.ranks: set[int] = set()
+
+    @property
+    def survived(self) -> bool:
+        """Whether the others go on when a rank is gone: they have begun to train."""
+        return self._asked and self._record.path(0).exists()
+
+    def take(self, end: End, ranks: list[int], word: str) -> bool:
+        """Whether this end, of these ranks, is one that the others survive."""
+        if word != FENCED and (word or end.status not in TAKEN_AWAY or not self.survived):
+            return False
+        self.ends.append(end)
+        self.ranks.update(ranks)
+        return True

@@ -1,0 +1,85 @@
+"""Ranks and nodes die in mid-window; the others end the run, with an undisturbed one's bits."""
+
+import os
+import signal
+
+import pytest
+
+from tests import helpers
+from tests.helpers import TINY
+
+RUN = (
+    TINY, "job.dropout=0.2", "job.pause_s=0.02", "accumulation.reduction=reproducible",
+    "accumulation.micro_batch=4", "accumulation.global_batch=48", "train.updates=12",
+    "train.evaluate_every=2", "tracker=none", "run.survive=true",
+)  # fmt: skip
+SHAPE = ("cluster.nodes=3", "cluster.ranks_per_node=2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    done = helpers.call(*RUN, "job.pause_s=0", "cluster.nodes=1", f"run.dir={run}", "-q")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return helpers.result(run)
+
+
+def disturbed(run, kill, *more, after=3):
+    """Start a run, do `kill()` in the middle of a window, and wait for the end."""
+    process = helpers.begin(*RUN, *SHAPE, f"run.dir={run}", *more)
+    helpers.until(lambda: len(helpers.records(run)) >= after, what="training")
+    kill()
+    output, _ = process.communicate(timeout=60)
+    return process.returncode, output
+
+
+def check_whole(run, undisturbed):
+    found = helpers.result(run)
+    for key in ("state", "updates", "samples", "weights_sha256", "loss", "metrics", "restarts"):
+        assert found[key] == undisturbed[key], key
+    updates = [record["update"] for record in helpers.records(run)]
+    assert updates == list(range(12))
+    assert {record["attempt"] for record in helpers.records(run)} == {0}
+    assert not helpers.processes_of(run)
+
+
+def test_the_node_of_rank_0_dies_and_then_one_rank_does_and_one_is_stopped(tmp_path, undisturbed):
+    run = tmp_path / "run"
+
+    def kill():
+        node = next(p for p in helpers.processes_of(run) if helpers.name_of(p) == "node0")
+        node.kill()
+        helpers.until(lambda: len(helpers.records(run)) >= 6, what="going on")
+        os.kill(helpers.rank_pid(run, 2), signal.SIGKILL)
+        os.kill(helpers.rank_pid(run, 5), signal.SIGSTOP)
+
+    code, output = disturbed(run, kill, "cluster.heartbeat_timeout_s=1")
+    assert code == 0, output
+    check_whole(run, undisturbed)
+    notes = [r["survived"] for r in helpers.records(run) if "survived" in r]
+    assert sorted(rank for note in notes for rank in note["gone"]) == [0, 1, 2, 5]
+    assert notes[-1]["ranks"] == 2
+    assert helpers.result(run)["survived"] == notes
+
+
+def test_an_exception_in_the_job_is_not_survived(tmp_path):
+    run = tmp_path / "run"
+    done = helpers.call(*RUN, "cluster.nodes=1", "job.fault=raise", f"run.dir={run}", "-q")
+    assert done.returncode == 1
+    culprit = helpers.result(run)["culprit"]
+    assert culprit["rank"] == 1
+    assert "told to fail" in culprit["cause"]
+    assert not any("survived" in record for record in helpers.records(run))
+
+
+def test_below_the_least_number_of_nodes_a_checkpoint_is_written_and_the_run_fails(tmp_path):
+    run = tmp_path / "run"
+    code, output = disturbed(
+        run, lambda: os.kill(helpers.rank_pid(run, 1), signal.SIGKILL),
+        "cluster.nodes={min: 2, max: 2}", "cluster.ranks_per_node=1", "train.checkpoint_every=0",
+    )  # fmt: skip
+    assert code == 1
+    assert "fewer than cluster.nodes.min=2" in " ".join(output.split())
+    assert helpers.result(run)["culprit"]["rank"] == 1
+    done = len(helpers.records(run))
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"update-{done:09d}"]
