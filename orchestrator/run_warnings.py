@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from orchestrator.errors import RunFolderError
-from orchestrator.run_folder.files import open_regular
+from orchestrator.run_folder.files import APPENDING, open_regular
 
 PATTERN = "warnings-*.jsonl"
 MOST_KINDS = 50  # of one rank
@@ -83,7 +83,7 @@ class _Rank:
         """
         try:
             print(text, flush=True)  # noqa: T201  # a rank's standard output is its log
-            descriptor = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            descriptor = open_regular(self._path, APPENDING)
             try:
                 while self._unwritten:
                     os.write(descriptor, self._unwritten[0])  # one call: lines of ranks never mix

@@ -16,10 +16,9 @@ from typing import IO, Any, cast
 from orchestrator.clusters.api import Request
 from orchestrator.lifecycle.signs.node_watch import STACK_S, processor_s
 from orchestrator.lifecycle.signs.signs_of_life import Patience, Standstill
-from orchestrator.run_folder.files import open_regular
+from orchestrator.run_folder.files import APPENDING, open_regular
 from orchestrator.run_folder.rundir import RunDir
 
-APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 END_S = 1.0
 
 

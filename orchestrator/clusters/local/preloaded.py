@@ -22,12 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.local.nodes import APPENDING
 from orchestrator.clusters.local.process import fork
 from orchestrator.clusters.local.supervisor import serve
 from orchestrator.lifecycle.prctl import die_with, name_process
 from orchestrator.rank.preload import draw_other_numbers, preload
-from orchestrator.run_folder.files import open_regular
+from orchestrator.run_folder.files import APPENDING, open_regular
 from orchestrator.run_folder.rundir import RunDir
 
 

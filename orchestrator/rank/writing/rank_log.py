@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from orchestrator.run_folder.files import open_regular
+from orchestrator.run_folder.files import APPENDING, open_regular
 
 
 class LossyFile(io.RawIOBase):
@@ -49,7 +49,7 @@ class LossyFile(io.RawIOBase):
 def send_output_to(path: Path) -> None:
     """Make `path` this process's standard output and error, in whole lines."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    descriptor = open_regular(path, APPENDING)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
