@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from orchestrator.clusters.request import Admission, Request
 from orchestrator.config.options import NoOptions, options_of
@@ -150,6 +150,12 @@ class Cluster(ABC):
         """Start it. Raises `ClusterError` when it is refused; nothing is left behind then."""
 
     @classmethod
+    def chosen(cls, config: Config) -> type[Cluster]:
+        """The class that serves a configuration, where not all of a kind is one."""
+        del config
+        return cls
+
+    @classmethod
     def submit_all(
         cls, placed: Sequence[tuple[Cluster, Request]], at_once: int | None = None
     ) -> None:
@@ -225,7 +231,15 @@ class Held(Handle):
 
 def cluster_of(config: Config, tell: Callable[[str], None] = lambda _: None) -> Cluster:
     """The cluster that `cluster.kind` names. Raises `ConfigError`."""
-    return CLUSTERS.make(config.cluster.kind, Cluster, config, tell)
+    kind = config.cluster.kind
+    chosen = class_of(kind).chosen(config)
+    with CLUSTERS.told(kind, "at its start"):
+        return chosen(config, tell)
+
+
+def placed(cluster: Cluster) -> dict[str, Any]:
+    """What submission.json says of where a run was placed: `cluster`, and whether it is `held`."""
+    return {"cluster": cluster.config.cluster.kind, "held": cluster.attended}
 
 
 def class_of(kind: str) -> type[Cluster]:

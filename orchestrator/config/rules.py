@@ -18,6 +18,7 @@ from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import (
     BOUNDS,
     SLURM_ONLY,
+    ClusterConfig,
     Config,
     EngineConfig,
     ScheduleConfig,
@@ -110,7 +111,8 @@ def _any_job(config: Config) -> Iterator[str]:
     at_once(config.sweep.parallel)
     yield from _reproducible(config)
     yield from _only_on_slurm(config)
-    if config.run.max_restarts and config.cluster.requeue is False:
+    in_queue = config.cluster.allocation == "new"
+    if config.run.max_restarts and config.cluster.requeue is False and in_queue:
         yield (
             "run.max_restarts needs cluster.requeue=true: on SLURM a run begins again by being "
             "handed back to the queue"
@@ -148,9 +150,9 @@ def _reproducible(config: Config) -> Iterator[str]:
 
 
 def _only_on_slurm(config: Config) -> Iterator[str]:
-    kind = config.cluster.kind
+    kind, plain = config.cluster.kind, ClusterConfig()
     for name in SLURM_ONLY if kind != "slurm" else ():
-        if getattr(config.cluster, name) not in (None, {}, []):
+        if getattr(config.cluster, name) != getattr(plain, name):
             yield (
                 f"cluster.{name} means nothing on a {kind} cluster; add +cluster=slurm, or leave "
                 f"it out"

@@ -54,6 +54,7 @@ class ClusterConfig:
     time_min: int | None = number(None, least=1, most=2**31 - 2)
     signal_ahead_s: int | None = number(None, least=1, most=65_535)  # sbatch's own limit
     requeue: bool | None = None
+    allocation: str = choice("new", "current")
     exclusive: bool | None = None
     interface: str | None = free(SITE)
     slurm_conf: str | None = free(PATH)
@@ -69,8 +70,8 @@ class ClusterConfig:
 
 SLURM_ONLY = (
     "partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "memory_gib",
-    "time_min", "signal_ahead_s", "requeue", "exclusive", "interface", "slurm_conf", "slurm_flags",
-    "srun_flags", "preamble", "container", "container_runtime",
+    "time_min", "signal_ahead_s", "requeue", "allocation", "exclusive", "interface", "slurm_conf",
+    "slurm_flags", "srun_flags", "preamble", "container", "container_runtime",
 )  # fmt: skip
 
 
@@ -234,6 +235,11 @@ OPTIONS = ("cluster.options.", "tracker.options.")
 """Keys below are what the class that reads them says it has; see `config.options`."""
 BOUNDS = bounds_of(Config)
 CHOICES = {dotted: bound.choice for dotted, bound in BOUNDS.items() if bound.choice}
+
+
+def requeues(requeue: bool | None, allocation: str) -> bool:
+    """Whether the scheduler starts a run again: not in an allocation that is the person's own."""
+    return requeue is not False and allocation == "new"
 
 
 def node_range(nodes: Any) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config
+from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, requeues
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost, RankHangs
 from orchestrator.lifecycle.fence import Fence
@@ -80,7 +80,7 @@ class Attendance:
 
     def begin(self, config: Config) -> None:
         """Publish this attempt, start to beat. Raises `Superseded` when a newer one has begun."""
-        self._requeue = config.cluster.requeue is not False
+        self._requeue = requeues(config.cluster.requeue, config.cluster.allocation)
         self._timeout_s = config.cluster.heartbeat_timeout_s
         self._ahead_s = float(config.cluster.signal_ahead_s or SIGNAL_AHEAD_S)
         topology = self._topology

@@ -13,6 +13,7 @@ import socket
 import sys
 from pathlib import Path
 
+from orchestrator.config.schema import requeues
 from orchestrator.lifecycle.prctl import die_with
 from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch, state_of
 from orchestrator.rank.hung_neighbour import end_lost
@@ -58,7 +59,7 @@ def watch(path: str, attempt: str, rank: str, node: str, pid: str, link: str) ->
         end_lost(
             run, int(attempt), rank=int(rank), node=node, pid=int(pid),
             timeout_s=float(cluster["heartbeat_timeout_s"]),
-            requeue=cluster.get("requeue") is not False,
+            requeue=requeues(cluster.get("requeue"), cluster.get("allocation", "new")),
         )  # fmt: skip
 
 

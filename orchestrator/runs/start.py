@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.api import Admission, Cluster, cluster_of, handle_of
+from orchestrator.clusters.api import Admission, Cluster, cluster_of, handle_of, placed
 from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer_rules import check_builder
@@ -160,7 +160,7 @@ def begun(
                 run.write_config(to_yaml(config))
                 run.write_own(run.plan, plan.to_json())
                 digest = keep_initial_weights(config, run)
-                asked = _submission(config, overrides)
+                asked = _submission(cluster, overrides)
                 run.write_own(
                     run.submission, {**asked, **digest, **admission.notice, **(notes or {})}
                 )
@@ -286,12 +286,12 @@ def _of_checkpoints(run: RunDir, config: Config, contents: bool) -> list[str]:
     return sentences + passed_over
 
 
-def _submission(config: Config, overrides: Sequence[str]) -> dict[str, Any]:
+def _submission(cluster: Cluster, overrides: Sequence[str]) -> dict[str, Any]:
     return {
         "time": time.time(),
         "command": sys.argv,
         "overrides": list(overrides),
         "folder": str(Path.cwd()),
-        "cluster": config.cluster.kind,
+        **placed(cluster),
         SEALED: True,
     }

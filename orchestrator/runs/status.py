@@ -99,15 +99,15 @@ def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
     if status.job_id is not None:
         alone.setdefault(status.cluster, []).append(run)
         return status
-    if status.state not in ENDED_STATES and not _attended(status.cluster):
+    if status.state not in ENDED_STATES and not _is_held(run, status.cluster):
         return replace(status, state="lost", reason="it was never submitted")
     return of_held(run, status)
 
 
-def _attended(kind: str) -> bool:
-    """Whether a launcher holds such runs; so it is where the kind is not installed here."""
+def _is_held(run: RunDir, kind: str) -> bool:
+    """Whether a launcher holds it; so it is where the kind is not installed here."""
     try:
-        return class_of(kind).attended
+        return bool(run.read_submission().get("held", class_of(kind).attended))
     except ConfigError:
         return True
 

@@ -9,7 +9,7 @@ has no place after srun that keeps its exit code. submitit places it and starts 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from orchestrator.clusters.slurm.sbatch_defaults import Default, obeyed
 from orchestrator.clusters.slurm.shell_lines import (
     heeding,
     owning,
+    settling,
     unless_ended,
     unless_stopped,
     waiting,
@@ -168,7 +169,7 @@ def _search_path(here: Here) -> Iterator[str]:
         yield f'export PYTHONPATH={quoted(path)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
 
 
-def _srun(config: Config, here: Here, run: RunDir) -> list[list[str]]:
+def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list[list[str]]:
     """The step that is the ranks: srun and their program, a line a part."""
     cluster = config.cluster
     containers, python = _launcher(cluster, here, run)
@@ -179,6 +180,7 @@ def _srun(config: Config, here: Here, run: RunDir) -> list[list[str]]:
         ["--kill-on-bad-exit=1"],
         ["--export=ALL"],
         [f"--cpus-per-task={cluster.cpus_per_rank}"],
+        *([option] for option in shape),
         [f"--output={run.logs}/node%n.log"],
         [f"--task-epilog={run.submitit / SCRIPT}"],
         *(
@@ -244,8 +246,31 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         *(_option(name, value) for name, value in options(config, run)),
         *_from_environment(config, run, here),
         "",
+        *_step(config, run, attempt, here),
+        *settling([here.python, *here.starter]),
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def step_script(config: Config, run: RunDir, attempt: int, here: Here, shape: Sequence[str]) -> str:
+    """The same in an allocation that is there already, for a launcher that holds the script.
+
+    Args:
+        shape: options of srun that say which part of the allocation the ranks take.
+    """
+    step = _step(config, run, attempt, here, shape)
+    return "\n".join(["#!/bin/bash", *step, "exit $code"]) + "\n"
+
+
+def _step(
+    config: Config, run: RunDir, attempt: int, here: Here, shape: Sequence[str] | None = None
+) -> Iterator[str]:
+    """From the checks on the node to srun's `code`; no `shape` where the job is the run's own."""
+    held = shape is not None
+    yield from (
         "umask 077",
-        *heeding(),
+        *heeding(held=held),
         f"run={quoted(run.path)}",
         *owning(),
         'if ! [ -w "$run/attempts" ]; then',
@@ -266,8 +291,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         *(['export PYTHONPATH="$outer_path"'] if here.copies is not None else []),
         *_preamble(config),
         *_our_environment(config, here, attempt),
-        *_lines(_srun(config, here, run), f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
+        *_lines(_srun(config, here, run, shape or ()), f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
         ") &",
-        *waiting([here.python, *here.starter]),
-    ]
-    return "\n".join(lines) + "\n"
+        *waiting(held=held),
+    )

@@ -22,6 +22,9 @@ def rank(folder: str) -> None:
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    # What we know of is our own step, which may be a part of an allocation that somebody has.
+    for ours in ("NUM_NODES", "NODELIST"):
+        os.environ[f"SLURM_JOB_{ours}"] = os.environ[f"SLURM_STEP_{ours}"]
     if LOCK_VARIABLE in os.environ:  # what a rank starts must not keep its code from being removed
         os.set_inheritable(int(os.environ[LOCK_VARIABLE]), False)
     if os.environ.get("SLURM_LOCALID") == "0":

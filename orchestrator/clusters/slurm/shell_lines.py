@@ -15,16 +15,17 @@ from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE
 STOP_SIGNALS = "TERM INT HUP USR1 USR2"
 
 
-def heeding() -> Iterator[str]:
+def heeding(*, held: bool = False) -> Iterator[str]:
     """Signals are noted and passed on: one that the script alone gets (scancel --batch) is meant
-    for the ranks. srun takes USR2 for its tasks; of TERM it would end them.
+    for the ranks. srun takes USR2 for its tasks; of TERM it ends them, which only a launcher wants
+    that holds the script (`allocation.py`).
     """
     yield f"{BATCH_PID_VARIABLE}=$$"
     yield f"export {BATCH_PID_VARIABLE}"
     yield "told= srun="
     yield "heed() {"
     yield "    told=${told:-$1}"
-    yield '    [ -z "$srun" ] || kill -USR2 "$srun" 2>/dev/null'
+    yield f'    [ -z "$srun" ] || kill -{"$1" if held else "USR2"} "$srun" 2>/dev/null'
     yield "}"
     yield f"for name in {STOP_SIGNALS}; do"
     yield '    trap "heed $name" "$name"'
@@ -69,14 +70,17 @@ def unless_stopped() -> Iterator[str]:
     yield '[ -z "$told" ] || exit 143'
 
 
-def waiting(starter: list[str]) -> Iterator[str]:
-    """Wait for it to its end, whatever is signalled meanwhile, and settle what it leaves."""
+def waiting(*, held: bool = False) -> Iterator[str]:
+    """Wait for it to its end, whatever is signalled meanwhile."""
     yield "srun=$!"
-    yield '[ -z "$told" ] || kill -USR2 "$srun" 2>/dev/null'
+    yield f'[ -z "$told" ] || kill -{"$told" if held else "USR2"} "$srun" 2>/dev/null'
     yield "# A signal ends the wait, not srun; bash keeps the code for whoever asks again."
     yield 'while wait "$srun"; [ $? -gt 128 ] && kill -0 "$srun" 2>/dev/null; do :; done'
     yield 'wait "$srun"'
     yield "code=$?"
+
+
+def settling(starter: list[str]) -> Iterator[str]:
+    """What is done once it has ended; the code stays srun's."""
     yield f"trap '' {STOP_SIGNALS}"
     yield f'{" ".join(map(quoted, starter))} after "$run" "$attempt" "$code" "$told"'
-    yield "exit $code"

@@ -28,7 +28,10 @@ class Executor(submitit.SlurmExecutor):
         del command  # the script has its own, see `slurm_request`
         path = self.folder / f"{self._name}.sh"
         write_atomically(path, self._script)
-        return submitit.SlurmJob(folder=self.folder, job_id=sbatch(self._client, path), tasks=[0])
+        return submitit.SlurmJob(folder=self.folder, job_id=self._place(path), tasks=[0])
+
+    def _place(self, path: Path) -> str:
+        return sbatch(self._client, path)
 
 
 def sbatch(client: SlurmClient, path: Path) -> str:

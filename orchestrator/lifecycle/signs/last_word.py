@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from orchestrator.lifecycle.signs.node_watch import STOPPED
 from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
 from orchestrator.run_folder.files import read_end, read_text
 from orchestrator.run_folder.paths import RANKS_A_FOLDER
@@ -25,7 +26,17 @@ FOUND = re.compile(r"([0-9]{1,9}) ([\w.-]+)\n")
 
 def say_last_word(attempt: int, word: str) -> None:
     """Into this rank's log, just before its process ends."""
-    print(f"attempt {attempt} ended: {word}", flush=True)
+    print(_line(attempt, word), flush=True)
+
+
+def _line(attempt: int, word: str) -> str:
+    return f"attempt {attempt} ended: {word}"
+
+
+def has_stopped(run: RunDir, attempt: int) -> bool:
+    """Whether any rank's last word of an attempt is that it was stopped."""
+    line = f"\n{_line(attempt, STOPPED)}\n".encode()
+    return any(line in read_end(path, LOOKED_AT_BYTES) for path in run.all_logs())
 
 
 def has_last_word(log: Path, attempt: int) -> bool:

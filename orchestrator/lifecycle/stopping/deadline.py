@@ -38,6 +38,9 @@ class Standing(Protocol):
     def ends_at(self) -> float | None: ...
 
 
+KILL_WAIT_S = 30.0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
     """What the controller's configuration gives, in seconds.
@@ -48,7 +51,7 @@ class Notice:
         ahead_s: before a time limit.
     """
 
-    kill_wait_s: float = 30.0
+    kill_wait_s: float = KILL_WAIT_S
     preempt_s: float | None = None
     ahead_s: float = 60.0
 
@@ -56,7 +59,7 @@ class Notice:
     def read(cls, submission: dict[str, Any], ahead_s: float) -> Notice:
         """From submission.json, where the launcher noted it."""
         return cls(
-            kill_wait_s=float(submission.get("kill_wait_s", cls.kill_wait_s)),
+            kill_wait_s=float(submission.get("kill_wait_s", KILL_WAIT_S)),
             preempt_s=submission.get("preempt_grace_s"),
             ahead_s=ahead_s,
         )

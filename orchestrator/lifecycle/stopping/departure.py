@@ -194,7 +194,7 @@ def leave_silent_node(
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(sealed_json(path.name, value))
     if not requeue:
-        raise ClusterError("the job ends, since it may not be requeued (cluster.requeue=false)")
+        raise ClusterError("the run ends, since its job may not be requeued")
     ask_for_requeue(_client(), topology.job_id)
 
 

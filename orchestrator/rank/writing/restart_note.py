@@ -12,10 +12,10 @@ NO_WORD = "it ended without a word: a node failed, or the time to stop was too s
 
 def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) -> dict[str, object]:
     """The content of restart.json, for an attempt that begins after `updates` updates."""
-    requeued = topology.scheduled and topology.restarts > 0
+    queued = topology.scheduled and not run.read_submission().get("held")
     why = RESUMED
-    if requeued or not topology.scheduled:
-        why = why_restarted(run, attempt) or (NO_WORD if requeued else why)
+    if topology.restarts or not queued:  # else somebody has submitted it once more
+        why = why_restarted(run, attempt) or (NO_WORD if queued else why)
     place = read_progress(run.progress(attempt - 1))
     behind = place is not None and place.update >= updates
     return {

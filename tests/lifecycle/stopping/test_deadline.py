@@ -109,6 +109,7 @@ def test_before_any_signal_the_shortest_notice_is_told():
     assert Deadline(StopFlag(), NOTICE, lambda: None).grace_s() == 50
     assert Notice(kill_wait_s=3, ahead_s=10).shortest_s == 10
     assert Notice.read({"kill_wait_s": 3, "preempt_grace_s": 0}, 60).shortest_s == 3
+    assert Notice.read({}, 60) == Notice(ahead_s=60), "where the scheduler was not asked"
 
 
 class Record:

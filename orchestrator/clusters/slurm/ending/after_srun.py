@@ -26,7 +26,7 @@ from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.errors import EXIT_FINISHED
 from orchestrator.lifecycle.fence import Fence
-from orchestrator.lifecycle.signs.last_word import wordless
+from orchestrator.lifecycle.signs.last_word import has_stopped, wordless
 from orchestrator.lifecycle.stopping.deadline import reason
 from orchestrator.lifecycle.stopping.departure import ask_for_requeue, step_gone
 from orchestrator.outcome.folder_status import recent_updates
@@ -134,7 +134,8 @@ def conclude(
         return False
     program = is_program(run.read_config()["job"])
     if departure is None and program and code == EXIT_FINISHED and not wordless(run, attempt):
-        write_end(run, State.FINISHED)  # nobody of its ranks could know that all of them had
+        # nobody of its ranks could know that all of them had
+        write_end(run, State.STOPPED if has_stopped(run, attempt) else State.FINISHED)
         return False
     if not program and (stuck := _stuck(run, attempt)):
         write_end(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))

@@ -1,0 +1,142 @@
+"""In an allocation that one has (an salloc, a batch job): the ranks are a step of it, at once.
+
+The launcher holds the run to its end, as it does on pretended nodes. The allocation is the person's
+own: nothing is queued, requeued or cancelled, and it is there afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.clusters.api import Admission, Handle, Request
+from orchestrator.clusters.slurm.admission.partitions import Gres, read_gres
+from orchestrator.clusters.slurm.batch_script import Here, step_script
+from orchestrator.clusters.slurm.on_slurm import OnSlurm
+from orchestrator.clusters.slurm.step import StepHandle
+from orchestrator.clusters.slurm.task import Task
+from orchestrator.config.schema import ClusterConfig, gpu_count, node_range
+from orchestrator.errors import ClusterError
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.scheduler.client import SlurmClient
+from orchestrator.scheduler.srun_words import numbers
+
+JOB = "SLURM_JOB_ID"
+STEP = "SLURM_STEP_ID"
+SHARE = re.compile(r"\bNodes=(\S+) CPU_IDs=([\d,-]+) Mem=\S+ GRES=(\S*)")
+STATE = re.compile(r"\bJobState=(\S+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What an allocation has of some of its nodes, each."""
+
+    nodes: str
+    cpus: int
+    gres: Gres
+
+
+def read_shares(text: str) -> list[Share]:
+    """`scontrol show job -d -o` of one job.
+
+    >>> read_shares("NumCPUs=6 Nodes=n[0-2] CPU_IDs=0-1 Mem=0 GRES=gpu:2(IDX:0-1) MinCPUsNode=2")
+    [Share(nodes='n[0-2]', cpus=2, gres={('gpu', ''): 2})]
+    """
+    return [
+        Share(nodes=nodes, cpus=len(list(numbers(cpus))), gres=read_gres(gres))
+        for nodes, cpus, gres in SHARE.findall(text)
+    ]
+
+
+class CurrentAllocation(OnSlurm):
+    """`cluster.allocation=current`."""
+
+    def script(self, run: RunDir, attempt: int, place: Here) -> str:
+        beside = ["--overlap"] if STEP in os.environ else []  # with the step that this shell is
+        shape = [*_shape(self.config.cluster), *beside]
+        return step_script(self.config, run, attempt, place, shape)
+
+    def check(self, request: Request) -> Admission:  # noqa: ARG002  # the configuration has it all
+        """Raises `ClusterError` where there is no allocation, or one that is too small."""
+        asked, job = self.config.cluster, os.environ.get(JOB)
+        begin = " ".join(["salloc", *_shape(asked), f"--cpus-per-task={asked.cpus_per_rank}"])
+        if not job:
+            raise ClusterError(
+                f"cluster.allocation=current starts the ranks in an allocation that one is in, and "
+                f"here is none ({JOB} is not set); begin one: {begin}; or leave it out, and the "
+                f"run is queued"
+            )
+        client = SlurmClient(asked.slurm_conf)
+        answer = client.ask("scontrol", "show", "job", "-d", "-o", job)
+        state = STATE.search(answer.out)
+        if answer.code or state is None or state[1] != "RUNNING":
+            raise ClusterError(
+                f"job {job}, which this shell was in ({JOB}), is over"
+                + (f" ({state[1].lower()})" if state else "")
+                + f"; begin another: {begin}"
+            )
+        shares = {
+            node: share
+            for share in read_shares(answer.out)
+            for node in client.must("scontrol", "show", "hostnames", share.nodes).split()
+        }
+        if refusals := list(_too_small(asked, job, shares)):
+            raise ClusterError("\n".join([*refusals, f"a larger one: {begin}"]))
+        return Admission(words=f"starts at once in job {job}, on {', '.join(shares)}")
+
+    def submit(self, request: Request) -> Handle:
+        """Start the step."""
+        from orchestrator.clusters.slurm.submission import Executor
+
+        class Placed(Executor):
+            def _place(self, path: Path) -> str:
+                del path  # it is queued already, and runs
+                return os.environ[JOB]
+
+        run = RunDir(request.run)
+        self.lay_out(request)
+        client, name = SlurmClient(self.config.cluster.slurm_conf), f"{request.attempt:03d}"
+        Placed(run.submitit, request.text, client, name).submit(Task(str(run.path)))
+        own = {**client.environment("srun"), JOB: os.environ[JOB]}
+        return StepHandle(request, run.submitit / f"{name}.sh", own)
+
+
+def _shape(asked: ClusterConfig) -> Iterator[str]:
+    """Options of srun, and of salloc, that say what the ranks take."""
+    nodes = node_range(asked.nodes)[1]
+    yield f"--nodes={nodes}"
+    yield f"--ntasks={nodes * asked.ranks_per_node}"
+    yield f"--ntasks-per-node={asked.ranks_per_node}"
+    if gpu_count(asked.gpus_per_node):
+        yield f"--gpus-per-node={asked.gpus_per_node}"
+    if asked.memory_gib is not None:
+        yield f"--mem={round(asked.memory_gib * 1024)}M"
+
+
+def _too_small(asked: ClusterConfig, job: str, shares: Mapping[str, Share]) -> Iterator[str]:
+    """What an allocation lacks, a sentence each; its nodes may differ."""
+    nodes = node_range(asked.nodes)[1]
+    if nodes > len(shares):
+        have = f"{len(shares)} node{'s' * (len(shares) > 1)} ({', '.join(shares)})"
+        yield f"cluster.nodes={nodes}, but job {job} has {have}; try cluster.nodes={len(shares)}"
+        return
+    width, cpus = asked.ranks_per_node, asked.ranks_per_node * asked.cpus_per_rank
+    most = sorted((share.cpus for share in shares.values()), reverse=True)[nodes - 1]
+    if cpus > most:
+        fits = most // asked.cpus_per_rank
+        hint = f"; try cluster.ranks_per_node={fits}" if fits else ""
+        yield (
+            f"cluster.ranks_per_node={width} x cluster.cpus_per_rank={asked.cpus_per_rank} takes "
+            f"{cpus} CPUs of a node, but job {job} has {most}{hint}"
+        )
+    wanted = gpu_count(asked.gpus_per_node)
+    there = sorted((_gpus(share.gres) for share in shares.values()), reverse=True)[nodes - 1]
+    if wanted > there:
+        yield f"cluster.gpus_per_node={asked.gpus_per_node}, but job {job} has {there} on a node"
+
+
+def _gpus(gres: Gres) -> int:
+    return sum(count for (name, _), count in gres.items() if name == "gpu")

@@ -1,0 +1,108 @@
+"""In an allocation that one has already: started at once, held by the launcher, and left alive."""
+
+import json
+import os
+import re
+
+import pytest
+
+from orchestrator.clusters.api import cluster_of
+from orchestrator.compose.composer import compose
+from orchestrator.errors import ClusterError
+from tests import helpers
+from tests.programs import QUICK, WAITS, script
+from tests.slurm.runs import BATCH, QUIET, processes_of_job, queue_state, reference, verb
+from tests.slurm.test_programs import log
+
+CURRENT = ("+cluster=slurm", "cluster.allocation=current", "cluster.ranks_per_node=2")
+
+
+@pytest.fixture(scope="module")
+def shell(slurm):
+    """What a shell in an allocation of two nodes has in its environment."""
+    options = ("-N2", "--ntasks-per-node=2", "--gpus-per-node=1", "--time=10", "--no-shell")
+    done = slurm.command("salloc", *options)
+    job = slurm.command("squeue", "-h", "-n", "no-shell", "-o", "%A").split()
+    assert len(job) == 1, done
+    yield {"SLURM_JOB_ID": job[0], "SLURM_CONF": str(slurm.slurm_conf), **QUIET}
+    assert queue_state(slurm, job[0]) == "RUNNING", "the allocation is its owner's"
+    helpers.until(lambda: not processes_of_job(slurm, job[0]), 20, "the end of all steps")
+    slurm.command("scancel", job[0])
+
+
+def start(shell, folder, *before, program=("train.py",), how=helpers.call):
+    words = (*CURRENT, f"run.dir={folder / 'run'}", *before, "--", *program)
+    return how("run", *words, module="orchestrator", cwd=folder, **shell)
+
+
+@pytest.mark.parametrize(
+    ("job", "asked", "said"),
+    [
+        (None, "nodes=2", r"here is none \(SLURM_JOB_ID is not set\); begin one: salloc --nodes=2"),
+        ("99999", "nodes=2", "job 99999, which this shell was in .* is over; begin another: "),
+        ("", "nodes=4", r"has 2 nodes \(n\d, n\d\); try cluster.nodes=2"),
+        ("", "ranks_per_node=3", "takes 3 CPUs of a node, but job .* has 2; try .*per_node=2"),
+        ("", "gpus_per_node=2", r"but job \d+ has 1 on a node\na larger one: salloc"),
+    ],
+)
+def test_what_the_allocation_has_not_is_refused_before_anything_is_written(
+    slurm, shell, monkeypatch, job, asked, said
+):
+    monkeypatch.setenv("SLURM_CONF", shell["SLURM_CONF"])
+    if job is None:
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    else:
+        monkeypatch.setenv("SLURM_JOB_ID", job or shell["SLURM_JOB_ID"])
+    cluster = cluster_of(compose([*CURRENT, *BATCH, f"cluster.{asked}"]))
+    with pytest.raises(ClusterError, match=said):
+        cluster.check(None)
+
+
+FAILS = f"""{QUICK}
+assert os.environ["SLURM_JOB_NUM_NODES"] == "1" and os.environ["WORLD_SIZE"] == "2"
+if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise ValueError("the first time")
+"""
+
+
+def test_ranks_on_a_part_of_it_are_told_of_that_part_and_a_failed_one_begins_again(shell, tmp_path):
+    script(tmp_path, FAILS)
+    done = start(shell, tmp_path, "cluster.nodes=1", "run.max_restarts=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search("rank 1 on n. failed first: ValueError: the first time", done.stdout)
+    assert re.search(r"restarts +1", done.stdout)
+
+
+def test_another_shell_stops_it_and_resume_goes_on_in_the_same_allocation(shell, tmp_path):
+    script(tmp_path, QUICK + WAITS)
+    process = start(shell, tmp_path, how=helpers.begin)
+    helpers.until(lambda: len(list(tmp_path.glob("here-*"))) == 4, what="the program")
+    assert json.loads(verb("status", tmp_path / "run", "--json").stdout)[0]["state"] == "running"
+    assert verb("cancel", tmp_path / "run").returncode == 0
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
+    (tmp_path / "go").touch()
+    again = helpers.call("resume", tmp_path / "run", module="orchestrator", **shell)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert log(tmp_path, 3).count("begins") == 2
+
+
+def test_no_rank_outlives_its_launcher(slurm, shell, tmp_path):
+    script(tmp_path, QUICK + WAITS)
+    process = start(shell, tmp_path, how=helpers.begin)
+    helpers.until(lambda: len(list(tmp_path.glob("here-*"))) == 4, what="the program")
+    os.kill(process.pid, 9)
+    process.communicate(timeout=60)
+    helpers.until(
+        lambda: not processes_of_job(slurm, shell["SLURM_JOB_ID"]), 20, "the end of all ranks"
+    )
+    state = json.loads(verb("status", tmp_path / "run", "--json").stdout)[0]
+    assert (state["state"], state["reason"]) == ("lost", "its launcher is gone, without a result")
+
+
+def test_a_job_trains_to_the_weights_that_it_has_elsewhere(shell, tmp_path):
+    shape = ("cluster.nodes=2", "cluster.ranks_per_node=1", "train.updates=6", "transport=gloo")
+    done = helpers.call(*CURRENT[:2], *BATCH, *shape, f"run.dir={tmp_path / 'run'}", **shell)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours = helpers.result(tmp_path / "run")["weights_sha256"]
+    assert ours == reference(tmp_path / "local", *shape)
