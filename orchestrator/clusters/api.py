@@ -149,6 +149,11 @@ class Cluster(ABC):
     def submit(self, request: Request) -> Handle:
         """Start it. Raises `ClusterError` when it is refused; nothing is left behind then."""
 
+    @property
+    def placed(self) -> dict[str, Any]:
+        """What submission.json says of it: `cluster`, its kind, and whether its runs are `held`."""
+        return {"cluster": self.config.cluster.kind, "held": self.attended}
+
     @classmethod
     def chosen(cls, config: Config) -> type[Cluster]:
         """The class that serves a configuration, where not all of a kind is one."""
@@ -235,11 +240,6 @@ def cluster_of(config: Config, tell: Callable[[str], None] = lambda _: None) -> 
     chosen = class_of(kind).chosen(config)
     with CLUSTERS.told(kind, "at its start"):
         return chosen(config, tell)
-
-
-def placed(cluster: Cluster) -> dict[str, Any]:
-    """What submission.json says of where a run was placed: `cluster`, and whether it is `held`."""
-    return {"cluster": cluster.config.cluster.kind, "held": cluster.attended}
 
 
 def class_of(kind: str) -> type[Cluster]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from orchestrator.run_folder.rundir import RunDir
 
 TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024
+MOST_NAMED = 4
 WORDLESS = " before its training had ended: something in it ended the process (os._exit, say)"
 LAST_WORD = "error: "
 """How the log of a rank ends whose main thread was stuck in the framework and could not fail."""
@@ -83,6 +84,7 @@ def blame(
     told: Sequence[Mapping[str, Any]],
     ends: Sequence[End],
     behind: Sequence[Behind] = (),
+    finished: Sequence[int] = (),
 ) -> Culprit:
     """The culprit of a failed attempt: never a rank that only waited for another.
 
@@ -90,6 +92,7 @@ def blame(
         told: what failing ranks said of their failures.
         ends: who was seen to end, at least one.
         behind: who stood still meanwhile.
+        finished: ranks that had done their part.
 
     A rank that was killed, or left without a word, wrote nothing; its peers fail an instant later
     because of it, and so do those of one that hangs, at their time-out. Those failures are marked
@@ -110,7 +113,19 @@ def blame(
         return _of_end(run, wordless[0])
     if behind:
         return of_behind(run, min(behind, key=lambda one: one.since))
-    return _of_end(run, first) if own is None else _from_failure(run, own)
+    if own is None:
+        return _of_end(run, first)
+    return beside_finished(_from_failure(run, own), finished)
+
+
+def beside_finished(culprit: Culprit, finished: Sequence[int]) -> Culprit:
+    """One that lost a peer, where ranks that had done their part are the only ones that can be."""
+    if not finished:
+        return culprit
+    named = ", ".join(map(str, sorted(finished)[:MOST_NAMED]))
+    more = f" and {len(finished) - MOST_NAMED} others" if len(finished) > MOST_NAMED else ""
+    told = f"{culprit.cause}; rank {named}{more} had ended before, with exit code 0"
+    return replace(culprit, cause=told)
 
 
 def _gave_up(run: RunDir, end: End) -> bool:

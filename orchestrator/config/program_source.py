@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import stat
 import sys
+import warnings
 from pathlib import Path
 
 from orchestrator.config.class_source import find_module, load_module
@@ -42,7 +45,9 @@ def check_program(program: Program) -> None:
         raise JobError(f"{program.target} is no file that could be run")
     if not os.access(path, os.R_OK):
         raise JobError(f"{program.target} may not be read by you")
-    if path.suffix != ".py":
+    if path.suffix == ".py":
+        _check_python(program.target, path)
+    else:
         _check_executable(program.target, path)
 
 
@@ -94,6 +99,19 @@ def _check_module(name: str) -> None:
         load_module(name)  # whether it is Python at all
 
 
+def _check_python(spelled: str, path: Path) -> None:
+    """Whether it is Python at all, as every rank would find out."""
+    try:
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # what it is warned of, it hears when it runs
+            ast.parse(path.read_bytes(), spelled)
+    except (SyntaxError, ValueError) as error:
+        at = f"line {error.lineno}: " if isinstance(error, SyntaxError) and error.lineno else ""
+        said = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise JobError(f"{spelled} is no Python: {at}{said}") from error
+
+
 def _check_executable(spelled: str, path: Path) -> None:
     """A script in another language, or a binary: the kernel decides, so its rules are checked."""
     with path.open("rb") as file:
@@ -105,9 +123,24 @@ def _check_executable(spelled: str, path: Path) -> None:
         )
     if not os.access(path, os.X_OK):
         raise JobError(f"{spelled} may not be executed; chmod +x {spelled}")
-    interpreter = first[2:].split()[:1] if first.startswith(b"#!") else []
-    if interpreter and not Path(wanted := os.fsdecode(interpreter[0])).exists():
+    if first.startswith(b"#!"):
+        _check_interpreter(spelled, os.fsdecode(first[2:]).removesuffix("\n"))
+
+
+def _check_interpreter(spelled: str, line: str) -> None:
+    """Args: line: what follows #!, as the kernel reads it."""
+    wanted, _, rest = line.strip(" \t").partition(" ")
+    if wanted.endswith("\r") or rest.endswith("\r"):
+        raise JobError(
+            f"{spelled} has lines that end as on Windows, which the kernel takes for a part of "
+            f"{wanted.strip()}; mend them: sed -i 's/\\r$//' {spelled}"
+        )
+    if wanted and not Path(wanted).exists():
         raise JobError(f"{spelled} wants {wanted}, which is not on this machine")
+    named = rest.split()[:1]
+    through_env = Path(wanted).name == "env" and named and not re.search("^-|=", named[0])
+    if through_env and shutil.which(named[0]) is None:
+        raise JobError(f"{spelled} wants {named[0]}, which is not on PATH")
 
 
 def _not_there(spelled: str, path: Path) -> str:

@@ -113,11 +113,11 @@ class Stop:
     def _heed(self, *, note: bool = True) -> None:
         """From the first call on, SIGTERM is a wish, unless the program has its own way with it."""
         self._heeding = True
-        if note:
-            write_number(str(self._folder / HEEDS.format(self._rank)), self._rank)
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle)
+        if note:  # after that: whoever reads it may send one
+            write_number(str(self._folder / HEEDS.format(self._rank)), self._rank)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del number, frame

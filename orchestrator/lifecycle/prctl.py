@@ -12,13 +12,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with(parent: int | None) -> None:
-    """Have the kernel kill this process when its parent ends; with None, no longer.
+def die_with(parent: int | None, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent ends; with None, no longer.
 
     Args:
         parent: its pid, so that a parent that has ended already is noticed.
     """
-    _libc.prctl(_PR_SET_PDEATHSIG, 0 if parent is None else signal.SIGKILL, 0, 0, 0)
+    _libc.prctl(_PR_SET_PDEATHSIG, 0 if parent is None else by, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 

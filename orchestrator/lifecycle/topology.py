@@ -20,6 +20,8 @@ COPIES_VARIABLE = "ORCHESTRATOR_COPIES"
 """Each folder whose code was copied at submission, and its copy, as JSON; for programs."""
 OUTER_PATH_VARIABLE = "ORCHESTRATOR_OUTER_PYTHONPATH"
 """PYTHONPATH as it was before ours came first; for programs."""
+OUTER_UMASK_VARIABLE = "ORCHESTRATOR_OUTER_UMASK"
+"""The person's umask, in octal: what a program writes is as private as they have it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

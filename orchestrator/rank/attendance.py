@@ -193,7 +193,8 @@ class Attendance:
 
     def why_for_good(self) -> str | None:
         """Why a stop on rank 0 ends the run, although nobody asked for its end; None if one did."""
-        if not self._topology.scheduled or self._run.cancel.exists():
+        held = not self._topology.scheduled or self._run.read_submission().get("held")
+        if held or self._run.cancel.exists():
             return None
         return f"{self._why_stopped()}; with cluster.requeue=false it does not start again"
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.api import Admission, Cluster, cluster_of, handle_of, placed
+from orchestrator.clusters.api import Admission, Cluster, cluster_of, handle_of
 from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer_rules import check_builder
@@ -292,6 +292,6 @@ def _submission(cluster: Cluster, overrides: Sequence[str]) -> dict[str, Any]:
         "command": sys.argv,
         "overrides": list(overrides),
         "folder": str(Path.cwd()),
-        **placed(cluster),
+        **cluster.placed,
         SEALED: True,
     }

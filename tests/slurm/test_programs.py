@@ -1,6 +1,7 @@
 """Programs under a scheduler: the code that was submitted, one preemption, the culprit."""
 
 import json
+import os
 import signal
 
 from tests.helpers import call, until
@@ -46,6 +47,9 @@ def test_a_preempted_program_gets_its_signal_and_the_code_that_was_submitted_run
     script(tmp_path, "raise SystemExit('edited')\n")
     release(slurm, tmp_path / "run")
     until(lambda: len(list(tmp_path.glob("here-*"))) == 2, what="the program")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "here-0").stat().st_mode & 0o777 == 0o666 & ~mask, "as the person has it"
     assert status(tmp_path / "run")["state"] == "running"
     slurm.command("scontrol", "requeue", job_of(tmp_path / "run"))
     result = wait_over(slurm, tmp_path / "run")

@@ -203,7 +203,8 @@ class LocalHandle(Handle):
         if self.culprit is None and ends and (self._ends or not words):  # without words: all gone
             behind = list(self._behind.values())
             told = [*self._run.failures(self._request.attempt), *self._failures]
-            self.culprit = blame(self._run, told, ends, behind)
+            done = [rank for rank, word in self._words.items() if word == FINISHED]
+            self.culprit = blame(self._run, told, ends, behind, done)
         if self.culprit is not None or not words <= {FINISHED, STOPPED}:
             self._state = State.FAILED
         elif STOPPED in words:

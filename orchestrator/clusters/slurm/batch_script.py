@@ -31,6 +31,7 @@ from orchestrator.lifecycle.topology import (
     BASE_ATTEMPT_VARIABLE,
     COPIES_VARIABLE,
     OUTER_PATH_VARIABLE,
+    OUTER_UMASK_VARIABLE,
 )
 from orchestrator.run_folder.rundir import RunDir
 
@@ -158,6 +159,7 @@ def _our_environment(config: Config, here: Here, attempt: int) -> Iterator[str]:
     if here.copies is not None:  # a program's path is the user's own, in the copies
         copies = json.dumps({str(root): copy.name for root, copy in here.copies.items()})
         yield f'export {OUTER_PATH_VARIABLE}="$PYTHONPATH"'
+        yield f'export {OUTER_UMASK_VARIABLE}="$outer_umask"'
         yield f"export {COPIES_VARIABLE}={quoted(copies)}"
     yield from _search_path(here)
 
@@ -269,6 +271,7 @@ def _step(
     """From the checks on the node to srun's `code`; no `shape` where the job is the run's own."""
     held = shape is not None
     yield from (
+        *(["outer_umask=$(umask)"] if here.copies is not None else []),
         "umask 077",
         *heeding(held=held),
         f"run={quoted(run.path)}",

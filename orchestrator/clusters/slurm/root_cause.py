@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.root_cause import TAIL_LINES, WORDLESS, behind_of, of_behind, tail
+from orchestrator.clusters.root_cause import (
+    TAIL_LINES,
+    WORDLESS,
+    behind_of,
+    beside_finished,
+    of_behind,
+    tail,
+)
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
-from orchestrator.lifecycle.signs.last_word import wordless
+from orchestrator.lifecycle.signs.last_word import ended_with, wordless
+from orchestrator.lifecycle.signs.node_watch import FINISHED
 from orchestrator.lifecycle.signs.progress import read_progress
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.srun_words import TaskEnd, task_ends
@@ -87,7 +95,8 @@ def blame_slurm(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int
         began = bool(failures) or read_progress(run.progress(attempt)) is not None
         return _silent(run, silent[0], node_of, said, began=began)
     if failures:
-        return _reported(run, min(failures.values(), key=lambda f: f["time"]))
+        first = _reported(run, min(failures.values(), key=lambda f: f["time"]))
+        return beside_finished(first, ended_with(run, attempt, FINISHED))
     lines = tuple(line for line in said.splitlines() if line.strip()) or tail(run.batch_log)
     cause = f"srun {describe_code(code)}" + (f": {lines[-1]}" if lines else "")
     return Culprit(rank=None, node="batch", cause=cause, log_tail=lines[-TAIL_LINES:])

@@ -6,24 +6,24 @@ When the launcher is gone, however it ended, the kernel sends it TERM.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from orchestrator.clusters.api import Handle, Request, State
 from orchestrator.clusters.slurm.root_cause import blame_slurm, stopped_only
 from orchestrator.errors import EXIT_FINISHED
-from orchestrator.lifecycle.signs.last_word import has_stopped, wordless
+from orchestrator.lifecycle.prctl import die_with
+from orchestrator.lifecycle.signs.last_word import ended_with, wordless
+from orchestrator.lifecycle.signs.node_watch import STOPPED
 from orchestrator.run_folder.files import APPENDING, open_regular
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.srun_words import STOP_CODES
 
-PR_SET_PDEATHSIG = 1
 END_S = 60.0  # srun waits for tasks that it has ended, and the scheduler for their node
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class StepHandle(Handle):
@@ -37,13 +37,6 @@ class StepHandle(Handle):
     def __init__(self, request: Request, script: Path, environment: Mapping[str, str]) -> None:
         self._run, self._attempt = RunDir(request.run), request.attempt
         self._state, self._stopping = State.RUNNING, False
-        launcher = os.getpid()
-
-        def end_with_launcher() -> None:
-            _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != launcher:
-                os._exit(1)
-
         with os.fdopen(open_regular(self._run.batch_log, APPENDING), "ab") as log:
             self._process = subprocess.Popen(
                 ["bash", str(script)],
@@ -52,7 +45,7 @@ class StepHandle(Handle):
                 stderr=log,
                 env=dict(environment),
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher alone
-                preexec_fn=end_with_launcher,  # noqa: PLW1509  # no other thread of ours holds a lock
+                preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),  # noqa: PLW1509  # no other thread of ours holds a lock
             )
 
     def poll(self, timeout_s: float) -> State:
@@ -66,7 +59,7 @@ class StepHandle(Handle):
     def _meaning(self, code: int) -> State:
         run, attempt = self._run, self._attempt
         if code == EXIT_FINISHED and wordless(run, attempt) is None:
-            return State.STOPPED if has_stopped(run, attempt) else State.FINISHED
+            return State.STOPPED if ended_with(run, attempt, STOPPED) else State.FINISHED
         early = code in STOP_CODES and not run.failures(attempt) and stopped_only(run, attempt)
         if self._stopping and early:  # before they could heed it
             return State.STOPPED

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.lifecycle.signs.node_watch import STOPPED
 from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
 from orchestrator.run_folder.files import read_end, read_text
 from orchestrator.run_folder.paths import RANKS_A_FOLDER
@@ -21,6 +20,7 @@ from orchestrator.snapshot.start_from_copy import NAME
 SCRIPT = "after_rank.sh"
 MOST_BYTES = 512
 LOOKED_AT_BYTES = 4096
+OF_RANK = re.compile(r"rank-(\d+)\.log")
 FOUND = re.compile(r"([0-9]{1,9}) ([\w.-]+)\n")
 
 
@@ -33,10 +33,11 @@ def _line(attempt: int, word: str) -> str:
     return f"attempt {attempt} ended: {word}"
 
 
-def has_stopped(run: RunDir, attempt: int) -> bool:
-    """Whether any rank's last word of an attempt is that it was stopped."""
-    line = f"\n{_line(attempt, STOPPED)}\n".encode()
-    return any(line in read_end(path, LOOKED_AT_BYTES) for path in run.all_logs())
+def ended_with(run: RunDir, attempt: int, word: str) -> list[int]:
+    """The ranks whose last word of an attempt it was."""
+    line = f"\n{_line(attempt, word)}\n".encode()
+    logs = [(path, OF_RANK.fullmatch(path.name)) for path in run.all_logs()]
+    return [int(of[1]) for path, of in logs if of and line in read_end(path, LOOKED_AT_BYTES)]
 
 
 def has_last_word(log: Path, attempt: int) -> bool:

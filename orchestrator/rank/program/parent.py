@@ -35,7 +35,7 @@ from orchestrator.lifecycle.prctl import adopt_orphans, die_with
 from orchestrator.lifecycle.signs.node_watch import FAILED, FINISHED, FROZEN, STOPPED
 from orchestrator.lifecycle.signs.signs_of_life import descendants
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
-from orchestrator.lifecycle.topology import Topology
+from orchestrator.lifecycle.topology import OUTER_UMASK_VARIABLE, Topology
 from orchestrator.rank.attendance import Attendance
 from orchestrator.rank.failure import exit_code
 from orchestrator.rank.program import meeting_place, processes
@@ -167,6 +167,7 @@ class _Parent:
         print(f"attempt {self._attempt}: {' '.join(shown(words))}", flush=True)
         self._own = set(descendants(os.getpid()))
         parent, ignored = os.getpid(), self._ignored(start.program)
+        umask = int(os.environ.get(OUTER_UMASK_VARIABLE, "-1"), 8)
 
         def become() -> None:
             die_with(parent)
@@ -179,6 +180,7 @@ class _Parent:
                 stdin=subprocess.DEVNULL,
                 env=environment(os.environ, start, copies),
                 start_new_session=True,
+                umask=umask,
                 preexec_fn=become,  # noqa: PLW1509  # other threads of ours hold no lock it needs
             )
         except OSError as error:

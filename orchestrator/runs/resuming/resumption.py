@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from orchestrator.clusters.api import cluster_of, placed
+from orchestrator.clusters.api import cluster_of
 from orchestrator.compose.command_line import CommandLine, check_overrides, key_of, spelled
 from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_input import check_arguments, guarded
@@ -218,7 +218,7 @@ def record(run: RunDir, resumed: Resumption, attempt: int) -> None:
         write_atomically(run.config, to_yaml(resumed.config))
     run.write_own(run.plan, resumed.plan.to_json())
     cluster = cluster_of(resumed.config)
-    run.write_own(run.submission, {**run.read_submission(), **placed(cluster)})
+    run.write_own(run.submission, {**run.read_submission(), **cluster.placed})
     if cluster.attended and run.handle.exists():  # the job that it names is over
         run.handle.rename(run.attempt(made - 1) / run.handle.name) if made else run.handle.unlink()
 

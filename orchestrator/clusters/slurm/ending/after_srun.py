@@ -26,7 +26,8 @@ from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.errors import EXIT_FINISHED
 from orchestrator.lifecycle.fence import Fence
-from orchestrator.lifecycle.signs.last_word import has_stopped, wordless
+from orchestrator.lifecycle.signs.last_word import ended_with, wordless
+from orchestrator.lifecycle.signs.node_watch import STOPPED
 from orchestrator.lifecycle.stopping.deadline import reason
 from orchestrator.lifecycle.stopping.departure import ask_for_requeue, step_gone
 from orchestrator.outcome.folder_status import recent_updates
@@ -135,7 +136,7 @@ def conclude(
     program = is_program(run.read_config()["job"])
     if departure is None and program and code == EXIT_FINISHED and not wordless(run, attempt):
         # nobody of its ranks could know that all of them had
-        write_end(run, State.STOPPED if has_stopped(run, attempt) else State.FINISHED)
+        write_end(run, State.STOPPED if ended_with(run, attempt, STOPPED) else State.FINISHED)
         return False
     if not program and (stuck := _stuck(run, attempt)):
         write_end(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
