@@ -206,6 +206,47 @@ def test_a_failed_program_begins_again_as_often_as_it_may(tmp_path):
     assert "OSError: 5" in done.stdout
 
 
+EARLY = f"""{QUICK}
+from orchestrator import current_run as run
+attempt = run.attempt
+if attempt == 0:
+    sys.exit(rank + 1)
+mark = run.folder / f"left-{{attempt}}"
+if rank == 1:
+    if attempt == 2:
+        for _ in range(64):
+            sys.stdout.write("x" * 2**20)
+        subprocess.Popen(["sh", "-c", "sleep 1000.75 & sleep 0.2"], start_new_session=True)
+        status = open(f"/proc/{{os.getppid()}}/status").read()
+        kib = status.partition("VmHWM:")[2].split()[0]
+        os.chdir("/")
+        (run.folder / "peak").write_text(kib)
+    mark.write_text(f"/proc/{{os.getpid()}}/exe")
+    sys.exit(0)
+while not mark.exists() or not mark.read_text() or os.path.lexists(mark.read_text()):
+    time.sleep(0.02)
+if attempt == 1 and rank == 2:
+    raise ConnectionResetError("Connection reset by peer")
+"""
+
+
+def test_ranks_that_end_early_or_with_codes_of_their_own_or_say_too_much(tmp_path):
+    """Three attempts: each ends with its own code; one leaves and another fails for want of it; one
+    leaves children and 64 MiB without a line's end behind, and the others end as they should.
+    """
+    script(tmp_path, EARLY)
+    words = (*FOUR, "run.dir=run", "run.max_restarts=2", "--", "train.py")
+    done = helpers.call("run", *words, module="orchestrator", cwd=tmp_path, COLUMNS="200")
+    output = done.stdout
+    assert done.returncode == 0, output + done.stderr
+    first = re.search(r"rank (\d) on node\d failed first: exited with code (\d)", output)
+    assert int(first[2]) == int(first[1]) + 1
+    assert re.search(r"rank 2 .*reset by peer.*; rank [\d, ]*1[\d, ]* had ended before", output)
+    assert int((tmp_path / "run" / "peak").read_text()) < 200 * 1024, "what it says is not kept"
+    assert "left running were ended" in log(tmp_path, 1)
+    assert not [p for p in helpers.processes_of("1000.75") if p.cmdline()[0] == "sleep"]
+
+
 def test_a_rank_that_never_joins_the_others_is_named(tmp_path):
     """Rank 3 stands in an import; the others wait at the port, as torch's store has them do."""
     script(
