@@ -236,10 +236,14 @@ class Held(Handle):
 
 def cluster_of(config: Config, tell: Callable[[str], None] = lambda _: None) -> Cluster:
     """The cluster that `cluster.kind` names. Raises `ConfigError`."""
-    kind = config.cluster.kind
-    chosen = class_of(kind).chosen(config)
-    with CLUSTERS.told(kind, "at its start"):
+    chosen = class_for(config)
+    with CLUSTERS.told(config.cluster.kind, "at its start"):
         return chosen(config, tell)
+
+
+def class_for(config: Config) -> type[Cluster]:
+    """What serves a configuration. Raises `ConfigError` where it is not installed."""
+    return class_of(config.cluster.kind).chosen(config)
 
 
 def class_of(kind: str) -> type[Cluster]:

@@ -237,11 +237,6 @@ BOUNDS = bounds_of(Config)
 CHOICES = {dotted: bound.choice for dotted, bound in BOUNDS.items() if bound.choice}
 
 
-def requeues(requeue: bool | None, allocation: str) -> bool:
-    """Whether the scheduler starts a run again: not in an allocation that is the person's own."""
-    return requeue is not False and allocation == "new"
-
-
 def node_range(nodes: Any) -> tuple[int, int]:
     """The (least, most) nodes that `cluster.nodes` asks for: an int, or `{min: a, max: b}`.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, requeues
+from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost, RankHangs
 from orchestrator.lifecycle.fence import Fence
@@ -29,6 +29,7 @@ from orchestrator.lifecycle.stopping.departure import (
     goes_on,
     hand_back,
     leave_silent_node,
+    requeues,
     script_is_gone,
 )
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag

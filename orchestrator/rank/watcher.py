@@ -13,9 +13,9 @@ import socket
 import sys
 from pathlib import Path
 
-from orchestrator.config.schema import requeues
 from orchestrator.lifecycle.prctl import die_with
 from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch, state_of
+from orchestrator.lifecycle.stopping.departure import requeues
 from orchestrator.rank.hung_neighbour import end_lost
 from orchestrator.run_folder.rundir import RunDir
 

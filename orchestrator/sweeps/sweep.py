@@ -9,7 +9,7 @@ from typing import Any
 
 from hydra.core.utils import JobReturn
 
-from orchestrator.clusters.api import Culprit, State, class_of
+from orchestrator.clusters.api import Culprit, State, class_for
 from orchestrator.compose.composer import Composed, Composer
 from orchestrator.compose.hydra_sweep import drive
 from orchestrator.errors import (
@@ -80,7 +80,7 @@ class Sweep:
         self._say(cells)
         self.cells += cells
         todo = [cell for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
-        alone = [c for c in todo if not class_of(c.point.config.cluster.kind).attended]
+        alone = [c for c in todo if not class_for(c.point.config).attended]
         if alone:
             submit(alone, self._manner, wait=self._search)
         waiting = [c for c in cells if c in alone or c.do is Do.WAIT]

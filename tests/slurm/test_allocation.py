@@ -106,3 +106,13 @@ def test_a_job_trains_to_the_weights_that_it_has_elsewhere(shell, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     ours = helpers.result(tmp_path / "run")["weights_sha256"]
     assert ours == reference(tmp_path / "local", *shape)
+
+
+def test_the_points_of_a_sweep_run_one_after_another_and_end_with_the_table(shell, tmp_path):
+    script(tmp_path, QUICK + "print('given', sys.argv[1:])\n")
+    words = ("cluster.nodes=1", "job.arguments.lr=0.1,0.2", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    done = helpers.call("-m", *CURRENT, *words, "--", "train.py", cwd=tmp_path, **shell)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"lr.*0\.1\b.*0\.2\b", done.stdout, flags=re.DOTALL)
+    said = [path.read_text() for path in sorted((tmp_path / "sweep").glob("*/logs/rank-00001.log"))]
+    assert sorted(re.findall(r"given \['--lr=(.*)'\]", "".join(said))) == ["0.1", "0.2"]

@@ -42,6 +42,11 @@ STEP_GONE = re.compile(
 )
 
 
+def requeues(requeue: bool | None, allocation: str) -> bool:
+    """Whether the scheduler starts a run again: not in an allocation that is the person's own."""
+    return requeue is not False and allocation == "new"
+
+
 def goes_on(run: RunDir, topology: Topology, *, requeue: bool) -> bool:
     """Whether a stop means "start again later" rather than the end of the run."""
     return topology.scheduled and requeue and not run.cancel.exists()
