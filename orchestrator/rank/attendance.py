@@ -194,10 +194,9 @@ class Attendance:
 
     def why_for_good(self) -> str | None:
         """Why a stop on rank 0 ends the run, although nobody asked for its end; None if one did."""
-        held = not self._topology.scheduled or self._run.read_submission().get("held")
-        if held or self._run.cancel.exists():
-            return None
-        return f"{self._why_stopped()}; with cluster.requeue=false it does not start again"
+        run, told = self._run, "{}; with cluster.requeue=false it does not start again"
+        queued = self._topology.scheduled and not run.read_submission().get("held")
+        return told.format(self._why_stopped()) if queued and not run.cancel.exists() else None
 
     def excused(self, error: BaseException) -> bool:
         """Whether an error only shows that the attempt is ending in order. Waits to find out."""
