@@ -10,6 +10,7 @@ import pytest
 from orchestrator import launch
 from orchestrator.compose.command_line import program_overrides, read_command_line
 from orchestrator.compose.composer import Composer
+from orchestrator.compose.hydra_sweep import points_of
 from orchestrator.config.program_section import program_of
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.run_folder.strict_yaml import load_table
@@ -32,7 +33,7 @@ def test_words_come_through_composition_and_the_run_folder_as_they_were_typed(sw
     line = read_command_line([*flags, f"job.arguments.lr={rate}", "--", "train.py", *words])
     composer = Composer(line)
     found = composer.compose()
-    values = [*composer.points()][1].values if sweep else found.values
+    values = points_of(composer)[1].values if sweep else found.values
     assert values["job"]["command"] == ["train.py", *words]
     readable = [word for word in words if word.isprintable()]
     values["job"]["command"][1:] = readable

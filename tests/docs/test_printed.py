@@ -21,6 +21,7 @@ import slurm.__main__ as development
 from orchestrator.__main__ import EXAMPLES, app
 from orchestrator.compose.command_line import read_command_line
 from orchestrator.compose.composer import Composer
+from orchestrator.compose.hydra_sweep import points_of
 from orchestrator.config.schema import Config
 from orchestrator.extensions import SEAMS
 from orchestrator.inside.run import current_run
@@ -80,6 +81,7 @@ def reader(tmp_path_factory):
         "conf/job/line.yaml": "_target_: my_jobs.line.Line\n",
         "conf/mine.yaml": "defaults: [base, _self_]\n",
         **dict.fromkeys(("train.py", "train_mindspore.py", "package/train.py", "train.sh"), ""),
+        "windows.py": "",
         "FOLDER/cluster/mysite.yaml": (ROOT / "conf" / "cluster" / "slurm.yaml").read_text(),
     }.items():  # fmt: skip
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +103,7 @@ def composed(words):
     composer = Composer(line)
     found = composer.compose()
     if found.sweeps:
-        assert checked(composer.points())
+        assert checked(points_of(composer))
     else:
         prepare(found.config())
 
