@@ -9,19 +9,18 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_faults import FAULTS, Fault, Scene
+from benchmarks.measure import wait_for
 from slurm.dev_cluster import DevCluster
 from slurm.errors import DevClusterError
 
 ROOT = Path(__file__).resolve().parent.parent
 MOMENTS = ("start", "window", "checkpoint", "last", "after")
 UPDATES, EVERY, PAUSE_S, RANKS = 40, 5, 0.04, 2
-PATIENCE_S = 150.0
 PLAN = (
     "job._target_=tests.tiny_job.Tiny", "tracker=none", "accumulation.global_batch=32",
     "accumulation.steps=4", "cluster.nodes=2", "cluster.ranks_per_node=1",
@@ -75,15 +74,6 @@ def _records(run: Path) -> list[dict[str, Any]]:
 
 def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _wait(condition: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise TimeoutError(f"{what} did not come within {patience_s:g} s")
 
 
 class Disturbed:
@@ -147,11 +137,11 @@ class Disturbed:
 
     def _await(self, moment: str) -> None:
         if moment == "start":
-            _wait(lambda: self._queue() == "RUNNING", "the start")
+            wait_for(lambda: self._queue() == "RUNNING", "the start")
             time.sleep(self._chance.uniform(0.0, 3.0))
             return
         if moment == "after":
-            _wait((self._run / "result.json").exists, "the result")
+            wait_for((self._run / "result.json").exists, "the result")
             return
         least = {
             "window": self._chance.randrange(3, UPDATES // 2),
@@ -161,7 +151,7 @@ class Disturbed:
         reached = self._attempt()
         after = max((r["update"] for r in _records(self._run)), default=-1)
         least = max(least, after + 2) if moment != "last" and reached > 0 else least
-        _wait(
+        wait_for(
             lambda: any(r["update"] >= least for r in _records(self._run)[-3:]) or self._over(),
             f"update {least}",
         )
@@ -187,7 +177,7 @@ class Disturbed:
         if fault.ends is not None:
             self._resume(fault.ends)
             return
-        _wait(
+        wait_for(
             lambda: self._attempt() > before or self._over() or self._held(),
             f"what follows from {kind}",
         )
@@ -195,11 +185,13 @@ class Disturbed:
             self._let_go()
         if self._over() and not (self._run / "result.json").exists():
             self._state()  # does what the batch script could not do any more
-            _wait(lambda: (self._run / "result.json").exists() or not self._over(), "the next look")
+            wait_for(
+                lambda: (self._run / "result.json").exists() or not self._over(), "the next look"
+            )
         self._measure(at, before, restarts, kind, scene, fault, ended_before)
 
     def _resume(self, expected: str) -> None:
-        _wait(self._over, "the end of the job")
+        wait_for(self._over, "the end of the job")
         found = self._state()["state"]
         if found not in (expected, "finished"):
             self.outcome.wrong.append(f"it should be {expected}, but is {found}")
@@ -210,7 +202,7 @@ class Disturbed:
         self, at: float, before: int, restarts: int, kind: str, scene: Scene, fault: Fault,
         ended_before: bool,
     ) -> None:  # fmt: skip
-        _wait(lambda: self._attempt() > before or self._over(), f"the restart after {kind}")
+        wait_for(lambda: self._attempt() > before or self._over(), f"the restart after {kind}")
         notes = sorted(self._run.glob("attempts/*/restart.json"))[restarts:]
         first = next((r["time"] for r in _records(self._run) if r["attempt"] > before), None)
         if not notes or first is None:
@@ -233,14 +225,14 @@ class Disturbed:
         def settled() -> bool:
             return (self._run / "result.json").exists() and self._over()
 
-        _wait(settled, "the end")
+        wait_for(settled, "the end")
         status, result = self._state(), _json(self._run / "result.json")
         if (status["state"], result["state"]) != ("finished", "finished"):
             self.outcome.wrong.append(f"it is {status['state']}: {status['reason']}")
         elif result["weights_sha256"] != self._expected:
             self.outcome.wrong.append("the weights differ")
         self.outcome.redone = sum(note["lost_updates"] for note in result["restarts"])
-        _wait(lambda: not self._processes(), f"the end of {self._processes()}", 20)
+        wait_for(lambda: not self._processes(), f"the end of {self._processes()}", 20)
 
     def _processes(self) -> list[str]:
         return [

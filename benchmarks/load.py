@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.measure import keep, machine
+from benchmarks.measure import keep, machine, wait_for
 from slurm.dev_cluster import DevCluster
 from slurm.testing import dev_cluster
 
@@ -97,15 +97,6 @@ def file_operations(pids: dict[str, int], seconds: float) -> dict[str, float]:
     return {name: count / seconds for name, count in counted.items()}
 
 
-def _until(found: Any, what: str, patience_s: float = 120.0) -> Any:
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        if value := found():
-            return value
-        time.sleep(0.05)
-    raise TimeoutError(f"{what} did not come within {patience_s:g} s")
-
-
 def _idle(pids: Iterable[int]) -> bool:
     """Whether these have done nothing much for a few seconds."""
 
@@ -130,7 +121,7 @@ def _started(counting: Counting, cluster: DevCluster, run: Path) -> Iterator[dic
         return found if len(found) == RANKS else {}
 
     try:
-        yield _until(ranks, "every rank")
+        yield wait_for(ranks, "every rank")
     finally:
         cluster.command("scancel", f"--user={os.getuid()}")
 
@@ -140,12 +131,12 @@ def _operations(counting: Counting, cluster: DevCluster, base: Path, seconds: fl
     with _started(counting, cluster, run) as pids:
         os.kill(pids["rank 0"], signal.SIGSTOP)
         waiting = {name: pid for name, pid in pids.items() if name != "rank 0"}
-        _until(lambda: _idle(waiting.values()), "waiting")
+        wait_for(lambda: _idle(waiting.values()), "waiting")
         time.sleep(15.0)  # the longer it is waited, the rarer are the looks
         while_waiting = file_operations(waiting, seconds)
         os.kill(pids["rank 0"], signal.SIGCONT)
         metrics = run / "metrics.jsonl"
-        _until(lambda: metrics.exists() and metrics.read_text().count("\n") > 20, "training")
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 20, "training")
         while_training = file_operations(pids, seconds)
     first, others = "its node's first", "the same, of the node's other ranks"
     return [

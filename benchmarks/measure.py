@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -102,6 +103,16 @@ def rows_of(figures: Mapping[str, Sequence[float]], reference: str) -> list[dict
         }
         for name, found in figures.items()
     ]
+
+
+def wait_for(condition: Callable[[], Any], what: str, patience_s: float = 150.0) -> Any:
+    """Its first value that is true. Raises `TimeoutError` when there is none in time."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.05)
+    raise TimeoutError(f"{what} did not come within {patience_s:g} s")
 
 
 def machine() -> dict[str, Any]:
