@@ -1,1 +1,1 @@
-"""What the commands do before a run is known: flags, composing, completion."""
+"""What a command line asks for; the verbs that look at runs and at machines; completion."""

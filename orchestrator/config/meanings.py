@@ -24,6 +24,7 @@ MEANINGS = {
     "cluster.time_min": "The time limit in minutes; null: the partition's",
     "cluster.signal_ahead_s": "How long before the time limit ranks are told to stop",
     "cluster.requeue": "Queued again after preemption or a lost node; null: as the cluster does",
+    "cluster.allocation": "`current`: at once in the allocation that one has; `new`: as a job of its own (slurm.md)",
     "cluster.exclusive": "Nodes for this job alone",
     "cluster.interface": "The network interface on which ranks meet",
     "cluster.slurm_conf": "Another cluster than the machine's own",

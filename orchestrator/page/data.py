@@ -27,8 +27,8 @@ from orchestrator.report.units import (
     format_seconds,
     plural,
 )
-from orchestrator.sweeps.cells import accumulation_pairs
 from orchestrator.sweeps.remarks import remarks
+from orchestrator.sweeps.shown import accumulation_pairs
 
 POINTS = 24_000  # drawn in all lines together, so that the page stays below 2 MB
 DIGITS = 6

@@ -13,7 +13,7 @@ from orchestrator.report.tables.sweep import Cell, short_key
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.resuming.rules import changes
 from orchestrator.runs.status import find_runs
-from orchestrator.sweeps.cells import cell_of, only_varying
+from orchestrator.sweeps.shown import cell_of, only_varying
 
 OF_NO_RUN = ("run", "hydra")  # sections that say where a run lies, not what it computes
 

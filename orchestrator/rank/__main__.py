@@ -1,4 +1,4 @@
-"""`python -m orchestrator.rank RUN --attempt N`: one rank, as the local cluster starts it."""
+"""`python -m orchestrator.rank RUN --attempt N`: one rank as a process (`Request.rank_command`)."""
 
 from __future__ import annotations
 

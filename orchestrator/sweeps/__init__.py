@@ -1,1 +1,1 @@
-"""The points of a sweep, and what they are compared by."""
+"""The points of a sweep: checked, run where that is left to do, and compared."""

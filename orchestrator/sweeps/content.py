@@ -30,9 +30,9 @@ NOT_MADE_OF = (
     "run", "sweep", "budget", "facts", "tracker", "cluster.partition", "cluster.account",
     "cluster.qos", "cluster.exclude", "cluster.reservation", "cluster.comment",
     "cluster.memory_gib", "cluster.time_min", "cluster.signal_ahead_s", "cluster.requeue",
-    "cluster.exclusive", "cluster.slurm_conf", "cluster.slurm_flags", "cluster.srun_flags",
-    "cluster.interface", "cluster.rendezvous_timeout_s", "cluster.collective_timeout_s",
-    "cluster.heartbeat_timeout_s", "cluster.hang_timeout_s",
+    "cluster.allocation", "cluster.exclusive", "cluster.slurm_conf", "cluster.slurm_flags",
+    "cluster.srun_flags", "cluster.interface", "cluster.rendezvous_timeout_s",
+    "cluster.collective_timeout_s", "cluster.heartbeat_timeout_s", "cluster.hang_timeout_s",
 )  # fmt: skip
 PACKAGES = ("cluster-orchestrator", "torch", "mindspore", "numpy")
 MOST_FILES = 10_000

@@ -17,8 +17,8 @@ from orchestrator.report.terminal import literal, say
 from orchestrator.report.units import UNKNOWN, format_number, format_seconds, plural
 from orchestrator.runs.foreseen import with_notes
 from orchestrator.sweeps.budget import gpu_hours, refuse_beyond, seconds_of
-from orchestrator.sweeps.cells import only_varying
 from orchestrator.sweeps.points import checked
+from orchestrator.sweeps.shown import only_varying
 from orchestrator.sweeps.todo import Cell, Do, cells_of
 
 STYLES = {Do.NOTHING: "green", Do.WAIT: "cyan", Do.GO_ON: "yellow", Do.BEGIN: "yellow"}

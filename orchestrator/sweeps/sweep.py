@@ -29,11 +29,11 @@ from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
 from orchestrator.runs.start import way_of
 from orchestrator.sweeps.budget import refuse_beyond
-from orchestrator.sweeps.cells import accumulation_pairs, cell_of, only_varying
 from orchestrator.sweeps.detached import ready_of, submit
 from orchestrator.sweeps.points import checked
 from orchestrator.sweeps.remarks import remarks
 from orchestrator.sweeps.returns import returned
+from orchestrator.sweeps.shown import accumulation_pairs, cell_of, only_varying
 from orchestrator.sweeps.todo import Cell, Do, cells_of
 
 

@@ -22,7 +22,7 @@ from orchestrator.engine.common.boundary_sums import said_by
 from orchestrator.engine.common.packed_sums import STOP, Trailer
 from orchestrator.engine.torch.accumulator_parts import AccumulatorParts
 from orchestrator.engine.torch.checks.at_start.arguments import number
-from orchestrator.engine.torch.gradients.clipping import GradientNorm
+from orchestrator.engine.torch.gradients.gradient_norm import GradientNorm
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Loss
 

@@ -16,7 +16,7 @@ from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.comm.gathered import numbers_of_all
-from orchestrator.engine.torch.gradients.clipping import GradientNorm
+from orchestrator.engine.torch.gradients.gradient_norm import GradientNorm
 from orchestrator.engine.torch.gradients.unused_parameters import UsedParameters
 from orchestrator.engine.torch.loss_sums import Tally
 from orchestrator.engine.torch.model.precision import Precision

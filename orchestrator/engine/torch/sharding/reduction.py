@@ -18,7 +18,7 @@ from orchestrator.engine.torch.comm.base_group import BaseGroup, Work
 from orchestrator.engine.torch.gradients.at_boundary import AtBoundary
 from orchestrator.engine.torch.gradients.bucket_sender import BucketSender
 from orchestrator.engine.torch.gradients.buffer import GradientBuffers
-from orchestrator.engine.torch.gradients.clipping import GradientNorm
+from orchestrator.engine.torch.gradients.gradient_norm import GradientNorm
 from orchestrator.engine.torch.gradients.layout import bucket_slices, segment_of
 
 

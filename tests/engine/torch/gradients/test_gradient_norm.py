@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.engine.common.clipping import EPSILON, factor_for
-from orchestrator.engine.torch.gradients.clipping import GradientNorm
+from orchestrator.engine.torch.gradients.gradient_norm import GradientNorm
 
 positive = st.floats(1e-6, 1e6)
 
