@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from orchestrator.clusters.api import class_of
+from orchestrator.clusters.api import class_for
 from orchestrator.compose.command_line import key_of
 from orchestrator.compose.composer import Composed
 from orchestrator.config.rules import at_once
@@ -89,11 +89,11 @@ def checked(
 
 def _refuse_at_once(config: Config) -> None:
     """Raise `ConfigError` for a bound that nobody would see to: we run one after another."""
-    most, kind = config.sweep.parallel, config.cluster.kind
-    if at_once(most) not in (None, 1) and class_of(kind).attended:
+    most = config.sweep.parallel
+    if at_once(most) not in (None, 1) and class_for(config).attended:
         raise ConfigError(
-            f"sweep.parallel={most}: with cluster.kind={kind} a sweep's points run here, one after "
-            f"another; leave it out, or choose a cluster with a queue, as +cluster=slurm does"
+            f"sweep.parallel={most}: without a queue a sweep's points run one after another; leave "
+            f"it out, or submit them, as +cluster=slurm does"
         )
 
 

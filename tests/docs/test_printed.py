@@ -62,7 +62,7 @@ ELSEWHERE = {
     **dict.fromkeys(("cluster/mysite.yaml", "cluster/<site>.yaml"), "the reader's own"),
     **dict.fromkeys(("RUN/", "attempts/", "checkpoints/", "logs/"), "in a run folder"),
     **dict.fromkeys(("tensorboard/", "mlruns/", "wandb/", "submitit/", "code/"), "in a run folder"),
-    "runs/": "made by runs",
+    "runs/": "made by runs", "SWEEP/": "in a sweep's folder",
     ".aws/": "a secret's usual place", "/": "the machine's", "~": "the account's",
     "<folder>": "in a development cluster's folder", "engine/<framework>": "not yet written",
 }  # fmt: skip
@@ -159,7 +159,7 @@ def of_verb(words):
     if words[0] in ("plan", "resume"):
         overrides = [o for o in params["overrides"] or () if o.lower() != "key=value"]
         if overrides:
-            composed(overrides)
+            composed([*["-m"] * ("-m" in words), *overrides])
 
 
 def of_pip(words):
