@@ -14,8 +14,8 @@ EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 3
-EXIT_FENCED = 4
 EXIT_INTERRUPTED = 130
+FENCED_RANK = 4  # a rank's own: no command ends with it
 
 
 class OrchestratorError(Exception):
@@ -78,7 +78,7 @@ class PeerLost(OrchestratorError):
 class Fenced(PeerLost):
     """The others have gone on without this rank, which was silent for too long."""
 
-    exit_code = EXIT_FENCED
+    exit_code = FENCED_RANK
 
 
 class RankHangs(OrchestratorError):

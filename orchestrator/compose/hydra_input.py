@@ -160,6 +160,10 @@ class CheckedFiles(FileConfigSource):
             raise ConfigError(_in_file(path, error)) from error
 
 
+# Hydra's registry knows a source by this name, and finds its own again when it looks for plugins.
+CheckedFiles.__name__ = FileConfigSource.__name__
+
+
 def register_checked_files(trusted: Path) -> None:
     """Let Hydra read every configuration file through `CheckedFiles`. May be called twice."""
     from hydra.core.plugins import Plugins

@@ -27,9 +27,9 @@ from orchestrator.engine.framework import Framework
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import (
     EXIT_FAILED,
-    EXIT_FENCED,
     EXIT_FINISHED,
     EXIT_STOPPED,
+    FENCED_RANK,
     JobError,
     OrchestratorError,
     RunFolderError,
@@ -62,7 +62,7 @@ from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.run_warnings import warn, warn_into
 from orchestrator.snapshot.code_state import code_state, folder_of
 
-LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EXIT_FENCED: FENCED}
+LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, FENCED_RANK: FENCED}
 
 
 def build_job(settings: Mapping[str, Any]) -> Job:

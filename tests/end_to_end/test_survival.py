@@ -53,7 +53,7 @@ def test_the_node_of_rank_0_dies_and_then_one_rank_does_and_one_is_stopped(tmp_p
         os.kill(helpers.rank_pid(run, 2), signal.SIGKILL)
         os.kill(helpers.rank_pid(run, 5), signal.SIGSTOP)
 
-    code, output = disturbed(run, kill, "cluster.heartbeat_timeout_s=1")
+    code, output = disturbed(run, kill, "cluster.heartbeat_timeout_s=4")
     assert code == 0, output
     check_whole(run, undisturbed)
     notes = [r["survived"] for r in helpers.records(run) if "survived" in r]

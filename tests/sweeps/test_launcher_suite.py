@@ -7,8 +7,11 @@ from hydra.test_utils.launcher_common_tests import (
     LauncherTestSuite,
 )
 
+from tests.sweeps.hydra_state import as_in_a_new_process
+
 OURS = "orchestrator"
 # The suite's own configurations state no version_base, and Hydra warns of what that means.
+__all__ = ["as_in_a_new_process"]  # a fixture for all tests here
 pytestmark = pytest.mark.filterwarnings("ignore:Future Hydra versions:UserWarning")
 
 

@@ -17,6 +17,8 @@ from orchestrator.lifecycle.signs.siblings import Siblings
 local, folder = int(sys.argv[1]), Path(sys.argv[2])
 siblings = Siblings([2, 5, 9], local, "node", 3.0, folder=folder)
 def live():
+    siblings.beat()
+    print("begun", flush=True)
     while (lost := siblings.beat()) is None:
         time.sleep(0.1)
     print(*lost, flush=True)
@@ -38,7 +40,7 @@ def ring(tmp_path):
     made = [begin(rank, "0", str(local), str(tmp_path)) for local, rank in enumerate("259")]
     stranger = begin("5", "1", "0", str(tmp_path / "elsewhere"))
     os.kill(stranger.pid, signal.SIGSTOP)
-    until(lambda: list(tmp_path.iterdir()), 60, "the first beat")
+    assert {process.stdout.readline() for process in made} == {b"begun\n"}
     until(lambda: not list(tmp_path.iterdir()), 60, "all beats")  # the name is gone
     yield made
     for process in (*made, stranger):
