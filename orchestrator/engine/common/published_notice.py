@@ -21,7 +21,8 @@ from orchestrator.run_folder.rundir import write_atomically
 
 FIRST_S, OFTEN_S, RARE_S = 0.05, 0.75, 2.0
 ALONE_AFTER_S = 3.0
-ASK_S = 0.5
+ASK_S = 1.0
+HERE, LIFE_S = b" ", 0.05
 
 
 class Backoff:
@@ -78,17 +79,26 @@ class Notice:
         return json.loads(text)
 
     def _ask(self) -> Any | None:
-        """What the node's first rank knows; it answers as soon as it does."""
+        """What the node's first rank knows; it answers as soon as it does, and says meanwhile that
+        it is there.
+        """
+        heard = b""
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
                 asking.settimeout(ASK_S)
                 asking.connect(self._address)
                 if _other_users(asking):
                     raise ConnectionRefusedError
-                text = b"".join(iter(lambda: asking.recv(65536), b""))
+                until = time.monotonic() + ASK_S
+                while part := asking.recv(65536):
+                    heard += part
+                    if heard == HERE * len(heard) and time.monotonic() > until:
+                        return None
+                text = heard.lstrip(HERE)
                 return json.loads(text) if text else None
         except TimeoutError:
-            return None
+            # It has no thread to answer: MindSpore's `init` waits for us with the interpreter held.
+            return None if heard else self._look()
         except OSError:  # it is not there yet, or never will be
             if time.monotonic() - self._began > ALONE_AFTER_S:
                 self._looks = True
@@ -124,12 +134,24 @@ class _Relay:
         self._known.set()
 
     def _serve(self) -> None:
+        waiting: list[socket.socket] = []
         while True:
-            asked, _ = self._socket.accept()
-            self._known.wait()
-            with asked:
-                if not _other_users(asked):
-                    try:
-                        asked.sendall(self._text)
-                    except OSError:  # it gave up meanwhile
-                        continue
+            known = self._known.is_set()
+            for asked in [*waiting]:
+                try:
+                    asked.sendall(self._text if known else HERE)
+                    answered = known
+                except OSError:  # it gave up meanwhile
+                    answered = True
+                if answered:
+                    asked.close()
+                    waiting.remove(asked)
+            self._socket.settimeout(None if known else LIFE_S)
+            try:
+                asked, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            if _other_users(asked):
+                asked.close()
+            else:
+                waiting.append(asked)

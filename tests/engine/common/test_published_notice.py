@@ -1,6 +1,9 @@
 """A rank that waits for what another publishes: few looks at the file system, one reader a node."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +16,7 @@ from orchestrator.engine.mindspore.comm import rendezvous as mindspore
 from orchestrator.engine.torch.rendezvous import store as torch_store
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.program import meeting_place
+from tests.helpers import environment
 
 WAIT_S = 4.0
 opened: list[str] = []
@@ -99,3 +103,26 @@ def test_a_neighbour_of_rank_0_hears_from_it_at_once_wherever_ranks_meet(tmp_pat
             place.close()
     assert len(took) == 2
     assert max(took) < ALONE_AFTER_S, "it had given up on its neighbour"
+
+
+FIRST = """
+import sys
+from pathlib import Path
+from orchestrator.engine.common.published_notice import Notice
+notice = Notice(Path(sys.argv[1]), node="n0", first=True)
+print("here", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_first_rank_whose_threads_do_not_run_keeps_nothing_from_its_neighbours(tmp_path):
+    path = tmp_path / "published.json"
+    with subprocess.Popen([sys.executable, "-c", FIRST, path], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, env=environment()) as first:  # fmt: skip
+        assert first.stdout.readline() == b"here\n"
+        notice = Notice(path, node="n0", first=False)
+        assert notice.wait() is None
+        os.kill(first.pid, signal.SIGSTOP)
+        path.write_text(json.dumps({"port": 7}))
+        assert {"port": 7} in [notice.wait() for _ in range(3)]
+        first.kill()
