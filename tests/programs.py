@@ -33,7 +33,7 @@ for update in range(5):
     loss.backward()
     step.step()
 weights = torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
-print("final", [w.hex() for w in weights], flush=True)
+print(f"final {[w.hex() for w in weights]}\\n", end="", flush=True)  # one write: a line of its own
 """
 
 

@@ -47,7 +47,9 @@ def culprit(folder):
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH")
 TOLD = f"""{TORCH}
 import json
-print(json.dumps({{k: v for k, v in os.environ.items() if k.startswith({NAMES})}}), flush=True)
+said = json.dumps({{k: v for k, v in os.environ.items() if k.startswith({NAMES})}})
+print(said + "\\n", end="", flush=True)
+os._exit(0)  # gloo's threads may abort Python's own end (docs/troubleshooting.md), here and there
 """
 
 
