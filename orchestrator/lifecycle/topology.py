@@ -16,6 +16,8 @@ from orchestrator.scheduler.environment import own_job_id
 
 BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
 BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"
+# Node and folder in which the batch script goes on with the ranks' copy of the code after them.
+BATCH_COPY_VARIABLE = "ORCHESTRATOR_BATCH_COPY"
 COPIES_VARIABLE = "ORCHESTRATOR_COPIES"
 """Each folder whose code was copied at submission, and its copy, as JSON; for programs."""
 OUTER_PATH_VARIABLE = "ORCHESTRATOR_OUTER_PYTHONPATH"

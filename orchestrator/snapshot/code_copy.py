@@ -6,8 +6,8 @@ the job's module, as git sees them: tracked, modified and new files, not the ign
 that were installed into Python's own folders are left there.
 
 The copy is one archive; each start of the job unpacks it afresh, on each node (see
-`start_from_copy.py`). Hundreds of small files are what
-a shared file system is slowest at, and what quotas count.
+`start_from_copy.py`). Hundreds of small files are what a shared file system is slowest at, and what
+quotas count.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ LIMIT_BYTES = 64 * 2**20
 LIMIT_FILES = 20_000
 GIT_TIMEOUT_S = 60
 PACKAGE = Path(__file__).resolve().parent.parent
+# What lies beside this package in its own repository, and no job imports unless it lies in there.
+BESIDE_PACKAGE = frozenset({"tests", "docs", "benchmarks"})
 STARTER = Path(__file__).with_name("start_from_copy.py")
 
 
@@ -130,6 +132,8 @@ def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[
     left_out: list[str] = []
     for name in listed:
         if name.startswith(("runs/", own)):
+            continue
+        if root == PACKAGE.parent and name.partition("/")[0] in BESIDE_PACKAGE - tops:
             continue
         try:
             facts = os.lstat(f"{root}/{name}")  # hundreds of times a submission

@@ -1,11 +1,12 @@
 """Unpack a run's copy of the code, once on each node, and go on with a program in it.
 
 As `python -I COPY.py COPY PROGRAM ARGUMENT…`: this file lies beside the archive, COPY.tar, as
-COPY.py, and knows nothing of this package, which may be what is packed. The code is unpacked on the
-node's own disk (TMPDIR, else /tmp), where hundreds of small files cost nothing; where that cannot
-be done, in the run folder, which is said. Whoever runs from it holds a lock on it, which the kernel
-frees. It is removed when nobody does (`after_rank.sh`, `node_entry.py`), and what a node that lost
-power left, at the next start there.
+COPY.py, and knows nothing of this package, which may be what is packed. The code is unpacked where
+hundreds of small files cost nothing: in TMPDIR, or where that is not set in the node's memory
+(/dev/shm; disks can take a second) if it is small, else in /tmp. Where that cannot be done, in the
+run folder, which is said. Whoever runs from it holds a lock on it, which the kernel frees. It is
+removed when nobody does (`after_rank.sh`, `node_entry.py`), and what a node that lost power left,
+at the next start there.
 
 Only what has the digest beside it, COPY.sha256, is unpacked, and only into a folder that nobody
 else can write.
@@ -30,6 +31,8 @@ PLACE_VARIABLE, LOCK_VARIABLE = "ORCHESTRATOR_CODE", "ORCHESTRATOR_CODE_LOCK"
 WHOLE = "whole"
 LOOK_S = 0.05
 EXCLUSIVE = fcntl.LOCK_EX | fcntl.LOCK_NB
+MEMORY, DISK = Path("/dev/shm"), Path("/tmp")  # noqa: S108  # folders there are checked: `_held`
+SMALL_BYTES = 16 * 2**20
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -115,6 +118,22 @@ def remove(place: Path) -> None:
         os.close(descriptor)
 
 
+def bases(copy: str) -> list[Path]:
+    """Where the code may be unpacked on this node, the best first."""
+    if chosen := os.environ.get("TMPDIR"):
+        found = [Path(chosen)]
+    elif Path(f"{copy}.tar").stat().st_size <= SMALL_BYTES and _runs_programs(MEMORY):
+        found = [MEMORY, DISK]
+    else:
+        found = [DISK]
+    return [*found, Path(copy).parent]
+
+
+def _runs_programs(folder: Path) -> bool:
+    """Whether it is there, to be written, on a file system that programs may be started from."""
+    return os.access(folder, os.W_OK) and not os.statvfs(folder).f_flag & os.ST_NOEXEC
+
+
 def somewhere(copy: str) -> tuple[Path, int]:
     """The code on this node, and what keeps it there. Ends the process where that cannot be."""
     env, mine = os.environ, f"{NAME}-{os.getuid()}-"
@@ -122,9 +141,8 @@ def somewhere(copy: str) -> tuple[Path, int]:
     # Another cluster's job of this number, or one of long ago, is of other code, or another place.
     digest = Path(f"{copy}.sha256").read_text("ascii", "replace")[:16]
     name = f"{mine}{digest}-{env['SLURM_JOB_ID']}-{restarts}-{env['SLURMD_NODENAME']}"
-    local = Path(env.get("TMPDIR") or "/tmp")  # noqa: S108  # folders there are checked: `_held`
     said: list[str] = []
-    for base in (local, Path(copy).parent):
+    for base in bases(copy):
         try:
             kept = unpacked(base / name, copy)
         except OSError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.snapshot.start_from_copy import DISK, MEMORY
 from tests.helpers import call, commit, environment, result, until
 from tests.slurm import runs
 
@@ -27,8 +28,8 @@ def test_two_nodes_of_two_ranks_end_with_the_local_runs_weights(slurm, tmp_path)
     assert (plan["nodes"], plan["ranks"]) == (2, 4)
     found = runs.status(tmp_path / "run")
     assert (found["state"], found["updates"], found["restarts"]) == ("finished", 10, 0)
-    local = Path(os.environ.get("TMPDIR", "/tmp"))  # noqa: S108  # only looked at
-    assert not list(local.glob(f"orchestrator-code-{os.getuid()}-*-{job}-0-n?"))
+    for base in {MEMORY, DISK, Path(os.environ.get("TMPDIR", DISK))}:
+        assert not list(base.glob(f"orchestrator-code-{os.getuid()}-*-{job}-0-n?"))
     assert not [path for path in (tmp_path / "run" / "code").iterdir() if path.is_dir()]
 
 

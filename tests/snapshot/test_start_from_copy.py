@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.snapshot import code_copy as snapshot
-from orchestrator.snapshot.start_from_copy import NAME, remove
+from orchestrator.snapshot import start_from_copy
+from orchestrator.snapshot.start_from_copy import DISK, MEMORY, NAME, SMALL_BYTES, bases, remove
 from tests.helpers import until
 
 PROGRAM = """\
@@ -135,3 +136,16 @@ def test_a_job_of_the_same_number_runs_its_own_code(start, copy, tmp_path):
     snapshot.take("mine.Job", tmp_path / "nowhere", copy)
     out, _ = start().communicate()
     assert Path(out.split()[0]).read_text() == "mine = 2\n"
+
+
+def test_without_tmpdir_what_is_small_is_in_memory_and_what_is_large_on_the_disk(copy, monkeypatch):
+    archive = Path(f"{copy}.tar")
+    monkeypatch.delenv("TMPDIR", raising=False)
+    assert bases(str(copy)) == [MEMORY, DISK, copy.parent]
+    os.truncate(archive, SMALL_BYTES + 1)
+    assert bases(str(copy)) == [DISK, copy.parent]
+    os.truncate(archive, SMALL_BYTES)
+    monkeypatch.setattr(start_from_copy, "MEMORY", copy / "nowhere")
+    assert bases(str(copy)) == [DISK, copy.parent]
+    monkeypatch.setenv("TMPDIR", "/scratch")
+    assert bases(str(copy)) == [Path("/scratch"), copy.parent]

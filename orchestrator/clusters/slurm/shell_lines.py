@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.clusters.slurm.safe_values import quoted
-from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE
+from orchestrator.lifecycle.topology import BATCH_COPY_VARIABLE, BATCH_PID_VARIABLE
 
 STOP_SIGNALS = "TERM INT HUP USR1 USR2"
 
@@ -20,8 +20,9 @@ def heeding(*, held: bool = False) -> Iterator[str]:
     for the ranks. srun takes USR2 for its tasks; of TERM it ends them, which only a launcher wants
     that holds the script (`allocation.py`).
     """
-    yield f"{BATCH_PID_VARIABLE}=$$"
-    yield f"export {BATCH_PID_VARIABLE}"
+    yield f"export {BATCH_PID_VARIABLE}=$$"
+    if not held:
+        yield f'export {BATCH_COPY_VARIABLE}="$SLURMD_NODENAME:${{TMPDIR-}}"'
     yield "told= srun="
     yield "heed() {"
     yield "    told=${told:-$1}"

@@ -1,8 +1,8 @@
 """What one rank publishes in the run folder, read by all others without wearing it out.
 
 Of each node only the first rank looks, ever more rarely; its neighbours ask it, over a socket that
-has no file. On its own node the publisher is asked, which knows without looking. Where nobody can
-be asked (it died, or a container hides it) they look for themselves.
+has no file. On its own node the publisher is asked, which knows without looking. While nobody can
+be asked (it has not begun, has ended already, or a container hides it) they look for themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from orchestrator.run_folder.rundir import write_atomically
 
 FIRST_S, OFTEN_S, RARE_S = 0.05, 0.75, 2.0
-ALONE_AFTER_S = 3.0
+ALONE_AFTER_S = 0.2
 ASK_S = 1.0
 HERE, LIFE_S = b" ", 0.05
 
@@ -52,6 +52,7 @@ class Notice:
         self._address = f"\0orchestrator-{digest[:32]}"
         self._relay = _Relay(self._address) if first else None
         self._looks, self._backoff = first, Backoff()
+        self._alone_at = self._began + ALONE_AFTER_S
 
     def publish(self, content: Any) -> None:
         """Write it for other nodes, and answer those of this one."""
@@ -99,11 +100,13 @@ class Notice:
         except TimeoutError:
             # It has no thread to answer: MindSpore's `init` waits for us with the interpreter held.
             return None if heard else self._look()
-        except OSError:  # it is not there yet, or never will be
-            if time.monotonic() - self._began > ALONE_AFTER_S:
-                self._looks = True
+        except OSError:  # it is not there yet, or not any more, or never will be
             time.sleep(FIRST_S)
-            return None
+            now = time.monotonic()
+            if now < self._alone_at:
+                return None
+            self._alone_at = now + min(now - self._began, RARE_S)
+            return self._look()
 
 
 def _other_users(connection: socket.socket) -> bool:

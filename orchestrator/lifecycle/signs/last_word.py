@@ -11,11 +11,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
+from orchestrator.lifecycle.topology import (
+    BASE_ATTEMPT_VARIABLE,
+    BATCH_COPY_VARIABLE,
+    BATCH_PID_VARIABLE,
+)
 from orchestrator.run_folder.files import read_end, read_text
 from orchestrator.run_folder.paths import RANKS_A_FOLDER
 from orchestrator.run_folder.rundir import RunDir
-from orchestrator.snapshot.start_from_copy import NAME
+from orchestrator.snapshot.start_from_copy import DISK, MEMORY, NAME
 
 SCRIPT = "after_rank.sh"
 MOST_BYTES = 512
@@ -71,9 +75,14 @@ def after_rank(run: RunDir, quoted: str) -> str:
 exec >/dev/null 2>&1
 run={quoted} rank=$SLURM_PROCID
 mine={NAME}-$(id -u) start=$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}-$SLURMD_NODENAME
-for copy in "${{TMPDIR:-/tmp}}/$mine"-*-"$start" "$run/{run.code.name}/$mine"-*-"$start"; do
-    [ ! -d "$copy" ] || flock -n "$copy" rm -rf "$copy"  # by the last on this node
-done
+if [ "${BATCH_COPY_VARIABLE}" != "$SLURMD_NODENAME:${{TMPDIR-}}" ] ||
+    ! kill -0 "${BATCH_PID_VARIABLE}"; then  # else the batch script runs from it, and removes it
+    for base in "${{TMPDIR:-{MEMORY}}}" {DISK} "$run/{run.code.name}"; do
+        for copy in "$base/$mine"-*-"$start"; do
+            [ ! -d "$copy" ] || flock -n "$copy" rm -rf "$copy"  # by the last on this node
+        done
+    done
+fi
 attempt=$((${BASE_ATTEMPT_VARIABLE} + ${{SLURM_RESTART_COUNT:-0}}))
 first=$((rank - rank % {RANKS_A_FOLDER})) folder=$run/{run.logs.name}
 [ "$first" = 0 ] || folder=$folder/$(printf 'ranks-%05d' "$first")

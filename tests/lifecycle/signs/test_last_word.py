@@ -1,5 +1,6 @@
 """Who ended without a last word: the shell that SLURM starts after each rank, as it is run."""
 
+import fcntl
 import os
 import shlex
 import subprocess
@@ -10,7 +11,9 @@ from orchestrator.clusters.slurm.root_cause import blame_slurm
 from orchestrator.lifecycle.signs.last_word import after_rank, say_last_word, wordless
 from orchestrator.lifecycle.stopping.departure import await_verdict
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
+from orchestrator.lifecycle.topology import BATCH_COPY_VARIABLE, BATCH_PID_VARIABLE
 from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.snapshot.start_from_copy import NAME
 
 GONE = "exited with code 0 before its training had ended"
 
@@ -28,7 +31,7 @@ def said(capsys, attempt, word):
     return capsys.readouterr().out
 
 
-def ended(run, rank, log, node="n1"):
+def ended(run, rank, log, node="n1", **more):
     """What becomes of a rank's end in the second start of a job that began with attempt 1."""
     path = run.rank_log(rank)
     path.parent.mkdir(exist_ok=True)
@@ -36,6 +39,7 @@ def ended(run, rank, log, node="n1"):
     env = {
         "PATH": os.environ["PATH"], "SLURM_PROCID": str(rank), "SLURMD_NODENAME": node,
         "SLURM_RESTART_COUNT": "1", "ORCHESTRATOR_BASE_ATTEMPT": "1",
+        **more,
     }  # fmt: skip
     script = after_rank(run, shlex.quote(str(run.path)))
     done = subprocess.run(["sh", "-c", script], env=env, capture_output=True, check=False)
@@ -89,3 +93,31 @@ def test_who_stood_still_is_blamed_before_those_that_gave_up_and_a_killed_rank_b
     assert culprit.cause == "the others waited in vain: it was still at micro-step 1, in f"
     run.srun_log(2).write_text(said + "srun: error: n1: task 1: Killed\n")
     assert blame_slurm(run, 2, {1: "n1"}, 1).rank == 1
+
+
+def test_the_last_rank_removes_the_code_unless_the_batch_script_is_there_to_go_on_with_it(
+    run, tmp_path
+):
+    copy = tmp_path / f"{NAME}-{os.getuid()}-{'0' * 16}-7-1-n1"
+    here = {
+        "SLURM_JOB_ID": "7", "TMPDIR": str(tmp_path), BATCH_PID_VARIABLE: str(os.getpid()),
+        BATCH_COPY_VARIABLE: f"n1:{tmp_path}",
+    }  # fmt: skip
+    with subprocess.Popen("true") as gone:
+        pass
+
+    def stays(**changed):
+        copy.mkdir(exist_ok=True)
+        ended(run, 0, "", **{**here, **changed})
+        return copy.exists()
+
+    assert stays()
+    assert not stays(**{BATCH_PID_VARIABLE: str(gone.pid)})
+    assert not stays(**{BATCH_COPY_VARIABLE: f"n0:{tmp_path}"})  # another node
+    assert not stays(**{BATCH_COPY_VARIABLE: "n1:"})  # a preamble chose another folder
+    assert not stays(**{BATCH_COPY_VARIABLE: "", BATCH_PID_VARIABLE: ""})  # in an allocation
+    copy.mkdir()
+    held = os.open(copy, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    assert stays(**{BATCH_PID_VARIABLE: str(gone.pid)}), "another rank runs from it"
+    os.close(held)
