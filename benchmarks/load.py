@@ -104,7 +104,7 @@ def _idle(pids: Iterable[int]) -> bool:
         return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
     before = used()
-    time.sleep(3.0)
+    time.sleep(3.0)  # the time over which it is looked at
     return used() - before < 0.1
 
 
@@ -161,7 +161,7 @@ def _scheduler_calls(counting: Counting, base: Path, seconds: float) -> list[lis
     try:
         time.sleep(30.0)  # all have started
         before = counting.calls
-        time.sleep(seconds)
+        time.sleep(seconds)  # the time that is counted
         watched = (counting.calls - before) * 60 / seconds
     finally:
         for watcher in watchers:

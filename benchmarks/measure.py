@@ -10,13 +10,14 @@ import json
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from math import gcd
 from pathlib import Path
 from typing import Any
+
+from slurm.polling import first_true
 
 RESULTS = Path(__file__).parent / "results"
 _VERSIONS = ("torch", "mindspore", "accelerate", "lightning-fabric", "submitit", "hydra-core")
@@ -107,11 +108,8 @@ def rows_of(figures: Mapping[str, Sequence[float]], reference: str) -> list[dict
 
 def wait_for(condition: Callable[[], Any], what: str, patience_s: float = 150.0) -> Any:
     """Its first value that is true. Raises `TimeoutError` when there is none in time."""
-    deadline = time.monotonic() + patience_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
+    if value := first_true(condition, seconds=patience_s):
+        return value
     raise TimeoutError(f"{what} did not come within {patience_s:g} s")
 
 

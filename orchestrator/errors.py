@@ -179,6 +179,21 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; known are: {', '.join(known)}" if known else ""
 
 
+def spans(numbers: Iterable[int]) -> list[str]:
+    """Numbers in order, neighbours joined.
+
+    >>> spans([3, 1, 2, 7])
+    ['1-3', '7']
+    """
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return [f"{first}" if first == last else f"{first}-{last}" for first, last in found]
+
+
 def describe_status(status: int) -> str:
     """An exit status in words.
 

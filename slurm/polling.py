@@ -2,23 +2,30 @@
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from slurm.errors import DevClusterError
 
 _FIRST_PAUSE_SECONDS = 0.005
 _LONGEST_PAUSE_SECONDS = 0.1
+Value = TypeVar("Value")
+
+
+def first_true(condition: Callable[[], Value], *, seconds: float) -> Value:
+    """What `condition` gives once that is true, else what it gave last; asked often at first, then
+    less so, for `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    pause = _FIRST_PAUSE_SECONDS
+    while not (value := condition()) and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    return value
 
 
 def becomes_true(condition: Callable[[], bool], *, seconds: float) -> bool:
-    """Whether `condition` becomes true within `seconds`; asked often at first, then less so."""
-    deadline = time.monotonic() + seconds
-    pause = _FIRST_PAUSE_SECONDS
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-    return True
+    """Whether `condition` becomes true within `seconds`."""
+    return first_true(condition, seconds=seconds)
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float, what: str) -> None:

@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 
+from slurm.polling import first_true
 from tests import warm
 
 ROOT = warm.ROOT
@@ -77,11 +77,8 @@ def commit(folder):
 
 def until(condition, timeout_s=60.0, what="the condition"):
     """Poll until `condition()` is true; give its value. Fails the test after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.02)
+    if value := first_true(condition, seconds=timeout_s):
+        return value
     raise AssertionError(f"{what} did not come true within {timeout_s} s")
 
 

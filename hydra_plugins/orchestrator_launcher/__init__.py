@@ -43,9 +43,8 @@ class OrchestratorLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        assert self._context is not None  # noqa: S101  # Hydra calls setup first
-        assert self._task is not None  # noqa: S101
-        assert self._config is not None  # noqa: S101
+        if self._context is None or self._task is None or self._config is None:
+            raise RuntimeError("Hydra calls a launcher's setup() before its launch()")
         own = getattr(self._task, "launch_points", None)
         if own is not None:
             return own(job_overrides, initial_job_idx)
@@ -59,8 +58,8 @@ class OrchestratorSweeper(BasicSweeper):
     """Hydra's own sweeper, which hands all points over at once and writes nothing before."""
 
     def sweep(self, arguments: list[str]) -> Any:
-        assert self.hydra_context is not None  # noqa: S101  # Hydra calls setup first
-        assert self.launcher is not None  # noqa: S101
+        if self.hydra_context is None or self.launcher is None:
+            raise RuntimeError("Hydra calls a sweeper's setup() before its sweep()")
         stated = [f"{key}={value}" for key, value in (self.params or {}).items()]
         loader = self.hydra_context.config_loader
         parsed = OverridesParser.create(config_loader=loader).parse_overrides([*stated, *arguments])

@@ -19,9 +19,11 @@ def begun(group=None, samples=24, **options):
     return Run({}).windows(samples, ours, **{**BATCH, **options}), ours, model
 
 
-def whole(window, ours, model):
-    for piece in window:
-        ours.backward(loss_of(model, len(piece)))
+def whole(window, ours, model, without=None):
+    """A window as it should be, but for the micro-batch of this number."""
+    for number, piece in enumerate(window):
+        if number != without:
+            ours.backward(loss_of(model, len(piece)))
     ours.boundary()
 
 
@@ -29,20 +31,14 @@ def whole(window, ours, model):
 def _():
     windows, ours, model = begun()
     for window in windows:
-        for number, piece in enumerate(window):
-            if number != 1:
-                ours.backward(loss_of(model, len(piece)))
-        ours.boundary()
+        whole(window, ours, model, without=1)
 
 
 @misuse("the last micro-batch skipped")
 def _():
     windows, ours, model = begun()
     for window in windows:
-        for number, piece in enumerate(window):
-            if number + 1 < len(window):
-                ours.backward(loss_of(model, len(piece)))
-        ours.boundary()
+        whole(window, ours, model, without=len(window) - 1)
 
 
 @misuse("`break` within a window, then `boundary()`")

@@ -122,18 +122,13 @@ def test_the_documented_job_runs_as_it_stands_in_the_docs(tmp_path):
 
 
 def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failing_point(tmp_path):
-    done = helpers.call(
-        "-m", TINY, SMALL, "train.updates=3", "job.fault=raise,null", "job.fault_after=2",
-        f"run.dir={tmp_path / 's'}",
-    )  # fmt: skip
+    line = ("-m", TINY, SMALL, "train.updates=3", "job.fault_after=2", f"run.dir={tmp_path / 's'}")
+    done = helpers.call(*line, "job.fault=raise,null")
     assert done.returncode == 1
     assert "1 of 2 points finished" in done.stdout
     assert "the tiny job was told to fail" in done.stdout
     assert helpers.result(tmp_path / "s" / "1")["state"] == "finished"
-    again = helpers.call(
-        "-m", TINY, SMALL, "train.updates=3", "job.fault=null,null", "job.fault_after=2",
-        f"run.dir={tmp_path / 's'}",
-    )  # fmt: skip
+    again = helpers.call(*line, "job.fault=null,null")
     assert again.returncode == 2
     assert "all points: they are equal; leave all but one of them out" in again.stderr
 

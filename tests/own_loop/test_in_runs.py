@@ -33,7 +33,7 @@ for window in run.windows(
     if run and not run.attempt:
         if window.update == 3:
             open("here-" + os.environ["RANK"], "w").close()
-        time.sleep(0.1)
+        time.sleep(0.1)  # the stop comes meanwhile, and not after the end
 whole = b"".join(weights.detach().numpy().tobytes() for weights in model.parameters())
 print("stopping" if run.stopping else "final", hashlib.sha256(whole).hexdigest(), flush=True)
 """

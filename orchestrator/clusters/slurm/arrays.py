@@ -23,6 +23,7 @@ from orchestrator.clusters.slurm.scripts import UNLIKE, patiently, script_name
 from orchestrator.clusters.slurm.task import Task
 from orchestrator.config.program_section import target_of
 from orchestrator.config.schema import Config
+from orchestrator.errors import spans
 from orchestrator.run_folder.files import make_folder, names_in
 from orchestrator.run_folder.rundir import RunDir, code_state_beside, write_atomically
 from orchestrator.scheduler.client import SlurmClient
@@ -158,7 +159,7 @@ def array_script(part: Sequence[Placed], at_once: int | None, largest: int) -> s
     stated["job-name"] = names.pop() if len(names) == 1 else sweep.name
     stated["output"] = f"{sweep}/%a/logs/batch.log" if not offset else "/dev/null"
     limit = f"%{at_once}" if at_once else ""
-    stated["array"] = spans([number - offset for number in numbers]) + limit
+    stated["array"] = ",".join(spans(number - offset for number in numbers)) + limit
     run = quoted(sweep) + ("/$SLURM_ARRAY_TASK_ID" if not offset else "/$number")
     return "\n".join([
         "#!/bin/bash",
@@ -173,18 +174,3 @@ def array_script(part: Sequence[Placed], at_once: int | None, largest: int) -> s
         f"exec bash {run}/submitit/{script_name(request.attempt)}.sh",
         "",
     ])  # fmt: skip
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Indices as SLURM takes them.
-
-    >>> spans([0, 1, 2, 5, 7, 8])
-    '0-2,5,7-8'
-    """
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)

@@ -41,7 +41,7 @@ class WideSGD(nn.Cell):
         self.velocity: Any = self.weights.clone("velocity", "zeros")
 
     def construct(self, gradients: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for weight, gradient, held in zip(self.weights, gradients, self.velocity):  # noqa: B905
+        for weight, gradient, held in zip(self.weights, gradients, self.velocity):  # noqa: B905  # compiled: no `strict`
             step = gradient + self.decay * weight
             if self.momentum:
                 step = held * self.momentum + step

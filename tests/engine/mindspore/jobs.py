@@ -115,7 +115,7 @@ class Unparsable(Weighted):
     def loss(self, model, batch):
         x, y, w = batch
         errors = ops.square(model(x) - y).sum(axis=1)
-        with open("/dev/null") as nothing:  # noqa: PTH123
+        with open("/dev/null") as nothing:  # noqa: PTH123  # what a user would write
             nothing.read()
         return Loss((errors * w).sum(), weight=w.sum(), metrics={"error": errors.sum()})
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.published_notice import Backoff, Notice
-from orchestrator.errors import RanksMissing, RendezvousError, StopRequested
+from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, spans
 from orchestrator.run_folder.rundir import write_atomically
 
 LINGER_S = 5.0
@@ -55,13 +55,7 @@ def ranks_in_words(numbers: list[int]) -> str:
     >>> ranks_in_words([3]), ranks_in_words([1, 2, 3, 7])
     ('rank 3', 'ranks 1-3, 7')
     """
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    words = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+    words = ", ".join(spans(numbers))
     return f"rank {words}" if len(numbers) == 1 else f"ranks {words}"
 
 

@@ -28,7 +28,7 @@ def on_ranks(folder, ranks, size, **more):
         try:
             one = spec(folder, rank, size, **more)
             found[rank] = obey(one) if rank else decide(one, lambda: {"port": 7})
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001  # looked at below
             found[rank] = error
 
     threads = [threading.Thread(target=be, args=(rank,)) for rank in ranks]

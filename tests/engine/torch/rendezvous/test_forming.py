@@ -121,7 +121,7 @@ def test_strangers_at_the_port_can_neither_end_a_start_nor_hang_it(tmp_path):
         with socket.create_connection(at, timeout=5) as stranger:
             stranger.sendall(garbage)
     _say_what_they_like(TCPStore(*at, None, timeout=timedelta(seconds=5), wait_for_workers=False))
-    time.sleep(0.2)
+    time.sleep(0.2)  # for what should not come
     assert results == {}
     second.start()
     for thread in (first, second):
