@@ -122,16 +122,21 @@ def bases(copy: str) -> list[Path]:
     """Where the code may be unpacked on this node, the best first."""
     if chosen := os.environ.get("TMPDIR"):
         found = [Path(chosen)]
-    elif Path(f"{copy}.tar").stat().st_size <= SMALL_BYTES and _runs_programs(MEMORY):
+    elif _serves(MEMORY, Path(f"{copy}.tar").stat().st_size):
         found = [MEMORY, DISK]
     else:
         found = [DISK]
     return [*found, Path(copy).parent]
 
 
-def _runs_programs(folder: Path) -> bool:
-    """Whether it is there, to be written, on a file system that programs may be started from."""
-    return os.access(folder, os.W_OK) and not os.statvfs(folder).f_flag & os.ST_NOEXEC
+def _serves(memory: Path, size: int) -> bool:
+    """Whether something of that size is small there, where others need room, too; and may be
+    written, and programs started from it.
+    """
+    if size > SMALL_BYTES or not os.access(memory, os.W_OK):
+        return False
+    facts = os.statvfs(memory)
+    return facts.f_bavail * facts.f_frsize >= 16 * size and not facts.f_flag & os.ST_NOEXEC
 
 
 def somewhere(copy: str) -> tuple[Path, int]:
