@@ -1,11 +1,17 @@
-"""Programs under a scheduler: the code that was submitted, one preemption, the culprit."""
+"""Programs under a scheduler: the code that was submitted, preemptions, the culprit."""
 
 import json
 import os
+import random
+import re
 import signal
+import time
 
-from tests.helpers import call, until
-from tests.programs import QUICK, TORCH, WAITS, script
+import pytest
+
+from tests.helpers import call, records, until
+from tests.programs import LOOP, QUICK, TORCH, WAITS, script
+from tests.slurm import runs
 from tests.slurm.runs import QUIET, SHAPE, job_of, release, status, verb, wait_over
 
 
@@ -75,3 +81,49 @@ def test_a_torch_script_runs_and_a_killed_rank_of_it_is_named(slurm, tmp_path):
     assert result["culprit"]["rank"] == 1
     assert "SIGKILL" in result["culprit"]["cause"]
     assert verb("status", tmp_path / "run").returncode == 0
+
+
+TIMES = int(
+    os.environ.get("PREEMPTIONS", "2")
+)  # ten, by hand, take 137 s; each costs SLURM 13 s and us little
+
+
+@pytest.mark.timeout(60 + 20 * TIMES)
+def test_taken_away_at_random_moments_it_goes_on_from_its_own_checkpoint_to_the_same_end(
+    slurm, tmp_path
+):
+    """By a requeue, or for a job that may have its nodes, both with KillWait or GraceTime to go."""
+    chance, updates, run = random.Random(TIMES), 100 + 150 * TIMES, tmp_path / "run"
+    script(tmp_path, LOOP)
+    submit(slurm, tmp_path, "cluster.partition=low", program=("train.py", str(updates)))
+    ways = chance.choices(("requeue", "preempt"), k=TIMES)
+    for attempt, way in enumerate(ways):
+        runs.wait_for_update(run, 0, attempt)
+        time.sleep(chance.uniform(0.0, 0.5))  # the moment is what is random here
+        if way == "requeue":
+            slurm.command("scontrol", "requeue", job_of(run))
+        else:
+            other = runs.occupy(slurm, "true", "-p", "high", "-N", "4", "--exclusive")
+            until(lambda other=other: runs.over(slurm, other), 60, "the preempting job's end")
+    local = script(tmp_path, LOOP, "alone.py")
+    alone = call(
+        "run", *SHAPE, f"run.dir={tmp_path / 'local'}", "--", local, str(updates),
+        module="orchestrator", cwd=tmp_path,
+    )  # fmt: skip
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    result = wait_over(slurm, run)
+    assert (result["state"], len(result["restarts"])) == ("finished", TIMES)
+
+    for rank in range(2):
+        said = log(tmp_path, rank)
+        began = [
+            tuple(map(int, at)) for at in re.findall(r"attempt (\d+) goes on with (\d+)", said)
+        ]
+        assert [attempt for attempt, _ in began] == [*range(TIMES + 1)]
+        starts = [first for _, first in began]
+        assert starts == sorted(set(starts)), "each went on from what the one before it had saved"
+        final = re.findall("^last .*", said, re.MULTILINE)[-1]
+        assert final in (tmp_path / "local" / "logs" / f"rank-{rank:05d}.log").read_text()
+    assert [record["update"] for record in records(run)] == [*range(updates)], "no gap, none twice"
+    found = status(run)
+    assert (found["restarts"], found["updates"]) == (TIMES, updates)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ LONGEST_LINE = 500
 RAISED = re.compile(
     r"(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b"
 )
+LOGGED = re.compile(
+    r"\[?(?:rank\d+\]:\[)?(?:(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b|[IWEF]\d{4} \d\d:)"
+)
+"""How a line of a log begins, as threads of frameworks write them while an exception is printed."""
 RANK_OF_TORCH = re.compile(r"^\[rank[0-9]+\]: ?")  # before each line, once its group is formed
 TRACEBACK = "Traceback (most recent call last):"
 BY_SHELL = 128
@@ -72,6 +77,8 @@ def raised_in(log: str) -> str | None:
     'ValueError: no'
     >>> raised_in("[rank1]: Traceback (most recent call last):\n[rank1]: OSError: 5")
     'OSError: 5'
+    >>> raised_in(f"{TRACEBACK}\nValueError: no\nsuch word\n[INFO] DISTRIBUTED(1): Start]\ndone")
+    'ValueError: no such word'
     >>> raised_in("all is well\n") is None
     True
     """
@@ -82,7 +89,8 @@ def raised_in(log: str) -> str | None:
     place = next((i for i, line in enumerate(lines) if RAISED.match(line)), None)
     if place is None:
         return None
-    words = [line.strip()[:LONGEST_LINE] for line in lines[place:][:MESSAGE_LINES]]
+    said = takewhile(lambda line: not LOGGED.match(line), lines[place:][:MESSAGE_LINES])
+    words = [line.strip()[:LONGEST_LINE] for line in said]
     return " ".join(word for word in words if word)
 
 
