@@ -15,7 +15,7 @@ from orchestrator.page.timeline import timeline
 from orchestrator.report.metrics import Record
 from orchestrator.report.summary import Summary
 from orchestrator.report.tables.closing_table import describe_culprit
-from orchestrator.report.tables.sweep import differences
+from orchestrator.report.tables.sweep import differences, names
 from orchestrator.report.tables.time_and_memory import verdict
 from orchestrator.report.terminal import harmless
 from orchestrator.report.units import (
@@ -59,14 +59,15 @@ def data_of(facts: Facts) -> dict[str, Any]:
     apart = differences(cells) if facts.sweep else [UNKNOWN] * len(cells)
     most = max(2, POINTS // max(1, len(cells)))
     varied = differing(facts.runs)
+    points = names(cells) if facts.sweep else ["1"]
     return {
         "title": facts.path.name,
         "path": str(facts.path),
         "sweep": facts.sweep,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "runs": [
-            _run(number, run, weights, most)
-            for number, (run, weights) in enumerate(zip(facts.runs, apart, strict=True), 1)
+            _run(point, run, weights, most)
+            for point, run, weights in zip(points, facts.runs, apart, strict=True)
         ],
         "figures": [{"key": key, "title": title} for key, title, _ in FIGURES],
         "metrics": list(dict.fromkeys(name for cell in cells for name in cell.summary.metrics)),
@@ -82,13 +83,13 @@ def data_of(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _run(number: int, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
+def _run(point: str, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
     cell, summary = run.cell, run.cell.summary
     result = cell.result or {}
     rows = _rows(cell.updates)
     drawn = thinned(rows, most)
     return {
-        "number": number,
+        "point": harmless(point),
         "name": harmless(run.name),
         "folder": str(cell.folder),
         "overrides": {key: _shown(key, value) for key, value in cell.overrides.items()},

@@ -29,12 +29,12 @@ def csv_of(data: Mapping[str, Any]) -> str:
     text = io.StringIO()
     writer = csv.writer(text)
     names = [f"held_out_{name}" for name in data["metrics"]]
-    writer.writerow(["number", "folder", *keys, "state", *figures, *names, "sha256"])
+    writer.writerow(["point", "folder", *keys, "state", *figures, *names, "sha256"])
     for run in data["runs"]:
         values = [run["figures"][key]["value"] for key in figures]
         metrics = [run["metrics"].get(name, {}).get("value") for name in data["metrics"]]
         swept = [run["overrides"].get(key) for key in keys]
-        row = [run["number"], run["folder"], *swept, run["state"], *values, *metrics, run["sha256"]]
+        row = [run["point"], run["folder"], *swept, run["state"], *values, *metrics, run["sha256"]]
         writer.writerow([_inert(value) for value in row])
     return text.getvalue()
 
@@ -57,12 +57,12 @@ def markdown_of(data: Mapping[str, Any]) -> str:
         figures = [run["figures"][figure["key"]]["text"] for figure in data["figures"]]
         metrics = [run["metrics"].get(name, {}).get("text", "-") for name in data["metrics"]]
         lines.append(
-            _row([run["number"], run["name"], run["state"], *figures, *metrics, run["weights"]])
+            _row([run["point"], run["name"], run["state"], *figures, *metrics, run["weights"]])
         )
     lines += ["", *(_plain(sentence) for sentence in data["sentences"])]
-    lines += [f"{run['number']}: {_plain(run['why'])}" for run in data["runs"] if run["why"]]
+    lines += [f"{_plain(run['point'])}: {_plain(run['why'])}" for run in data["runs"] if run["why"]]
     for run in data["runs"]:
-        lines += ["", f"{run['number']}: {_plain(run['name'])}", "", f"    {run['command']}"]
+        lines += ["", f"{_plain(run['point'])}: {_plain(run['name'])}", "", f"    {run['command']}"]
     return "\n".join(lines) + "\n"
 
 

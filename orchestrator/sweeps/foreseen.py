@@ -56,8 +56,8 @@ def row_of(cell: Cell) -> dict[str, Any]:
 def print_cells(cells: Sequence[Cell], console: Console) -> None:
     """A row for each point, and what those that are to run take together."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("no.", "point", "", "because", "nodes", "time at most", "GPU-hours"):
-        right = heading in ("no.", "nodes", "time at most", "GPU-hours")
+    for heading in ("run", "point", "", "because", "nodes", "time at most", "GPU-hours"):
+        right = heading in ("nodes", "time at most", "GPU-hours")
         table.add_column(heading, justify="right" if right else "left")
     varying = only_varying([cell.point.overrides for cell in cells])
     for cell, overrides in zip(cells, varying, strict=True):
@@ -65,7 +65,7 @@ def print_cells(cells: Sequence[Cell], console: Console) -> None:
         words = " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in overrides.items())
         todo = cell.do in (Do.BEGIN, Do.GO_ON)
         table.add_row(
-            str(cell.point.number),
+            literal(cell.run.path.name, console),
             literal(words, console),
             literal(cell.do.value, console, STYLES[cell.do]),
             literal(cell.why, console),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.report.tables.sweep import Cell
+from orchestrator.report.tables.sweep import Cell, names
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.resuming.rules import Kind, changes
 
@@ -21,20 +21,20 @@ OF_THE_PLAN = {
 
 def remarks(cells: Sequence[Cell]) -> list[str]:
     """What has to be known to read the differences from the first finished point."""
-    finished = [(number, cell) for number, cell in enumerate(cells, 1) if cell.finished]
+    finished = [(n, cell) for n, cell in zip(names(cells), cells, strict=True) if cell.finished]
     if len(finished) < 2:
         return []
     (_, first), *others = finished
     reference = RunDir(first.folder).read_config()
-    unlike: dict[int, list[str]] = {}
-    for number, cell in others:
+    unlike: dict[str, list[str]] = {}
+    for name, cell in others:
         causes = _causes(first, cell, reference, RunDir(cell.folder).read_config())
         if causes:
-            unlike[number] = causes
+            unlike[name] = causes
     said: list[str] = []
     if unlike:
         causes = ", ".join(dict.fromkeys(cause for found in unlike.values() for cause in found))
-        points = ", ".join(map(str, unlike))
+        points = ", ".join(unlike)
         said.append(
             f"Weights of point{'s' * (len(unlike) > 1)} {points} differ from the first finished "
             f"point's because other updates were made ({causes}), not by rounding."

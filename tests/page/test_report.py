@@ -16,7 +16,7 @@ def test_a_page_is_written_beside_the_runs_for_their_owner_alone(sweep):
     assert (done.returncode, done.stdout) == (0, f"report: {page}\n")
     assert page.read_text().startswith("<!doctype html>")
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
-    assert verb("report", sweep, "--format", "csv").stdout.startswith("number,folder,")
+    assert verb("report", sweep, "--format", "csv").stdout.startswith("point,folder,")
 
 
 @pytest.mark.parametrize(

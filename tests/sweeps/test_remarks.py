@@ -43,7 +43,7 @@ def test_another_global_batch_is_no_rounding(cells):
 def test_both_are_said_of_a_sweep_that_has_both(cells):
     many = "accumulation.global_batch=128 accumulation.steps=4"
     other, rounding = remarks(cells(many, "accumulation.global_batch=128", "train.seed=1", many))
-    assert other.startswith("Weights of point 3 differ")
+    assert other.startswith("Weights of point 2 differ")
     assert "train.seed" in other
     assert "magnifies" in rounding
 

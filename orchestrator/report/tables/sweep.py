@@ -81,19 +81,25 @@ def print_sweep(cells: Sequence[Cell], console: Console) -> None:
         keys = [c for c in columns if c.group == "key"]
         parts = [[c for c in columns if c.group == group] for group in ("cost", "outcome")]
         if any(_width([*keys, *part]) > console.width for part in parts):
-            # Nor are the points' names folded: they stand above, each by its number.
-            for number, cell in enumerate(cells, 1):
-                for line in broken(f"{number}: {cell.title}", console.width):
+            # Nor are the points' names folded: they stand above, each by its folder.
+            for name, cell in zip(names(cells), cells, strict=True):
+                for line in broken(f"{name}: {cell.title}", console.width):
                     say(console, line)
             keys = keys[:1]
         for part in parts:
             console.print(_table([*keys, *part], console))
-    for number, cell in enumerate(cells, 1):
+    for name, cell in zip(names(cells), cells, strict=True):
         if not cell.finished:
-            _print_failure(number, cell, console)
+            _print_failure(name, cell, console)
     done = sum(cell.finished for cell in cells)
     style = "green" if done == len(cells) else "bold red"
     say(console, f"{done} of {plural(len(cells), 'point')} finished", style)
+
+
+def names(cells: Sequence[Cell]) -> list[str]:
+    """What a point is called wherever one speaks of it: its folder, as in `logs SWEEP/POINT`."""
+    found = [cell.folder.name for cell in cells]
+    return found if len({*found}) == len(found) else [str(cell.folder) for cell in cells]
 
 
 def differences(cells: Sequence[Cell]) -> list[str]:
@@ -156,7 +162,7 @@ def _columns(cells: Sequence[Cell], console: Console) -> list[_Column]:
         text.style = STATE_STYLES.get(text.plain, "bold red")
     metrics = dict.fromkeys(name for f in figures for name in f.metrics)
     return [
-        column("key", "no.", (str(number) for number in range(1, len(cells) + 1))),
+        column("key", "run", names(cells)),
         *(
             column("key", short_key(key, keys), (str(c.overrides.get(key, "")) for c in cells))
             for key in keys
@@ -234,7 +240,7 @@ def _table(columns: Sequence[_Column], console: Console) -> Table:
     return table
 
 
-def _print_failure(number: int, cell: Cell, console: Console) -> None:
+def _print_failure(name: str, cell: Cell, console: Console) -> None:
     culprit = (cell.result or {}).get("culprit")
     why = describe_culprit(culprit) if culprit else f"{cell.summary.state}, see {cell.folder}"
-    say(console, f"point {number} ({cell.title}): {why}", "red")
+    say(console, f"point {name} ({cell.title}): {why}", "red")
