@@ -286,8 +286,6 @@ def test_mirrored_shards_change_no_number_and_take_what_is_planned():
         return digest(engine)
 
     bits, collectives, sent, parameters = run_in_threads(4, partial(rank, settings=SHARDED))[0]
-    wire = Wire(
-        ranks=4, itemsize=4, metric_count=len(Curve.metric_names), sharded=2
-    )
+    wire = Wire(ranks=4, itemsize=4, metric_count=len(Curve.metric_names), sharded=2)
     assert (collectives, sent) == (wire.collectives(parameters), wire.bytes_sent(parameters))
     assert bits == run_in_threads(4, plain)[0]
