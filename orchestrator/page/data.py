@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from orchestrator.page.facts import Facts, RunFacts, differing
+from orchestrator.page.hidden_values import hidden, shown
 from orchestrator.page.timeline import timeline
 from orchestrator.report.metrics import Record
 from orchestrator.report.summary import Summary
@@ -33,7 +34,6 @@ from orchestrator.sweeps.shown import accumulation_pairs
 POINTS = 24_000  # drawn in all lines together, so that the page stays below 2 MB
 DIGITS = 6
 MOST_MARKS = 100  # restarts of a run, the latest
-HIDDEN = ("token", "secret", "password", "passwd", "api_key", "apikey", "credential")
 
 
 def _per_second(value: float | None) -> str:
@@ -73,7 +73,7 @@ def data_of(facts: Facts) -> dict[str, Any]:
         "metrics": list(dict.fromkeys(name for cell in cells for name in cell.summary.metrics)),
         "programs": any(cell.plan.get("program") for cell in cells),
         "differing": [
-            {"key": key, "values": [_shown(key, value) for value in values]}
+            {"key": key, "values": [shown(key, value) for value in values]}
             for key, values in varied.items()
         ],
         "sentences": [
@@ -93,7 +93,7 @@ def _run(point: str, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
         "point": harmless(point),
         "name": harmless(run.name),
         "folder": str(cell.folder),
-        "overrides": {key: _shown(key, value) for key, value in cell.overrides.items()},
+        "overrides": {key: shown(key, value) for key, value in cell.overrides.items()},
         "state": summary.state,
         "why": _why(result),
         "weights": weights,
@@ -232,20 +232,5 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
 
 def _command(submission: Mapping[str, Any]) -> str:
     """The command that made the run, as it can be typed again."""
-    words = [_hidden(word) for word in submission.get("overrides") or []]
+    words = [hidden(word) for word in submission.get("overrides") or []]
     return f"python -m orchestrator.launch {shlex.join(words)}".rstrip()
-
-
-def _hidden(override: str) -> str:
-    key, equals, value = override.partition("=")
-    return f"{key}{equals}{_shown(key, value)}"
-
-
-def _shown(key: str, value: Any) -> str:
-    """A value as text, unless its key's name says that it is a secret.
-
-    >>> _shown("job.api_key", "x"), _shown("job.width", 3)
-    ('(hidden)', '3')
-    """
-    secret = any(word in key.lower() for word in HIDDEN)
-    return "(hidden)" if secret and value is not None else harmless(value)
