@@ -8,7 +8,7 @@ composition itself; nothing is taken out of a configuration afterwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +17,18 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from orchestrator.compose.alike import Alike
 from orchestrator.compose.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
+from orchestrator.compose.composed import Composed, at_home
 from orchestrator.compose.hydra_input import check_arguments, guarded
 from orchestrator.compose.hydra_loader import Loader
 from orchestrator.compose.hydra_settings import BASIC_SWEEPER, refuse_replaced, refuse_unused
 from orchestrator.config.job_source import builds_optimizer
-from orchestrator.config.program_section import is_program
-from orchestrator.config.reading import read_config
-from orchestrator.config.schema import Config, unknown_keys
+from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 
 IDENTITY = {"job": ("_target_",), "optimizer": ("_target_", "name")}
 """What says which job or optimizer a section describes; its other keys are that one's arguments."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Composed:
-    """A composed configuration as plain values, not yet checked.
-
-    Attributes:
-        values: every interpolation resolved.
-        overrides: that it was composed with, as typed.
-        sweeps: whether a sweep is asked for, by -m or by the configuration itself.
-        sweep_folder: where its points are gathered, unless `run.dir` says otherwise.
-        point_folder: in it, this point's.
-    """
-
-    values: dict[str, Any]
-    overrides: tuple[str, ...]
-    sweeps: bool
-    sweep_folder: Path
-    point_folder: Path
-
-    def config(self) -> Config:
-        """Checked against the schema and the rules.
-
-        Raises:
-            ConfigError: unknown keys, wrong types, values that cannot be used.
-        """
-        if sentences := unknown_keys(self.values):
-            raise ConfigError("\n".join(sentences))
-        with guarded():
-            return read_config(self.values)
 
 
 class Composer:
@@ -74,8 +44,11 @@ class Composer:
         self.params: list[str] = []  # what the configuration itself sweeps over
         self.searches = False  # whether points are chosen by what came of earlier ones
         self.loader = Loader(line.config_dir)
-        OmegaConf.register_new_resolver("sweep_name", self._sweep_name, replace=True)
+        telling = [f"{section}.{key}" for section, keys in IDENTITY.items() for key in keys]
+        self._alike = Alike(self.loader, line.config_name, telling)
+        OmegaConf.register_new_resolver("sweep_name", lambda: self._sweep_name, replace=True)
 
+    @cached_property
     def _sweep_name(self) -> str:
         """The name of the folder of this line's sweep: the same for the same keys, whatever values
         they are swept over, so that the line typed again finds what it has made.
@@ -133,10 +106,15 @@ class Composer:
 
     def _point(self, number: int, overrides: Sequence[str]) -> Composed:
         with guarded():
+            if alike := self._alike.composed(number, overrides):
+                return alike
+            self.loader.interpolated.clear()
             found = self.load(overrides, RunMode.RUN)
             with open_dict(found.hydra.job):
                 found.hydra.job.num, found.hydra.job.id = number, str(number)
-            return self._composed(found, overrides)
+            whole = self._composed(found, overrides)
+            self._alike.keep(overrides, found, whole)
+            return whole
 
     def load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
         """Compose; again without each shipped default that the user's statements replace.
@@ -199,7 +177,7 @@ class Composer:
                     if OmegaConf.is_config(node)
                     else node
                 )
-                values[str(key)] = _at_home(plain) if key == "job" else plain
+                values[str(key)] = at_home(plain) if key == "job" else plain
         sweep = found.hydra.sweep
         return Composed(
             values=values,
@@ -210,19 +188,6 @@ class Composer:
                 sweep.dir, "" if OmegaConf.is_missing(found.hydra.job, "num") else str(sweep.subdir)
             ),
         )
-
-
-def _at_home(value: Any) -> Any:
-    """`~/…` in a job's arguments, which are paths then, as the shell would have expanded it; a
-    program's command has been the shell's already.
-    """
-    if isinstance(value, dict) and is_program(value):
-        return {key: v if key == "command" else _at_home(v) for key, v in value.items()}
-    if isinstance(value, str):
-        return str(Path(value).expanduser()) if value.startswith("~/") else value
-    if isinstance(value, dict):
-        return {key: _at_home(inner) for key, inner in value.items()}
-    return [_at_home(inner) for inner in value] if isinstance(value, list) else value
 
 
 def compose(

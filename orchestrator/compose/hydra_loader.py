@@ -13,10 +13,12 @@ from pathlib import Path
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import IConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_search_path import SearchPathElement, SearchPathQuery
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
@@ -27,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from orchestrator.compose import resolvers
 from orchestrator.compose.command_line import CommandLine
 from orchestrator.compose.hydra_input import MOST_POINTS, register_checked_files
+from orchestrator.compose.interpolations import interpolations
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 
@@ -102,6 +105,18 @@ class Loader(ConfigLoaderImpl):
         setup_globals()  # Hydra's own resolvers
         resolvers.register()  # one of which replaces one of those
         super().__init__(search_path(config_dir))
+        self.interpolated: set[str] = set()  # keys that referred to others before overrides
+
+    def _compose_config_from_defaults_list(
+        self, defaults: list[ResultDefault], repo: IConfigRepository
+    ) -> DictConfig:
+        found = super()._compose_config_from_defaults_list(defaults, repo)
+        self.interpolated |= interpolations(found).keys()
+        return found
+
+    def files(self, primary: str) -> IConfigRepository:
+        """What can be chosen where no override adds to the search path."""
+        return self._parse_overrides_and_create_caching_repo(primary, [])[1]
 
     def origin(self, primary: str, overrides: Sequence[str], group: str) -> Origin:
         """Who chose what is in a group, and whether the user's files say something of it."""

@@ -15,7 +15,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, open_dict
 
-from orchestrator.compose.composer import Composed, Composer
+from orchestrator.compose.composed import Composed
+from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_input import guarded
 from orchestrator.errors import ConfigError
 

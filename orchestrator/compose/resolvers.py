@@ -42,6 +42,11 @@ def when_null(value: Any, then: Any, otherwise: Any) -> Any:
     return then if value is None else otherwise
 
 
+OURS = (dense_parameters, transformer_parameters, sum_of, when_null)
+CONSTANT = {*(resolver.__name__ for resolver in OURS), "now", "sweep_name", "oc.env"}
+"""Names of those that give the same for the same arguments as long as a command runs."""
+
+
 def register() -> None:
     """Make them known to OmegaConf, as `${dense_parameters:…}` and so on. May be called twice.
 
@@ -50,5 +55,5 @@ def register() -> None:
     """
     moment = datetime.now().astimezone()
     OmegaConf.register_new_resolver("now", moment.strftime, replace=True)
-    for resolver in (dense_parameters, transformer_parameters, sum_of, when_null):
+    for resolver in OURS:
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)

@@ -4,21 +4,52 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator.config.returned import DEFINITIONS
 from orchestrator.errors import JobError, did_you_mean
 
+Answer = TypeVar("Answer")
 BASE_JOB = ("orchestrator.job", "Job")
+
+
+_known: dict[tuple[str, Any], Any] | None = None  # what was asked and answered, while it is kept
+
+
+@contextlib.contextmanager
+def read_once() -> Generator[None]:
+    """Each source is read once for all that is asked inside, so that what is asked of many jobs is
+    answered quickly, and of one state of them.
+    """
+    global _known  # noqa: PLW0603  # what is asked inside asks through many functions
+    before, _known = _known, {} if _known is None else _known
+    try:
+        yield
+    finally:
+        _known = before
+
+
+def once(name: str, find: Callable[[str], Answer], asked: str) -> Answer:
+    """What `find` says of `asked`; where sources are read once, what it said the first time."""
+    if _known is None:
+        return find(asked)
+    if (name, asked) not in _known:
+        _known[name, asked] = find(asked)
+    return _known[name, asked]
 
 
 def find_module(dotted: str) -> ModuleSpec | None:
     """The module's spec, without running any package's `__init__`."""
+    return once("spec", _find_module, dotted)
+
+
+def _find_module(dotted: str) -> ModuleSpec | None:
     path: Any = None
     spec: ModuleSpec | None = None
     parts = dotted.split(".")
@@ -127,6 +158,10 @@ class SourceModule:
 
 def load_module(dotted: str) -> SourceModule | None:
     """Read a module's source; None when it has none (an extension, a namespace)."""
+    return once("source", _load_module, dotted)
+
+
+def _load_module(dotted: str) -> SourceModule | None:
     spec = find_module(dotted)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None

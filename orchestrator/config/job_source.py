@@ -22,6 +22,7 @@ from orchestrator.config.class_source import (
     lineage_of,
     load_module,
     no_module,
+    once,
 )
 from orchestrator.config.job_slips import refuse_slips
 from orchestrator.config.returned import DEFINITIONS, no_table
@@ -98,6 +99,10 @@ def check_target(job: Mapping[str, Any]) -> TargetFacts:
     Raises:
         JobError: the module or class does not exist, is not a job, or takes other arguments.
     """
+    return once("job", lambda _: _check_target(job), repr(job))
+
+
+def _check_target(job: Mapping[str, Any]) -> TargetFacts:
     dotted = str(job["_target_"])
     if find_module(dotted.split(".", maxsplit=1)[0]) is None and "." in dotted:
         raise JobError(no_module(f"job._target_={dotted}", dotted.rpartition(".")[0]))

@@ -27,6 +27,8 @@ def options_of(schema: type, values: Mapping[str, Any], key: str) -> Any:
     Raises:
         ConfigError: a key that the schema does not have, a wrong type, or one that has to be set.
     """
+    if schema is NoOptions and not values:
+        return NoOptions()
     if sentences := unknown_keys(values, schema, f"{key}."):
         raise ConfigError("\n".join(sentences))
     try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, cast
+from copy import copy
+from dataclasses import asdict, fields, make_dataclass
+from functools import cache, lru_cache
+from typing import Any, cast, get_type_hints
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.config.rules import check
@@ -39,8 +42,9 @@ def read_config(values: Any) -> Config:
         ConfigError: unknown keys, wrong types, values that cannot be used.
     """
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), as_they_are(values))
-        config = cast("Config", OmegaConf.to_object(merged))
+        config = _by_sections(values) or cast(
+            "Config", _typed(OmegaConf.structured(Config), values)
+        )
     except OmegaConfBaseException as error:
         reason = str(error).split("\n", maxsplit=1)[0]
         raise ConfigError(f"{error.full_key or 'the configuration'}: {reason}") from error
@@ -48,6 +52,43 @@ def read_config(values: Any) -> Config:
     return config
 
 
+def _typed(schema: DictConfig, values: Any) -> Any:
+    return OmegaConf.to_object(OmegaConf.merge(schema, as_they_are(values)))
+
+
+def _by_sections(values: Any) -> Config | None:
+    """As from all values at once, but each section once for all configurations that have it so: the
+    points of a sweep differ in one or two. None where only the whole tells what is wrong.
+    """
+    if not isinstance(values, Mapping) or not _alone().keys() >= values.keys():
+        return None
+    try:
+        found = {name: pickle.loads(_section(name, pickle.dumps(v))) for name, v in values.items()}  # noqa: S301  # pickled here
+    except (OmegaConfBaseException, pickle.PicklingError):
+        return None
+    return Config(**found)
+
+
+@cache
+def _alone() -> dict[str, DictConfig]:
+    """A schema with nothing but it, for each section."""
+    hints = get_type_hints(Config)
+    kinds = [make_dataclass(f.name, [(f.name, hints[f.name], copy(f))]) for f in fields(Config)]
+    return {kind.__name__: OmegaConf.structured(kind) for kind in kinds}
+
+
+@lru_cache(maxsize=1024)
+def _section(name: str, packed: bytes) -> bytes:
+    values = pickle.loads(packed)  # noqa: S301  # pickled above
+    return pickle.dumps(getattr(_typed(_alone()[name], {name: values}), name))
+
+
 def to_yaml(config: Config) -> str:
     """The text of config.yaml; `read_config` of it is the same configuration."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    return "".join(_yaml(pickle.dumps({name: v})) for name, v in asdict(config).items())
+
+
+@lru_cache(maxsize=1024)
+def _yaml(packed: bytes) -> str:
+    """Of one section, once for all configurations that have it so."""
+    return OmegaConf.to_yaml(OmegaConf.create(pickle.loads(packed)))  # noqa: S301  # as above

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_sweep import points_of
+from orchestrator.config.class_source import read_once
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ConfigError
 from orchestrator.report.terminal import literal, say
@@ -38,7 +39,8 @@ def cells_and_plans(composer: Composer) -> list[tuple[Cell, dict[str, Any]]]:
     points = checked(points_of(composer))
     cells = cells_of(points, force=any(point.config.sweep.force for point in points))
     refuse_beyond(cells)
-    return [(c, with_notes(c.point.plan, c.point.config)) for c in cells]
+    with read_once():
+        return [(c, with_notes(c.point.plan, c.point.config)) for c in cells]
 
 
 def row_of(cell: Cell) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from orchestrator.clusters.api import class_for
 from orchestrator.compose.command_line import key_of
-from orchestrator.compose.composer import Composed
+from orchestrator.compose.composed import Composed
+from orchestrator.config.class_source import read_once
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, UsageError
@@ -59,19 +60,9 @@ def checked(
     Raises:
         ConfigError: all that is wrong with them, each thing once with the points that have it.
     """
-    points: list[Point] = []
     wrong: dict[str, list[int]] = {}
-    for number, item in enumerate(found, first):
-        try:
-            if isinstance(item, ConfigError):
-                raise item
-            config = item.config()
-            plan = prepare(config)
-            _refuse_at_once(config)
-            points.append(Point(number=number, overrides=item.overrides, config=config, plan=plan))
-        except UsageError as error:
-            for sentence in str(error).split("\n"):
-                wrong.setdefault(sentence, []).append(number)
+    with read_once():
+        points = list(_each(found, first, wrong))
     if not wrong:
         wrong = dict(_equal(points))
     if wrong:
@@ -85,6 +76,23 @@ def checked(
         elif stated[folder] > 1 or apart:
             point.config.run.dir = str(Path(folder).absolute() / str(point.number))
     return points
+
+
+def _each(
+    found: Sequence[Composed | ConfigError], first: int, wrong: dict[str, list[int]]
+) -> Iterator[Point]:
+    """Those that can be; what is wrong with the others is put into `wrong`."""
+    for number, item in enumerate(found, first):
+        try:
+            if isinstance(item, ConfigError):
+                raise item
+            config = item.config()
+            plan = prepare(config)
+            _refuse_at_once(config)
+            yield Point(number=number, overrides=item.overrides, config=config, plan=plan)
+        except UsageError as error:
+            for sentence in str(error).split("\n"):
+                wrong.setdefault(sentence, []).append(number)
 
 
 def _refuse_at_once(config: Config) -> None:

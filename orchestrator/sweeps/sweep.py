@@ -10,7 +10,8 @@ from typing import Any
 from hydra.core.utils import JobReturn
 
 from orchestrator.clusters.api import Culprit, State, class_for
-from orchestrator.compose.composer import Composed, Composer
+from orchestrator.compose.composed import Composed
+from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_sweep import drive
 from orchestrator.errors import (
     EXIT_FAILED,

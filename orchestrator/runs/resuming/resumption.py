@@ -106,8 +106,7 @@ def resumption(
     if overrides or to is not None:
         config = to or _with(asdict(config), overrides, config_dir)
         made = changes(before, asdict(config))
-        program = isinstance(old, ProgramPlan)
-        refuse_other_numbers(made, str(run.path), program=program)
+        refuse_other_numbers(made, str(run.path))
         plan = _plan(config, known)
         if isinstance(old, Plan) and isinstance(plan, Plan):
             refuse_another_plan(old, plan, done, str(run.path))
