@@ -25,6 +25,11 @@ def final_weights(run: Path) -> Path:
     folder = RunDir(run).existing()
     saved = complete(folder.checkpoints)
     if not saved:
+        if folder.read_plan().get("program"):
+            raise RunFolderError(
+                f"{run} is a program's, which saves its weights its own way (in {run}/checkpoints, "
+                "if anywhere here); compare takes them as a safetensors file"
+            )
         raise RunFolderError(f"{run} has no weights yet: no checkpoint was written")
     return load(saved[-1], folder.identity).folder / WEIGHTS
 

@@ -49,6 +49,7 @@ class RunStatus:
         lost_updates: over all attempts; why: of the latest restart.
         reason: why it is pending, why it failed, or why it cannot be read.
         culprit: which rank failed first, and on which node.
+        program: what runs, where it is a training program as it is.
         warnings: of the latest attempt's ranks, each once, the latest last.
     """
 
@@ -72,6 +73,7 @@ class RunStatus:
     time_left_s: float | None = None
     reason: str | None = None
     culprit: str | None = None
+    program: str | None = None
     warnings: list[str] = field(default_factory=list[str])
 
     def __post_init__(self) -> None:
@@ -141,6 +143,7 @@ def from_folder(run: RunDir) -> RunStatus:
         why=next((str(note["why"]) for note in reversed(notes) if note["why"] != RESUMED), None),
         reason=culprit.get("cause") or (result or {}).get("why"),
         culprit=_named(culprit),
+        program=" ".join(map(str, plan["program"]["words"])) if plan.get("program") else None,
         warnings=_warnings(run),
     )
 

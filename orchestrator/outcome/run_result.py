@@ -11,6 +11,7 @@ from typing import Any
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from orchestrator.outcome.run_state import Culprit, State
 from orchestrator.report.metrics import read_metrics
+from orchestrator.report.summary import total
 from orchestrator.run_folder.rundir import RunDir
 
 EXIT_CODES = {
@@ -40,24 +41,27 @@ def write_end(
 def end_of(
     run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
 ) -> dict[str, Any]:
-    """An end from what is known: the state, the culprit, and the updates in metrics.jsonl.
+    """An end from what is known: the state, the culprit, the updates in metrics.jsonl, and how long
+    a program ran, all attempts together.
 
     Args:
         remark: why a failed run was not started again, where that needs saying.
     """
-    history = read_metrics(run.metrics)
-    last = history.updates[-1] if history.updates else {}
+    updates = read_metrics(run.metrics).updates
+    last = updates[-1] if updates else {}
+    told = [run.read(run.program_end(number)) for number in run.attempt_numbers()]
+    of_program = sum(end["seconds"] for end in told if end)
     return {
         "state": state.value,
         "updates": last.get("update", -1) + 1,
-        "samples": sum(record.get("samples", 0) for record in history.updates),
+        "samples": total(updates, "samples") or 0,
         "loss": last.get("loss"),
         "metrics": {},
         "weights_sha256": None,
         "peak_memory_bytes": [],
-        "collectives": sum(record.get("collectives", 0) for record in history.updates),
-        "bytes_on_wire": sum(record.get("bytes_on_wire", 0) for record in history.updates),
-        "seconds": sum(record.get("update_s", 0.0) for record in history.updates),
+        "collectives": total(updates, "collectives"),
+        "bytes_on_wire": total(updates, "bytes_on_wire"),
+        "seconds": of_program or total(updates, "update_s") or 0.0,
         "restarts": run.restarts(),
         "culprit": {**culprit.to_json(), "remark": remark} if culprit else None,
     }

@@ -71,6 +71,7 @@ def data_of(facts: Facts) -> dict[str, Any]:
         ],
         "figures": [{"key": key, "title": title} for key, title, _ in FIGURES],
         "metrics": list(dict.fromkeys(name for cell in cells for name in cell.summary.metrics)),
+        "programs": any(cell.plan.get("program") for cell in cells),
         "differing": [
             {"key": key, "values": [shown(key, value) for value in values]}
             for key, values in varied.items()

@@ -40,7 +40,7 @@ def summarize(result: Mapping[str, Any] | None, updates: Sequence[Record]) -> Su
     return Summary(
         state=str(result.get("state", "no result")),
         updates=count,
-        samples=_first(result.get("samples"), _total(updates, "samples")),
+        samples=_first(result.get("samples"), total(updates, "samples")),
         seconds=result.get("seconds") or None,  # no update was made, or none was told of
         seconds_per_update=seconds_per_update(updates),
         samples_per_second=_samples_per_second(result, updates),
@@ -80,9 +80,9 @@ def time_shares(updates: Sequence[Record]) -> dict[str, float]:
     >>> time_shares([{"compute_s": 6.0, "wait_s": 2.0, "optimizer_s": 1.0, "update_s": 10.0}])
     {'compute': 0.6, 'wait': 0.2, 'optimizer': 0.1, 'other': 0.1}
     """
-    parts = {name: _total(updates, f"{name}_s") for name in ("compute", "wait", "optimizer")}
+    parts = {name: total(updates, f"{name}_s") for name in ("compute", "wait", "optimizer")}
     known = {name: seconds for name, seconds in parts.items() if seconds is not None}
-    whole = max(_total(updates, "update_s") or 0.0, sum(known.values()))
+    whole = max(total(updates, "update_s") or 0.0, sum(known.values()))
     if not known or whole <= 0:
         return {}
     shares = {name: seconds / whole for name, seconds in known.items()}
@@ -114,7 +114,8 @@ def _peak(result: Mapping[str, Any], updates: Sequence[Record]) -> int | None:
     return max(ranks or seen, default=None)
 
 
-def _total(updates: Sequence[Record], name: str) -> Any:
+def total(updates: Sequence[Record], name: str) -> Any:
+    """The sum of what updates say under a name; None where none says it."""
     values = [r[name] for r in updates if r.get(name) is not None]
     return sum(values) if values else None
 

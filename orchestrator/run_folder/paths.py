@@ -74,6 +74,10 @@ class RunPaths:
         """What a program that uses torch's `record` says of its exception."""
         return self.attempt(attempt) / f"error-{rank:05d}.json"
 
+    def program_end(self, attempt: int) -> Path:
+        """How long a program ran, by rank 0's parent, which nothing ended before it."""
+        return self.attempt(attempt) / "program.json"
+
     def stop_asked(self, attempt: int) -> Path:
         """Where a rank of a program says that it was asked to stop; see `inside/stop.py`."""
         return self.attempt(attempt) / STOP_ASKED

@@ -36,7 +36,7 @@ SHAPES: dict[str, Shape] = {
     "result.json": {
         "state!": STATES, "updates!": WHOLE, "samples": WHOLE, "loss": MAYBE_NUMBER,
         "metrics": TABLE, "weights_sha256": MAYBE_TEXT, "peak_memory_bytes": LIST, "memory": TABLE,
-        "collectives": WHOLE, "bytes_on_wire": WHOLE, "seconds": NUMBER,
+        "collectives": MAYBE_WHOLE, "bytes_on_wire": MAYBE_WHOLE, "seconds": NUMBER,
         "planned_updates": MAYBE_WHOLE, "planned_collectives_per_update": MAYBE_WHOLE,
         "culprit?": CULPRIT, "restarts": [RESTART], "why": TEXT, "survived": [SURVIVED],
     },
@@ -48,6 +48,7 @@ SHAPES: dict[str, Shape] = {
                         "grace_s": MAYBE_NUMBER},
     "handle.json": {"kind": TEXT, "job_id!": TEXT, "attempt": WHOLE, "slurm_conf": MAYBE_TEXT},
     "restart.json": RESTART,
+    "program.json": {"seconds!": NUMBER},
     "timeline.json": {"windows!": [
         {"kind!": TEXT, "update!": WHOLE, "compute_s!": NUMBERS, "wait_s!": NUMBERS,
          "optimizer_s!": NUMBERS, "update_s!": NUMBERS},

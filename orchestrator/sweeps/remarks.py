@@ -21,6 +21,8 @@ OF_THE_PLAN = {
 
 def remarks(cells: Sequence[Cell]) -> list[str]:
     """What has to be known to read the differences from the first finished point."""
+    if any(cell.plan.get("program") for cell in cells):  # whose weights are their own
+        return []
     finished = [(n, cell) for n, cell in zip(names(cells), cells, strict=True) if cell.finished]
     if len(finished) < 2:
         return []

@@ -291,18 +291,56 @@ def test_programs_in_other_languages_and_modules_run_as_well(tmp_path):
     assert "module ['lr=0.1']" in (tmp_path / "second/logs/rank-00000.log").read_text()
 
 
-def test_arguments_of_a_script_are_swept_and_end_in_the_table(tmp_path):
-    script(tmp_path, f"{QUICK}print('given', sys.argv[1:])\n")
+SWEPT = f"""{QUICK}
+from orchestrator import current_run as run
+print("given", sys.argv[1:])
+if "--lr=0.1" in sys.argv:
+    run.report(0, loss=0.125, samples=64)
+"""
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Two points of a script, of which the second reports nothing: their folder, and the table."""
+    tmp_path = tmp_path_factory.mktemp("swept")
+    script(tmp_path, SWEPT)
     done = helpers.call(
         "-m", "cluster.nodes=1", "cluster.ranks_per_node=1", "job.arguments.lr=0.1,0.01",
         "hydra.sweep.dir=sweep", "--", "train.py", "--name", "it's ${HOME}, [a]",
         cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"lr.*0\.1\b", done.stdout, flags=re.DOTALL)
+    return tmp_path / "sweep", done.stdout
+
+
+def test_arguments_of_a_script_are_swept_and_end_in_the_table(swept):
+    sweep, printed = swept
+    heads = re.search(r"^.*\blr\b.*state.*$", printed, flags=re.MULTILINE)[0].split()
+    assert heads[2:] == ["state", "time", "update", "loss"], "what is known of no point is left out"
+    time, other = r"\d+ ms|\d\.\d\d s", r"\S+ m?s|-"
+    assert re.search(rf" 0\.1 +finished +({time}) +({other}) +0\.1250\s*$", printed, re.MULTILINE)
+    assert re.search(rf" 0\.01 +finished +({time}) +- +-\s*$", printed, re.MULTILINE)
+    assert "Weights" not in printed, "nobody knows them"
     for number, rate in enumerate(("0.1", "0.01")):
-        text = (tmp_path / f"sweep/{number}/logs/rank-00000.log").read_text()
+        text = (sweep / f"{number}/logs/rank-00000.log").read_text()
         assert f"given {['--name', 'it' + chr(39) + 's ${HOME}, [a]', f'--lr={rate}']}" in text
+
+
+def test_every_verb_has_a_word_for_programs_that_report_and_for_those_that_do_not(swept):
+    sweep, _ = swept
+    told, untold = sweep / "0", sweep / "1"
+    assert re.search(r"updates +1\b.*loss +0\.1250", helpers.verb("status", told).stdout, re.DOTALL)
+    assert re.search(r"train\.py .*\n.*updates +\u2013", helpers.verb("status", untold).stdout)
+    assert "last loss  0.1250" in helpers.verb("attach", told).stdout
+    assert "given" in helpers.verb("logs", untold).stdout
+    assert helpers.verb("report", untold).returncode == 0
+    assert "reported no update" in (untold / "report.html").read_text()
+    refused = helpers.verb("compare", told, untold)
+    assert refused.returncode == 2
+    assert "is a program's, which saves its weights its own way" in refused.stderr
+    anew = helpers.verb("resume", untold, "job.arguments.lr=1")
+    assert (anew.returncode, "Traceback" in anew.stderr) == (2, False)
+    assert "is a new run" in anew.stderr, anew.stderr
 
 
 def test_ranks_that_ask_stop_after_the_same_update_and_their_figures_have_no_gap(tmp_path):

@@ -49,7 +49,7 @@ from orchestrator.rank.program.environment import (
 )
 from orchestrator.rank.program.joining import Joining
 from orchestrator.rank.writing.rank_log import send_output_to
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.run_warnings import warn, warn_into
 
 TICK_S = 0.25
@@ -122,9 +122,13 @@ class _Parent:
         self._attendance.begin(config)
         self._attendance.restarted()
         start = self._start_of(config, program)
-        child = self._child = self._begin(start)
+        child, began = self._begin(start), time.monotonic()
+        self._child = child
         self._attendance.at_a_program()
         status = self._wait(child, start, config)
+        if self._topology.rank == 0:
+            ran = {"seconds": time.monotonic() - began}
+            write_json(self._run.program_end(self._attempt), ran)
         said = self._said()
         self._collect()
         agreed = read_number(str(self._run.stop_after(self._attempt))) != NOT_YET

@@ -125,6 +125,8 @@ def _rows_of_program(
     rows += _restarts(result.get("restarts") or [], program=True)
     if summary.seconds:
         rows.append(("time", format_seconds(summary.seconds), ""))
+    if summary.samples_per_second:
+        rows.append(("speed", format_rate(summary.samples_per_second), ""))
     return rows
 
 

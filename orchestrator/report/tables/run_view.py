@@ -74,6 +74,8 @@ def _rows(run: Shown, course: Sequence[float]) -> list[tuple[str, str, str]]:
         rows.append(("", said, style if run.reason else "dim"))
     if run.state in UNREADABLE:
         return rows
+    if run.program:
+        rows.append(("program", run.program, ""))
     rows.append(("updates", updates_done(run), ""))
     if run.loss is not None:
         rows.append(("loss", format_number(run.loss), "bold"))

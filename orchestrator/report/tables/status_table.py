@@ -71,6 +71,8 @@ class Shown(Protocol):
     @property
     def why(self) -> str | None: ...
     @property
+    def program(self) -> str | None: ...
+    @property
     def time_left_s(self) -> float | None: ...
     @property
     def reason(self) -> str | None: ...
@@ -90,7 +92,9 @@ def short_name(folder: Path, here: Path) -> str:
 
 
 def updates_done(run: Shown) -> str:
-    """Updates done, of how many where that is known."""
+    """Updates done, of how many where that is known; a program need not say."""
+    if run.program and not run.updates:
+        return NONE
     of = f"/{format_count(run.total)}" if run.total is not None else ""
     return f"{format_count(run.updates)}{of}"
 

@@ -161,7 +161,8 @@ def _columns(cells: Sequence[Cell], console: Console) -> list[_Column]:
     for text in state.values:
         text.style = STATE_STYLES.get(text.plain, "bold red")
     metrics = dict.fromkeys(name for f in figures for name in f.metrics)
-    return [
+    losses = [] if metrics else [(cell.result or {}).get("loss") for cell in cells]
+    found = [
         column("key", "run", names(cells)),
         *(
             column("key", short_key(key, keys), (str(c.overrides.get(key, "")) for c in cells))
@@ -179,6 +180,7 @@ def _columns(cells: Sequence[Cell], console: Console) -> list[_Column]:
             )
             for name in metrics
         ),
+        column("outcome", "final loss", map(format_number, losses or [None] * len(cells))),
         column(
             "outcome",
             "collectives /update",
@@ -191,6 +193,7 @@ def _columns(cells: Sequence[Cell], console: Console) -> list[_Column]:
         ),
         column("outcome", "weights differ by", differences(cells)),
     ]
+    return [c for c in found if c.group == "key" or any(v.plain != "-" for v in c.values)]
 
 
 def broken(text: str, width: int) -> list[str]:

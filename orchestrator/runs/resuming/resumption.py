@@ -106,7 +106,8 @@ def resumption(
     if overrides or to is not None:
         config = to or _with(asdict(config), overrides, config_dir)
         made = changes(before, asdict(config))
-        refuse_other_numbers(made, str(run.path))
+        program = isinstance(old, ProgramPlan)
+        refuse_other_numbers(made, str(run.path), program=program)
         plan = _plan(config, known)
         if isinstance(old, Plan) and isinstance(plan, Plan):
             refuse_another_plan(old, plan, done, str(run.path))

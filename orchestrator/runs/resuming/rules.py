@@ -121,7 +121,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     ]
 
 
-def refuse_other_numbers(made: list[Change], run: str) -> None:
+def refuse_other_numbers(made: list[Change], run: str, *, program: bool = False) -> None:
     """Raises `ConfigError` naming every change that makes other numbers, and what can be done."""
     wrong: list[str] = []
     for change in made:
@@ -133,11 +133,16 @@ def refuse_other_numbers(made: list[Change], run: str) -> None:
         )
         wrong.append(f"a run cannot go on with {change.text}: {why}")
     if wrong:
-        raise ConfigError("\n".join([*wrong, anew(run)]))
+        raise ConfigError("\n".join([*wrong, anew(run, program=program)]))
 
 
-def anew(run: str) -> str:
+def anew(run: str, *, program: bool = False) -> str:
     """What to do instead."""
+    if program:
+        return (
+            f"a program with other words is a new run; what this one saved stays in "
+            f"{run}/checkpoints"
+        )
     return (
         f"to go on from these weights with other settings, start a new run: "
         f"train.initial_weights={run}"
