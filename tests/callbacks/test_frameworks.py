@@ -16,16 +16,18 @@ def log(run, rank):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The three as they are: the run that ends with rank 1's error, torchrun's output."""
+    """The three as they are, on two nodes of two ranks: the run that ends with rank 1's error, and
+    what four of torchrun's printed.
+    """
     folder = tmp_path_factory.mktemp("plain")
     script(folder, PLAIN)
     failed = helpers.call(
-        "run", "cluster.ranks_per_node=1", f"run.dir={folder / 'run'}", "--", "train.py", "--die",
+        "run", f"run.dir={folder / 'run'}", "--", "train.py", "--die",
         module="orchestrator", cwd=folder, timeout=170,
     )  # fmt: skip
     assert failed.returncode == 1, failed.stdout + failed.stderr
     peer = helpers.call(
-        "--standalone", "--nproc-per-node=2", "train.py",
+        "--standalone", "--nproc-per-node=4", "train.py",
         module="torch.distributed.run", cwd=folder, timeout=170, GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
     return folder / "run", peer
@@ -37,7 +39,8 @@ def test_unmodified_they_end_with_the_losses_that_they_have_under_torchrun(plain
     told = re.compile(r"final (\w+) (\d+\.\d+(?:e-\d+)?)")
     theirs = sorted(told.findall(peer.stdout))
     assert {name for name, _ in theirs} == {"accelerate", "lightning", "trainer"}, peer.stderr
-    ours = sorted(told.findall(log(run, 0)) + told.findall(log(run, 1)))
+    ours = sorted(ending for rank in range(4) for ending in told.findall(log(run, rank)))
+    assert len(ours) == 12
     assert ours == theirs
 
 
