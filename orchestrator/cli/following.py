@@ -59,6 +59,9 @@ def logs(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     rank: Annotated[int | None, typer.Option(min=0, help="Whose; rank 0's by default.")] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the run ends.")] = False,
+    lines: Annotated[
+        int | None, typer.Option("-n", "--lines", min=0, help="Its last lines only.")
+    ] = None,
     verbose: Verbose = False,
 ) -> None:
     """Print a rank's log."""
@@ -68,11 +71,11 @@ def logs(
 
     folder = RunDir(run.absolute()).existing()
     if follow:
-        for text in control.follow(folder, rank):
+        for text in control.follow(folder, rank, lines):
             sys.stdout.write(text)
             sys.stdout.flush()
         return
-    for text in control.text_of(control.log_of(folder, rank)):
+    for text in control.text_of(control.log_of(folder, rank), lines):
         sys.stdout.write(text)
 
 

@@ -104,11 +104,30 @@ def read_text(path: Path, *, at_most: int = LIMIT_BYTES) -> str:
         raise RunFolderError(f"{path} is damaged: it is not UTF-8 ({error.reason})") from error
 
 
-def blocks(path: Path) -> Iterator[bytes]:
-    """A regular file piece by piece, in bounded memory."""
+def blocks(path: Path, start: int = 0) -> Iterator[bytes]:
+    """A regular file from a byte on, piece by piece, in bounded memory."""
     with os.fdopen(open_regular(path), "rb") as file:
+        file.seek(start)
         while block := file.read(BLOCK):
             yield block
+
+
+def start_of_last(path: Path, lines: int) -> int:
+    """Where the last lines of a regular file begin, read from its end, in bounded memory."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        wanted, whole = lines, end  # the newline that ends the file begins no line
+        while end:
+            start = max(0, end - BLOCK)
+            file.seek(start)
+            block = file.read(end - start)[: whole - 1 - start]
+            if (found := block.count(b"\n")) >= wanted:
+                at = len(block)
+                for _ in range(wanted):
+                    at = block.rindex(b"\n", 0, at)
+                return start + at + 1
+            wanted, end = wanted - found, start
+    return 0
 
 
 def read_end(path: Path, at_most: int) -> bytes:

@@ -13,7 +13,7 @@ from orchestrator.clusters.api import Handle, handle_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
 from orchestrator.report.tables.status_table import UNREADABLE
 from orchestrator.report.terminal import HarmlessStream
-from orchestrator.run_folder.files import BLOCK, blocks, open_regular
+from orchestrator.run_folder.files import blocks, start_of_last
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.status import statuses
 
@@ -47,19 +47,22 @@ def log_of(run: RunDir, rank: int | None) -> Path:
     return run.batch_log if run.batch_log.exists() else path
 
 
-def text_of(path: Path) -> Iterator[str]:
-    """A log's text, made harmless, in bounded memory; nothing when there is no such file."""
+def text_of(path: Path, lines: int | None = None) -> Iterator[str]:
+    """A log's text, or its last lines, made harmless, in bounded memory; nothing when there is no
+    such file.
+    """
     harmless = HarmlessStream()
     try:
-        for block in blocks(path):
+        for block in blocks(path, 0 if lines is None else start_of_last(path, lines)):
             yield harmless.feed(block)
     except FileNotFoundError:
         return
     yield harmless.rest()
 
 
-def follow(run: RunDir, rank: int | None) -> Iterator[str]:
-    """A log's text as it grows, made harmless, until the run has ended.
+def follow(run: RunDir, rank: int | None, lines: int | None = None) -> Iterator[str]:
+    """A log's text, or its last lines, and what follows as it grows, made harmless, until the run
+    has ended.
 
     Raises:
         RunFolderError: whether it has ended cannot be known, since it is damaged or private.
@@ -70,12 +73,11 @@ def follow(run: RunDir, rank: int | None) -> Iterator[str]:
         current = run.rank_log(rank or 0)
         if path is None and current.exists():
             path = current
+            offset = 0 if lines is None else start_of_last(path, lines)
         if path is not None:
-            with os.fdopen(open_regular(path), "rb") as file:
-                file.seek(offset)
-                while content := file.read(BLOCK):
-                    offset += len(content)
-                    yield harmless.feed(content)
+            for content in blocks(path, offset):
+                offset += len(content)
+                yield harmless.feed(content)
         if standing.over:
             yield harmless.rest()
             return

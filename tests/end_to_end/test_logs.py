@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 
+from orchestrator.outcome.run_result import write_end
+from orchestrator.outcome.run_state import State
 from tests.helpers import command, environment, verb
 from tests.run_folder.test_files import made
 
@@ -45,6 +47,14 @@ def test_a_log_larger_than_memory_is_printed(tmp_path):
         )  # fmt: skip
     assert done.returncode == 0, done.stderr[-500:]
     assert (tmp_path / "shown").stat().st_size == 150 << 20
+
+
+def test_the_end_of_a_long_log_can_be_had_alone(tmp_path):
+    run = made(tmp_path / "run")
+    run.rank_log(0).write_bytes(b"early\n" * 10_000 + b"late\nlast\n")
+    write_end(run, State.FINISHED)
+    for more in ((), ("-f",)):
+        assert verb("logs", run.path, "-n", "2", *more).stdout == "late\nlast\n"
 
 
 @pytest.mark.parametrize("what", ["link", "fifo"])

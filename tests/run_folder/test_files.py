@@ -18,7 +18,8 @@ from orchestrator.lifecycle.signs.progress import ProgressWriter
 from orchestrator.outcome.lock_holder import held
 from orchestrator.report.metrics import read_metrics
 from orchestrator.report.safetensors_file import SafetensorsFile
-from orchestrator.run_folder.files import open_regular, read_bytes
+from orchestrator.run_folder import files
+from orchestrator.run_folder.files import open_regular, read_bytes, start_of_last
 from orchestrator.run_folder.rundir import (
     INITIAL_BYTES,
     INITIAL_DIGEST,
@@ -263,3 +264,14 @@ def test_one_damaged_run_hides_no_other_in_status(tmp_path):
     assert [status.state for status in found] == ["damaged", "damaged", "lost", "damaged"]
     assert found[2].folder == sound.path
     assert "plan.json is damaged: it is not UTF-8" in found[0].reason
+
+
+def test_the_last_lines_of_a_file_are_found_wherever_pieces_of_it_end(tmp_path, monkeypatch):
+    chance, path = random.Random(5), tmp_path / "log"
+    for _ in range(400):
+        text = "".join(chance.choices("ab\n", k=chance.randrange(24)))
+        monkeypatch.setattr(files, "BLOCK", chance.randint(1, 9))
+        path.write_text(text)
+        for lines in range(6):
+            wanted = "".join(text.splitlines(keepends=True)[-lines:] if lines else [])
+            assert text[start_of_last(path, lines) :] == wanted, (text, lines)
