@@ -80,7 +80,7 @@ def logs(
 
 
 def cancel(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's: all its points.")],
     now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -88,5 +88,12 @@ def cancel(
     del verbose
     from orchestrator.run_folder.rundir import RunDir
     from orchestrator.runs import control
+    from orchestrator.runs.status import expand
 
-    say(Console(), control.cancel(RunDir(run.absolute()).existing(), now=now))
+    folder = RunDir(run.absolute())
+    runs = expand([folder.path])
+    if [found.path for found in runs] == [folder.path]:
+        say(Console(), control.cancel(folder.existing(), now=now))
+        return
+    for sentence in control.cancel_sweep(folder.path, runs, now=now):
+        say(Console(), sentence)

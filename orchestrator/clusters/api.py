@@ -25,7 +25,6 @@ from orchestrator.outcome.folder_status import (
     ENDED_STATES,
     RunStatus,
     has_begun,
-    kind_of,
     looked_at,
 )
 from orchestrator.outcome.lock_holder import is_held, signal_holder
@@ -179,9 +178,39 @@ class Cluster(ABC):
             cluster.submit(request)
 
     @classmethod
+    def adopt(cls, folder: RunDir) -> str:
+        """Finish what a command was about that was ended while it submitted.
+
+        Args:
+            folder: a run's, or a sweep's, with a submitting.json. A kind of cluster whose `submit`
+                writes one finds out here what became of it.
+
+        Returns:
+            What was found out, as a sentence; "" where another has done it meanwhile.
+
+        Raises:
+            ClusterError: it cannot be known yet.
+        """
+        raise ClusterError(f"{folder.submitting}: {cls.__name__} does not know such a file")
+
+    @classmethod
     def handle(cls, run: RunDir) -> Handle:
         """A run that was placed here, found again."""
         return Held(run)
+
+    @classmethod
+    def cancel_all(cls, runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
+        """Stop runs at their next boundaries, or at once, as `Handle.cancel` does.
+
+        Returns:
+            What happens to each, as said of it ("stops at …"). Those that are over are left out.
+        """
+        found: dict[Path, str] = {}
+        for run in runs:
+            handle = cls.handle(run)
+            said = handle.cancel(now=now)
+            found[run.path] = said.removeprefix(f"{handle.title} ").removeprefix(f"{run.path} ")
+        return found
 
     @classmethod
     def look(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
@@ -249,8 +278,3 @@ def class_for(config: Config) -> type[Cluster]:
 def class_of(kind: str) -> type[Cluster]:
     """What a kind of cluster is. Raises `ConfigError` where it is not installed."""
     return CLUSTERS.load(kind, Cluster)
-
-
-def handle_of(run: RunDir) -> Handle:
-    """A run as its cluster finds it again; one that was never handed to any has a launcher."""
-    return class_of(kind_of(run)).handle(run) if run.handle.exists() else Held(run)

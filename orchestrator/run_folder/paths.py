@@ -36,11 +36,18 @@ class RunPaths:
         self.lock = path / ".lock"
         # A run on a scheduler: where it was placed, the code that it runs, and what it was told.
         self.handle = path / "handle.json"
+        self.submitting = path / "submitting.json"  # for as long as it may become a job
         self.code = path / "code"
         self.submitit = path / "submitit"
         self.batch_log = self.logs / "batch.log"
         self.cancel = path / "cancel"
         self.newest_attempt = self.attempts / "newest"
+
+    @property
+    def may_be_queued(self) -> bool:
+        """Whether a scheduler knows it, or may: then it is not ours alone to take back."""
+        beside = self.path.parent / self.submitting.name  # that of an array
+        return any(place.exists() for place in (self.handle, self.submitting, beside))
 
     def attempt(self, number: int) -> Path:
         """Folder of one attempt (a start or restart): rendezvous, failures, progress."""

@@ -47,6 +47,8 @@ SHAPES: dict[str, Shape] = {
     "submission.json": {"cluster": TEXT, "command": LIST, "overrides": LIST, "folder": TEXT,
                         "grace_s": MAYBE_NUMBER},
     "handle.json": {"kind": TEXT, "job_id!": TEXT, "attempt": WHOLE, "slurm_conf": MAYBE_TEXT},
+    "submitting.json": {"kind!": TEXT, "script!": TEXT, "attempt!": WHOLE, "before!": TEXT,
+                        "slurm_conf!": MAYBE_TEXT, "elements!": TABLE, "time!": NUMBER},
     "restart.json": RESTART,
     "program.json": {"seconds!": NUMBER},
     "timeline.json": {"windows!": [

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from orchestrator.clusters.api import Handle, handle_of
+from orchestrator.clusters.api import Cluster, Handle, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
+from orchestrator.outcome.lock_holder import is_held, signal_holder
+from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.tables.status_table import UNREADABLE
 from orchestrator.report.terminal import HarmlessStream
 from orchestrator.run_folder.files import blocks, start_of_last
+from orchestrator.report.units import plural
+
 from orchestrator.run_folder.rundir import RunDir
+from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.status import statuses
 
 FOLLOW_S = 0.2
@@ -29,6 +35,47 @@ def cancel(run: RunDir, *, now: bool = False) -> str:
         A sentence that says what happens. Raises `ClusterError` when there is nothing to stop.
     """
     return handle_of(run).cancel(now=now)
+
+
+def cancel_sweep(folder: Path, runs: Sequence[RunDir], *, now: bool) -> list[str]:
+    """Stop all points of a sweep that are not over, and the command that runs them here.
+
+    Returns:
+        What happens, a sentence for all points that it happens to. Raises `ClusterError` when there
+        is nothing to stop, or the scheduler cannot be told.
+    """
+    sweep, said = RunDir(folder), list[str]()
+    if is_held(sweep):
+        signal_holder(sweep, *((signal.SIGINT, signal.SIGTERM) if now else (signal.SIGINT,)))
+        how = "at once" if now else "at its next update boundary, with a checkpoint"
+        said.append(f"the command that runs the sweep was told to end; what it runs stops {how}")
+    open_ones = [s for s in statuses(runs)[0] if s.state not in (*OVER, *UNREADABLE)]
+    members: dict[type[Cluster], list[RunDir]] = {}
+    found: dict[str, list[Path]] = {}
+    for status in open_ones:
+        run = RunDir(status.folder)
+        if run.handle.exists():
+            members.setdefault(class_of(status.cluster), []).append(run)
+        elif not is_held(sweep):  # somebody resumed it by itself
+            said.append(handle_of(run).cancel(now=now))
+    for cluster, some in members.items():
+        for path, words in cluster.cancel_all(some, now=now).items():
+            found.setdefault(words, []).append(path)
+    for words, paths in found.items():
+        said.append(f"{_named(paths, folder)}{': each' * (len(paths) > 1)} {words}")
+    if not said:
+        raise ClusterError(
+            f"none of the {plural(len(runs), 'point')} in {folder} is queued or running; there is "
+            f"nothing to cancel"
+        )
+    return said
+
+
+def _named(paths: Sequence[Path], sweep: Path) -> str:
+    names = [str(path.relative_to(sweep)) for path in paths]
+    if all(name.isdigit() for name in names):
+        return named_numbers("point", sorted(map(int, names)))
+    return ", ".join(names)
 
 
 def log_of(run: RunDir, rank: int | None) -> Path:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.api import Admission, Cluster, cluster_of, handle_of
+from orchestrator.clusters.api import Admission, Cluster, cluster_of
 from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer_rules import check_builder
@@ -39,6 +39,7 @@ from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.report.metrics import Tail
 from orchestrator.report.terminal import command, say
 from orchestrator.run_folder.rundir import SEALED, RunDir
+from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.console import Manner
 from orchestrator.runs.interrupts import Interrupts
 from orchestrator.runs.new_folder import new_folder
@@ -170,7 +171,7 @@ def begun(
                         interrupts=interrupts,
                     )  # fmt: skip
         except UsageError:  # before anything was trained; the message says all
-            if not run.metrics.exists() and not run.handle.exists():
+            if not run.metrics.exists() and not run.may_be_queued:
                 run.withdraw()
             raise
 

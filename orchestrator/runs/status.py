@@ -25,6 +25,8 @@ from orchestrator.report.metrics_glance import loss_course
 from orchestrator.report.tables.status_table import UNREADABLE
 from orchestrator.run_folder.rundir import RunDir
 
+from orchestrator.runs.found_again import settle_submissions
+
 
 def find_runs(below: Path) -> list[Path]:
     """All run folders below a folder, those of sweeps included, oldest name first.
@@ -77,9 +79,9 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
     runs = list(runs)
     found: dict[Path, RunStatus] = {}
     alone: dict[str, list[RunDir]] = {}
+    sentences, unknown = settle_submissions(runs)
     for run in runs:
         found[run.path] = looked_at(run, partial(_first_look, run, alone))
-    sentences: list[str] = []
     for kind, members in alone.items():
         try:
             cluster = class_of(kind)
@@ -88,6 +90,9 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
             by_hearts(members, found)
         else:
             sentences += cluster.look(members, found)
+    for path, why in unknown.items():
+        if found[path].state not in UNREADABLE:
+            found[path] = replace(found[path], state="unknown", reason=why)
     return [found[run.path] for run in runs], sentences
 
 

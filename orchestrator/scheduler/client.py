@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from orchestrator.errors import ClusterError
 from orchestrator.scheduler.environment import clean_environment
@@ -193,13 +194,27 @@ class SlurmClient:
         """Begin a command without waiting for its answer."""
         return Asked(self._argv(command), self.environment(command[0]))
 
-    def ask(self, *command: str, text: str | None = None, timeout_s: float = TIMEOUT_S) -> Answer:
-        """Run a command to its end. Raises `SchedulerDown` when nobody answers."""
+    def ask(
+        self,
+        *command: str,
+        text: str | None = None,
+        timeout_s: float = TIMEOUT_S,
+        holding: int | None = None,
+    ) -> Answer:
+        """Run a command to its end. Raises `SchedulerDown` when nobody answers.
+
+        Args:
+            holding: a descriptor that it keeps open for as long as it runs, whatever becomes of
+                us. A Ctrl-C at our terminal is not its concern then.
+        """
         argv = self._argv(command)
+        own: dict[str, Any] = {"timeout": timeout_s}
+        if holding is not None:
+            own |= {"pass_fds": (holding,), "start_new_session": True}
         try:
             done = subprocess.run(
                 argv, input=text or "", env=self.environment(command[0]), capture_output=True,
-                text=True, errors="replace", timeout=timeout_s, check=False,
+                text=True, errors="replace",  check=False, **own,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise SchedulerDown(f"{command[0]} did not answer within {timeout_s:g} s") from error

@@ -7,6 +7,7 @@ every earlier run of a requeued job, where there is accounting.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -166,6 +167,30 @@ def accounted(client: SlurmClient, ids: Iterable[str]) -> dict[str, list[Job]] |
             )
         )
     return runs
+
+
+def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> list[tuple[str, str]]:
+    """(job or array, what sbatch was given) of a user's jobs by sacct; none without accounting.
+
+    Args:
+        since: seconds since 1970 of the earliest submission; clocks may differ by a day.
+
+    Raises:
+        SchedulerDown: there is accounting, but it does not answer.
+    """
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86400))
+    answer = client.ask("sacct", "-nPXD", "-u", str(user_id), "-S", start, "-o", "JobID,SubmitLine")
+    if answer.code and "accounting storage is disabled" in answer.words.lower():
+        return []
+    if answer.code:
+        raise SchedulerDown(f"the accounting gave no answer: {answer.words}")
+    found: list[tuple[str, str]] = []
+    for line in answer.out.splitlines():
+        job, _, submitted = line.partition("|")
+        _, _, script = submitted.partition("sbatch --parsable ")
+        if script:
+            found.append((job.partition("_")[0], script))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -90,7 +90,7 @@ def _request(ready: Ready) -> Request:
 
 def _withdraw(made: Sequence[Ready]) -> None:
     for ready in made:
-        if not ready.run.handle.exists():
+        if not ready.run.may_be_queued:
             ready.run.withdraw()
 
 

@@ -10,7 +10,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from orchestrator.clusters.api import Admission, Handle, Request
 from orchestrator.clusters.slurm.admission.partitions import Gres, read_gres
@@ -91,15 +90,13 @@ class CurrentAllocation(OnSlurm):
         """Start the step."""
         from orchestrator.clusters.slurm.submission import Executor
 
-        class Placed(Executor):
-            def _place(self, path: Path) -> str:
-                del path  # it is queued already, and runs
-                return os.environ[JOB]
-
         run = RunDir(request.run)
         self.lay_out(request)
         client, name = SlurmClient(self.config.cluster.slurm_conf), f"{request.attempt:03d}"
-        Placed(run.submitit, request.text, client, name).submit(Task(str(run.path)))
+        # it is queued already, and runs
+        Executor(run.submitit, request.text, name, lambda _: os.environ[JOB]).submit(
+            Task(str(run.path))
+        )
         own = {**client.environment("srun"), JOB: os.environ[JOB]}
         return StepHandle(request, run.submitit / f"{name}.sh", own)
 

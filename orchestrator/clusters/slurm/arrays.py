@@ -19,8 +19,8 @@ from typing import Protocol
 from orchestrator.clusters.api import Handle, Request
 from orchestrator.clusters.slurm.elements import ARRAYS, NUMBER
 from orchestrator.clusters.slurm.safe_values import quoted
-from orchestrator.clusters.slurm.scripts import UNLIKE, patiently, script_name
-from orchestrator.clusters.slurm.task import Task
+from orchestrator.clusters.slurm.scripts import UNLIKE, script_name
+from orchestrator.clusters.slurm.task import write_task
 from orchestrator.config.program_section import target_of
 from orchestrator.config.schema import Config
 from orchestrator.errors import spans
@@ -42,7 +42,6 @@ class Member(Protocol):
     def submit(self, request: Request) -> Handle: ...
     def copy_code(self, run: Path, into: Path) -> None: ...
     def write_epilog(self, run: RunDir) -> None: ...
-    def write_handle(self, run: RunDir, attempt: int, job_id: str) -> None: ...
 
 
 Placed = tuple[Member, Request]
@@ -101,9 +100,7 @@ def _number(member: Placed) -> int:
 
 def _submit(part: Sequence[Placed], at_once: int | None) -> None:
     """One array, of runs that are alike."""
-    from submitit.core.utils import DelayedSubmission  # as slow as all of submitit
-
-    from orchestrator.clusters.slurm.submission import sbatch
+    from orchestrator.clusters.slurm.queueing import queue
 
     cluster, request = part[0]
     sweep, attempt = request.run.parent, request.attempt
@@ -118,6 +115,7 @@ def _submit(part: Sequence[Placed], at_once: int | None) -> None:
         run, target = RunDir(asked.run), target_of(member.config.job)
         copy = copies.get(target if isinstance(target, str) else target.command)
         member.write_epilog(run)
+        write_task(run)
         text = member.request(asked.run, attempt, copy).text
         write_atomically(run.submitit / f"{script_name(attempt)}.sh", text)
         if copy is not None:  # which code it is, for whoever reads this run alone
@@ -128,12 +126,9 @@ def _submit(part: Sequence[Placed], at_once: int | None) -> None:
     largest = _largest(cluster.config.cluster.slurm_conf)
     script = _next(sweep / ARRAYS).with_suffix(".sh")
     write_atomically(script, array_script(part, at_once, largest))
-    client = SlurmClient(cluster.config.cluster.slurm_conf)
-    job: str = patiently(lambda: sbatch(client, script), tell=cluster.tell)
-    for member, asked in part:
-        run, element = RunDir(asked.run), f"{job}_{int(asked.run.name) % largest}"
-        member.write_handle(run, attempt, element)
-        DelayedSubmission(Task(str(run.path))).dump(run.submitit / f"{element}_submitted.pkl")
+    elements = {a.run.name: str(int(a.run.name) % largest) for _, a in part}
+    conf = cluster.config.cluster.slurm_conf
+    queue(RunDir(sweep), script, attempt, conf, elements, tell=cluster.tell)
 
 
 def _next(folder: Path) -> Path:

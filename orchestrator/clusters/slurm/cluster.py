@@ -6,7 +6,6 @@ days later. The run folder says how training goes, the scheduler says where the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -17,11 +16,11 @@ from orchestrator.clusters.slurm.arrays import submit_as_arrays
 from orchestrator.clusters.slurm.batch_script import Here, batch_script
 from orchestrator.clusters.slurm.on_slurm import OnSlurm
 from orchestrator.clusters.slurm.scripts import UNLIKE, patiently, script_name
-from orchestrator.clusters.slurm.task import Task
+from orchestrator.clusters.slurm.task import Task, write_task
 from orchestrator.clusters.slurm.watch import SlurmHandle
 from orchestrator.config.schema import Config, node_range
 from orchestrator.outcome.folder_status import RunStatus
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.client import SlurmClient
 
 _said: dict[tuple[object, ...], Verdict] = {}
@@ -70,28 +69,20 @@ class SlurmCluster(OnSlurm):
 
     def submit(self, request: Request) -> SlurmHandle:
         """Queue it; the run folder then holds the job's id, so that anyone can follow it."""
+        from orchestrator.clusters.slurm.queueing import queue
         from orchestrator.clusters.slurm.submission import Executor
 
         run = RunDir(request.run)
         self.lay_out(request)
-        client = SlurmClient(self.config.cluster.slurm_conf)
-        executor = Executor(run.submitit, request.text, client, script_name(request.attempt))
-        job_id: str = patiently(lambda: executor.submit(Task(str(run.path))).job_id, tell=self.tell)
-        self.write_handle(run, request.attempt, job_id)
-        return SlurmHandle(run)
+        number, conf = request.attempt, self.config.cluster.slurm_conf
 
-    def write_handle(self, run: RunDir, attempt: int, job_id: str) -> None:
-        """What anybody finds the job by."""
-        write_json(
-            run.handle,
-            {
-                "kind": "slurm",
-                "job_id": job_id,
-                "attempt": attempt,
-                "slurm_conf": self.config.cluster.slurm_conf,
-                "time": time.time(),
-            },
-        )
+        def place(script: Path) -> str:
+            return queue(run, script, number, conf, tell=self.tell)
+
+        write_task(run)
+        executor = Executor(run.submitit, request.text, script_name(number), place)
+        executor.submit(Task(str(run.path)))
+        return SlurmHandle(run)
 
     @classmethod
     def submit_all(
@@ -99,6 +90,20 @@ class SlurmCluster(OnSlurm):
     ) -> None:
         """As arrays, see `arrays.py`."""
         submit_as_arrays([(c, r) for c, r in placed if isinstance(c, SlurmCluster)], at_once)
+
+    @classmethod
+    def adopt(cls, folder: RunDir) -> str:
+        """See `queueing.py`."""
+        from orchestrator.clusters.slurm.queueing import adopt
+
+        return adopt(folder)
+
+    @classmethod
+    def cancel_all(cls, runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
+        """By one scancel; see `cancelling.py`."""
+        from orchestrator.clusters.slurm.cancelling import cancel_all
+
+        return cancel_all(runs, now=now)
 
     @classmethod
     def handle(cls, run: RunDir) -> SlurmHandle:

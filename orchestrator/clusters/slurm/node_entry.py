@@ -31,6 +31,9 @@ def rank(folder: str) -> None:
         _first_of_node(Path(folder).parent)
     from submitit.core.submission import process_job
 
+    from orchestrator.clusters.slurm.task import find_task
+
+    find_task(Path(folder))
     process_job(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -9,6 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED
+from orchestrator.run_folder.rundir import RunDir
+
+TASK = "task.pkl"  # beside what submitit looks for, which is called by the job's id
+
+
+def write_task(run: RunDir) -> None:
+    """Write what the ranks are told to do, before there is a job: it needs nobody then who knows
+    its id.
+    """
+    from submitit.core.utils import DelayedSubmission  # as slow as all of submitit
+
+    DelayedSubmission(Task(str(run.path))).dump(run.submitit / TASK)
+
+
+def find_task(folder: Path) -> None:
+    """Give it the name by which submitit looks for it in this job, where nobody has yet."""
+    from submitit.core.utils import JobPaths
+    from submitit.slurm.slurm import SlurmJobEnvironment
+
+    task = folder / TASK
+    if task.exists():
+        with contextlib.suppress(FileExistsError):  # another rank, or who has submitted it
+            os.link(task, JobPaths(folder, job_id=SlurmJobEnvironment().job_id).submitted_pickle)
 
 
 @dataclass(frozen=True, slots=True)

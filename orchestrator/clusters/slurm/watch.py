@@ -4,23 +4,20 @@ the scheduler. Neither is waited for: a scheduler that does not answer holds not
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.api import Culprit, Handle, State
 from orchestrator.clusters.root_cause import tail
-from orchestrator.clusters.slurm.elements import is_element
+from orchestrator.clusters.slurm.cancelling import UNSENT, cancel_all, end, stop
 from orchestrator.clusters.slurm.news import News
 from orchestrator.clusters.slurm.root_cause import blame_slurm
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, RunFolderError, describe_status
-from orchestrator.outcome.run_result import write_end
-from orchestrator.run_folder.rundir import RunDir, read_json, write_json
+from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.client import SchedulerDown
 from orchestrator.scheduler.jobs import (
     Job,
@@ -35,7 +32,6 @@ from orchestrator.scheduler.shared_queue import Pace, SharedQueue
 FRESH_S = 2.5  # a job that was just queued has no news before
 RESULT_GRACE_S = 5.0
 UNSEEN_S = 15.0
-CANCEL_S, LOOK_S = 5.0, 0.2
 SAID = "error: "  # how the batch script says why it gives up
 CAUSES = {
     "CANCELLED": "cancelled through the scheduler (scancel)",
@@ -197,27 +193,11 @@ class SlurmHandle(Handle):
         if job is None or job.waiting:
             self.kill()
             return
-        with self._marked_cancelled("stop"):
-            self.client.must("scancel", "--signal=USR2", self.job_id)
+        stop(self.client, {self._run: self.job_id})
 
     def kill(self) -> None:
         """End the job at once, queued or running; what follows the last checkpoint is lost."""
-        with self._marked_cancelled("now"):
-            self.client.must("scancel", self.job_id)
-
-    @contextlib.contextmanager
-    def _marked_cancelled(self, how: str) -> Generator[None]:
-        """What makes the ranks end rather than depart: written before they get any signal, and
-        taken back when the signal could not be sent, for then the run was not cancelled.
-        """
-        before = read_json(self._run.cancel)
-        write_json(self._run.cancel, {"how": how, "time": time.time()})
-        try:
-            yield
-        except ClusterError:
-            if before is None:
-                self._run.cancel.unlink(missing_ok=True)
-            raise
+        end(self.client, {self._run: self.job_id})
 
     @property
     def waiting_for(self) -> str:
@@ -231,47 +211,18 @@ class SlurmHandle(Handle):
         return f"{self.title}, {job.state.lower()}" if job is not None and job.alive else ""
 
     def cancel(self, *, now: bool) -> str:
-        job = self._asked_now()
-        if job is None or not job.alive:
+        said = cancel_all([self._run], now=now).get(self._run.path)
+        if said is None:
             raise ClusterError(
                 f"{self._run.path} is not queued or running ({self.title}); there is nothing to "
                 f"cancel"
             )
-        if not self._is_ours(job):
-            raise ClusterError(
-                f"{self.title}, which {self._run.handle} names, is not this run's: it runs "
-                f"{job.command}; nothing was sent"
-            )
-        if now or job.waiting:
-            self.kill()
-            if job.waiting:
-                self._await_the_end()
-            return f"{self.title} is cancelled; resume goes on from the newest checkpoint"
-        self.stop()
-        still = f"; until then, {job.standstill}" if job.standstill else ""
-        return (
-            f"{self.title} stops at its next update boundary, with a checkpoint{still}; "
-            f"--now ends it at once"
-        )
+        if said.endswith(UNSENT):
+            raise ClusterError(f"{self.title}, {said}")
+        return f"{self.title} {said}"
 
     def _asked_now(self) -> Job | None:
         return queued(self.client, [self.job_id]).get(self.job_id)
-
-    def _is_ours(self, job: Job) -> bool:
-        """Whether a job's batch script, as the scheduler knows it, is one in this run's folder."""
-        script = Path(os.path.realpath(job.command))
-        own = script.is_relative_to(os.path.realpath(self._run.submitit))
-        return own or is_element(self._run.path, script, job.id)
-
-    def _await_the_end(self) -> None:
-        """A job that has not begun ends at once, and has no batch script to say so."""
-        deadline = time.monotonic() + CANCEL_S
-        while time.monotonic() < deadline:
-            job = self._asked_now()
-            if job is None or not job.alive:
-                write_end(self._run, State.STOPPED)
-                return
-            time.sleep(LOOK_S)
 
     def close(self) -> None:
         self._queue.close()

@@ -5,11 +5,10 @@ import tempfile
 
 import pytest
 
-from orchestrator.clusters.slurm.submission import Executor
+from orchestrator.clusters.slurm.queueing import queue
 from orchestrator.errors import ClusterError
 from orchestrator.run_folder.rundir import write_json
 from orchestrator.runs.status import statuses
-from orchestrator.scheduler.client import SlurmClient
 from tests.run_folder.test_files import made
 
 HELD = "7|PENDING||1:00|0:00|N/A|launch failed requeued held|/x.sh"
@@ -91,10 +90,12 @@ def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(
     calls = say("sbatch", answer)
     say("scontrol", "ClusterName             = own")
     say("scancel", "")
-    executor = Executor(tmp_path, "#!/bin/sh\n", SlurmClient(), "000")
+    run = made(tmp_path / "run")
     if accepted:
-        assert executor._submit_command("").job_id == "7"
+        assert queue(run, tmp_path / "000.sh", 0, None) == "7"
+        assert run.read_handle()["job_id"] == "7"
         return
     with pytest.raises(ClusterError, match="Submit it on a login node of far"):
-        executor._submit_command("")
+        queue(run, tmp_path / "000.sh", 0, None)
     assert calls()[-1] == "scancel --clusters=far 7"
+    assert not run.may_be_queued
