@@ -249,30 +249,36 @@ def test_ranks_that_end_early_or_with_codes_of_their_own_or_say_too_much(tmp_pat
     assert not [p for p in helpers.processes_of("1000.75") if p.cmdline()[0] == "sleep"]
 
 
-def test_a_rank_that_never_joins_the_others_is_named(tmp_path):
-    """Rank 3 stands in an import; the others wait at the port, as torch's store has them do."""
+@pytest.mark.parametrize("stuck", [3, 0])
+def test_a_rank_that_never_joins_the_others_is_named(tmp_path, stuck):
+    """It stands in an import; the others wait at the port, as torch's store has them do."""
     script(
         tmp_path,
         f"""{QUICK}
 place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-if rank == 3:
+if rank == int(what):
     time.sleep(600)
 if rank == 0:
     server = socket.create_server(("", place[1]))
     taken = [server.accept() for _ in range(3)]
-while True:
+until = time.monotonic() + 8
+while time.monotonic() < until:
     try:
         link = socket.create_connection(place)
-        break
+        time.sleep(600)
     except OSError:
         time.sleep(0.05)
-time.sleep(600)
+raise ConnectionRefusedError("Connection refused")
 """,
     )
-    done = call(tmp_path, "cluster.rendezvous_timeout_s=3")
+    done = call(tmp_path, "cluster.rendezvous_timeout_s=3", program=("train.py", str(stuck)))
     assert done.returncode == 1
-    assert culprit(tmp_path)["rank"] == 3
-    assert "has not joined the others" in culprit(tmp_path)["cause"]
+    assert culprit(tmp_path)["rank"] == stuck
+    if stuck:
+        assert "has not joined the others" in culprit(tmp_path)["cause"]
+    else:
+        assert "has not opened the port where the ranks meet" in culprit(tmp_path)["cause"]
+        assert re.search(r"warning: .*rank 0 has not opened", done.stdout + done.stderr)
 
 
 def test_programs_in_other_languages_and_modules_run_as_well(tmp_path):

@@ -5,6 +5,10 @@ that torch gives it. Its own parent sees that the place is served and that it ha
 it. One that does not use a processor either is given up after `cluster.rendezvous_timeout_s`; one
 that computes (a data set that is prepared first) after `cluster.collective_timeout_s`. Nothing is
 said of programs that never form a group.
+
+Rank 0 serves the place, so while it is stuck nobody can see that others want to come: an attempt
+that is refused leaves no trace, and a program whose first rank only waits may be none that forms a
+group. It is warned of, and named once the others give up. MindSpore's place is served by ours.
 """
 
 from __future__ import annotations
@@ -27,12 +31,13 @@ class Joining:
         self, place: MeetingPlace, rank: int, cluster: ClusterConfig, attendance: Attendance
     ) -> None:
         self._address, self._port = place.address, place.port
-        self._rank, self._attendance = rank, attendance
+        self._serves = rank == 0 and place.scheduler is None
+        self._attendance = attendance
         self._patience_s = cluster.rendezvous_timeout_s
         self._most_s = max(cluster.collective_timeout_s, self._patience_s)
         self._began = self._looked = time.monotonic()
         self._idle_since, self._used_s = self._began, 0.0
-        self._joined = self._told = False
+        self._joined = self._told = self._stands = False
 
     def look(self, pid: int) -> None:
         """Raises `RankHangs` once it is sure that this rank keeps the others waiting."""
@@ -50,10 +55,9 @@ class Joining:
         waited_s = now - self._began
         if waited_s < self._patience_s:
             return
-        if self._rank == 0:  # nobody can see whether the others wait; if they fail, it is known why
-            if not self._told:
-                self._told = True
-                self._attendance.stands_before(self._began)
+        idle = now - self._idle_since >= self._patience_s / 2
+        if self._serves:
+            self._does_not_serve(idle=idle)
             return
         if not processes.is_served(self._address, self._port):
             return
@@ -61,7 +65,7 @@ class Joining:
             f"it has not joined the others, who wait for it at {self._address}:{self._port}, in "
             f"{waited_s:.0f} s"
         )
-        if now - self._idle_since >= self._patience_s / 2:
+        if idle:
             raise RankHangs(
                 f"{sentence} (cluster.rendezvous_timeout_s), and uses no processor: it is stuck "
                 f"before its group is formed"
@@ -71,3 +75,17 @@ class Joining:
         if not self._told:
             self._told = True
             warn(f"{sentence}; it is at work, so it is waited for", kind="not joined")
+
+    def _does_not_serve(self, *, idle: bool) -> None:
+        """On rank 0: if the others fail, it is known why; until then who looks on is told."""
+        if not self._stands:
+            self._stands = True
+            self._attendance.stands_before(self._began)
+        if idle and not self._told:
+            self._told = True
+            warn(
+                f"the program of rank 0 has not opened {self._address}:{self._port}, where the "
+                f"ranks meet, in {self._patience_s:g} s (cluster.rendezvous_timeout_s), and uses "
+                f"no processor: whoever waits for it there does so until a time-out of its own",
+                kind="not served",
+            )
