@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 from rich.console import Console
 
-from orchestrator.cli import following, health, results
+from orchestrator.cli import following, health, rehearsal, results
 from orchestrator.cli.completion import complete_overrides
 from orchestrator.cli.options import Json, Quiet, Verbose
 from orchestrator.errors import (
@@ -49,6 +49,7 @@ EXAMPLES = {
     "compare": "compare RUN_A RUN_B --tensors",
     "report": "report RUN --format md",
     "doctor": "doctor --run +cluster=slurm",
+    "rehearse": "rehearse job=digits cluster.nodes=3 --faults 20 --seed 7",
 }
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -202,6 +203,7 @@ for function in (
     results.compare,
     results.report,
     health.doctor,
+    rehearsal.rehearse,
 ):
     verb()(function)
 

@@ -1,0 +1,115 @@
+"""What is rehearsed: a user's configuration, small, on pretended nodes, as safe as it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.compose.composer import compose
+from orchestrator.config.program_section import is_program
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError, UsageError
+from orchestrator.rehearse.drawing import LEAST_UPDATES, PER_RUN
+from orchestrator.runs.start import prepare
+
+SMALL = (
+    "train.updates=60", "train.checkpoint_every=5", "cluster.heartbeat_timeout_s=4", "tracker=none",
+    "run.snapshot=false", "run.max_restarts=1000",
+)  # fmt: skip
+"""What a rehearsal has where its command line says nothing else."""
+
+SAFER = ("run.survive=true", "accumulation.reduction=reproducible")
+"""What it tries to have beside: left out where the job cannot have it."""
+
+MOST_FAULTS = 1000
+CLOSE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What every run of a rehearsal is started with.
+
+    Attributes:
+        notes: what it goes without, and why.
+    """
+
+    config: Config
+    overrides: tuple[str, ...]
+    config_dir: str | None
+    ranks: int
+    notes: tuple[str, ...]
+
+    @property
+    def updates(self) -> int:
+        return int(self.config.train.updates or 0)
+
+    @property
+    def to_the_bit(self) -> bool:
+        """Whether weights have to be those of the undisturbed run: in a smaller group sums are
+        rounded otherwise, unless they are reproducible.
+        """
+        return not self.config.run.survive or self.config.accumulation.reduction == "reproducible"
+
+    @property
+    def equality(self) -> str:
+        """What "equal" means, in words."""
+        if self.to_the_bit:
+            return "the same loss in every update, and the same final weights, to the bit"
+        return (
+            f"the same samples in every update, and losses within {CLOSE:g}: "
+            "accumulation.reduction=fast rounds otherwise in a smaller group"
+        )
+
+
+def asked(given: Sequence[str], config_dir: str | None, faults: int) -> Asked:
+    """Check what is to be rehearsed. Nothing is written.
+
+    Raises:
+        UsageError: it cannot be started, or not rehearsed.
+    """
+    if not 1 <= faults <= MOST_FAULTS:
+        raise ConfigError(f"--faults {faults}: there can be 1 to {MOST_FAULTS} in a rehearsal")
+    keys = {one.lstrip("+").partition("=")[0] for one in given}
+    _refuse(compose(given, config_dir), keys)
+    overrides = (*given, *(one for one in SMALL if one.partition("=")[0] not in keys))
+    config = compose(overrides, config_dir)
+    _refuse_few(config.train.updates)
+    plan = prepare(config)
+    notes: list[str] = []
+    for more in SAFER:
+        if more.partition("=")[0] in keys:
+            continue
+        try:
+            safer = compose((*overrides, more), config_dir)
+            prepare(safer)
+        except UsageError as refusal:
+            notes.append(f"without {more}: {refusal}")
+        else:
+            config, overrides = safer, (*overrides, more)
+    return Asked(
+        config=config, overrides=overrides, config_dir=config_dir, ranks=plan.ranks,
+        notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _refuse(config: Config, keys: set[str]) -> None:
+    if is_program(config.job):
+        raise ConfigError(
+            "a rehearsal compares losses and weights with an undisturbed run's, and a program "
+            "keeps its own; give it a job"
+        )
+    if config.cluster.kind != "local":
+        raise ConfigError(
+            f"a rehearsal is on pretended nodes, not on a {config.cluster.kind} cluster; leave "
+            "cluster= out, and say how many: cluster.nodes=2"
+        )
+    if "run.dir" in keys:
+        raise ConfigError("a rehearsal has a folder for each of its runs; use --into FOLDER")
+
+
+def _refuse_few(updates: int | None) -> None:
+    if updates is None or updates < LEAST_UPDATES:
+        raise ConfigError(
+            f"train.updates={'null' if updates is None else updates}: {PER_RUN} faults of a run "
+            f"need {LEAST_UPDATES} updates at the least; try train.updates={LEAST_UPDATES}"
+        )
