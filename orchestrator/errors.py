@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -73,6 +73,18 @@ class RanksMissing(RendezvousError):
 
 class PeerLost(OrchestratorError):
     """A collective ended because another rank went away. Never the first cause of a failure."""
+
+
+class StateLost(PeerLost):
+    """What is left of a group cannot put the optimizer's state together.
+
+    Attributes:
+        ranks: of that group, whose part nobody has.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(f"nobody has the part of rank {ranks[0]} of the optimizer's state")
+        self.ranks = tuple(ranks)
 
 
 class Fenced(PeerLost):

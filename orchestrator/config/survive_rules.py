@@ -35,11 +35,6 @@ def with_torch(config: Config) -> Iterator[str]:
             f"{SURVIVE} transport={config.transport}, whose collectives cannot be left when a peer "
             f"is gone; try transport=gloo, or {RESTARTS} in its place"
         )
-    if config.engine.shard_optimizer:
-        yield (
-            f"{SURVIVE} engine.shard_optimizer=true: what a dead rank held of the optimizer, "
-            f"nobody else has; try {RESTARTS} in its place"
-        )
     if config.engine.norm == "exact":
         yield f"{SURVIVE} engine.norm=exact; try engine.norm=group or frozen"
 

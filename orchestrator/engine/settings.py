@@ -31,6 +31,8 @@ class AccumulationOptions:
         shard_optimizer: each rank keeps and steps 1/R of the optimizer, for reduction="fast" with
             sync="boundary". Parameters move into flat buffers, and `optimizer` holds pieces of them
             from then on: save it with `optimizer_state`. After a boundary every `.grad` is None.
+        mirror_shards: each rank also keeps and steps the shard of the rank that is so many places
+            before it, so that none is lost with its owner; 0: no.
         order: numbers of the trained parameters in the order in which a backward reaches them, the
             same on all ranks: buckets fill up in it. The reverse of the model's by default.
         overlap: send buckets during the last backward; False sends them at the boundary.
@@ -49,6 +51,7 @@ class AccumulationOptions:
     precision: str = "float32"
     wire: str = "own"
     shard_optimizer: bool = False
+    mirror_shards: int = 0
     order: Sequence[int] | None = None
     overlap: bool = True
     silent: bool = True

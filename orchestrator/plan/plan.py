@@ -221,12 +221,11 @@ def _traffic(config: Config, known: Known, split: Split) -> Traffic:
         bucket_bytes=engine.bucket_bytes,
         sync_steps=split.micro_steps if asked.sync == "every_step" else 1,
         wire_itemsize=WIRE_ITEMSIZE[engine.wire],
-        sharded=engine.shard_optimizer,
+        sharded=engine.shard_optimizer * (1 + config.run.survive),
         early=known.framework != "mindspore",
     )
     summed = None if asked.reduction == "reproducible" else parameters
     collectives, sent = wire.collectives(summed), wire.bytes_sent(summed)
-    gathers = (collectives or 0) // 2 if engine.shard_optimizer else 0
     beside = known.collectives_beside
     # How many batch norms there are, and how large embeddings are, is the job's secret.
     secret = engine.norm == "exact" and beside is None
@@ -234,5 +233,8 @@ def _traffic(config: Config, known: Known, split: Split) -> Traffic:
     if collectives is not None and (beside or secret):
         collectives, sent = None if secret else collectives + beside, None
     return Traffic(
-        parameters=parameters, collectives=collectives, bytes_on_wire=sent, gathers=gathers
+        parameters=parameters,
+        collectives=collectives,
+        bytes_on_wire=sent,
+        gathers=wire.gathers(summed),
     )

@@ -101,7 +101,8 @@ class Wire:
             after every micro-step (`accumulation.sync=every_step`).
         wire_itemsize: bytes of a number while it travels, where those are fewer; the trailer then
             travels by itself.
-        sharded: each rank steps 1/R of the weights.
+        sharded: how many ranks step each R-th of the weights: 1 (or True), or 2 where shards are
+            mirrored, for which its owner sends the other one its gradient. 0: all step all.
         early: buckets leave during the backward.
 
     Raises:
@@ -114,7 +115,7 @@ class Wire:
     bucket_bytes: int | None = None
     sync_steps: int = 1
     wire_itemsize: int | None = None
-    sharded: bool = False
+    sharded: int = 0
     early: bool = True
 
     def __post_init__(self) -> None:
@@ -133,8 +134,9 @@ class Wire:
         """Collectives that each rank takes part in during one update; 0 on a single rank.
 
         They are all-reduces. When `sharded`, each bucket is a reduce-scatter of the gradient and a
-        gather of the weights, and what the trailer says travels in one gather more. None when
-        `parameters` is unknown and there is more than one rank.
+        gather of the weights, and what the trailer says travels in one gather more; when mirrored
+        also a shift of each bucket's segments. None when `parameters` is unknown and there is more
+        than one rank.
 
         >>> Wire(ranks=4, itemsize=4, metric_count=1, bucket_bytes=10**6).collectives(1_000_000)
         5
@@ -150,7 +152,7 @@ class Wire:
         if parameters is None:
             return None
         if self.sharded:
-            return 2 * self._sharded_buckets(parameters) + 1
+            return (1 + self.sharded) * self._sharded_buckets(parameters) + 1
         payload = self._payload(parameters)
         if self.wire_itemsize is None:
             count = bucket_count(payload, self.bucket_bytes, early=self.early)
@@ -164,7 +166,7 @@ class Wire:
         That floor is reached by ring and recursive-halving all-reduces (Patarasuk and Yuan, 2009).
         Rounded up, once per synchronisation; None when `parameters` is unknown, 0 on a single rank.
         When `sharded`, (R-1)/R of the padded gradient and of the weights, and to every other rank
-        the numbers of the trailer and a norm, in float64.
+        the numbers of the trailer and a norm, in float64; when mirrored 1/R of the gradient more.
 
         >>> Wire(ranks=4, itemsize=4, metric_count=0).bytes_sent(1_000)
         6324
@@ -180,8 +182,8 @@ class Wire:
             return None
         if self.sharded:
             row = 8 * (trailer_numbers(self.metric_count) + 1)
-            numbers = padded(parameters, self.ranks)
-            return (self.ranks - 1) * (2 * numbers // self.ranks * self.itemsize + row)
+            shard = padded(parameters, self.ranks) // self.ranks * self.itemsize
+            return (self.ranks - 1) * (2 * shard + row) + (self.sharded - 1) * shard
         payload = self._payload(parameters)
         if self.wire_itemsize is not None:
             payload -= parameters * (self.itemsize - self.wire_itemsize)
@@ -189,6 +191,12 @@ class Wire:
 
     def _payload(self, parameters: int) -> int:
         return payload_bytes(parameters, itemsize=self.itemsize, metric_count=self.metric_count)
+
+    def gathers(self, parameters: int | None) -> int:
+        """Of `collectives` those that bring stepped weights back from their owners."""
+        if not self.sharded or self.ranks == 1 or parameters is None:
+            return 0
+        return self._sharded_buckets(parameters)
 
     def _sharded_buckets(self, parameters: int) -> int:
         """None of them without a number for each rank."""

@@ -18,7 +18,14 @@ from orchestrator.engine.common.listening import listen
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.framework import Framework
 from orchestrator.engine.survives import Survives
-from orchestrator.errors import ConfigError, Fenced, PeerLost, RendezvousError, StopRequested
+from orchestrator.errors import (
+    ConfigError,
+    Fenced,
+    PeerLost,
+    RendezvousError,
+    StateLost,
+    StopRequested,
+)
 from orchestrator.lifecycle.survival.agreement import Agreement
 from orchestrator.lifecycle.survival.lifeline import Generation, Lifeline
 from orchestrator.lifecycle.survival.links import Peer
@@ -139,6 +146,9 @@ class Survivors:
                 noticed = noticed or newer.noticed
                 try:
                     self._join(newer, outcome)
+                except StateLost as lost:
+                    self._say_lost(lost, newer, outcome)
+                    raise
                 except (PeerLost, RendezvousError, StopRequested) as again:
                     error = again if isinstance(again, PeerLost) else PeerLost(str(again))
                     print(f"note: {error}", flush=True)  # goes to the rank's log
@@ -226,6 +236,17 @@ class Survivors:
             "nodes": self._nodes,
             "seconds": round(seconds, 3),
         }
+
+    def _say_lost(self, lost: StateLost, newer: Generation, outcome: Outcome) -> None:
+        gone = sorted(set(self._members) - set(newer.members))
+        told = (
+            f"{_ranks(gone)} went away in update {outcome.updates + 1}; {lost}, since the rank "
+            "that kept it, too, is gone. So the run does not go on from memory, but from its "
+            "newest checkpoint (run.max_restarts, or resume)"
+        )
+        if newer.members[0] == self._me:
+            warn(told)
+        print(f"note: {told}", flush=True)  # the rank's log
 
     @property
     def _nodes(self) -> int:

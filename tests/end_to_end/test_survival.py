@@ -62,6 +62,34 @@ def test_the_node_of_rank_0_dies_and_then_one_rank_does_and_one_is_stopped(tmp_p
     assert helpers.result(run)["survived"] == notes
 
 
+def test_shards_outlive_a_node_and_come_from_the_newest_checkpoint_when_too_many_die(
+    tmp_path, undisturbed
+):
+    run = tmp_path / "run"
+
+    def kill():
+        node = next(p for p in helpers.processes_of(run) if helpers.name_of(p) == "node0")
+        node.kill()
+        helpers.until(lambda: len(helpers.records(run)) >= 7, what="going on")
+        for rank in (2, 3, 4):
+            os.kill(helpers.rank_pid(run, rank), signal.SIGKILL)
+
+    code, output = disturbed(
+        run, kill, "accumulation.reduction=fast", "engine.shard_optimizer=true",
+        "train.checkpoint_every=5", "run.max_restarts=1",
+    )  # fmt: skip
+    assert code == 0, output
+    assert "nobody has the part of rank" in output
+    found, records = helpers.result(run), helpers.records(run)
+    assert found["samples"] == undisturbed["samples"]
+    assert abs(found["loss"] / undisturbed["loss"] - 1) < 1e-5
+    first = [record for record in records if record["attempt"] == 0]
+    assert [record["update"] for record in first] == list(range(len(first)))
+    assert [record["survived"]["gone"] for record in first if "survived" in record] == [[0, 1]]
+    assert next(record["update"] for record in records if record["attempt"] == 1) == 5
+    assert not helpers.processes_of(run)
+
+
 def test_an_exception_in_the_job_is_not_survived(tmp_path):
     run = tmp_path / "run"
     done = helpers.call(*RUN, "cluster.nodes=1", "job.fault=raise", f"run.dir={run}", "-q")

@@ -34,7 +34,7 @@ from orchestrator.engine.torch.reduction_choice import reduction_for
 from orchestrator.engine.torch.sharding.eligibility import check_shardable
 from orchestrator.engine.torch.sharding.pieces import OptimizerShard
 from orchestrator.engine.torch.sharding.reduction import ShardedBoundary
-from orchestrator.engine.torch.sharding.state import gathered, part_of
+from orchestrator.engine.torch.sharding.state import gathered, part_of, recovered
 from orchestrator.engine.torch.state import restore_optimizer
 from orchestrator.errors import ConfigError, JobError
 
@@ -65,11 +65,10 @@ class AccumulatorParts:
         self._reduction = reduction_for(trained, group, options)
         if options.shard_optimizer:
             check_shardable(optimizer, trained)
-        self._shard = (
-            OptimizerShard(optimizer, self.buffers, group, self._reduction.slices)
-            if isinstance(self._reduction, ShardedBoundary)
-            else None
-        )
+        self._shard = None
+        if isinstance(self._reduction, ShardedBoundary):
+            slices, mirrored = self._reduction.slices, options.mirror_shards
+            self._shard = OptimizerShard(optimizer, self.buffers, group, slices, mirrored=mirrored)
         # Once the shard has put its pieces into the optimizer, which has to stay as it is then.
         self._checks = WindowChecks(model, named, trained, optimizer, group, options)
         self._window = WindowState([name for name, _ in trained], group.size)
@@ -105,6 +104,10 @@ class AccumulatorParts:
         """Memory of all gradient buffers that were made."""
         return self._reduction.buffers_made * self.buffers.bytes_of_all()
 
+    def bytes_kept(self) -> int:
+        """Memory of a sharded optimizer's last step, for it to be taken back."""
+        return 0 if self._shard is None else self._shard.bytes_kept()
+
     @property
     def sharded(self) -> bool:
         """Whether this rank holds a part of the optimizer's state only."""
@@ -128,6 +131,23 @@ class AccumulatorParts:
             return
         with self._shard.loading():
             restore_optimizer(self.optimizer, part_of(self._shard, state))
+
+    def optimizer_state_among(self, left: BaseGroup, *, ended: bool) -> dict[str, Any]:
+        """`optimizer_state` on every rank of `left`, those of the group that are left, put together
+        from `mirror_shards`; collective over these where it is sharded.
+
+        Args:
+            ended: some rank of `left` has ended an update which this one has not: every rank has
+                stepped then. Otherwise what it may have stepped is taken back.
+
+        Raises:
+            StateLost: too many are gone, on all alike.
+        """
+        if self._shard is None:
+            return self.optimizer.state_dict()
+        if not ended:
+            self._shard.take_back()
+        return recovered(self._shard, left)
 
     def check_replicas(self) -> None:
         """Compare all parameters of all ranks, trained or not; buffers that differ are warned of.
@@ -181,6 +201,8 @@ class AccumulatorParts:
         self._window.close()
         self._step.close()
         self._ears.remove()
+        if self._shard is not None and self.options.mirror_shards:
+            self._shard.release()
 
 
 _living: weakref.WeakSet[AccumulatorParts] = weakref.WeakSet()

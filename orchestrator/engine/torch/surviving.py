@@ -2,13 +2,15 @@
 
 Weights and optimizer change in the optimizer's step alone, so a window that broke off has left them
 as they were. What a forward changes (batch norm's statistics) and what a boundary may have changed
-before it broke off (float16's scale) goes back to what it was when the window began.
+before it broke off (float16's scale) goes back to what it was when the window began. An optimizer
+in shards is mirrored (`sharding/pieces.py`): each rank has what the one before it has, too.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from orchestrator.engine.torch.deferred.base import whole_windows
 from orchestrator.engine.torch.deferred.parts import Parts
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.optimizers import hyperparameters_of
+from orchestrator.engine.torch.sharding.mirrors import mirror_distance
 from orchestrator.engine.torch.state import pack, unpack
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job
@@ -49,7 +52,9 @@ class SurvivingEngine(TorchEngine):
                 f"run.survive=true is not available for {type(job).__name__}, whose loss calls "
                 "collectives of its own (talks_in_window): nobody could break them off"
             )
-        super().__init__(job, settings, group)
+        mirrors = _mirrors(group) if settings.shard_optimizer else 0
+        super().__init__(job, replace(settings, mirror_shards=mirrors), group)
+        self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups
         self._scale_before: dict[str, float] | None = None  # None between windows
         self._before: dict[str, tuple[int, Tensor]] = {}  # buffers: their version, and a copy
 
@@ -83,33 +88,58 @@ class SurvivingEngine(TorchEngine):
         self._undo()
         applied = [int(row[0]) for row in numbers_of_all(group, [updates])]
         newest, behind = max(applied), updates < max(applied)
-        if min(applied) == newest:
-            return None
-        source = applied.index(newest)
+        sharded = self._accumulator.options.shard_optimizer
+        whole = self._state_among(group, ended=behind) if sharded else None
+        told = None
+        if min(applied) != newest:
+            source = applied.index(newest)
+            state = self._standing_state() if group.rank == source else {}
+            said, found = self._from(group, source, standing, state)
+            if behind:
+                self._model.load_state_dict(found["model"])
+                if whole is None:
+                    self._accumulator.load_optimizer_state(found["optimizer"])
+                self._accumulator.precision.load(found["precision"])
+                told = said
+        self._whole_state = whole  # now that the weights are those that it belongs to
+        return told
+
+    def _standing_state(self) -> dict[str, Any]:
+        """What those that are behind lack; of an optimizer in shards nobody lacks more."""
+        state: dict[str, Any] = {
+            "model": dict(self._model.state_dict()),
+            "precision": self._accumulator.precision.state(),
+        }
+        if not self._accumulator.options.shard_optimizer:
+            state["optimizer"] = self._accumulator.optimizer_state()
+        return state
+
+    def _state_among(self, group: BaseGroup, *, ended: bool) -> dict[str, Any]:
+        """All of a sharded optimizer's state, on every rank of `group`. Collective.
+
+        Those that were on their way into a group have it already, where one more was lost then.
+        """
+        have = [bool(row[0]) for row in numbers_of_all(group, [self._whole_state is not None])]
+        if not any(have):
+            return self._accumulator.optimizer_state_among(group, ended=ended)
+        _, found = self._from(group, have.index(True), "", self._whole_state or {})
+        return self._whole_state or found
+
+    def _from(
+        self, group: BaseGroup, source: int, words: str, state: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """What rank `source` says, on every rank. Collective."""
         tensors: dict[str, Tensor] = {}
         told = "{}"
         if group.rank == source:
-            state: dict[str, Any] = {
-                "model": dict(self._model.state_dict()),
-                "optimizer": self._accumulator.optimizer_state(),
-                "precision": self._accumulator.precision.state(),
-            }
             packed = pack(state, tensors, "")
             kinds = [
                 [n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()
             ]
-            told = json.dumps({"standing": standing, "state": packed, "kinds": kinds})
+            told = json.dumps({"words": words, "state": packed, "kinds": kinds})
         content = json.loads(texts_of_all(group, told)[source])
-        received = self._received(group, source, tensors, content["kinds"])
-        if not behind:
-            for _ in received:  # it takes part, and keeps its own
-                pass
-            return None
-        found = unpack(content["state"], dict(received))  # all of it, before anything is changed
-        self._model.load_state_dict(found["model"])
-        self._accumulator.load_optimizer_state(found["optimizer"])
-        self._accumulator.precision.load(found["precision"])
-        return content["standing"]
+        received = dict(self._received(group, source, tensors, content["kinds"]))
+        return content["words"], unpack(content["state"], received)
 
     @staticmethod
     def _received(
@@ -129,8 +159,14 @@ class SurvivingEngine(TorchEngine):
         self._same_rate(earlier)
         # Batch norms' statistics are each rank's own; all go on with the writer's, as at a resume.
         spread(group, [buffer for _, buffer in self._model.named_buffers()])
-        self._accumulator = Accumulator(self._model, earlier.optimizer, group, earlier.options)
+        options = earlier.options
+        if options.shard_optimizer:
+            options = options.but({"mirror_shards": _mirrors(group)})
+        self._accumulator = Accumulator(self._model, earlier.optimizer, group, options)
         self._accumulator.succeed(earlier)
+        if self._whole_state is not None:
+            self._accumulator.load_optimizer_state(self._whole_state)
+            self._whole_state = None
         self._clock = self._accumulator.clock
         self._hyperparameters = Hyperparameters(hyperparameters_of(earlier.optimizer))
         self._gathered = None
@@ -145,3 +181,7 @@ class SurvivingEngine(TorchEngine):
         """Some have begun the next window already, with its rate: each window sets it anew."""
         if base := accumulator.optimizer.defaults.get("lr"):
             accumulator.set_rate(float(base))
+
+
+def _mirrors(group: BaseGroup) -> int:
+    return mirror_distance(texts_of_all(group, group.node))

@@ -1,13 +1,20 @@
 """An engine goes on in another group, with the state of whoever had gone farthest."""
 
+from dataclasses import replace
+from functools import partial
+
+import pytest
 import torch
 from torch import nn
 
 from orchestrator.engine.api import MicroBatch, Window
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import run_in_threads
+from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.surviving import SurvivingEngine
+from orchestrator.errors import PeerLost, StateLost
 from orchestrator.plan.split import split_leaves
+from orchestrator.plan.wire import Wire
 from tests.engine.torch.test_engine import Curve
 
 SETTINGS = EngineSettings(
@@ -61,12 +68,12 @@ def undisturbed(updates):
     return run_in_threads(4, rank)[0]
 
 
-def survivors_of(ranks, left, before, job=Curve):
+def survivors_of(ranks, left, before, job=Curve, settings=SETTINGS):
     """`before(engine, rank)` on all ranks; then those in `left` meet in a group of their own."""
     engines = {}
 
     def first(group):
-        engine = engines[group.rank] = SurvivingEngine(job(), SETTINGS, group)
+        engine = engines[group.rank] = SurvivingEngine(job(), settings, group)
         before(engine, group.rank)
 
     run_in_threads(ranks, first)
@@ -147,3 +154,138 @@ def test_statistics_of_batch_norm_do_not_count_a_micro_step_twice():
 
     survivors_of(4, (0, 1), before, job=Normed)
     assert counts
+
+
+# ------------------------------------------------------------------ an optimizer in shards
+
+SHARDED = EngineSettings(
+    optimizer={"name": "adam"}, shard_optimizer=True, survive=True, clip_norm=1.0,
+    metric_names=Curve.metric_names,
+)  # fmt: skip
+
+
+def of_a_checkpoint(folder, ranks, after, *, updates):
+    """The weights where `ranks` begin again from what four had saved after `after` updates."""
+
+    def save(group):
+        engine = SurvivingEngine(Curve(), SHARDED, group)
+        train(engine, group.rank, group.size, range(after))
+        engine.gather_state()
+        return engine.save_state(folder) if group.rank == 0 else None
+
+    saved = run_in_threads(4, save)[0]
+
+    def load(group):
+        engine = SurvivingEngine(Curve(), SHARDED, group)
+        engine.load_state(folder, saved)
+        train(engine, group.rank, group.size, range(after, updates))
+        return digest(engine)
+
+    return run_in_threads(ranks, load)[0]
+
+
+def in_the_window(engine, rank):
+    train(engine, rank, 4, [2], most=1)  # its first, where it was built only now
+
+
+def before_weights_come(engine, rank):
+    """Its optimizer has stepped, and what the others have stepped does not come."""
+    group = engine.accumulator.group
+    gather = group.gather_in_place_async
+
+    def lost(tensor):
+        gather(tensor).wait()  # the others are not to wait for ever
+        raise PeerLost("gone")
+
+    group.gather_in_place_async = lost
+    with pytest.raises(PeerLost):
+        train(engine, rank, 4, [2])
+
+
+@pytest.mark.parametrize("left", [(1, 2, 3), (0, 2)], ids=len)
+@pytest.mark.parametrize("breaks_off", [in_the_window, before_weights_come])
+def test_shards_of_the_dead_come_from_their_neighbours(tmp_path, left, breaks_off):
+    def before(engine, rank):
+        train(engine, rank, 4, range(2))
+        breaks_off(engine, rank)
+
+    found = survivors_of(4, left, before, settings=SHARDED)
+    expected = of_a_checkpoint(tmp_path, len(left), 2, updates=5)
+    assert found == [(None, expected)] * len(left)
+
+
+def test_who_lacks_the_weights_of_a_sharded_update_gets_them_and_keeps_its_state(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(globals(), "DONE", (2,))
+
+    def before(engine, rank):
+        train(engine, rank, 4, range(2))
+        if rank in DONE:
+            train(engine, rank, 4, range(2, 3))
+            train(engine, rank, 4, [3], most=1)
+        else:
+            before_weights_come(engine, rank)
+
+    found = survivors_of(4, (1, 2, 3), before, settings=SHARDED)
+    assert [told for told, _ in found] == ["standing of 2", None, "standing of 2"]
+    assert {bits for _, bits in found} == {of_a_checkpoint(tmp_path, 3, 3, updates=5)}
+
+
+def test_one_more_loss_on_the_way_into_the_group_finds_the_state_with_those_who_have_it(tmp_path):
+    engines = {}
+
+    def first(group):
+        engine = engines[group.rank] = SurvivingEngine(Curve(), SHARDED, group)
+        train(engine, group.rank, 4, range(2))
+        before_weights_come(engine, group.rank)
+
+    run_in_threads(4, first)
+
+    def second(group):  # of 1, 2 and 3, where 3 goes away before the end, and 1 has come farther
+        engines[1 + group.rank].catch_up(group, 2, "")
+        if group.rank == 1:
+            engines[2]._whole_state = None
+
+    run_in_threads(3, second)
+
+    def third(group):
+        engine = engines[1 + group.rank]
+        engine.catch_up(group, 2, "")
+        engine.regroup(group)
+        train(engine, group.rank, group.size, range(2, 5))
+        return digest(engine)
+
+    assert run_in_threads(2, third) == [of_a_checkpoint(tmp_path, 2, 2, updates=5)] * 2
+
+
+@pytest.mark.parametrize("left", [(0, 3), (1, 2)])
+def test_two_neighbours_gone_at_once_are_too_many_for_shards(left):
+    with pytest.raises(StateLost, match="nobody has the part of rank"):
+        survivors_of(
+            4, left, lambda engine, rank: train(engine, rank, 4, range(2)), settings=SHARDED
+        )
+
+
+def test_mirrored_shards_change_no_number_and_take_what_is_planned():
+    def rank(group, settings):
+        engine = SurvivingEngine(Curve(), settings, group)
+        train(engine, group.rank, group.size, range(3))
+        one = window(3, group.rank, group.size)
+        engine.begin_window(one)
+        for batch, micro_batch in zip(
+            engine.batches(one.micro_batches), one.micro_batches, strict=True
+        ):
+            engine.micro_step(batch, micro_batch)
+        report = engine.boundary()
+        return digest(engine), report.collectives, report.bytes_on_wire, engine.parameter_count()
+
+    def plain(group):
+        engine = TorchEngine(Curve(), replace(SHARDED, survive=False), group)
+        train(engine, group.rank, group.size, range(4))
+        return digest(engine)
+
+    bits, collectives, sent, parameters = run_in_threads(4, partial(rank, settings=SHARDED))[0]
+    wire = Wire(ranks=4, itemsize=4, metric_count=len(Curve.metric_names), sharded=2)
+    assert (collectives, sent) == (wire.collectives(parameters), wire.bytes_sent(parameters))
+    assert bits == run_in_threads(4, plain)[0]

@@ -51,7 +51,7 @@ def form_group(spec: GroupSpec) -> BaseGroup:
     transport = str(verdict["transport"])
     with TRANSPORTS.told(transport, "to form a group"):
         group = _formed(transport, spec, PrefixStore(f"group-{spec.generation}", store.below))
-    group.kept = store
+    group.kept, group.node = store, spec.node
     return group
 
 

@@ -8,18 +8,21 @@ back needs no talk: every rank reads all of a checkpoint and takes its pieces.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orchestrator.engine.torch.comm.gathered import texts_of_all
+from orchestrator.engine.torch.checks.at_start.same_start import spread
+from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.comm.gathered import numbers_of_all, texts_of_all
 from orchestrator.engine.torch.gradients.buffer import view_of
 from orchestrator.engine.torch.gradients.layout import Place
 from orchestrator.engine.torch.sharding.eligibility import SCALARS
 from orchestrator.engine.torch.sharding.pieces import OptimizerShard
+from orchestrator.errors import StateLost
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,11 +42,40 @@ def gathered(shard: OptimizerShard) -> dict[str, Any] | None:
 
     Collective. Beside the result it takes one bucket of memory on each rank.
     """
-    told = _told_by_all(shard)
-    kinds = sorted({v for held in told.values() for v in held.values() if isinstance(v, _Kind)})
-    whole = {kind: _gathered_kind(shard, kind) for kind in kinds}
-    if shard.group.rank != 0:
-        return None
+    told = _told_by_all(shard, shard.group)
+    whole = {kind: _gathered_kind(shard, kind) for kind in _kinds(told)}
+    return _put_together(shard, told, whole) if shard.group.rank == 0 else None
+
+
+def recovered(shard: OptimizerShard, left: BaseGroup) -> dict[str, Any]:
+    """The same on every rank of `left`, which some of the shard's ranks are, from its mirrors.
+
+    Collective over `left`. For a moment each of them has all of the state.
+
+    Raises:
+        StateLost: on all alike; a rank is gone, and the one that kept its part, too.
+    """
+    size = shard.group.size
+    ranks = [int(row[0]) for row in numbers_of_all(left, [shard.group.rank])]
+    kept = [(q, (q + shard.mirrored) % size) for q in range(size)]
+    keepers = [next((rank for rank in both if rank in ranks), None) for both in kept]
+    sources = [ranks.index(keeper) for keeper in keepers if keeper is not None]
+    if len(sources) < size:
+        lost = [q for q, keeper in enumerate(keepers) if keeper is None]
+        raise StateLost(lost)
+    told = _told_by_all(shard, left)
+    whole = {kind: _recovered_kind(shard, kind, left, sources) for kind in _kinds(told)}
+    return _put_together(shard, told, whole)
+
+
+def _kinds(told: dict[int, dict[str, Any]]) -> list[_Kind]:
+    return sorted({v for held in told.values() for v in held.values() if isinstance(v, _Kind)})
+
+
+def _put_together(
+    shard: OptimizerShard, told: dict[int, dict[str, Any]], whole: Mapping[_Kind, Tensor]
+) -> dict[str, Any]:
+    """As `state_dict()` of an optimizer that is not sharded."""
     states: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     index = 0
@@ -96,7 +128,7 @@ def part_of(shard: OptimizerShard, saved: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------ what is kept
 
 
-def _told_by_all(shard: OptimizerShard) -> dict[int, dict[str, Any]]:
+def _told_by_all(shard: OptimizerShard, group: BaseGroup) -> dict[int, dict[str, Any]]:
     """By the parameter's number what is kept of it: a number once for it, or the kind. Collective.
 
     Every rank that has a piece of a parameter keeps the same, so the first is heard.
@@ -108,7 +140,7 @@ def _told_by_all(shard: OptimizerShard) -> dict[int, dict[str, Any]]:
         if (state := shard.optimizer.state.get(piece.weight))
     }
     told: dict[int, dict[str, Any]] = {}
-    for text in texts_of_all(shard.group, json.dumps(mine)):
+    for text in texts_of_all(group, json.dumps(mine)):
         for number, held in json.loads(text).items():
             buffer = shard.buffers.places[int(number)].buffer
             told.setdefault(
@@ -148,24 +180,42 @@ def _dtype(name: str) -> torch.dtype:
 
 def _gathered_kind(shard: OptimizerShard, kind: _Kind) -> Tensor:
     """All ranks' numbers of a kind, laid out as the buffer; empty but on rank 0. Collective."""
+    first = shard.group.rank == 0
+    whole = kind.zeros(shard.buffers.flats[kind.buffer].numel() if first else 0)
+    for start, bucket in _buckets(shard, kind):
+        shard.group.gather_in_place_async(bucket).wait()
+        if first:
+            whole[start : start + len(bucket)] = bucket
+    return whole
+
+
+def _recovered_kind(
+    shard: OptimizerShard, kind: _Kind, left: BaseGroup, sources: Sequence[int]
+) -> Tensor:
+    """The same on every rank of `left`, where rank `sources[q]` has what the shard's rank q had."""
+    whole = kind.zeros(shard.buffers.flats[kind.buffer].numel())
+    for start, bucket in _buckets(shard, kind):
+        for segment, source in zip(bucket.chunk(len(sources)), sources, strict=True):
+            spread(left, [segment], source)
+        whole[start : start + len(bucket)] = bucket
+    return whole
+
+
+def _buckets(shard: OptimizerShard, kind: _Kind) -> Iterator[tuple[int, Tensor]]:
+    """What this rank has of a kind: where each bucket starts, and its numbers, zero elsewhere."""
     held: list[tuple[int, Tensor]] = []
     for place, pieces in zip(shard.buffers.places, shard.pieces, strict=True):
         for piece in pieces if place.buffer == kind.buffer else ():
             value = shard.optimizer.state.get(piece.weight, {}).get(kind.key)
             if isinstance(value, Tensor) and value.dtype == _dtype(kind.dtype):
                 held.append((place.start + piece.start, value))
-    flat, first = shard.buffers.flats[kind.buffer], shard.group.rank == 0
-    whole = kind.zeros(flat.numel() if first else 0)
     for buffer, start, end in shard.buckets:
         if buffer == kind.buffer:
-            bucket = kind.zeros(end - start, flat.device)
+            bucket = kind.zeros(end - start, shard.buffers.flats[buffer].device)
             for at, value in held:
                 if start <= at < end:
                     bucket[at - start : at - start + value.numel()] = value
-            shard.group.gather_in_place_async(bucket).wait()
-            if first:
-                whole[start:end] = bucket
-    return whole
+            yield start, bucket
 
 
 def _flat(place: Place, value: Tensor) -> Tensor:
