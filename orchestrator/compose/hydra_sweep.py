@@ -7,13 +7,14 @@ always ours (`hydra_plugins/orchestrator_launcher`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.callbacks import Callbacks
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from orchestrator.compose.composed import Composed
 from orchestrator.compose.composer import Composer
@@ -26,12 +27,17 @@ Launch = Callable[[Sequence[Point], int], Sequence[JobReturn]]
 
 
 class Points:
-    """Stands for the function that Hydra's sweepers run: our launcher asks it for whole batches."""
+    """Stands for the function that Hydra's sweepers run: our launcher asks it for whole batches.
+
+    Attributes:
+        folder: where a search writes what it has found, without making that folder itself.
+    """
 
     __name__ = "orchestrator.launch"
 
     def __init__(self, composer: Composer, launch: Launch) -> None:
         self._composer, self._launch = composer, launch
+        self.folder: Path | None = None
 
     def __call__(self, _: DictConfig) -> Any:
         """Raises always: a point alone is nothing that could be run."""
@@ -46,7 +52,10 @@ class Points:
             initial_job_idx: the number of its first.
         """
         points = self._composer.points(job_overrides, initial_job_idx)
-        return self._launch(points, initial_job_idx)
+        returned = self._launch(points, initial_job_idx)
+        if self.folder is not None:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return returned
 
 
 def drive(composer: Composer, launch: Launch) -> Any:
@@ -59,14 +68,19 @@ def drive(composer: Composer, launch: Launch) -> Any:
         What the sweeper returns. Raises `ConfigError` for what cannot be swept.
     """
     found = composer.load(composer.overrides, RunMode.MULTIRUN)
+    points = Points(composer, launch)
     with guarded(), open_dict(found):
         found.hydra.launcher = {"_target_": f"{OURS}.OrchestratorLauncher"}
         found.hydra.sweeper.params = dict(text.split("=", 1) for text in composer.params)
-        if not composer.searches:
+        if composer.searches:
+            stated = OmegaConf.select(found, "run.dir")
+            found.hydra.sweep.dir = str(stated or found.hydra.sweep.dir)
+            points.folder = Path(found.hydra.sweep.dir)
+        else:
             found.hydra.sweeper["_target_"] = f"{OURS}.OrchestratorSweeper"
         sweeper = Plugins.instance().instantiate_sweeper(
             hydra_context=HydraContext(config_loader=composer.loader, callbacks=Callbacks()),
-            task_function=Points(composer, launch),
+            task_function=points,
             config=found,
         )
         composer.loader.refuse_sweep(composer.stated)

@@ -55,7 +55,8 @@ def checked(
 
     Args:
         first: the number of the first.
-        apart: there may be more points later, so that a stated folder is never one point's own.
+        apart: they are asked for by a search. There may be more points later, so that a stated
+            folder is never one point's own, and equal ones among them.
 
     Raises:
         ConfigError: all that is wrong with them, each thing once with the points that have it.
@@ -63,7 +64,7 @@ def checked(
     wrong: dict[str, list[int]] = {}
     with read_once():
         points = list(_each(found, first, wrong))
-    if not wrong:
+    if not wrong and not apart:
         wrong = dict(_equal(points))
     if wrong:
         raise ConfigError("\n".join(told(wrong, first, len(found))))

@@ -76,10 +76,12 @@ class Sweep:
         for folder in {point.folder.parent for point in points}:
             self._lock(folder)
         force = any(point.config.sweep.force for point in points)
-        cells = cells_of(points, force=force)
+        once = {point.of: point for point in reversed(points)} if self._search else {}
+        cells = cells_of([p for p in points if once.get(p.of, p) is p], force=force)
         refuse_beyond(cells)
         self._say(cells)
-        self.cells += cells
+        ran = {cell.run.path for cell in cells}  # a search may ask for a point again
+        self.cells = [c for c in self.cells if c.run.path not in ran] + cells
         todo = [cell for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
         alone = [c for c in todo if not class_for(c.point.config).attended]
         if alone:
@@ -89,6 +91,9 @@ class Sweep:
         for cell in todo:
             if cell not in alone and self._stopped is None:
                 self._run(cell)
+        if self._search:
+            of = {cell.point.of: cell for cell in cells}
+            cells = [of[point.of] for point in points]
         return [returned(cell, found) for cell, found in zip(cells, found, strict=True)]
 
     def _lock(self, folder: Path) -> None:
