@@ -3,7 +3,7 @@
 Composing a point takes Hydra a tenth of a second, and all of a sweep's points choose the same files
 as a rule. So a composition is kept, and where nothing but numbers, words and truths differ, those
 are set in it, and what refers to them is worked out anew. Whatever might mean more than its
-own place is left to be composed whole: choices of groups, lists and mappings, `+` and `~`, keys of
+own place is left to be composed whole: choices of groups, lists and mappings, `~`, keys of
 Hydra's, what says which job or optimizer is meant, and interpolations that cannot be followed here.
 """
 
@@ -30,7 +30,7 @@ from orchestrator.compose.interpolations import OF_A_POINT, interpolations, with
 MOST_SHAPES = 64  # kept compositions, of some MiB each
 FOLDERS = ("hydra.sweep.dir", "hydra.sweep.subdir")
 KEY = re.compile(r"[A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*")
-IN_PLACE = (OverrideType.CHANGE, OverrideType.FORCE_ADD)
+SETTING = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,7 @@ class Alike:
 
     def _is_plain(self, parsed: Override) -> bool:
         key = parsed.key_or_group
-        if parsed.type not in IN_PLACE or parsed.value_type is not ValueType.ELEMENT:
+        if parsed.type not in SETTING or parsed.value_type is not ValueType.ELEMENT:
             return False
         if parsed.package is not None or not KEY.fullmatch(key):
             return False
@@ -138,7 +138,7 @@ class Alike:
         paths = before | referring.keys()
         setting = [word for word in words if word.sets]
         for number, word in enumerate(setting):
-            if word.way not in IN_PLACE or any(within(word.key, path) for path in paths):
+            if word.way not in SETTING or any(within(word.key, path) for path in paths):
                 return None
             others = setting[:number] + setting[number + 1 :]
             if word.plain and any(_overlap(word.key, other.key) for other in others):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,12 @@ DIFF_LIMIT_BYTES = 1 << 20
 
 def is_installed(path: Path) -> bool:
     """Whether a module's file lies in one of Python's own folders (site-packages and the like)."""
-    own = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
-    return any(path.is_relative_to(folder) for folder in own)
+    return any(path.is_relative_to(folder) for folder in _own_folders())
+
+
+@cache
+def _own_folders() -> frozenset[str]:
+    return frozenset(map(sysconfig.get_path, ("purelib", "platlib", "stdlib", "platstdlib")))
 
 
 def folder_of(target: type) -> Path:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator, Sequence
 
 from orchestrator.clusters.api import Cluster, Request, class_of
+from orchestrator.config.class_source import read_once
 from orchestrator.config.rules import at_once
 from orchestrator.errors import ClusterError, ConfigError, Interrupted, UsageError
 from orchestrator.extensions import CLUSTERS
@@ -62,7 +63,7 @@ def submit(cells: Sequence[Cell], manner: Manner, *, wait: bool) -> None:
     placed: list[tuple[Cluster, Request]] = []
     made: list[Ready] = []
     wrong: dict[str, list[int]] = {}
-    with Interrupts() as interrupts:
+    with Interrupts() as interrupts, read_once():
         for cell in cells:
             if interrupts.count:
                 break

@@ -17,7 +17,12 @@ PRIMARY = {
     "defaults": ["base", "_self_"],
     "facts": {"parameters": "${sum_of:${train.seed},${.dataset_samples}}"},
     "run": {"name": "seed-${train.seed}-${hydra.job.num}"},
-    "job": {"copy": {"of": ["${job.width}", "${optimizer.weight_decay}"]}, "pick": "${.copy.of}"},
+    "job": {
+        "width": 5,
+        "copy": {"of": ["${job.width}", "${optimizer.weight_decay}"]},
+        "pick": "${.copy.of}",
+    },
+    "optimizer": {"weight_decay": 0.5},
 }
 VALUES = {
     "train.seed": ["1", "2", "3", "x", "null", "1.5", "'4'"],
@@ -85,7 +90,8 @@ def test_sweeping_values_composes_twice_and_a_choice_of_files_each_time(monkeypa
     loads = []
     load = composer.load
     monkeypatch.setattr(composer, "load", lambda *a: loads.append(a) or load(*a))
-    composer.points([[f"train.seed={seed}", f"job.width={seed % 3}"] for seed in range(50)])
+    where = ["+cluster=slurm_dev", "+cluster.slurm_flags.begin=now", "run.dir=x"]
+    composer.points([[*where, f"train.seed={n}", f"job.width={n % 3}"] for n in range(50)])
     assert len(loads) == 1
     composer.points([[f"optimizer={name}"] for name in ("sgd", "adam", "sgd")])
     assert len(loads) == 3, "the third chooses what the first chose"
