@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -54,7 +53,7 @@ class Stop:
         self._folder, self._rank, self._size = folder, rank, size
         self._asked_file, self._after_file = str(folder / STOP_ASKED), str(folder / STOP_AFTER)
         self._signalled = self._told = self._heeding = False
-        self._after, self._look, self._missing_said = NOT_YET, 0.0, False
+        self._after, self._look = NOT_YET, 0.0
 
     def due(self, update: int) -> bool:
         """Whether to stop now, after `update` (from 0): the same on every rank."""
@@ -91,18 +90,8 @@ class Stop:
         self._look = now + LOOK_S
         if read_number(self._asked_file) == NOT_YET:
             return
-        missing = [r for r in range(self._size) if not (self._folder / HEEDS.format(r)).exists()]
-        if missing:
-            if not self._missing_said:
-                self._missing_said = True
-                named = ", ".join(map(str, missing))
-                print(
-                    f"warning: asked to stop, but rank {named} never called should_stop, which all "
-                    f"ranks must; the stop waits for that",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            return
+        if not all((self._folder / HEEDS.format(r)).exists() for r in range(self._size)):
+            return  # who never asks is told by rank 0's parent, see `rank/program/unheeded.py`
         self._after = update + 1
         write_number(self._after_file, self._after)
 

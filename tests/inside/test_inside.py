@@ -1,7 +1,6 @@
 """What a program imports of us: light, harmless without a run, and agreed within one."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -13,6 +12,8 @@ import pytest
 from orchestrator.inside.run import Run
 from orchestrator.inside.stop import Stop, write_number
 from orchestrator.inside.variables import ATTEMPT, NOT_YET, RANK, RUN, STOP_AFTER, STOP_ASKED, WORLD
+from orchestrator.rank.program.unheeded import PATIENCE_S, Unheeded
+from orchestrator.run_folder.rundir import RunDir
 from tests.helpers import environment
 
 IMPORT = """
@@ -97,10 +98,25 @@ def test_all_ranks_stop_after_the_same_update_whoever_is_asked_whenever(attempt,
     assert last[0] > min(asked.values())
 
 
-def test_a_stop_waits_for_ranks_that_never_ask_and_says_who_they_are(attempt, capfd):
-    stop = Stop(attempt, 0, 3)
-    os.utime(attempt)
-    Stop(attempt, 2, 3).due(0)
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_stop_waits_for_ranks_that_never_ask_and_says_who_they_are(attempt, silent):
+    ranks = {rank: Stop(attempt, rank, 3) for rank in range(3) if rank != silent}
+    assert not any(stop.due(0) for stop in ranks.values())
+    unheeded = Unheeded(RunDir(attempt.parents[1]), 0, 3)
+    unheeded.look(0.0)
     write_number(str(attempt / STOP_ASKED), 0)
-    assert not any(stop.due(update) for update in range(3))
-    assert "rank 1 never called should_stop" in capfd.readouterr().err
+    assert not any(stop.due(update) for update in (1, 2) for stop in ranks.values())
+    unheeded.look(1.0)
+    with pytest.warns(UserWarning, match=f"rank {silent} never called should_stop"):
+        unheeded.look(1.0 + PATIENCE_S)
+    unheeded.look(100.0)  # and says it once
+
+
+def test_nothing_is_said_of_programs_that_none_or_all_of_whose_ranks_ask(attempt):
+    write_number(str(attempt / STOP_ASKED), 0)
+    for ranks in ((), (0, 1, 2)):
+        for rank in ranks:
+            Stop(attempt, rank, 3).due(0)
+        unheeded = Unheeded(RunDir(attempt.parents[1]), 0, 3)
+        unheeded.look(0.0)
+        unheeded.look(PATIENCE_S)

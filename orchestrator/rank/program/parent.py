@@ -48,6 +48,7 @@ from orchestrator.rank.program.environment import (
     shown,
 )
 from orchestrator.rank.program.joining import Joining
+from orchestrator.rank.program.unheeded import Unheeded
 from orchestrator.rank.writing.rank_log import send_output_to
 from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.run_warnings import warn, warn_into
@@ -207,6 +208,9 @@ class _Parent:
         joining = start.place and Joining(
             start.place, self._topology.rank, config.cluster, self._attendance
         )
+        unheeded = None
+        if self._topology.rank == 0:
+            unheeded = Unheeded(self._run, self._attempt, self._topology.size)
         silence_s, stopped_since, look = config.cluster.heartbeat_timeout_s, None, 0.0
         descriptor = os.pidfd_open(child.pid)
         try:
@@ -217,6 +221,8 @@ class _Parent:
                 if now < look:
                     continue
                 look = now + LOOK_S
+                if unheeded is not None:
+                    unheeded.look(now)
                 if not processes.is_stopped(child.pid):
                     stopped_since = None
                     if joining is not None and not self._stop.requested:
