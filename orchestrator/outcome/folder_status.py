@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any
 
 from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.outcome.lock_holder import is_held
 from orchestrator.report.metrics import Record
 from orchestrator.report.metrics_glance import recent_records, updates_of
@@ -46,6 +47,7 @@ class RunStatus:
         seconds_left: until the last update, at the recent pace; time_left_s: of the job's limit.
         boundary_age_s: since the last update boundary.
         restarts: attempts that began by themselves; what a person asked for (resume) is none.
+        survived: how often the latest attempt's ranks agreed on a smaller group.
         lost_updates: over all attempts; why: of the latest restart.
         reason: why it is pending, why it failed, or why it cannot be read.
         culprit: which rank failed first, and on which node.
@@ -68,6 +70,7 @@ class RunStatus:
     boundary_age_s: float | None = None
     attempts: int = 0
     restarts: int = 0
+    survived: int = 0
     lost_updates: int = 0
     why: str | None = None
     time_left_s: float | None = None
@@ -139,6 +142,7 @@ def from_folder(run: RunDir) -> RunStatus:
         boundary_age_s=None if ended else _age_s(run),
         attempts=run.attempts_made(),
         restarts=_restarts(run, notes),
+        survived=_survived(run),
         lost_updates=sum(int(note["lost_updates"]) for note in notes),
         why=next((str(note["why"]) for note in reversed(notes) if note["why"] != RESUMED), None),
         reason=culprit.get("cause") or (result or {}).get("why"),
@@ -165,6 +169,12 @@ def _restarts(run: RunDir, notes: list[dict[str, Any]]) -> int:
     asked |= {int(entry["attempt"]) for entry in run.read_resumes()}
     made = run.attempts_made()
     return max(0, made - 1 - len(asked & set(range(1, made))))
+
+
+def _survived(run: RunDir) -> int:
+    """How many generations there are after the first."""
+    attempts = run.attempts_made()
+    return GenerationRecord(run.attempt(attempts - 1)).newest() if attempts else 0
 
 
 def _warnings(run: RunDir) -> list[str]:

@@ -1,5 +1,6 @@
 """Ranks and nodes die in mid-window; the others end the run, with an undisturbed one's bits."""
 
+import json
 import os
 import signal
 
@@ -60,6 +61,12 @@ def test_the_node_of_rank_0_dies_and_then_one_rank_does_and_one_is_stopped(tmp_p
     assert sorted(rank for note in notes for rank in note["gone"]) == [0, 1, 2, 5]
     assert notes[-1]["ranks"] == 2
     assert helpers.result(run)["survived"] == notes
+    gone = ", ".join(str(rank) for note in notes for rank in note["gone"])
+    assert f"ranks {gone} lost; {len(notes)} updates redone; 2 ranks went on" in output
+    assert (
+        json.loads(helpers.verb("status", run, "--json").stdout)[0]["survived"]
+        == notes[-1]["generation"]
+    )
 
 
 def test_shards_outlive_a_node_and_come_from_the_newest_checkpoint_when_too_many_die(

@@ -49,3 +49,10 @@ class GenerationRecord:
     def read(self, generation: int) -> dict[str, Any] | None:
         """The record of a generation; None before there is one."""
         return read_json(self.path(generation))
+
+    def newest(self) -> int:
+        """The number of the newest generation; 0 where nobody was lost."""
+        number = 0
+        while self.path(number + 1).exists():
+            number += 1
+        return number

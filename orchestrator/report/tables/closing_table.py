@@ -87,6 +87,7 @@ def _rows(
     for name, value in summary.metrics.items():
         rows.append((f"held-out {name}", format_number(value), "bold"))
     rows += _restarts(result.get("restarts") or [])
+    rows += _survived(result.get("survived") or [])
     rows += [
         ("time", format_seconds(summary.seconds), ""),
         ("speed", format_rate(summary.samples_per_second), ""),
@@ -138,6 +139,16 @@ def _skipped(updates: Sequence[Record]) -> list[tuple[str, str, str]]:
     scales = [r["loss_scale"] for r in updates if r.get("loss_scale", 1.0) != 1.0]
     scale = f"; loss scale {scales[0]:g} to {scales[-1]:g}" if scales else ""
     return [("  not applied", f"{plural(count, 'update')}, not finite{scale}", "yellow")]
+
+
+def _survived(notes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Who went away while the others went on, each time redoing the update under way."""
+    if not notes:
+        return []
+    gone = [str(rank) for note in notes for rank in note["gone"]]
+    lost = f"rank{'s' * (len(gone) > 1)} {', '.join(gone)} lost"
+    left = f"{plural(notes[-1]['ranks'], 'rank')} went on"
+    return [("survived", f"{lost}; {plural(len(notes), 'update')} redone; {left}", "yellow")]
 
 
 def _restarts(

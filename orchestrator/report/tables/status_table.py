@@ -67,6 +67,8 @@ class Shown(Protocol):
     @property
     def restarts(self) -> int: ...
     @property
+    def survived(self) -> int: ...
+    @property
     def lost_updates(self) -> int: ...
     @property
     def why(self) -> str | None: ...
@@ -122,6 +124,8 @@ def remark(run: Shown) -> str | None:
     if run.reason:
         said = run.reason.replace(f"{run.folder}/", "").replace(str(run.folder), "it")
         return f"{run.culprit}: {said}" if run.culprit else said
+    if run.survived:
+        return f"ranks were lost {plural(run.survived, 'time')}, and the others went on"
     if run.restarts and run.why:
         lost = f", {plural(run.lost_updates, 'update')} done again" if run.lost_updates else ""
         return f"last restart: {run.why}{lost}"
