@@ -15,6 +15,7 @@ MEASUREMENTS = (
     "submission",
     "launch_overhead",
     "programs",
+    "sweeps",
     "peers",
     "reproducible",
     "boundary",

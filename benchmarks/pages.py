@@ -13,7 +13,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import boundary, chaos, load, memory, one_rank_page, peers_page, reproducible
+from benchmarks import (
+    boundary,
+    chaos,
+    load,
+    memory,
+    one_rank_page,
+    peers_page,
+    reproducible,
+    sweeps,
+)
 from benchmarks.measure import RESULTS, kept
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +73,7 @@ _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "memory": ("Peak memory of a rank in a run", memory.body),
     "chaos": ("Runs disturbed on purpose", chaos.body),
     "load": ("What a run asks of what all users share", load.body),
+    "sweeps": ("Sweeps of many points", sweeps.body),
 }
 _BLOCKS: dict[str, Callable[[Result], str]] = {
     "peers": peers_page.summary,
@@ -72,6 +82,7 @@ _BLOCKS: dict[str, Callable[[Result], str]] = {
     "boundary": boundary.table,
     "chaos": chaos.table,
     "load": load.table,
+    "sweeps": sweeps.table,
     "submission": tables,
     "mindspore_start": tables,
     "mindspore_steps": tables,
