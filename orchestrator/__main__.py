@@ -173,7 +173,7 @@ def plan(
 
 @verb()
 def resume(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's: its unfinished points.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="KEY=VALUE: more updates, other nodes, another cluster, …"),
@@ -188,8 +188,16 @@ def resume(
     """
     from orchestrator.runs.console import Manner
     from orchestrator.runs.start import resumed, way_of
+    from orchestrator.runs.status import find_runs
 
     manner = Manner(console=Console(), verbose=verbose, quiet=quiet)
+    folder = run.absolute()
+    if (points := find_runs(folder)) not in ([], [folder]):
+        from orchestrator.run_folder.rundir import RunDir
+        from orchestrator.sweeps.going_on import resume_sweep
+
+        runs = [RunDir(point) for point in points]
+        raise typer.Exit(resume_sweep(folder, runs, manner, overrides or [], config_dir))
     with resumed(run.absolute(), manner, overrides or [], config_dir) as ready:
         code = EXIT_FINISHED if ready is None else way_of(ready.cluster)(ready).exit_code
     raise typer.Exit(code)

@@ -204,7 +204,7 @@ def resumed(
     check_own(run)
     run.check_writable()
     Tail(run.metrics).skip_to_the_end()  # whether it can be read at all
-    asked = resumption(run, _config_of(run), overrides, config_dir, to=to)
+    asked = resumption(run, config_of(run), overrides, config_dir, to=to)
     config, result = asked.config, run.read_result()
     if result and result["state"] == "finished" and not (asked.total or 0) > result["updates"]:
         say(manner.console, f"{path} has finished already; there is nothing to resume")
@@ -252,7 +252,7 @@ def _as_before_its_end(run: RunDir, admission: Admission) -> None:
     run.result.unlink(missing_ok=True)
 
 
-def _config_of(run: RunDir) -> Config:
+def config_of(run: RunDir) -> Config:
     """Raises `RunFolderError` when config.yaml holds what no run was ever started with."""
     values = run.read_config()
     try:

@@ -74,10 +74,18 @@ class Sweep:
         """
         points = checked(found, first, apart=self._search)
         for folder in {point.folder.parent for point in points}:
-            self._lock(folder)
+            self.hold(folder)
         force = any(point.config.sweep.force for point in points)
         once = {point.of: point for point in reversed(points)} if self._search else {}
         cells = cells_of([p for p in points if once.get(p.of, p) is p], force=force)
+        self.place(cells)
+        if self._search:
+            of = {cell.point.of: cell for cell in cells}
+            cells = [of[point.of] for point in points]
+        return [returned(cell, found) for cell, found in zip(cells, found, strict=True)]
+
+    def place(self, cells: Sequence[Cell]) -> None:
+        """Do what is to be done with each. Raises what refuses them, before any is started."""
         refuse_beyond(cells)
         self._say(cells)
         ran = {cell.run.path for cell in cells}  # a search may ask for a point again
@@ -91,12 +99,8 @@ class Sweep:
         for cell in todo:
             if cell not in alone and self._stopped is None:
                 self._run(cell)
-        if self._search:
-            of = {cell.point.of: cell for cell in cells}
-            cells = [of[point.of] for point in points]
-        return [returned(cell, found) for cell, found in zip(cells, found, strict=True)]
 
-    def _lock(self, folder: Path) -> None:
+    def hold(self, folder: Path) -> None:
         """Hold the sweep's folder to the end. Raises `RunFolderError` while another start does."""
         if folder in self._locked:
             return

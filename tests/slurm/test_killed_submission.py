@@ -61,6 +61,9 @@ def test_a_sweep_whose_submitter_was_killed_is_queued_once(slurm, tmp_path, mome
     else:
         assert found.stdout.count('"pending"' if moment == "after" else '"lost"') == 2
         assert ("was queued by a command" in found.stderr) == (moment == "after")
+    if moment == "before":
+        gone_on = runs.verb("resume", sweep)
+        assert "2 points queued" in gone_on.stdout, gone_on.stderr
     done = call(*line, **runs.QUIET)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(queued(slurm, sweep)) == 1

@@ -1,0 +1,35 @@
+"""`resume SWEEP`: points go on by what lies in the sweep's folder, without its line."""
+
+import shutil
+
+from tests.helpers import TINY, call, result, verb
+
+ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.global_batch=8")
+
+
+def test_unfinished_points_go_on_and_finished_ones_with_more_updates(tmp_path):
+    sweep = tmp_path / "sweep"
+    line = (
+        "-m",
+        TINY,
+        *ONE,
+        "tracker=none",
+        "train.updates=2",
+        "train.seed=1,2",
+        f"run.dir={sweep}",
+    )
+    begun = call(*line)
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    (sweep / "1" / "result.json").unlink()  # as if its launcher had been killed at the end
+    for saved in (sweep / "1" / "checkpoints").iterdir():
+        shutil.rmtree(saved)
+    gone_on = verb("resume", sweep)
+    assert gone_on.returncode == 0, gone_on.stdout + gone_on.stderr
+    assert "done (finished)" in gone_on.stdout
+    assert "to go on (lost)" in gone_on.stdout
+    assert [result(sweep / n)["updates"] for n in "01"] == [2, 2]
+    assert verb("resume", sweep, "train.updates=3").returncode == 0
+    assert [result(sweep / n)["updates"] for n in "01"] == [3, 3]
+    refused = verb("resume", sweep, "train.seed=7")
+    assert refused.returncode == 2
+    assert "train.seed" in refused.stderr
