@@ -89,7 +89,7 @@ class Sweep:
         refuse_beyond(cells)
         self._say(cells)
         ran = {cell.run.path for cell in cells}  # a search may ask for a point again
-        self.cells = [c for c in self.cells if c.run.path not in ran] + cells
+        self.cells = [c for c in self.cells if c.run.path not in ran] + list(cells)
         todo = [cell for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
         alone = [c for c in todo if not class_for(c.point.config).attended]
         if alone:
