@@ -16,7 +16,7 @@ from orchestrator.page.timeline import timeline
 from orchestrator.report.metrics import Record
 from orchestrator.report.summary import Summary
 from orchestrator.report.tables.closing_table import describe_culprit
-from orchestrator.report.tables.sweep import differences, names
+from orchestrator.report.tables.sweep_table import differences, names
 from orchestrator.report.tables.time_and_memory import verdict
 from orchestrator.report.terminal import harmless
 from orchestrator.report.units import (

@@ -9,11 +9,11 @@ from typing import Any
 
 from orchestrator.errors import RunFolderError
 from orchestrator.report.metrics import Record, read_metrics
-from orchestrator.report.tables.sweep import Cell, short_key
+from orchestrator.report.tables.sweep_table import SweptRun, short_key
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.resuming.rules import changes
 from orchestrator.runs.status import find_runs
-from orchestrator.sweeps.shown import cell_of, only_varying
+from orchestrator.sweeps.shown import only_varying, swept_run
 
 OF_NO_RUN = ("run", "hydra")  # sections that say where a run lies, not what it computes
 
@@ -28,7 +28,7 @@ class RunFacts:
     """
 
     name: str
-    cell: Cell
+    cell: SweptRun
     evaluations: Sequence[Record]
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
@@ -94,7 +94,7 @@ def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:
 
 
 def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, str]) -> RunFacts:
-    cell = cell_of(run, {k: v for k, v in overrides.items() if k.split(".")[0] not in OF_NO_RUN})
+    cell = swept_run(run, {k: v for k, v in overrides.items() if k.split(".")[0] not in OF_NO_RUN})
     keys = list(cell.overrides)
     latest = next((n for n in reversed(run.attempt_numbers()) if run.timeline(n).exists()), 0)
     told = run.read(run.timeline(latest))

@@ -12,6 +12,8 @@ from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.outcome.folder_status import kind_of
 from orchestrator.run_folder.rundir import RunDir, read_json
 
+NOBODY_KNOWS = "; see for yourself whether the job that it is about is queued, then remove the file"
+
 
 def settle_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
     """Find out what became of submissions that were cut short.
@@ -30,7 +32,9 @@ def settle_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, st
         try:
             sentences.append(class_of(kind_of(members[0])).adopt(folder))
         except (ClusterError, RunFolderError) as error:
-            unknown |= {run.path: str(error) for run in members if _is_about(folder, run.path)}
+            damaged = isinstance(error, RunFolderError)
+            why = f"{error}{NOBODY_KNOWS if damaged else ''}"
+            unknown |= {run.path: why for run in members if _is_about(folder, run.path)}
     return [sentence for sentence in sentences if sentence], unknown
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.report.tables.sweep import Cell, names
+from orchestrator.report.tables.sweep_table import SweptRun, names
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.resuming.rules import Kind, changes
 
@@ -19,7 +19,7 @@ OF_THE_PLAN = {
 }  # fmt: skip
 
 
-def remarks(cells: Sequence[Cell]) -> list[str]:
+def remarks(cells: Sequence[SweptRun]) -> list[str]:
     """What has to be known to read the differences from the first finished point."""
     if any(cell.plan.get("program") for cell in cells):  # whose weights are their own
         return []
@@ -47,7 +47,7 @@ def remarks(cells: Sequence[Cell]) -> list[str]:
 
 
 def _causes(
-    one: Cell, other: Cell, before: Mapping[str, Any], after: Mapping[str, Any]
+    one: SweptRun, other: SweptRun, before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[str]:
     """What makes two points compute something else; empty where only the split differs."""
     keys = [

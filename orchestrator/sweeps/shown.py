@@ -7,14 +7,14 @@ from typing import Any
 
 from orchestrator.lifecycle.checkpoint import WEIGHTS, complete
 from orchestrator.report.metrics import read_metrics
-from orchestrator.report.tables.sweep import Cell
+from orchestrator.report.tables.sweep_table import SweptRun
 from orchestrator.report.tables.time_and_memory import Pair
 from orchestrator.run_folder.rundir import RunDir
 
 
-def cell_of(
+def swept_run(
     run: RunDir, overrides: Mapping[str, str], *, result: Mapping[str, Any] | None = None
-) -> Cell:
+) -> SweptRun:
     """A run folder as a point.
 
     Args:
@@ -22,7 +22,7 @@ def cell_of(
         result: in place of the run's own, where it could not start.
     """
     saved = complete(run.checkpoints) if run.checkpoints.is_dir() else []
-    return Cell(
+    return SweptRun(
         overrides=overrides,
         folder=run.path,
         result=result or run.read_result(),
@@ -45,7 +45,7 @@ def only_varying(all_overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]
     return [{k.lstrip("+"): v for k, v in table.items() if k in vary} for table in tables]
 
 
-def accumulation_pairs(cells: Sequence[Cell]) -> list[Pair]:
+def accumulation_pairs(cells: Sequence[SweptRun]) -> list[Pair]:
     """Points that show what accumulation does: K = 1 beside the largest K, all else being equal.
 
     One pair at equal micro-batch and one at equal global batch, where the sweep has them.
@@ -65,7 +65,7 @@ def accumulation_pairs(cells: Sequence[Cell]) -> list[Pair]:
     return pairs
 
 
-def _alike(one: Cell, other: Cell, figure: Callable[[Cell], int]) -> bool:
+def _alike(one: SweptRun, other: SweptRun, figure: Callable[[SweptRun], int]) -> bool:
     """Whether two points have the same figure and differ in their accumulation only."""
     differing = {k for k, v in other.overrides.items() if one.overrides.get(k) != v}
     alike = all(key.split(".")[0] == "accumulation" for key in differing)

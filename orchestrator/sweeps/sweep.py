@@ -22,7 +22,7 @@ from orchestrator.errors import (
     UsageError,
 )
 from orchestrator.outcome.lock_holder import held
-from orchestrator.report.tables.sweep import print_sweep
+from orchestrator.report.tables.sweep_table import print_sweep
 from orchestrator.report.tables.time_and_memory import print_time_and_memory
 from orchestrator.report.terminal import command, say
 from orchestrator.report.units import plural
@@ -34,7 +34,7 @@ from orchestrator.sweeps.detached import ready_of, submit
 from orchestrator.sweeps.points import checked
 from orchestrator.sweeps.remarks import remarks
 from orchestrator.sweeps.returns import returned
-from orchestrator.sweeps.shown import accumulation_pairs, cell_of, only_varying
+from orchestrator.sweeps.shown import accumulation_pairs, only_varying, swept_run
 from orchestrator.sweeps.todo import Cell, Do, cells_of
 
 
@@ -148,7 +148,7 @@ class Sweep:
         ran = [c for c in self.cells if self._stopped is None or c.run.config.exists()]
         varying = only_varying([cell.point.overrides for cell in ran])
         shown = [
-            cell_of(cell.run, overrides, result=self._refusal(cell.run.path))
+            swept_run(cell.run, overrides, result=self._refusal(cell.run.path))
             for cell, overrides in zip(ran, varying, strict=True)
         ]
         print_sweep(shown, self._manner.console)
@@ -172,17 +172,18 @@ class Sweep:
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Generator[None]:
     """Hold a sweep's folder; one that nothing came to is removed again."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = held(RunDir(folder))
-        lock.__enter__()
-    except OSError as error:
-        raise RunFolderError(f"{folder} cannot be written: {error.strerror}") from error
-    try:
+    with contextlib.ExitStack() as until_the_end:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            until_the_end.enter_context(held(RunDir(folder)))
+        except OSError as error:
+            raise RunFolderError(f"{folder} cannot be written: {error.strerror}") from error
+        until_the_end.callback(_remove_if_empty, RunDir(folder))
         yield
-    finally:
-        lock.__exit__(None, None, None)
-        if {entry.name for entry in folder.iterdir()} <= {RunDir(folder).lock.name}:
-            RunDir(folder).lock.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # somebody has put something there meanwhile
-                folder.rmdir()
+
+
+def _remove_if_empty(sweep: RunDir) -> None:
+    if {entry.name for entry in sweep.path.iterdir()} <= {sweep.lock.name}:
+        sweep.lock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody has put something there meanwhile
+            sweep.path.rmdir()

@@ -16,7 +16,7 @@ def read(path: Path) -> dict[str, object]:
     """All of it, short: what was told, and where the run goes on. Raises `OrchestratorError`."""
     run = RunDir(path).existing()
     running.check_own(run)
-    config = running._config_of(run)
+    config = running.config_of(run)
     asked = resumption(run, config, ())
     said = running._of_checkpoints(run, config, contents=True)
     found, _ = checkpoint.newest(run.checkpoints, run.identity)

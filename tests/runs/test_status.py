@@ -16,6 +16,7 @@ from orchestrator.config.schema import Config
 from orchestrator.report.tables.run_view import print_run, sparkline
 from orchestrator.report.tables.status_table import print_status
 from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.runs.found_again import settle_submissions
 from orchestrator.runs.status import expand, losses_so_far, statuses
 
 NOBODY = 65534
@@ -142,6 +143,16 @@ def test_a_damaged_run_says_which_file_and_why(tmp_path):
     assert status.state == "damaged"
     assert "result.json is damaged" in status.reason
     assert "damaged" in shown([status])
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"kind": "slurm"}', '{"elements": {"..": "1"}}'])
+def test_of_a_damaged_note_of_a_submission_nobody_says_more_than_is_known(tmp_path, content):
+    run = make_run(tmp_path / "sweep" / "3", cluster="slurm")
+    RunDir(tmp_path / "sweep").submitting.write_text(content)
+    said, unknown = settle_submissions([run])
+    assert said == []
+    assert "submitting.json is damaged" in unknown[run.path]
+    assert unknown[run.path].endswith("then remove the file")
 
 
 @pytest.fixture

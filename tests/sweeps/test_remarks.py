@@ -6,7 +6,7 @@ from orchestrator.compose.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
-from orchestrator.report.tables.sweep import Cell
+from orchestrator.report.tables.sweep_table import SweptRun
 from orchestrator.sweeps.remarks import remarks
 
 
@@ -22,7 +22,7 @@ def cells(tmp_path):
             plan = Plan.of(config, Known(dataset_samples=1437)).to_json()
             overrides = {"accumulation": point}
             result = {"state": "finished"}
-            made.append(Cell(overrides=overrides, folder=folder, result=result, plan=plan))
+            made.append(SweptRun(overrides=overrides, folder=folder, result=result, plan=plan))
         return made
 
     return make

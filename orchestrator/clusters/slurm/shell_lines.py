@@ -20,9 +20,11 @@ def heeding(*, held: bool = False) -> Iterator[str]:
     for the ranks. srun takes USR2 for its tasks; of TERM it ends them, which only a launcher wants
     that holds the script (`allocation.py`).
     """
-    yield f"export {BATCH_PID_VARIABLE}=$$"
+    yield f"{BATCH_PID_VARIABLE}=$$"
+    yield f"export {BATCH_PID_VARIABLE}"
     if not held:
-        yield f'export {BATCH_COPY_VARIABLE}="$SLURMD_NODENAME:${{TMPDIR-}}"'
+        yield f'{BATCH_COPY_VARIABLE}="$SLURMD_NODENAME:${{TMPDIR-}}"'
+        yield f"export {BATCH_COPY_VARIABLE}"
     yield "told= srun="
     yield "heed() {"
     yield "    told=${told:-$1}"

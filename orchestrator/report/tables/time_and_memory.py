@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.report.summary import Summary
-from orchestrator.report.tables.sweep import Cell
+from orchestrator.report.tables.sweep_table import SweptRun
 from orchestrator.report.terminal import literal, say
 from orchestrator.report.units import (
     format_bytes,
@@ -38,8 +38,8 @@ class Pair:
     """
 
     title: str
-    one: Cell
-    many: Cell
+    one: SweptRun
+    many: SweptRun
 
 
 def print_time_and_memory(pairs: Sequence[Pair], console: Console) -> None:
@@ -141,7 +141,7 @@ def _in_both(one: Mapping[str, object], many: Mapping[str, object]) -> list[str]
     return [name for name in one if name in many]
 
 
-def _micro_batch(cell: Cell) -> int | None:
+def _micro_batch(cell: SweptRun) -> int | None:
     sizes = [size for rank in cell.plan.get("micro_batches") or [] for size in rank]
     return max(sizes, default=None)
 

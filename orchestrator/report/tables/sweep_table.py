@@ -36,7 +36,7 @@ INDENT = "   "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class SweptRun:
     """One point of a sweep as it lies on disk.
 
     `overrides` are those that vary in the sweep, key to value; `result` is None when the point
@@ -68,7 +68,7 @@ class Cell:
         )
 
 
-def print_sweep(cells: Sequence[Cell], console: Console) -> None:
+def print_sweep(cells: Sequence[SweptRun], console: Console) -> None:
     """Print the table, then one line for each point that did not finish."""
     if not cells:
         say(console, "the sweep has no points")
@@ -96,13 +96,13 @@ def print_sweep(cells: Sequence[Cell], console: Console) -> None:
     say(console, f"{done} of {plural(len(cells), 'point')} finished", style)
 
 
-def names(cells: Sequence[Cell]) -> list[str]:
+def names(cells: Sequence[SweptRun]) -> list[str]:
     """What a point is called wherever one speaks of it: its folder, as in `logs SWEEP/POINT`."""
     found = [cell.folder.name for cell in cells]
     return found if len({*found}) == len(found) else [str(cell.folder) for cell in cells]
 
 
-def differences(cells: Sequence[Cell]) -> list[str]:
+def differences(cells: Sequence[SweptRun]) -> list[str]:
     """Largest relative difference of each point's weights from the first finished point's.
 
     As text, since there are points without one: `reference`, `-` for those that did not finish,
@@ -150,7 +150,7 @@ class _Column:
         return max(cell_len(t) for t in [*self.title.split(), *(v.plain for v in self.values)])
 
 
-def _columns(cells: Sequence[Cell], console: Console) -> list[_Column]:
+def _columns(cells: Sequence[SweptRun], console: Console) -> list[_Column]:
     def column(group: str, title: str, values: Iterable[str], left: bool = False) -> _Column:
         texts = [literal("-" if v == UNKNOWN else v, console) for v in values]
         return _Column(group, legible(title, console), texts, left)
@@ -243,7 +243,7 @@ def _table(columns: Sequence[_Column], console: Console) -> Table:
     return table
 
 
-def _print_failure(name: str, cell: Cell, console: Console) -> None:
+def _print_failure(name: str, cell: SweptRun, console: Console) -> None:
     culprit = (cell.result or {}).get("culprit")
     why = describe_culprit(culprit) if culprit else f"{cell.summary.state}, see {cell.folder}"
     say(console, f"point {name} ({cell.title}): {why}", "red")

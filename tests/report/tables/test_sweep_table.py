@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from orchestrator.report.tables.sweep import Cell, differences, print_sweep
+from orchestrator.report.tables.sweep_table import SweptRun, differences, print_sweep
 from orchestrator.report.tables.time_and_memory import Pair, print_time_and_memory, verdict
 from tests.report.conftest import Screen, record, result
 
 
 def cell(k, *, seconds=0.2, peak=None, samples=256, weights=None, **changes):
     peak = [300 * 1024**2] if peak is None else [peak]
-    return Cell(
+    return SweptRun(
         overrides={"accumulation.steps": k},
         folder=Path(f"runs/{k}"),
         result=result(peak_memory_bytes=peak, **changes),
@@ -57,8 +57,8 @@ def test_differences_are_from_the_first_finished_point(weights, tmp_path):
 
 def test_a_row_for_each_point_and_the_cause_of_each_failure(screen, weights):
     a = weights("a", np.ones(4))
-    cells = [cell(1, weights=a), failed(2), Cell(overrides={"accumulation.steps": 4, "x": "[b]"},
-             folder=Path("runs/4"))]  # fmt: skip
+    overrides = {"accumulation.steps": 4, "x": "[b]"}
+    cells = [cell(1, weights=a), failed(2), SweptRun(overrides=overrides, folder=Path("runs/4"))]
     print_sweep(cells, screen)
     text = screen.text
     assert "point 2 (accumulation.steps=2): rank 3 on node1 failed first: out of memory" in text
@@ -84,14 +84,14 @@ def test_values_are_never_folded(width):
 
 
 def test_keys_that_end_alike_keep_their_names(screen):
-    cells = [Cell(overrides={"a.rate": 1, "b.rate": 2}, folder=Path("r"), result=result())]
+    cells = [SweptRun(overrides={"a.rate": 1, "b.rate": 2}, folder=Path("r"), result=result())]
     print_sweep(cells, screen)
     assert "a.rate" in screen.text
     assert "b.rate" in screen.text
 
 
 def test_a_very_long_override_still_fits_the_screen(screen):
-    cells = [Cell(overrides={"job.path": "x" * 150}, folder=Path("r"), result=result())]
+    cells = [SweptRun(overrides={"job.path": "x" * 150}, folder=Path("r"), result=result())]
     print_sweep(cells, screen)
     assert all(len(line) <= 80 for line in screen.text.splitlines())
 
@@ -139,7 +139,7 @@ def test_the_name_of_a_point_is_never_broken_inside_a_word(width):
     screen = Screen(width=width)
     values = ("{global_batch:32,steps:1}", "{global_batch:128,steps:4}")
     cells = [
-        Cell(overrides={"accumulation": v, "schedule.base_lr": 0.001}, folder=Path("r"),
+        SweptRun(overrides={"accumulation": v, "schedule.base_lr": 0.001}, folder=Path("r"),
              result=result(metrics={"accuracy": 0.5, "loss": 0.1}))
         for v in values
     ]  # fmt: skip
