@@ -15,7 +15,7 @@ print("rank", rank, "begins", flush=True)
 WAITS = """
 open(f"here-{rank}", "w").close()
 while not os.path.exists("go"):
-    time.sleep(0.02)
+    time.sleep(0.02)  # between two looks
 """
 
 LOOP = f"""{QUICK}

@@ -16,9 +16,8 @@ from orchestrator.outcome.lock_holder import is_held, signal_holder
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.tables.status_table import UNREADABLE
 from orchestrator.report.terminal import HarmlessStream
-from orchestrator.run_folder.files import blocks, start_of_last
 from orchestrator.report.units import plural
-
+from orchestrator.run_folder.files import blocks, start_of_last
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.status import statuses

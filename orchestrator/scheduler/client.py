@@ -214,7 +214,7 @@ class SlurmClient:
         try:
             done = subprocess.run(
                 argv, input=text or "", env=self.environment(command[0]), capture_output=True,
-                text=True, errors="replace",  check=False, **own,
+                text=True, errors="replace", check=False, **own,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise SchedulerDown(f"{command[0]} did not answer within {timeout_s:g} s") from error

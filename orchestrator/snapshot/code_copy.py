@@ -38,8 +38,6 @@ LIMIT_BYTES = 64 * 2**20
 LIMIT_FILES = 20_000
 GIT_TIMEOUT_S = 60
 PACKAGE = Path(__file__).resolve().parent.parent
-# What lies beside this package in its own repository, and no job imports unless it lies in there.
-BESIDE_PACKAGE = frozenset({"tests", "docs", "benchmarks"})
 STARTER = Path(__file__).with_name("start_from_copy.py")
 
 
@@ -132,8 +130,6 @@ def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[
     left_out: list[str] = []
     for name in listed:
         if name.startswith(("runs/", own)):
-            continue
-        if root == PACKAGE.parent and name.partition("/")[0] in BESIDE_PACKAGE - tops:
             continue
         try:
             facts = os.lstat(f"{root}/{name}")  # hundreds of times a submission

@@ -89,6 +89,7 @@ def test_sweeping_values_composes_twice_and_a_choice_of_files_each_time(monkeypa
     composer.compose()
     loads = []
     load = composer.load
+    # counted, and done all the same
     monkeypatch.setattr(composer, "load", lambda *a: loads.append(a) or load(*a))
     where = ["+cluster=slurm_dev", "+cluster.slurm_flags.begin=now", "run.dir=x"]
     composer.points([[*where, f"train.seed={n}", f"job.width={n % 3}"] for n in range(50)])
@@ -122,5 +123,6 @@ def test_a_configuration_read_section_by_section_is_that_of_all_at_once(values, 
         return repr(found)
 
     by_sections = read(), read()
+    # what it is compared with: all sections at once
     monkeypatch.setattr("orchestrator.config.reading._by_sections", lambda _: None)
     assert by_sections == (read(), read())

@@ -257,7 +257,7 @@ def test_a_rank_that_never_joins_the_others_is_named(tmp_path, stuck):
         f"""{QUICK}
 place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if rank == int(what):
-    time.sleep(600)
+    time.sleep(600)  # stuck, until it is killed
 if rank == 0:
     server = socket.create_server(("", place[1]))
     taken = [server.accept() for _ in range(3)]

@@ -270,6 +270,7 @@ def test_the_last_lines_of_a_file_are_found_wherever_pieces_of_it_end(tmp_path, 
     chance, path = random.Random(5), tmp_path / "log"
     for _ in range(400):
         text = "".join(chance.choices("ab\n", k=chance.randrange(24)))
+        # pieces so small that lines end anywhere in them
         monkeypatch.setattr(files, "BLOCK", chance.randint(1, 9))
         path.write_text(text)
         for lines in range(6):

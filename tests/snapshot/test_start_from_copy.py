@@ -145,6 +145,7 @@ def test_without_tmpdir_what_is_small_is_in_memory_and_what_is_large_on_the_disk
     os.truncate(archive, SMALL_BYTES + 1)
     assert bases(str(copy)) == [DISK, copy.parent]
     os.truncate(archive, SMALL_BYTES)
+    # a machine without it
     monkeypatch.setattr(start_from_copy, "MEMORY", copy / "nowhere")
     assert bases(str(copy)) == [DISK, copy.parent]
     monkeypatch.setenv("TMPDIR", "/scratch")

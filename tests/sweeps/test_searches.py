@@ -29,7 +29,7 @@ class Asker(Sweeper):
             for came in self.launcher.launch(points, initial_job_idx=len(told)):
                 try:
                     told.append(came.return_value)
-                except Exception as error:
+                except Exception as error:  # the point's own, whatever it is
                     told.append(str(error))
         Path(self.config.hydra.sweep.dir, "told.json").write_text(json.dumps(told))
 '''
