@@ -58,9 +58,7 @@ ifdef PYTEST_ARGS
 	@echo "== pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	@echo "== pytest: all but tests/slurm, three workers; then tests/slurm, whose runs are timed, two"
-	@$(BIN)/python -m pytest --ignore=tests/slurm -n 3 --dist loadfile; all=$$?; \
-	$(BIN)/python -m pytest tests/slurm -n 2 --dist loadfile && exit $$all
+	@$(BIN)/python -m tests.gate
 endif
 
 mutants: setup  ## change the code in small ways: do the fast tests notice? (MUTANTS_ARGS)

@@ -1,7 +1,8 @@
 """Which tests one worker runs one after another, and what begins first: what lasts longest.
 
 A file is one worker's, for its tests share what they have started. tests/slurm is two workers',
-each with a SLURM of its own; it has bounds on seconds, so nothing else computes beside it.
+each with a SLURM of its own; it has bounds on seconds, so what computes beside it gives way to it
+(`gate.py`).
 """
 
 SLURM = "tests/slurm/"
@@ -25,6 +26,16 @@ LONG = (
     "tests/third_party/test_suites.py",
 )
 """The files that take longest, the longest first."""
+
+
+CALM = (
+    *(f"tests/{name}" for name in ("benchmarks", "cli", "compose", "config", "data", "docs")),
+    *(f"tests/{name}" for name in ("doctor", "hostile", "jobs", "laws", "outcome", "page", "plan")),
+    *(f"tests/{name}" for name in ("report", "run_folder", "scheduler", "snapshot")),
+    *(f"tests/engine/{name}" for name in ("common", "mindspore/comm", "torch")),
+    *("tests/engine/mindspore/test_engine.py", "tests/third_party", "tests/mutants"),
+)
+"""What computes, and would not notice if it stood still for a few seconds."""
 
 
 def file_of(nodeid: str) -> str:

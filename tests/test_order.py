@@ -3,12 +3,12 @@
 import pytest
 
 from tests.helpers import ROOT
-from tests.order import LANE, LONG, place_of, unit_of
+from tests.order import CALM, LANE, LONG, place_of, unit_of
 
 
-@pytest.mark.parametrize("file", [*LANE, *LONG])
-def test_what_is_named_is_there(file):
-    assert (ROOT / file).is_file()
+@pytest.mark.parametrize("path", [*LANE, *LONG, *CALM])
+def test_what_is_named_is_there(path):
+    assert (ROOT / path).exists()
 
 
 def test_a_worker_gets_whole_files_and_two_share_slurm():

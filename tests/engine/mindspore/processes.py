@@ -24,7 +24,7 @@ def start(folder, rank, size, *more, module=PROGRAM):
         )
 
 
-def run_group(folder, size, timeout_s=170.0):
+def run_group(folder, size, timeout_s=500.0):
     """All ranks' reports, and for the failed ones their logs."""
     ranks = [start(folder, rank, size) for rank in range(size)]
     try:

@@ -9,6 +9,8 @@ from tests.engine.mindspore.processes import alive, run_group
 from tests.engine.mindspore.program import checks
 
 SIZES = (2, 4)
+# The first test of a size waits for all that its group does: compiling, minutes of it if busy.
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
