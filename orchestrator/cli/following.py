@@ -84,7 +84,9 @@ def cancel(
     now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Stop a run for good: all ranks together at the next update boundary, with a checkpoint."""
+    """Stop a run for good: all ranks together at the next update boundary, with a checkpoint; a
+    program by its signal.
+    """
     del verbose
     from orchestrator.run_folder.rundir import RunDir
     from orchestrator.runs import control

@@ -27,6 +27,7 @@ from orchestrator.outcome.folder_status import (
     has_begun,
     looked_at,
 )
+from orchestrator.outcome.how_it_stops import how_it_stops
 from orchestrator.outcome.lock_holder import is_held, signal_holder
 from orchestrator.outcome.run_state import Culprit, State
 from orchestrator.plan.plan import Plan
@@ -59,13 +60,13 @@ class Handle(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Ask all ranks to stop together at the next boundary, with a checkpoint."""
+        """Ask all ranks to stop, each kind of run in its way; see `how_it_stops`."""
 
     @abstractmethod
     def kill(self) -> None:
         """End every process now. Returns when none is left."""
 
-    def cancel(self, *, now: bool) -> str:
+    def cancel(self, run: RunDir, *, now: bool) -> str:
         """For somebody at another shell: `stop`, or `kill` when `now`; says what happens.
 
         Raises `ClusterError` when there is nothing to stop.
@@ -73,8 +74,9 @@ class Handle(ABC):
         if now:
             self.kill()
             return f"every process of {self.title} is being ended"
+        how = how_it_stops(run)  # as long as it goes on
         self.stop()
-        return f"{self.title} stops at its next update boundary, with a checkpoint"
+        return f"{self.title} {how}"
 
     def news(self) -> Sequence[str]:
         """What there is to say since the last time, and that the run's folder does not show."""
@@ -208,7 +210,7 @@ class Cluster(ABC):
         found: dict[Path, str] = {}
         for run in runs:
             handle = cls.handle(run)
-            said = handle.cancel(now=now)
+            said = handle.cancel(run, now=now)
             found[run.path] = said.removeprefix(f"{handle.title} ").removeprefix(f"{run.path} ")
         return found
 
@@ -259,8 +261,8 @@ class Held(Handle):
         # two of different kinds, so that both are delivered
         signal_holder(self._run, signal.SIGINT, signal.SIGTERM)
 
-    def cancel(self, *, now: bool) -> str:
-        return super().cancel(now=now).replace(self.title, str(self._run.path))
+    def cancel(self, run: RunDir, *, now: bool) -> str:
+        return super().cancel(run, now=now).replace(self.title, str(run.path), 1)
 
 
 def cluster_of(config: Config, tell: Callable[[str], None] = lambda _: None) -> Cluster:

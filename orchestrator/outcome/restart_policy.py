@@ -43,11 +43,12 @@ def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) 
         if (departure := run.read(run.departure(number))) and departure.get("failed")
     ]
     place = read_progress(run.progress(attempt))
+    program = bool(run.read_plan().get("program"))
     failed = {
         "attempt": attempt,
         "update": place.update if place else -1,
         # What a program did before it failed, nobody knows: its next start may come further.
-        "raised": None if run.read_plan().get("program") else _raised(run, attempt, culprit),
+        "raised": None if program else _raised(run, attempt, culprit),
     }
     if earlier and _repeated(earlier[-1], failed):
         where = f"in update {failed['update']}" if place else "before the first update"
@@ -63,8 +64,9 @@ def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) 
     why = describe_culprit(culprit.to_json()).split("\n", maxsplit=1)[0]
     departure = {"why": why, "updates": None, "time": time.time(), "failed": failed}
     write_json(run.departure(attempt), departure)
+    begins = "starts the program again" if program else "begins from the newest checkpoint"
     words = (
-        f"attempt {attempt + 1} begins from the newest checkpoint (restart {len(earlier) + 1} of "
+        f"attempt {attempt + 1} {begins} (restart {len(earlier) + 1} of "
         f"{most} that run.max_restarts allows)"
     )
     return Ruling(again=True, words=words)

@@ -28,6 +28,7 @@ class ProgramPlan:
     ranks_per_node: int
     words: tuple[str, ...]
     style: str
+    stop_signal: str
     warnings: tuple[str, ...] = ()
     updates: None = None
 
@@ -37,7 +38,11 @@ class ProgramPlan:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "program": {"words": list(self.words), "style": self.style},
+            "program": {
+                "words": list(self.words),
+                "style": self.style,
+                "stop_signal": self.stop_signal,
+            },
             "ranks": self.ranks,
             "nodes": self.nodes,
             "ranks_per_node": self.ranks_per_node,
@@ -55,6 +60,7 @@ def plan_of_program(config: Config) -> ProgramPlan:
         ranks_per_node=config.cluster.ranks_per_node,
         words=(*start, *program.words),
         style=program.style,
+        stop_signal=program.stop_signal,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orchestrator.clusters.api import Cluster, Handle, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
+from orchestrator.outcome.how_it_stops import how_it_stops
 from orchestrator.outcome.lock_holder import is_held, signal_holder
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.tables.status_table import UNREADABLE
@@ -28,12 +29,12 @@ OVER = ("finished", "failed", "stopped", "cancelled", "lost")
 
 
 def cancel(run: RunDir, *, now: bool = False) -> str:
-    """Stop a run: at its next boundary with a checkpoint, or at once.
+    """Stop a run: as `how_it_stops` says, or at once.
 
     Returns:
         A sentence that says what happens. Raises `ClusterError` when there is nothing to stop.
     """
-    return handle_of(run).cancel(now=now)
+    return handle_of(run).cancel(run, now=now)
 
 
 def cancel_sweep(folder: Path, runs: Sequence[RunDir], *, now: bool) -> list[str]:
@@ -46,8 +47,8 @@ def cancel_sweep(folder: Path, runs: Sequence[RunDir], *, now: bool) -> list[str
     sweep, said = RunDir(folder), list[str]()
     if is_held(sweep):
         signal_holder(sweep, *((signal.SIGINT, signal.SIGTERM) if now else (signal.SIGINT,)))
-        how = "at once" if now else "at its next update boundary, with a checkpoint"
-        said.append(f"the command that runs the sweep was told to end; what it runs stops {how}")
+        how = "ends at once" if now else how_it_stops(runs[0])
+        said.append(f"the command that runs the sweep was told to end; what it runs {how}")
     open_ones = [s for s in statuses(runs)[0] if s.state not in (*OVER, *UNREADABLE)]
     members: dict[type[Cluster], list[RunDir]] = {}
     found: dict[str, list[Path]] = {}
@@ -56,7 +57,7 @@ def cancel_sweep(folder: Path, runs: Sequence[RunDir], *, now: bool) -> list[str
         if run.handle.exists():
             members.setdefault(class_of(status.cluster), []).append(run)
         elif not is_held(sweep):  # somebody resumed it by itself
-            said.append(handle_of(run).cancel(now=now))
+            said.append(handle_of(run).cancel(run, now=now))
     for cluster, some in members.items():
         for path, words in cluster.cancel_all(some, now=now).items():
             found.setdefault(words, []).append(path)

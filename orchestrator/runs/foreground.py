@@ -9,13 +9,12 @@ from orchestrator.clusters.api import POLL_S, Culprit, Handle, State
 from orchestrator.config.program_section import is_program
 from orchestrator.errors import EXIT_INTERRUPTED, UsageError
 from orchestrator.extensions import CLUSTERS
+from orchestrator.outcome.how_it_stops import how_it_stops
 from orchestrator.outcome.restart_policy import Ruling, rule
 from orchestrator.outcome.run_result import EXIT_CODES, Ended, end_of
 from orchestrator.report.metrics import read_metrics
 from orchestrator.report.tables.closing_table import describe_culprit, print_closing
 from orchestrator.report.terminal import say
-from orchestrator.runs.console import Manner
-from orchestrator.runs.interrupts import Interrupts
 from orchestrator.runs.ready import Ready
 from orchestrator.runs.showing import Showing
 
@@ -67,7 +66,7 @@ def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
         handle = ready.cluster.submit(ready.cluster.request(ready.run.path, number))
     try:
         with Showing(ready.run, ready.manner) as showing:
-            state, interrupted = _follow(handle, showing, ready.interrupts, ready.manner)
+            state, interrupted = _follow(handle, showing, ready)
     except BaseException:
         handle.kill()
         raise
@@ -83,10 +82,10 @@ def _said_so(ready: Ready) -> bool:
 
 
 def _follow(
-    handle: Handle, showing: Showing, interrupts: Interrupts, manner: Manner
+    handle: Handle, showing: Showing, ready: Ready
 ) -> tuple[State, bool]:
-    """Show the run to its end: one interrupt stops it at a boundary, a second ends it at once."""
-    asked = False
+    """Show the run to its end: one interrupt asks it to stop, a second ends it at once."""
+    interrupts, asked = ready.interrupts, False
     while True:
         state = handle.poll(POLL_S)
         showing.look(ended=state.ended)
@@ -96,9 +95,8 @@ def _follow(
             asked = True
             handle.stop()
             say(
-                manner.console,
-                "stopping at the next update boundary, with a checkpoint; "
-                "once more ends every process at once",
+                ready.manner.console,
+                f"the run {how_it_stops(ready.run)}; once more ends every process at once",
                 "yellow",
             )
         if interrupts.count > 1:

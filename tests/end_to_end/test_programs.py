@@ -183,9 +183,13 @@ def test_a_stop_is_the_signal_that_the_program_knows_and_resume_starts_it_again(
     process = begin(tmp_path, "job.stop_signal=USR1")
     status = helpers.verb("status", tmp_path / "run", "--json")
     assert json.loads(status.stdout)[0]["state"] == "running"
-    assert helpers.verb("cancel", tmp_path / "run").returncode == 0
+    told = helpers.verb("cancel", tmp_path / "run")
+    assert told.returncode == 0
+    assert "gets SIGUSR1 on every rank" in told.stdout
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 3, output
+    assert "gets SIGUSR1 on every rank" in output
+    assert "boundary" not in output + told.stdout, "it has none"
     assert helpers.result(tmp_path / "run")["state"] == "stopped"
     assert all(
         f"stopped by {signal.SIGUSR1.value} in attempt 0" in log(tmp_path, r) for r in (0, 3)

@@ -12,6 +12,7 @@ from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm.elements import is_element
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
+from orchestrator.outcome.how_it_stops import how_it_stops
 from orchestrator.outcome.run_result import write_end
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 from orchestrator.scheduler.client import SlurmClient
@@ -65,12 +66,10 @@ def _cancel(
     stop(client, {run: job.id for run, job in stops.items()})
     _await_the_end(client, {run: job for run, job in ends.items() if job.waiting})
     for run in ends:
-        found[run.path] = "is cancelled; resume goes on from the newest checkpoint"
+        found[run.path] = "is cancelled; resume goes on from what was saved"
     for run, job in stops.items():
         still = f"; until then, {job.standstill}" if job.standstill else ""
-        found[run.path] = (
-            f"stops at its next update boundary, with a checkpoint{still}; --now ends it at once"
-        )
+        found[run.path] = f"{how_it_stops(run)}{still}; --now ends it at once"
     return found
 
 
@@ -80,7 +79,7 @@ def end(client: SlurmClient, jobs: Mapping[RunDir, str]) -> None:
 
 
 def stop(client: SlurmClient, jobs: Mapping[RunDir, str]) -> None:
-    """Ask all ranks of each job to stop together at the next boundary, with a checkpoint."""
+    """Ask all ranks of each job to stop, each in its way; see `how_it_stops`."""
     _send(client, jobs, "stop", "--signal=USR2")
 
 

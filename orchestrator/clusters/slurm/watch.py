@@ -35,7 +35,7 @@ UNSEEN_S = 15.0
 SAID = "error: "  # how the batch script says why it gives up
 CAUSES = {
     "CANCELLED": "cancelled through the scheduler (scancel)",
-    "TIMEOUT": "the time limit was reached; resume goes on from the newest checkpoint",
+    "TIMEOUT": "the time limit was reached; resume goes on from what was saved",
     "NODE_FAIL": "a node failed, and the job was not requeued",
     "OUT_OF_MEMORY": "out of memory, killed by the kernel",
     "BOOT_FAIL": "a node did not boot",
@@ -188,7 +188,7 @@ class SlurmHandle(Handle):
         return None
 
     def stop(self) -> None:
-        """Ask all ranks to stop together at the next boundary, with a checkpoint, for good."""
+        """Ask all ranks to stop for good, each kind of run in its way; see `how_it_stops`."""
         job = self._asked_now()
         if job is None or job.waiting:
             self.kill()
@@ -210,12 +210,11 @@ class SlurmHandle(Handle):
         job = self._asked_now()
         return f"{self.title}, {job.state.lower()}" if job is not None and job.alive else ""
 
-    def cancel(self, *, now: bool) -> str:
-        said = cancel_all([self._run], now=now).get(self._run.path)
+    def cancel(self, run: RunDir, *, now: bool) -> str:
+        said = cancel_all([run], now=now).get(run.path)
         if said is None:
             raise ClusterError(
-                f"{self._run.path} is not queued or running ({self.title}); there is nothing to "
-                f"cancel"
+                f"{run.path} is not queued or running ({self.title}); there is nothing to cancel"
             )
         if said.endswith(UNSENT):
             raise ClusterError(f"{self.title}, {said}")
