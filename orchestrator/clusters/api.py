@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from orchestrator.clusters.request import Admission, Request
+from orchestrator.clusters.request import Admission, Request, Share
 from orchestrator.config.options import NoOptions, options_of
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError
@@ -33,7 +33,7 @@ from orchestrator.outcome.run_state import Culprit, State
 from orchestrator.plan.plan import Plan
 from orchestrator.run_folder.rundir import RunDir
 
-__all__ = ["POLL_S", "Admission", "Cluster", "Culprit", "Handle", "Request", "State"]
+__all__ = ["POLL_S", "Admission", "Cluster", "Culprit", "Handle", "Request", "Share", "State"]
 
 POLL_S = 0.1  # how long those who follow a run wait for news of it
 
@@ -154,6 +154,11 @@ class Cluster(ABC):
     def placed(self) -> dict[str, Any]:
         """What submission.json says of it: `cluster`, its kind, and whether its runs are `held`."""
         return {"cluster": self.config.cluster.kind, "held": self.attended}
+
+    @property
+    def share(self) -> Share | None:
+        """What a run takes of this machine; None: it cannot have another one beside it here."""
+        return None
 
     @classmethod
     def chosen(cls, config: Config) -> type[Cluster]:

@@ -91,3 +91,18 @@ class Admission:
     words: str = ""
     warnings: tuple[str, ...] = ()
     notice: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What a run takes of this machine.
+
+    Attributes:
+        ranks: processes that compute, each with memory of its own.
+        cores: of them all.
+        gpus: that it uses where there are as many; otherwise it computes without.
+    """
+
+    ranks: int
+    cores: int
+    gpus: int

@@ -73,7 +73,8 @@ MEANINGS = {
     "run.snapshot": "The code is copied at submission, and the copy runs",
     "run.max_restarts": "How often a run that failed begins again by itself",
     "run.survive": "When a rank dies in mid-window, the others redo it and go on (surviving.md)",
-    "sweep.parallel": "Points of a sweep at once, at the most, on a scheduler; auto: as it likes",
+    "sweep.parallel": "Points of a sweep at once, at the most; auto: as many as this machine has cores, memory "
+    "and GPUs for, on a scheduler as it likes",
     "sweep.force": "Run also those points of a sweep that are done (as --force does)",
     "sweep.objective": "The figure of result.json that a search is told of a point",
     "budget.gpu_hours": "A sweep whose plans come to more GPU-hours is refused",

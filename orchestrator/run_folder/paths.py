@@ -40,6 +40,7 @@ class RunPaths:
         self.code = path / "code"
         self.submitit = path / "submitit"
         self.batch_log = self.logs / "batch.log"
+        self.terminal_log = self.logs / "terminal.log"  # of who holds it, where others do, too
         self.cancel = path / "cancel"
         self.newest_attempt = self.attempts / "newest"
 

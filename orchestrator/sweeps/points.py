@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from orchestrator.clusters.api import class_for
+from orchestrator.clusters.api import class_for, cluster_of
 from orchestrator.compose.command_line import key_of
 from orchestrator.compose.composed import Composed
 from orchestrator.config.class_source import read_once
@@ -97,12 +97,14 @@ def _each(
 
 
 def _refuse_at_once(config: Config) -> None:
-    """Raise `ConfigError` for a bound that nobody would see to: we run one after another."""
+    """Raise `ConfigError` for a bound that nobody would see to: nothing may run beside the run."""
     most = config.sweep.parallel
-    if at_once(most) not in (None, 1) and class_for(config).attended:
+    if at_once(most) in (None, 1) or not class_for(config).attended:
+        return
+    if cluster_of(config).share is None:
         raise ConfigError(
-            f"sweep.parallel={most}: without a queue a sweep's points run one after another; leave "
-            f"it out, or submit them, as +cluster=slurm does"
+            f"sweep.parallel={most}: these points run one after another, for each has the whole "
+            f"place to itself; leave it out, or submit them, as +cluster=slurm does"
         )
 
 

@@ -1,4 +1,6 @@
-"""Why the weights of a sweep's points differ: other updates, or only another order of additions."""
+"""What is said below the table of a sweep: which times were disturbed, and why weights differ: by
+other updates, or only by another order of additions.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 from orchestrator.report.tables.sweep_table import SweptRun, names
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.resuming.rules import Kind, changes
+from orchestrator.sweeps.beside import timed_beside
 
 MAGNIFIES = (
     "Adam in float32 magnifies rounding where a gradient is nearly zero, so weights differ by more "
@@ -20,7 +23,12 @@ OF_THE_PLAN = {
 
 
 def remarks(cells: Sequence[SweptRun]) -> list[str]:
-    """What has to be known to read the differences from the first finished point."""
+    """What has to be known to read times, and the differences from the first finished point."""
+    beside = timed_beside(cells)
+    return [*([beside] if beside else []), *_of_weights(cells)]
+
+
+def _of_weights(cells: Sequence[SweptRun]) -> list[str]:
     if any(cell.plan.get("program") for cell in cells):  # whose weights are their own
         return []
     finished = [(n, cell) for n, cell in zip(names(cells), cells, strict=True) if cell.finished]

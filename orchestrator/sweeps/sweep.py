@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn
 
-from orchestrator.clusters.api import Culprit, State, class_for
+from orchestrator.clusters.api import Culprit, class_for
 from orchestrator.compose.composed import Composed
 from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_sweep import drive
@@ -19,7 +19,6 @@ from orchestrator.errors import (
     EXIT_STOPPED,
     ConfigError,
     RunFolderError,
-    UsageError,
 )
 from orchestrator.outcome.lock_holder import held
 from orchestrator.report.tables.sweep_table import print_sweep
@@ -28,14 +27,16 @@ from orchestrator.report.terminal import command, say
 from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
-from orchestrator.runs.start import way_of
 from orchestrator.sweeps.budget import refuse_beyond
-from orchestrator.sweeps.detached import ready_of, submit
+from orchestrator.sweeps.detached import submit
 from orchestrator.sweeps.points import checked
 from orchestrator.sweeps.remarks import remarks
 from orchestrator.sweeps.returns import returned
 from orchestrator.sweeps.shown import accumulation_pairs, only_varying, swept_run
 from orchestrator.sweeps.todo import Cell, Do, cells_of
+
+if TYPE_CHECKING:
+    from orchestrator.sweeps.queue import PointEnded
 
 
 def run_sweep(composer: Composer, manner: Manner) -> int:
@@ -61,13 +62,13 @@ class Sweep:
         self._manner, self._stack, self._search = manner, stack, search
         self.cells: list[Cell] = []
         self._codes: dict[Path, int] = {}
-        self._refused: dict[Path, UsageError] = {}
+        self._refused: dict[Path, str] = {}
         self._locked: set[Path] = set()
         self._queued: list[Path] = []
         self._stopped: int | None = None
 
     def launch(self, found: Sequence[Composed | ConfigError], first: int) -> Sequence[JobReturn]:
-        """Do what is to be done with these points: submitted together, or run one after another.
+        """Do what is to be done with these points: submitted together, or run here in a queue.
 
         Args:
             first: the number of the first.
@@ -96,9 +97,9 @@ class Sweep:
             submit(alone, self._manner, wait=self._search)
         waiting = [c for c in cells if c in alone or c.do is Do.WAIT]
         self._queued += [] if self._search else [cell.run.path for cell in waiting]
-        for cell in todo:
-            if cell not in alone and self._stopped is None:
-                self._run(cell)
+        here = [cell for cell in todo if cell not in alone]
+        if here and self._stopped is None:
+            self._run_here(here)
 
     def hold(self, folder: Path) -> None:
         """Hold the sweep's folder to the end. Raises `RunFolderError` while another start does."""
@@ -114,24 +115,18 @@ class Sweep:
         for cell in cells:
             say(self._manner.console, f"{cell.point.words}: {cell.do.value} ({cell.why})", "dim")
 
-    def _run(self, cell: Cell) -> None:
-        """Run one point here to its end."""
-        say(self._manner.console, cell.point.words, "bold")
-        try:
-            with ready_of(cell, self._manner) as ready:
-                if ready is None:
-                    return
-                ended = way_of(ready.cluster)(ready)
-        except UsageError as error:  # what only the attempt can tell: a folder, a scheduler
-            self._refused[cell.run.path] = error
-            self._codes[cell.run.path] = error.exit_code
-            say(self._manner.console, f"error: {error}", "bold red")
-            return
-        self._codes[cell.run.path] = ended.exit_code
-        if ended.state is State.PENDING:
-            self._queued.append(cell.run.path)
-        if ended.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
-            self._stopped = ended.exit_code
+    def _run_here(self, cells: Sequence[Cell]) -> None:
+        """Run points on this machine to their ends."""
+        from orchestrator.sweeps.here import run_here  # what is drawn meanwhile takes time
+
+        if not run_here(cells, self._manner, self._ended):
+            over = [EXIT_INTERRUPTED] if EXIT_INTERRUPTED in self._codes.values() else []
+            self._stopped = over[0] if over else EXIT_STOPPED
+
+    def _ended(self, one: PointEnded) -> None:
+        self._codes[one.cell.run.path] = one.exit_code
+        if one.refusal is not None:
+            self._refused[one.cell.run.path] = one.refusal
 
     def finish(self) -> int:
         """Print the table; give the exit code: the worst of the points'."""
@@ -165,7 +160,7 @@ class Sweep:
         """What stands for the result of a point that could not start."""
         if path not in self._refused:
             return None
-        culprit = Culprit(rank=None, node="launcher", cause=str(self._refused[path]))
+        culprit = Culprit(rank=None, node="launcher", cause=self._refused[path])
         return {"state": "failed", "culprit": culprit.to_json()}
 
 

@@ -7,6 +7,8 @@ from orchestrator.config.reading import to_yaml
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.report.tables.sweep_table import SweptRun
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.sweeps.beside import timed_beside
 from orchestrator.sweeps.remarks import remarks
 
 
@@ -51,3 +53,24 @@ def test_both_are_said_of_a_sweep_that_has_both(cells):
 def test_float64_and_sgd_magnify_nothing(cells):
     same = "optimizer=sgd accumulation.steps="
     assert remarks(cells(f"{same}1", f"{same}2")) == []
+
+
+def test_points_that_were_timed_beside_others_are_named(tmp_path):
+    def point(name, *ends, held=True):
+        run = RunDir(tmp_path / name)
+        run.path.mkdir()
+        run.write_own(run.submission, {"held": held})
+        updates = [
+            {"update": n, "time": float(end), "update_s": 1.0, "attempt": n // 2}
+            for n, end in enumerate(ends)
+        ]
+        return SweptRun(overrides={}, folder=run.path, updates=updates)
+
+    first, inside_it = point("0", 11, 12, 50, 51), point("1", 51)
+    between_its_attempts, after = point("2", 20, 21), point("3", 60, 61)
+    elsewhere = point("4", 60, 61, held=False)
+    assert timed_beside([first, between_its_attempts, after, elsewhere]) is None
+    found = timed_beside([first, inside_it, between_its_attempts, after])
+    assert found.startswith("Points 0, 1 were timed side by side")
+    assert timed_beside([first, inside_it]).startswith("All points")
+    assert remarks([first, inside_it]) == [timed_beside([first, inside_it])]

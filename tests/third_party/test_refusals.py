@@ -3,7 +3,9 @@
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from orchestrator.__main__ import app
 from orchestrator.compose.composer import compose
 from orchestrator.engine.framework import Framework
 from orchestrator.errors import ConfigError
@@ -122,6 +124,15 @@ def test_a_name_that_is_nearly_theirs_is_answered_with_it(registered, seam):
     registered(seam, "")
     with pytest.raises(ConfigError, match=f"{seam.key} must be one of .*did you mean 'theirs'"):
         compose([TINY, f"{seam.key}=thiers"])
+
+
+def test_points_of_a_cluster_that_says_nothing_of_their_share_never_run_side_by_side(registered):
+    registered(CLUSTERS, "class Theirs(Cluster):\n    def submit(self, request): pass")
+    line = ["plan", "-m", "cluster.kind=theirs", "train.seed=1,2"]
+    done = CliRunner().invoke(app, [*line, "sweep.parallel=2"])
+    assert done.exit_code == 2
+    assert "sweep.parallel=2: these points run one after another" in done.output
+    assert CliRunner().invoke(app, line).exit_code == 0
 
 
 def test_a_cluster_that_says_finished_where_nothing_was_trained_is_not_believed(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,12 @@ from typing import Any
 from orchestrator.clusters.api import Cluster, Culprit, Handle, Request, State
 from orchestrator.clusters.local.losses import Losses
 from orchestrator.clusters.local.nodes import Node, Nodes
+from orchestrator.clusters.machine import visible_gpus
+from orchestrator.clusters.request import Share
 from orchestrator.clusters.root_cause import Behind, End, behind_of, blame, tail
 from orchestrator.config.frameworks import check_installed, check_tracker
+from orchestrator.config.program_section import is_program
+from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError, TransportError
 from orchestrator.lifecycle.signs.node_watch import FINISHED, FROZEN, NO_SIGN, STOPPED
 from orchestrator.plan.plan import Plan
@@ -29,6 +32,7 @@ IMPORT_HANGS = (
     "the import of the framework has used no processor for {} s (cluster.hang_timeout_s); the "
     "node's log has its stack"
 )
+ON_CPUS = ("gloo", "mccl")
 NODES_LIMIT = 254 * 254
 
 
@@ -39,14 +43,6 @@ def node_address(index: int) -> str:
     ('127.0.1.1', '127.0.1.254', '127.0.2.1')
     """
     return f"127.0.{1 + index // 254}.{1 + index % 254}"
-
-
-def visible_gpus(env: Mapping[str, str]) -> list[str]:
-    """The GPUs that this process may use: CUDA's variable, or else the driver's list."""
-    if "CUDA_VISIBLE_DEVICES" in env:
-        return [name for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-    driver = Path("/proc/driver/nvidia/gpus")
-    return [str(i) for i in range(len(list(driver.iterdir())))] if driver.is_dir() else []
 
 
 class LocalHandle(Handle):
@@ -244,6 +240,14 @@ class LocalCluster(Cluster):
             "hang_s": self.config.cluster.hang_timeout_s,
         }
         return replace(asked, details=details)
+
+    @property
+    def share(self) -> Share:
+        asked = self.config.cluster
+        ranks = node_range(asked.nodes)[1] * asked.ranks_per_node
+        on_gpus = is_program(self.config.job) or self.config.transport not in ON_CPUS
+        cores = ranks * asked.cpus_per_rank
+        return Share(ranks=ranks, cores=cores, gpus=ranks if on_gpus else 0)
 
     def submit(self, request: Request) -> LocalHandle:
         return LocalHandle(request)

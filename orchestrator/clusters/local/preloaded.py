@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.local.process import fork
 from orchestrator.clusters.local.supervisor import serve
+from orchestrator.lifecycle.forks import fork
 from orchestrator.lifecycle.prctl import die_with, name_process
 from orchestrator.rank.preload import draw_other_numbers, preload
 from orchestrator.run_folder.files import APPENDING, open_regular

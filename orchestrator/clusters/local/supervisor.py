@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from orchestrator.clusters.local.process import fork
+from orchestrator.lifecycle.forks import fork
 from orchestrator.lifecycle.prctl import adopt_orphans
 from orchestrator.lifecycle.signs.node_watch import (
     BEAT_S,

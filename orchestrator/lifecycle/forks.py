@@ -1,4 +1,4 @@
-"""Forks: what nodes and ranks of this machine are."""
+"""Forks: what nodes and ranks of this machine are, and who holds a point of a sweep."""
 
 from __future__ import annotations
 

@@ -1,0 +1,77 @@
+"""What this machine has for its processes: cores, memory, GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What a machine has for the processes of one user at one time. `gpus`: by name."""
+
+    cores: int
+    free_memory_bytes: int
+    gpus: tuple[str, ...]
+
+    @classmethod
+    def here(cls) -> Machine:
+        return cls(
+            cores=cores(),
+            free_memory_bytes=free_memory_bytes(),
+            gpus=tuple(visible_gpus(os.environ)),
+        )
+
+
+def cores() -> int:
+    """Processors that this process may use: by its affinity, and by its control groups' quota."""
+    found = float(len(os.sched_getaffinity(0)))
+    for group in _groups():
+        quota, _, period = _read(group / "cpu.max").partition(" ")
+        if quota.isdigit():
+            found = min(found, int(quota) / int(period))
+    return max(1, int(found))
+
+
+def free_memory_bytes() -> int:
+    """Bytes that can be had without swapping: of the machine, and of the control groups.
+
+    What a group holds of files that nobody uses right now counts as free, as the kernel has it.
+    """
+    found = int(psutil.virtual_memory().available)
+    for group in _groups():
+        most, used = _read(group / "memory.max"), _read(group / "memory.current")
+        if most.isdigit() and used.isdigit():
+            counts = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+            found = min(found, int(most) - int(used) + int(counts.get("inactive_file", 0)))
+    return max(0, found)
+
+
+def visible_gpus(env: Mapping[str, str]) -> list[str]:
+    """The GPUs that this process may use: CUDA's variable, or else the driver's list."""
+    if "CUDA_VISIBLE_DEVICES" in env:
+        return [name for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    driver = Path("/proc/driver/nvidia/gpus")
+    return [str(i) for i in range(len(list(driver.iterdir())))] if driver.is_dir() else []
+
+
+def _groups() -> Iterator[Path]:
+    """This process's control group and those above it, of version 2; none elsewhere."""
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        if line.startswith("0::/"):
+            own = CGROUPS / line[4:]
+            yield from (group for group in (own, *own.parents) if group.is_relative_to(CGROUPS))
+
+
+def _read(path: Path) -> str:
+    """A file of the kernel's; nothing where this group, or this kernel, has none of the name."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

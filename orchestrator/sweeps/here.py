@@ -1,0 +1,110 @@
+"""Points of a sweep that run on this machine: all of them to their ends, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from orchestrator.config.rules import at_once
+from orchestrator.errors import EXIT_FINISHED
+from orchestrator.plan.program import ProgramPlan
+from orchestrator.report.summary import summarize
+from orchestrator.report.tables.closing_table import describe_culprit
+from orchestrator.report.terminal import say
+from orchestrator.report.units import format_number, format_seconds, plural
+from orchestrator.runs.console import Manner
+from orchestrator.sweeps.queue import LocalQueue, PointEnded, share_of
+from orchestrator.sweeps.room import Room
+from orchestrator.sweeps.shown import only_varying
+from orchestrator.sweeps.todo import Cell
+
+
+def run_here(cells: Sequence[Cell], manner: Manner, ended: Callable[[PointEnded], None]) -> bool:
+    """Run points to their ends, as many at once as `sweep.parallel` and the machine allow: a next
+    one starts when one ends.
+
+    Args:
+        ended: is told of each.
+
+    Returns:
+        Whether all of them have run; not after an interrupt.
+    """
+    room = Room(at_once(cells[0].point.config.sweep.parallel))
+    shares = [share_of(cell) for cell in cells]
+    if remark := room.remark(shares):
+        say(manner.console, remark, "yellow", prose=True)
+    alone = room.at_once(shares) == 1
+    waiting = list(cells) if alone else sorted(cells, key=_work, reverse=True)
+    told = _Told(manner, cells, alone=alone)
+    with LocalQueue(manner, room, terminal=alone) as queue:
+        while True:
+            for cell in list(waiting):
+                if (queue.running and alone) or queue.interrupts.count:
+                    break
+                if alone:  # before it says anything itself
+                    say(manner.console, cell.point.words, "bold")
+                if queue.start(cell):
+                    waiting.remove(cell)
+                    told.started(cell)
+            one = queue.wait_one()
+            if one is None:
+                return not waiting
+            ended(one)
+            told.ended(one, len(queue.running), len(waiting))
+
+
+def _work(cell: Cell) -> float:
+    """How much a point computes, so that the long ones begin first and none is left over alone:
+    samples, or epochs where the number of samples is not known yet.
+    """
+    plan = cell.point.plan
+    if isinstance(plan, ProgramPlan):
+        return 0.0
+    if plan.updates is None:
+        return cell.point.config.train.epochs or 0.0
+    return float(plan.updates * plan.batch.global_batch)
+
+
+class _Told:
+    """What the terminal shows. A point that has it to itself speaks for itself.
+
+    Args:
+        alone: there is never more than one.
+    """
+
+    def __init__(self, manner: Manner, cells: Sequence[Cell], *, alone: bool) -> None:
+        self._manner, self._alone = manner, alone
+        varying = only_varying([cell.point.overrides for cell in cells])
+        self._names: dict[Path, str] = {}
+        for cell, overrides in zip(cells, varying, strict=True):
+            words = " ".join(f"{key}={value}" for key, value in overrides.items())
+            self._names[cell.run.path] = f"point {cell.run.path.name} ({words})"
+
+    def started(self, cell: Cell) -> None:
+        if not self._alone and not self._manner.quiet:
+            say(self._manner.console, f"{self._names[cell.run.path]} started", "dim")
+
+    def ended(self, one: PointEnded, running: int, waiting: int) -> None:
+        name = self._names[one.cell.run.path]
+        if one.refusal is not None:
+            who = "error" if self._alone else name
+            say(self._manner.console, f"{who}: {one.refusal}", "bold red")
+        elif not self._alone and not (self._manner.quiet and one.exit_code == EXIT_FINISHED):
+            left = f"{running} running, {waiting} waiting" if running or waiting else "the last"
+            style = "green" if one.exit_code == EXIT_FINISHED else "bold red"
+            say(self._manner.console, f"{name}: {_came_of(one)} ({left})", style)
+
+
+def _came_of(one: PointEnded) -> str:
+    """How a point ended, and what it measured, in a few words."""
+    result = one.cell.run.read_result() or {}
+    if result.get("culprit"):
+        return describe_culprit(result["culprit"])
+    figures = summarize(result, ())
+    loss = result.get("loss")
+    return ", ".join([
+        f"{figures.state}",
+        plural(figures.updates, "update"),
+        *([] if loss is None else [f"loss {format_number(loss)}"]),
+        *([] if figures.seconds is None else [format_seconds(figures.seconds)]),
+    ])  # fmt: skip
