@@ -112,7 +112,7 @@ def guarded(*, bounded: bool = True) -> Generator[None]:
     except (Exception, RecursionError) as error:
         if rang:
             raise ConfigError(
-                f"the configuration takes more than {LIMIT_S:g} s to work out: do its values refer "
+                f"the configuration takes more than {LIMIT_S:g} s of computing: do its values refer "
                 f"to each other again and again?"
             ) from error
         raise explained(error) from error
@@ -126,6 +126,7 @@ class _TooLong(Exception):
 def _alarm(rang: list[bool]) -> Generator[None]:
     """Interrupt what runs inside after `LIMIT_S`; again each second, since libraries catch much.
 
+    These are seconds of computing: on a starved machine a sound configuration only takes longer.
     Only in the main thread: elsewhere Python delivers no signals, and nobody composes there.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -136,13 +137,13 @@ def _alarm(rang: list[bool]) -> Generator[None]:
         rang.append(True)
         raise _TooLong
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S, 1.0)
+    before = signal.signal(signal.SIGPROF, ring)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S, 1.0)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 class CheckedFiles(FileConfigSource):

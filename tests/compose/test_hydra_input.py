@@ -73,17 +73,21 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path):
             hydra_input.check_file(path)
 
 
+# Hypothesis, where other tests of this process use it, counts the collector's time in a callback of
+# its own, which may be what is interrupted.
+@pytest.mark.filterwarnings("ignore:.*gc_callback:pytest.PytestUnraisableExceptionWarning")
 def test_values_that_refer_to_each_other_for_ever_are_given_up(monkeypatch):
     """Forty values of two references each: 2^40 look-ups, which nobody waits for."""
     monkeypatch.setattr(hydra_input, "LIMIT_S", 1.0)
     chain = [f"+job.x{n}='${{job.x{n - 1}}}${{job.x{n - 1}}}'" for n in range(1, 41)]
-    before = signal.getsignal(signal.SIGALRM)
-    began = time.monotonic()
+    before = signal.getsignal(signal.SIGPROF), signal.getitimer(signal.ITIMER_REAL)[0] > 0
+    began = time.process_time()
     with pytest.raises(ConfigError, match="refer to each other"):
         compose(["+job.x0=x", *chain])
-    assert time.monotonic() - began < 20
-    assert signal.getsignal(signal.SIGALRM) is before
-    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert time.process_time() - began < 20
+    assert signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    # Neither what the process had for this signal, nor an alarm of its own, is gone.
+    assert before == (signal.getsignal(signal.SIGPROF), signal.getitimer(signal.ITIMER_REAL)[0] > 0)
 
 
 @pytest.mark.parametrize(
