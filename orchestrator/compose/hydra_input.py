@@ -112,8 +112,8 @@ def guarded(*, bounded: bool = True) -> Generator[None]:
     except (Exception, RecursionError) as error:
         if rang:
             raise ConfigError(
-                f"the configuration takes more than {LIMIT_S:g} s of computing: do its values refer "
-                f"to each other again and again?"
+                f"the configuration takes more than {LIMIT_S:g} s of computing: do its values "
+                f"refer to each other again and again?"
             ) from error
         raise explained(error) from error
 

@@ -107,7 +107,10 @@ def _age_s(run: RunDir) -> float | None:
 
 def kind_of(run: RunDir) -> str:
     """The kind of cluster that a run was placed on; see `cluster.kind`."""
-    handle = run.read_handle() or {}
+    return _kind(run, run.read_handle() or {})
+
+
+def _kind(run: RunDir, handle: dict[str, Any]) -> str:
     return str(handle.get("kind") or run.read_submission().get("cluster") or "local")
 
 
@@ -126,11 +129,11 @@ def from_folder(run: RunDir) -> RunStatus:
     culprit: dict[str, Any] = (result or {}).get("culprit") or {}
     ended = result is not None
     done = int(result["updates"]) if result else (last["update"] + 1 if last else 0)
-    total = plan.get("updates")
+    total, attempts = plan.get("updates"), run.attempts_made()
     return RunStatus(
         folder=run.path,
         state=_state_of(result) if result else "running",
-        cluster=kind_of(run),
+        cluster=_kind(run, handle),
         job_id=handle.get("job_id"),
         updates=done,
         total=total,
@@ -140,15 +143,15 @@ def from_folder(run: RunDir) -> RunStatus:
         samples_per_second=sum(samples) / len(samples) / pace if samples and pace else None,
         seconds_left=(total - done) * pace if total and pace and not ended else None,
         boundary_age_s=None if ended else _age_s(run),
-        attempts=run.attempts_made(),
-        restarts=_restarts(run, notes),
-        survived=_survived(run),
+        attempts=attempts,
+        restarts=_restarts(run, notes, attempts),
+        survived=GenerationRecord(run.attempt(attempts - 1)).newest() if attempts else 0,
         lost_updates=sum(int(note["lost_updates"]) for note in notes),
         why=next((str(note["why"]) for note in reversed(notes) if note["why"] != RESUMED), None),
         reason=culprit.get("cause") or (result or {}).get("why"),
         culprit=_named(culprit),
         program=" ".join(map(str, plan["program"]["words"])) if plan.get("program") else None,
-        warnings=_warnings(run),
+        warnings=_warnings(run, attempts),
     )
 
 
@@ -163,23 +166,15 @@ def _state_of(result: dict[str, Any]) -> str:
     return "cancelled" if cancelled else str(result["state"])
 
 
-def _restarts(run: RunDir, notes: list[dict[str, Any]]) -> int:
+def _restarts(run: RunDir, notes: list[dict[str, Any]], made: int) -> int:
     """Attempts that began by themselves: neither the first, nor one that a person asked for."""
     asked = {note["attempt"] for note in notes if note["why"] == RESUMED}
     asked |= {int(entry["attempt"]) for entry in run.read_resumes()}
-    made = run.attempts_made()
     return max(0, made - 1 - len(asked & set(range(1, made))))
 
 
-def _survived(run: RunDir) -> int:
-    """How many generations there are after the first."""
-    attempts = run.attempts_made()
-    return GenerationRecord(run.attempt(attempts - 1)).newest() if attempts else 0
-
-
-def _warnings(run: RunDir) -> list[str]:
+def _warnings(run: RunDir, attempts: int) -> list[str]:
     """What the ranks of the latest attempt warned of, the latest last."""
-    attempts = run.attempts_made()
     return [w.told for w in read_warnings(run.attempt(attempts - 1))] if attempts else []
 
 

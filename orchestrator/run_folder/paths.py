@@ -14,35 +14,52 @@ ATTEMPT = re.compile(r"[0-9]{1,6}")
 OF_RANKS = re.compile(r"ranks-[0-9]+")
 
 
+class Below:
+    """A path in a run's folder, made when it is first asked for: a command that looks at a thousand
+    runs asks each for a few of them.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
+
+    def __get__(self, paths: RunPaths, owner: type) -> Path:
+        found = paths.__dict__[self._attribute] = paths.path.joinpath(*self._names)
+        return found
+
+
 class RunPaths:
     """The paths of one run's folder. Making the object touches nothing."""
 
+    config = Below("config.yaml")
+    plan = Below("plan.json")
+    metrics = Below("metrics.jsonl")
+    result = Below("result.json")
+    environment = Below("environment.json")
+    submission = Below("submission.json")
+    resumes = Below("resumes.json")  # what people asked for since
+    initial_weights = Below("initial_weights.safetensors")
+    logs = Below("logs")
+    checkpoints = Below("checkpoints")
+    tensorboard = Below("tensorboard")
+    mlflow = Below("mlruns")
+    wandb = Below("wandb")
+    attempts = Below("attempts")
+    lock = Below(".lock")
+    # A run on a scheduler: where it was placed, the code that it runs, and what it was told.
+    handle = Below("handle.json")
+    submitting = Below("submitting.json")  # for as long as it may become a job
+    code = Below("code")
+    submitit = Below("submitit")
+    batch_log = Below("logs", "batch.log")
+    terminal_log = Below("logs", "terminal.log")  # of who holds it, where others do, too
+    cancel = Below("cancel")
+    newest_attempt = Below("attempts", "newest")
+
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.yaml"
-        self.plan = path / "plan.json"
-        self.metrics = path / "metrics.jsonl"
-        self.result = path / "result.json"
-        self.environment = path / "environment.json"
-        self.submission = path / "submission.json"
-        self.resumes = path / "resumes.json"  # what people asked for since
-        self.initial_weights = path / "initial_weights.safetensors"
-        self.logs = path / "logs"
-        self.checkpoints = path / "checkpoints"
-        self.tensorboard = path / "tensorboard"
-        self.mlflow = path / "mlruns"
-        self.wandb = path / "wandb"
-        self.attempts = path / "attempts"
-        self.lock = path / ".lock"
-        # A run on a scheduler: where it was placed, the code that it runs, and what it was told.
-        self.handle = path / "handle.json"
-        self.submitting = path / "submitting.json"  # for as long as it may become a job
-        self.code = path / "code"
-        self.submitit = path / "submitit"
-        self.batch_log = self.logs / "batch.log"
-        self.terminal_log = self.logs / "terminal.log"  # of who holds it, where others do, too
-        self.cancel = path / "cancel"
-        self.newest_attempt = self.attempts / "newest"
 
     @property
     def may_be_queued(self) -> bool:
