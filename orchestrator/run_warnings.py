@@ -83,15 +83,25 @@ class _Rank:
         """
         try:
             print(text, flush=True)  # noqa: T201  # a rank's standard output is its log
-            descriptor = open_regular(self._path, APPENDING)
-            try:
-                while self._unwritten:
-                    os.write(descriptor, self._unwritten[0])  # one call: lines of ranks never mix
-                    self._unwritten.popleft()
-            finally:
-                os.close(descriptor)
+            _append(self._path, self._unwritten)
         except (OSError, RunFolderError):
             return
+
+
+def _append(path: Path, lines: deque[bytes]) -> None:
+    descriptor = open_regular(path, APPENDING)
+    try:
+        while lines:
+            os.write(descriptor, lines[0])  # one call: lines of ranks never mix
+            lines.popleft()
+    finally:
+        os.close(descriptor)
+
+
+def warn_of(path: Path, rank: int, sentence: str) -> None:
+    """Warn of a rank that cannot do so itself, into the file of its node. Raises `OSError`."""
+    line = {"sentence": sentence, "times": 1, "rank": rank, "time": time.time()}
+    _append(path, deque([json.dumps(line).encode() + b"\n"]))
 
 
 _destination: _Rank | None = None

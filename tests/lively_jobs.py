@@ -1,12 +1,15 @@
 """A job that ends or stands still in ways that leave no exception, where and in whom one likes."""
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 from torch.utils.data import Dataset
 
@@ -27,6 +30,24 @@ def _wait_for_a_stopped_child():
     child.wait()
 
 
+def _sleep_in_the_kernel():
+    """Holding Python's interpreter, until a child has begun that never does: it opens a pipe to
+    which nobody writes.
+    """
+    pipe = Path(tempfile.mkdtemp(), "pipe")
+    os.mkfifo(pipe)
+    os.posix_spawn("/bin/true", ["true"], os.environ,
+                   file_actions=[(os.POSIX_SPAWN_OPEN, 5, pipe, os.O_RDONLY, 0)])  # fmt: skip
+
+
+def _call_another_collective():
+    from orchestrator.engine.torch.comm.process_group import TorchGroup
+
+    group = next(one for one in gc.get_objects() if isinstance(one, TorchGroup))
+    with group.silence.lifted():
+        group.barrier()
+
+
 ACTS = {
     "exit0": lambda: os._exit(0),
     "exit3": lambda: os._exit(3),
@@ -37,6 +58,8 @@ ACTS = {
     "spin": lambda: [None for _ in iter(int, 1)],
     "interpreter": lambda: ctypes.PyDLL(None).sleep(HOURS),  # holds Python's lock meanwhile
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "kernel": _sleep_in_the_kernel,
+    "other": _call_another_collective,
     "child": _wait_for_a_stopped_child,
 }
 

@@ -17,6 +17,7 @@ TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024
 MOST_NAMED = 4
 WORDLESS = " before its training had ended: something in it ended the process (os._exit, say)"
+IN_A_CIRCLE = "A link between them is cut, or they did not call the same collectives"
 LAST_WORD = "error: "
 """How the log of a rank ends whose main thread was stuck in the framework and could not fail."""
 
@@ -115,7 +116,30 @@ def blame(
         return of_behind(run, min(behind, key=lambda one: one.since))
     if own is None:
         return _of_end(run, first)
-    return beside_finished(_from_failure(run, own), finished)
+    return replace(beside_finished(_from_failure(run, own), finished), hangs=not finished)
+
+
+def told_with_waits(culprit: Culprit, waits: Mapping[int, str]) -> Culprit:
+    """One that hangs, with what another waited for; where it waited itself, nobody was behind.
+
+    Args:
+        waits: of ranks: for how long, where and for what; "" of one that did not wait.
+
+    >>> hung = Culprit(rank=1, node="node0", cause="it hangs", hangs=True)
+    >>> told_with_waits(hung, {0: "9 s at the boundary of update 3", 2: "", 3: "8 s at …"}).cause
+    'it hangs; rank 0 waited for it 9 s at the boundary of update 3, and so did 1 more'
+    >>> told_with_waits(hung, {0: "9 s for bucket 1", 1: "9 s for bucket 2"}).cause[:60]
+    'it hangs; no rank was behind: rank 0 waited 9 s for bucket 1'
+    """
+    waited = {rank: told for rank, told in sorted(waits.items()) if told}
+    if not culprit.hangs or not waited:
+        return culprit
+    first, more = next(iter(waited)), len(waited) - 1
+    told = f"rank {first} waited for it {waited[first]}" + f", and so did {more} more" * (more > 0)
+    if culprit.rank in waited:
+        each = [f"rank {rank} waited {said}" for rank, said in waited.items()][:MOST_NAMED]
+        told = f"no rank was behind: {'; '.join(each)}. {IN_A_CIRCLE}"
+    return replace(culprit, cause=f"{culprit.cause}; {told}")
 
 
 def beside_finished(culprit: Culprit, finished: Sequence[int]) -> Culprit:
@@ -151,7 +175,8 @@ def of_behind(run: RunDir, one: Behind) -> Culprit:
     """The culprit is a rank for which the others waited in vain."""
     cause = f"the others waited in vain: it was still at {one.where}, {one.at}"
     log = tail(run.rank_log(one.rank))
-    return Culprit(rank=one.rank, node=one.node, cause=cause, log_tail=one.stack or log)
+    log = one.stack or log
+    return Culprit(rank=one.rank, node=one.node, cause=cause, log_tail=log, hangs=True)
 
 
 def _from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
@@ -161,4 +186,5 @@ def _from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
         cause=failure["cause"],
         log_tail=tail(run.rank_log(failure["rank"])),
         usage=failure["usage"],
+        hangs=failure.get("hangs", False),
     )

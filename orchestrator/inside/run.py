@@ -6,10 +6,12 @@ Under plain Python or torchrun the same lines do nothing: nothing is recorded, n
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import importlib
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -47,6 +49,8 @@ class Run:
         self._latest = time.perf_counter()
         self._windows: Any = None
         self._stopping = False
+        if self._is and signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
+            faulthandler.register(signal.SIGQUIT, file=2)  # where a rank that hangs is asked: where
 
     def __bool__(self) -> bool:
         return self._is

@@ -23,13 +23,16 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Culprit:
-    """Who failed first. `cause` is a sentence or a few; `usage`: what was asked for was wrong."""
+    """Who failed first. `cause` is a sentence or a few; `usage`: what was asked for was wrong;
+    `hangs`: others waited for it in vain.
+    """
 
     rank: int | None
     node: str
     cause: str
     log_tail: tuple[str, ...] = ()
     usage: bool = False
+    hangs: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config
@@ -20,7 +20,8 @@ from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.signs.heartbeat import Heartbeat
 from orchestrator.lifecycle.signs.last_word import say_last_word, wordless
 from orchestrator.lifecycle.signs.node_watch import FAILED
-from orchestrator.lifecycle.signs.signs_of_life import Life, Patience, link_to_supervisor
+from orchestrator.lifecycle.signs.signs_of_life import Life, link_to_supervisor
+from orchestrator.lifecycle.signs.standstill import Patience
 from orchestrator.lifecycle.stopping.deadline import Deadline, Notice
 from orchestrator.lifecycle.stopping.departure import (
     ask_standing,
@@ -36,7 +37,7 @@ from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.failure import failure_of, write_failure
 from orchestrator.rank.fenced_recorder import Follower, Guard
-from orchestrator.rank.hung_neighbour import look_beside
+from orchestrator.rank.hung_neighbour import Limits, look_beside
 from orchestrator.rank.loop import Attended, Outcome
 from orchestrator.rank.loop import Recorder as LoopRecorder
 from orchestrator.rank.place_in_loop import Placed
@@ -68,10 +69,9 @@ class Attendance:
 
     def __init__(self, run: RunDir, attempt: int, topology: Topology, stop: StopFlag) -> None:
         self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
-        log = str(run.rank_log(topology.rank).relative_to(run.logs))
         self._failure: dict[str, Any] | None = None
         link = link_to_supervisor()
-        self._life = Life(log, link, self._hang, self._behind).begin()
+        self._life = Life(run.rank_log(topology.rank), link, self._hang, self._behind).begin()
         self._unheard = link is None or topology.scheduled  # under SLURM its watcher dies with it
         self._fence = Fence(run.newest_attempt, attempt)
         self._heartbeat: Heartbeat | None = None
@@ -88,22 +88,21 @@ class Attendance:
         if not topology.scheduled:
             self._life.expect(_patience(config.cluster))
             return
-        beside = look_beside(
-            self._run, self._attempt, topology, timeout_s=self._timeout_s, requeue=self._requeue
-        )
+        limits = Limits(self._timeout_s, config.cluster.hang_timeout_s, self._requeue)
+        beside = look_beside(self._run, self._attempt, topology, limits, self._life.seen)
         self._life.expect(_patience(config.cluster), beside)
         if topology.rank == 0:
             self._fence.take()
         self._heed_signals()
         if topology.local_rank == 0:
             self._heartbeat = Heartbeat(
-                self._run,
-                self._attempt,
+                partial(self._run.heartbeat, self._attempt),
                 node_index=topology.node_index,
                 nodes=topology.nodes,
                 timeout_s=self._timeout_s + OTHERS_FIRST_S,
                 on_silence=self._node_is_silent,
                 superseded=self._vanish_if_superseded,
+                waits=lambda: self._life.seen().waits,
             ).start()
 
     def _hang(self, sentence: str, stack: str) -> None:

@@ -13,6 +13,7 @@ from orchestrator.errors import (
     EXIT_FAILED,
     OrchestratorError,
     PeerLost,
+    RankHangs,
     RanksMissing,
     ReplicasDiffer,
     UsageError,
@@ -72,7 +73,7 @@ def exit_code(error: BaseException) -> int:
 def failure_of(rank: int, node: str, error: BaseException) -> dict[str, Any]:
     """What is kept of a rank's failure.
 
-    `secondary`: it failed only because a peer did, or differed.
+    `secondary`: it failed only because a peer did, or differed. `hangs`: it got nowhere.
     """
     others = isinstance(error, ReplicasDiffer) and rank not in error.ranks
     return {
@@ -82,6 +83,7 @@ def failure_of(rank: int, node: str, error: BaseException) -> dict[str, Any]:
         "cause": describe(error),
         "usage": isinstance(error, UsageError),
         "secondary": others or isinstance(error, PeerLost | RanksMissing),
+        "hangs": isinstance(error, RankHangs),
         "exit_code": exit_code(error),
         "traceback": "".join(traceback.format_exception(error)),
     }

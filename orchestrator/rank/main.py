@@ -208,7 +208,7 @@ def _run_rank(
     _start_ahead(config, spec)
     job = build_job(config.job)
     framework = FRAMEWORKS.make(framework_of(job, config), Framework)
-    with for_others():
+    with for_others("their group to form"):
         group = framework.form_group(spec)
     engine = framework.build_engine(job, engine_settings(config, job), group)
     planned = _planned(config, job, engine, topology.nodes)

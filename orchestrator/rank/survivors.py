@@ -140,7 +140,7 @@ class Survivors:
         """
         print(f"note: {error}", flush=True)  # goes to the rank's log
         noticed = 0.0
-        with for_others():
+        with for_others("the next group to form"):
             while True:
                 newer = self._next(error)
                 noticed = noticed or newer.noticed

@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 
 from orchestrator.lifecycle.prctl import die_with
-from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch, state_of
+from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch, Seen
+from orchestrator.lifecycle.signs.processes import state_of
 from orchestrator.lifecycle.stopping.departure import requeues
-from orchestrator.rank.hung_neighbour import end_lost
+from orchestrator.rank.hung_neighbour import Limits, Lost
 from orchestrator.run_folder.rundir import RunDir
 
 LINE_BYTES = 65536
@@ -54,30 +55,31 @@ def watch(path: str, attempt: str, rank: str, node: str, pid: str, link: str) ->
     die_with(int(pid))
     run = RunDir(Path(path))
     cluster = run.read_config()["cluster"]
-    lost = _lost(socket.socket(fileno=int(link)), int(pid), float(cluster["heartbeat_timeout_s"]))
-    if lost:
-        end_lost(
-            run, int(attempt), rank=int(rank), node=node, pid=int(pid),
-            timeout_s=float(cluster["heartbeat_timeout_s"]),
-            requeue=requeues(cluster.get("requeue"), cluster.get("allocation", "new")),
-        )  # fmt: skip
+    limits = Limits(
+        float(cluster["heartbeat_timeout_s"]),
+        float(cluster["hang_timeout_s"]),
+        requeues(cluster.get("requeue"), cluster.get("allocation", "new")),
+    )
+    seen = _lost(socket.socket(fileno=int(link)), int(pid), limits)
+    if seen is not None:
+        Lost(run, int(attempt), int(rank), node, int(pid)).end(limits, seen)
 
 
-def _lost(link: socket.socket, pid: int, silence_s: float) -> bool:
-    """Whether the process becomes lost before it ends. Before its first line, which comes after
-    its imports, it is only lost when it is stopped.
+def _lost(link: socket.socket, pid: int, limits: Limits) -> Seen | None:
+    """Where the process was last, if it becomes lost before it ends. Before its first line, which
+    comes after its imports, it is only lost when it is stopped.
     """
-    neighbours, heard = NodeWatch(silence_s), False
+    neighbours, heard = NodeWatch(limits.silence_s, limits.hang_s), False
     neighbours.joined(0, pid)
     neighbours.hear(0, b"")
     while True:
         if select.select([link], [], [], BEAT_S)[0]:
             content = link.recv(LINE_BYTES)
             if not content:
-                return False
+                return None
             neighbours.hear(0, content)
             heard = True
         if neighbours.silent():
             if heard or state_of(pid) == "T":
-                return True
+                return neighbours.ranks[0].seen
             neighbours.hear(0, b"")

@@ -259,6 +259,7 @@ def test_a_rank_that_never_joins_the_others_is_named(tmp_path, stuck):
     script(
         tmp_path,
         f"""{QUICK}
+from orchestrator import current_run
 place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if rank == int(what):
     time.sleep(600)  # stuck, until it is killed
@@ -279,7 +280,10 @@ raise ConnectionRefusedError("Connection refused")
     assert done.returncode == 1
     assert culprit(tmp_path)["rank"] == stuck
     if stuck:
-        assert "has not joined the others" in culprit(tmp_path)["cause"]
+        cause = culprit(tmp_path)["cause"]
+        assert re.search(
+            r"has not joined the others.*is in <module> \(.*train.py, line 10\)", cause
+        )
     else:
         assert "has not opened the port where the ranks meet" in culprit(tmp_path)["cause"]
         assert re.search(r"warning: .*rank 0 has not opened", done.stdout + done.stderr)

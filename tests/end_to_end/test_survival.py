@@ -61,6 +61,8 @@ def test_the_node_of_rank_0_dies_and_then_one_rank_does_and_one_is_stopped(tmp_p
     assert sorted(rank for note in notes for rank in note["gone"]) == [0, 1, 2, 5]
     assert notes[-1]["ranks"] == 2
     assert helpers.result(run)["survived"] == notes
+    frozen = "rank 5: it was frozen (SIGSTOP) for 4 s (cluster.heartbeat_timeout_s); it was last"
+    assert frozen in " ".join(output.split())
     gone = ", ".join(str(rank) for note in notes for rank in note["gone"])
     assert f"ranks {gone} lost; {len(notes)} updates redone; 2 ranks went on" in output
     assert (

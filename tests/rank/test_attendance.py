@@ -5,13 +5,20 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import pytest
 
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
 from orchestrator.lifecycle.fence import Fence, Superseded, read_newest
-from orchestrator.lifecycle.signs.heartbeat import ENDED, Heartbeat, Silence, read_beat
+from orchestrator.lifecycle.signs.heartbeat import (
+    ENDED,
+    Heartbeat,
+    Silence,
+    read_beat,
+    read_waits,
+)
 from orchestrator.lifecycle.stopping.departure import (
     await_verdict,
     goes_on,
@@ -96,8 +103,9 @@ def test_each_node_watches_the_next_one_and_finds_it_silent(run):
         silent.set()
 
     common = {"nodes": 2, "superseded": lambda: False}
-    other = Heartbeat(run, 0, node_index=1, timeout_s=99, on_silence=print, **common)
-    one = Heartbeat(run, 0, node_index=0, timeout_s=0.5, on_silence=hear, **common)
+    path_of = partial(run.heartbeat, 0)
+    other = Heartbeat(path_of, node_index=1, timeout_s=99, on_silence=print, **common)
+    one = Heartbeat(path_of, node_index=0, timeout_s=0.5, on_silence=hear, **common)
     other.start()
     one.start()
     until(lambda: read_beat(run.heartbeat(0, 0)) == "1", 5)
@@ -107,6 +115,18 @@ def test_each_node_watches_the_next_one_and_finds_it_silent(run):
     assert found == [1]
     one.end()
     assert read_beat(run.heartbeat(0, 0)) == ENDED
+
+
+def test_behind_a_beat_stands_what_the_nodes_first_rank_waits_for(run):
+    path_of, waits = partial(run.heartbeat, 0), "9 s at the boundary of update 3, for bücket 1"
+    beats = Heartbeat(
+        path_of, node_index=0, nodes=1, timeout_s=9, on_silence=print,
+        superseded=lambda: False, waits=lambda: waits * 20,
+    )  # fmt: skip
+    beats.start().end()
+    assert read_beat(path_of(0)) == ENDED
+    assert read_waits(path_of(0)).startswith(waits.replace("ü", "?"))
+    assert path_of(0).stat().st_size == 512
 
 
 FORGETFUL = """#!/bin/sh

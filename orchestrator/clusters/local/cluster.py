@@ -16,16 +16,19 @@ from typing import Any
 from orchestrator.clusters.api import Cluster, Culprit, Handle, Request, State
 from orchestrator.clusters.local.losses import Losses
 from orchestrator.clusters.local.nodes import Node, Nodes
+from orchestrator.clusters.local.standing import Standing
 from orchestrator.clusters.machine import visible_gpus
 from orchestrator.clusters.request import Share
-from orchestrator.clusters.root_cause import Behind, End, behind_of, blame, tail
+from orchestrator.clusters.root_cause import End, blame, tail
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError, TransportError
-from orchestrator.lifecycle.signs.node_watch import FINISHED, FROZEN, NO_SIGN, STOPPED
+from orchestrator.lifecycle.signs.node_watch import FINISHED, STOPPED
+from orchestrator.lifecycle.signs.stacks import STACK_S
 from orchestrator.plan.plan import Plan
 from orchestrator.run_folder.rundir import RunDir
+from orchestrator.run_warnings import warn_of
 
 GRACE_S = 1.0
 IMPORT_HANGS = (
@@ -53,12 +56,12 @@ class LocalHandle(Handle):
         self._run = RunDir(request.run)
         self._ends: list[End] = []  # those that should not have been
         self._words: dict[int, str] = {}  # the last of those that ended
-        self._behind: dict[int, Behind] = {}
         self._failures: list[dict[str, Any]] = []
         self._losses = Losses(self._run, request)
+        details = request.details
+        self._standing = Standing(self._run, details["silence_s"], details["hang_s"])
         self._give_up_at: float | None = None
         self._ending = False
-        self._frozen: dict[int, tuple[str, float]] = {}  # rank: node, when it counts as lost
         self._state = State.RUNNING
         self.pids: dict[int, int] = {}
         self._nodes = Nodes(request, [self._environment(i) for i in range(request.nodes)])
@@ -78,10 +81,14 @@ class LocalHandle(Handle):
         if self._give_up_at is not None:
             timeout_s = max(0.0, min(timeout_s, self._give_up_at - time.monotonic()))
         self._read(timeout_s)
-        self._lose_frozen()
+        for culprit in self._standing.too_long_frozen():
+            self._lose(culprit)
         if not self.pids and self.culprit is None and self._nodes.import_hangs():
             hang_s = self._request.details["hang_s"]
-            self._lose(None, self._nodes.all[0].name, IMPORT_HANGS.format(f"{hang_s:g}"))
+            name = self._nodes.all[0].name
+            said = tail(self._run.node_log(name))
+            cause = IMPORT_HANGS.format(f"{hang_s:g}")
+            self._lose(Culprit(rank=None, node=name, cause=cause, log_tail=said))
         if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
             self._end_all()
         if self._nodes.ended:
@@ -111,25 +118,13 @@ class LocalHandle(Handle):
                 self._heed(node, event)
 
     def _heed(self, node: Node, event: dict[str, Any]) -> None:
+        self._standing.heed(node.name, event)
         if event["event"] == "started":
             self.pids[event["rank"]] = event["pid"]
-        elif event["event"] == "frozen":
-            lost_at = time.monotonic() + self._request.details["silence_s"]
-            self._frozen[event["rank"]] = (node.name, lost_at)
-        elif event["event"] == "thawed":
-            self._frozen.pop(event["rank"], None)
         elif event["event"] == "exit":
-            self._frozen.pop(event["rank"], None)
             self._ended(node.name, event)
-        elif event["event"] == "behind":
-            self._stands(node.name, event["rank"], event["behind"])
         elif event["event"] == "silent":
-            silence_s = self._request.details["silence_s"]
-            cause = NO_SIGN.format(f"{silence_s:g}")
-            if self._losses.survived:
-                self._end_rank(event["rank"])
-            else:
-                self._lose(event["rank"], node.name, cause)
+            self._lose(self._standing.silent(node.name, event))
 
     def _node_ended(self, node: Node) -> None:
         if any(rank not in self._words.keys() | self._losses.ranks for rank in node.ranks):
@@ -155,33 +150,21 @@ class LocalHandle(Handle):
         for rank in ranks:
             self._words.pop(rank, None)
 
-    def _stands(self, node: str, rank: int, behind: dict[str, Any] | None) -> None:
-        """A rank stands still, or (None) moves on."""
-        if behind is None:
-            self._behind.pop(rank, None)
-            return
-        self._behind[rank] = behind_of(rank, node, behind)
-
-    def _lose_frozen(self) -> None:
-        """A rank that is frozen says nothing and gives no error: its peers would wait for ever."""
-        for rank, (node, lost_at) in list(self._frozen.items()):
-            if self._losses.survived and time.monotonic() >= lost_at:
-                self._end_rank(rank)
-            elif time.monotonic() >= lost_at:
-                silence_s = self._request.details["silence_s"]
-                cause = FROZEN.format(f"{silence_s:g}")
-                self._lose(rank, node, cause)
-
-    def _end_rank(self, rank: int) -> None:
-        """The others go on without it; its end is then a loss like others."""
-        self._frozen.pop(rank, None)
-        next(node for node in self._nodes.all if rank in node.ranks).command(f"end {rank}")
-
-    def _lose(self, rank: int | None, node: str, cause: str) -> None:
-        if self.culprit is None and not self._ends:
-            log = tail(self._run.node_log(node) if rank is None else self._run.rank_log(rank))
-            self.culprit = Culprit(rank=rank, node=node, cause=cause, log_tail=log)
-            self._give_up_at = time.monotonic()
+    def _lose(self, culprit: Culprit) -> None:
+        """One that hangs: the run fails of it, or the others go on without it. Its end is then a
+        loss like others.
+        """
+        if culprit.rank is not None and self._losses.survived:
+            nodes = enumerate(self._nodes.all)
+            index, node = next((i, node) for i, node in nodes if culprit.rank in node.ranks)
+            told = self._standing.told(culprit).cause
+            path = self._run.warnings(self._request.attempt, index)
+            warn_of(path, culprit.rank, f"{told}; it is ended, and the others go on without it")
+            node.command(f"end {culprit.rank}")
+        elif self.culprit is None and not self._ends:
+            self.culprit = culprit
+            self._nodes.command("where stacks")
+            self._give_up_at = time.monotonic() + STACK_S
 
     def _failed(self, end: End) -> None:
         """Note a failure; give the other ranks a moment to write down theirs."""
@@ -189,6 +172,8 @@ class LocalHandle(Handle):
             return
         self._ends.append(end)
         if self._give_up_at is None:
+            hangs = any(failure.get("hangs") for failure in self._failures)
+            self._nodes.command("where stacks" if hangs else "where")
             self._give_up_at = time.monotonic() + GRACE_S
 
     def _settle(self) -> None:
@@ -197,10 +182,11 @@ class LocalHandle(Handle):
         words = set(self._words.values())
         ends = [*self._ends, *self._losses.ends]
         if self.culprit is None and ends and (self._ends or not words):  # without words: all gone
-            behind = list(self._behind.values())
+            behind = list(self._standing.behind.values())
             told = [*self._run.failures(self._request.attempt), *self._failures]
             done = [rank for rank, word in self._words.items() if word == FINISHED]
             self.culprit = blame(self._run, told, ends, behind, done)
+        self.culprit = self.culprit and self._standing.told(self.culprit)
         if self.culprit is not None or not words <= {FINISHED, STOPPED}:
             self._state = State.FAILED
         elif STOPPED in words:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from orchestrator.clusters.api import Request
-from orchestrator.lifecycle.signs.node_watch import STACK_S, processor_s
-from orchestrator.lifecycle.signs.signs_of_life import Patience, Standstill
+from orchestrator.lifecycle.signs.processes import processor_s
+from orchestrator.lifecycle.signs.stacks import STACK_S
+from orchestrator.lifecycle.signs.standstill import Patience, Standstill
 from orchestrator.run_folder.files import APPENDING, open_regular
 from orchestrator.run_folder.rundir import RunDir
 
@@ -85,6 +86,7 @@ class Nodes:
             "run": str(request.run),
             "attempt": request.attempt,
             "silence_s": request.details["silence_s"],
+            "hang_s": request.details["hang_s"],
             "nodes": theirs,
         }
         hang_s = request.details["hang_s"]

@@ -41,7 +41,8 @@ def _be_node(order: dict[str, Any], node: dict[str, Any]) -> int:
         os.close(descriptor)
     os.environ.update(node["environment"])
     name_process(node["name"])
-    serve(node["ranks"], order["silence_s"], partial(_be_rank, run.path, order["attempt"]))
+    be = partial(_be_rank, run.path, order["attempt"])
+    serve(node["ranks"], be, silence_s=order["silence_s"], hang_s=order["hang_s"])
     return 0
 
 

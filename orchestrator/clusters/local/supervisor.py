@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -25,13 +26,9 @@ import psutil
 
 from orchestrator.lifecycle.forks import fork
 from orchestrator.lifecycle.prctl import adopt_orphans
-from orchestrator.lifecycle.signs.node_watch import (
-    BEAT_S,
-    LINK_VARIABLE,
-    STACK_S,
-    NodeWatch,
-    state_of,
-)
+from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch
+from orchestrator.lifecycle.signs.processes import asleep_in, state_of
+from orchestrator.lifecycle.signs.stacks import ASKS, catches
 
 KILL_DEADLINE_S = 5.0
 
@@ -50,12 +47,13 @@ class Node:
 
     Args:
         silence_s: for how long a rank may give no sign of life.
+        hang_s: the same of one that sleeps in the kernel.
     """
 
-    def __init__(self, silence_s: float) -> None:
+    def __init__(self, silence_s: float, hang_s: float) -> None:
         adopt_orphans()
         self._ranks: dict[int, int] = {}  # pid -> rank
-        self._watch = NodeWatch(silence_s)
+        self._watch = NodeWatch(silence_s, hang_s)
         self.links: dict[socket.socket, int] = {}  # to ranks
 
     def start(self, ranks: list[int], be: Callable[[int], int]) -> None:
@@ -104,15 +102,23 @@ class Node:
                     _report("behind", rank=rank, behind=line["behind"])
 
     def lose_silent(self) -> None:
-        """Report ranks that give no sign of life, and have them write down where they are; those
-        that are stopped cannot, and were reported as frozen.
-        """
+        """Report ranks that give no sign of life; of stopped ones `reap` does."""
         for rank in self._watch.silent():
             pid = self._watch.ranks[rank].pid
             if pid in self._ranks and state_of(pid) != "T":
-                os.kill(pid, signal.SIGQUIT)  # see `Life`: it has a handler by now
-                time.sleep(STACK_S)
-                _report("silent", rank=rank)
+                _report("silent", rank=rank, asleep=asleep_in(pid), seen=self._seen(rank))
+
+    def tell_where(self, *, stacks: bool) -> None:
+        """Report where each rank was last, by its own words; have them write down their `stacks`
+        where one of them hangs, and the others wait for it.
+        """
+        for pid, rank in self._ranks.items():
+            _report("seen", rank=rank, seen=self._seen(rank))
+            if stacks and catches(pid):  # else it has not begun, and would end of it
+                os.kill(pid, ASKS)
+
+    def _seen(self, rank: int) -> dict[str, Any]:
+        return asdict(self._watch.ranks[rank].seen)
 
     def signal_ranks(self, number: int) -> None:
         for pid in self._ranks:
@@ -136,8 +142,8 @@ class Node:
                 return
             if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
                 if pid in self._ranks:
-                    frozen = os.WIFSTOPPED(status)
-                    _report("frozen" if frozen else "thawed", rank=self._ranks[pid])
+                    frozen, of = os.WIFSTOPPED(status), self._ranks[pid]
+                    _report("frozen" if frozen else "thawed", rank=of, seen=self._seen(of))
                 continue
             rank = self._ranks.pop(pid, None)
             if rank is not None:
@@ -145,7 +151,8 @@ class Node:
                     self.hear(link)
                 code = os.waitstatus_to_exitcode(status)
                 known = self._watch.ranks[rank]
-                _report("exit", rank=rank, status=code, word=known.word, failure=known.failure)
+                _report("exit", rank=rank, status=code, word=known.word, failure=known.failure,
+                        seen=self._seen(rank))  # fmt: skip
 
     @property
     def running(self) -> bool:
@@ -170,7 +177,7 @@ class Node:
             time.sleep(0.005)  # between two looks at processes that were just killed
 
 
-def serve(ranks: list[int], silence_s: float, be: Callable[[int], int]) -> None:
+def serve(ranks: list[int], be: Callable[[int], int], *, silence_s: float, hang_s: float) -> None:
     """Be a node until its ranks have ended.
 
     Args:
@@ -179,7 +186,7 @@ def serve(ranks: list[int], silence_s: float, be: Callable[[int], int]) -> None:
     waiting = [signal.SIGCHLD, signal.SIGTERM]
     signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    node = Node(silence_s)
+    node = Node(silence_s, hang_s)
     node.start(ranks, be)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
@@ -205,6 +212,8 @@ def serve(ranks: list[int], silence_s: float, be: Callable[[int], int]) -> None:
                 node.kill_everything()
             elif b"stop" in content:
                 node.signal_ranks(signal.SIGTERM)
+            elif b"where" in content:
+                node.tell_where(stacks=b"where stacks" in content)
             for line in content.splitlines():
                 if line.startswith(b"end "):
                     node.end_rank(int(line[4:]))

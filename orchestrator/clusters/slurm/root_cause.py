@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from orchestrator.clusters.root_cause import (
     beside_finished,
     of_behind,
     tail,
+    told_with_waits,
 )
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
+from orchestrator.lifecycle.signs.heartbeat import read_waits
 from orchestrator.lifecycle.signs.last_word import ended_with, wordless
 from orchestrator.lifecycle.signs.node_watch import FINISHED
 from orchestrator.lifecycle.signs.progress import read_progress
@@ -34,6 +37,7 @@ OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 EXCEPTION_LINES = 3
+MOST_ASKED = 64  # nodes, of what their first ranks waited for
 EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b")
 KERNEL_OUT_OF_MEMORY = re.compile(r"oom[-_ ]kill|Out Of Memory", re.IGNORECASE)
 
@@ -69,12 +73,28 @@ def _read(path: Path) -> str:
 
 
 def blame_slurm(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int) -> Culprit:
-    """The culprit of a failed attempt.
+    """The culprit of a failed attempt; of one that hangs, also what others waited for.
 
     Args:
         node_of: name of each rank's node, as far as it is known.
         code: srun's exit code.
     """
+    culprit = _blamed(run, attempt, node_of, code)
+    return told_with_waits(culprit, _waits(run, attempt)) if culprit.hangs else culprit
+
+
+def _waits(run: RunDir, attempt: int) -> dict[int, str]:
+    """What each node's first rank waited for last."""
+    found: dict[int, str] = {}
+    for path in sorted(run.attempt(attempt).glob("node-*.json"))[:MOST_ASKED]:
+        ranks = (run.read(path) or {}).get("ranks")
+        if ranks:
+            index = int(path.stem.partition("-")[2])
+            found[ranks[0]] = read_waits(run.heartbeat(attempt, index))
+    return found
+
+
+def _blamed(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int) -> Culprit:
     failures = {f["rank"]: f for f in run.failures(attempt)}
     primary = [f for f in failures.values() if not f["secondary"]]
     said = _read(run.srun_log(attempt))
@@ -96,7 +116,8 @@ def blame_slurm(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int
         return _silent(run, silent[0], node_of, said, began=began)
     if failures:
         first = _reported(run, min(failures.values(), key=lambda f: f["time"]))
-        return beside_finished(first, ended_with(run, attempt, FINISHED))
+        finished = ended_with(run, attempt, FINISHED)
+        return replace(beside_finished(first, finished), hangs=not finished)
     lines = tuple(line for line in said.splitlines() if line.strip()) or tail(run.batch_log)
     cause = f"srun {describe_code(code)}" + (f": {lines[-1]}" if lines else "")
     return Culprit(rank=None, node="batch", cause=cause, log_tail=lines[-TAIL_LINES:])
@@ -118,6 +139,7 @@ def _reported(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
     return Culprit(
         rank=failure["rank"], node=failure["node"], cause=cause,
         log_tail=tail(run.rank_log(failure["rank"])), usage=failure["usage"],
+        hangs=failure.get("hangs", False),
     )  # fmt: skip
 
 

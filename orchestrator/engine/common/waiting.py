@@ -1,8 +1,8 @@
-"""Whether this process waits for other ranks just now: what tells a rank that hangs from one that
-merely waits for it.
+"""Whether this process waits for other ranks just now, and for what: what tells a rank that hangs
+from one that merely waits for it.
 
 The groups say so around every wait for a collective; a rank's own watch (`signs_of_life.py`)
-reads it. One count for the process, since a thread that sends may wait while the main thread
+reads it. One list for the process, since a thread that sends may wait while the main thread
 computes.
 """
 
@@ -12,29 +12,60 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
+    since: float
+    words: str
+    numbers: tuple[int, ...]
+
 
 _lock = threading.Lock()
-_waits = 0
+_under_way: list[_Wait] = []
 _last = 0.0
+_in_vain: tuple[float, str] | None = None
 
 
 @contextmanager
-def for_others() -> Generator[None]:
-    """Mark that what happens inside takes as long as other ranks take."""
-    global _waits, _last  # noqa: PLW0603  # one count for the process is what is meant
+def for_others(words: str = "", *numbers: int) -> Generator[None]:
+    """Mark that what happens inside takes as long as other ranks take.
+
+    Args:
+        words: for what, with a `%d` for each number. Waits within waits are told together.
+    """
+    global _last, _in_vain  # noqa: PLW0603  # one account for the process is what is meant
+    wait = _Wait(time.monotonic(), words, numbers)
     with _lock:
-        _waits += 1
+        _under_way.append(wait)
     try:
         yield
+    except BaseException:
+        _in_vain = _in_vain or under_way()
+        raise
+    else:
+        _in_vain = None
     finally:
         with _lock:
-            _waits -= 1
+            _under_way.remove(wait)
             _last = time.monotonic()
 
 
 def waits() -> bool:
     """Whether some thread of this process waits for other ranks."""
-    return _waits > 0
+    return bool(_under_way)
+
+
+def under_way() -> tuple[float, str] | None:
+    """Since when this process waits for others (`time.monotonic`), and for what. A wait that failed
+    counts until another has ended well: who fails of it may still be asked.
+    """
+    with _lock:
+        if not _under_way:
+            return _in_vain
+        words = [wait.words % wait.numbers for wait in _under_way if wait.words]
+        return _under_way[0].since, ", ".join(words)
 
 
 def last_ended() -> float:

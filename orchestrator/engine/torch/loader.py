@@ -8,6 +8,7 @@ the group, and peers would not notice when its rank is killed.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import pickle
 import signal
 import sys
@@ -168,5 +169,6 @@ def _begin_worker(_: int) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGQUIT)  # its rank asks, see `lifecycle/signs/stacks.py`
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

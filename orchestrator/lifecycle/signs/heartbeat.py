@@ -4,7 +4,7 @@ When a node's tasks and their step daemon die together while its slurmd lives, t
 and the other ranks wait for ever. So the first rank of each node counts up in a small file every
 two seconds, and watches the next node's: a ring, so there is no all-to-one traffic. What is
 watched is whether the number changes, by the watcher's own clock; clocks of different nodes never
-meet.
+meet. Behind the number stands what that rank waits for, for who asks why others did.
 """
 
 from __future__ import annotations
@@ -17,19 +17,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.run_folder.files import open_regular, read_text
-from orchestrator.run_folder.rundir import RunDir
 from orchestrator.run_warnings import warn
 
 BEAT_S = 2.0
 FENCE_EVERY = 2
 ENDED = "ended"
-MOST_BYTES = 64
+NUMBER_BYTES, MOST_BYTES = 12, 512
 
 
 def read_beat(path: Path) -> str:
     """The node's present beat: a number, `ended`, or "" before the first."""
+    return _read(path)[:NUMBER_BYTES].strip()
+
+
+def read_waits(path: Path) -> str:
+    """For how long, where and for what the node's first rank waited last; "" where it did not."""
+    return _read(path)[NUMBER_BYTES:].strip()
+
+
+def _read(path: Path) -> str:
     try:
-        return read_text(path, at_most=MOST_BYTES).strip()
+        return read_text(path, at_most=MOST_BYTES)
     except FileNotFoundError:
         return ""
 
@@ -74,26 +82,28 @@ class Heartbeat:
     """Beats for this node and watches the next one, from a thread of its own.
 
     Args:
+        path_of: where the node of a number beats.
         on_silence: called once, with the index of the node that stopped answering.
         superseded: asked now and then; once it says yes, there are no more beats.
+        waits: what this rank waits for, in ASCII; "" where it does not.
     """
 
     def __init__(
         self,
-        run: RunDir,
-        attempt: int,
+        path_of: Callable[[int], Path],
         *,
         node_index: int,
         nodes: int,
         timeout_s: float,
         on_silence: Callable[[int], None],
         superseded: Callable[[], bool],
+        waits: Callable[[], str] = str,
     ) -> None:
-        self._own = run.heartbeat(attempt, node_index)
+        self._own = path_of(node_index)
         self._watched = (node_index + 1) % nodes if nodes > 1 else None
-        self._path = run.heartbeat(attempt, self._watched or 0)
+        self._path = path_of(self._watched or 0)
         self._silence, self._pause_s = Silence(timeout_s=timeout_s), pause_s(timeout_s)
-        self._on_silence, self._superseded = on_silence, superseded
+        self._on_silence, self._superseded, self._waits = on_silence, superseded, waits
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="heartbeat", daemon=True)
 
@@ -112,7 +122,8 @@ class Heartbeat:
         try:
             descriptor = open_regular(self._own, os.O_WRONLY | os.O_CREAT)
             try:
-                os.pwrite(descriptor, f"{beat:<{12}}".encode("ascii"), 0)
+                words = f"{beat:<{NUMBER_BYTES}}{self._waits()}"[:MOST_BYTES]
+                os.pwrite(descriptor, f"{words:<{MOST_BYTES}}".encode("ascii", "replace"), 0)
             finally:
                 os.close(descriptor)
         except OSError as error:

@@ -12,43 +12,50 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from orchestrator.lifecycle.signs.processes import stat_of
 
 BEAT_S = 1.0
 LINK_VARIABLE = "ORCHESTRATOR_LIFE_SOCKET"
 AT_WORK = 0.01
 """From this share of one processor on, a process that says nothing is at work."""
-STACK_S = 0.3
-"""How long a rank that is asked for its stack (SIGQUIT) has to write it down."""
 FROZEN = "it was frozen (SIGSTOP) for {} s (cluster.heartbeat_timeout_s)"
 NO_SIGN = (
     "it gave no sign of life for {} s (cluster.heartbeat_timeout_s): code that holds Python's "
     "interpreter waits there for something"
 )
+ASLEEP = (
+    "it slept in {} for {} s (cluster.hang_timeout_s), where nothing wakes it: a disk or a file "
+    "system does not answer"
+)
 FINISHED, STOPPED, FAILED, FENCED = "finished", "stopped", "failed", "fenced"
 
 
-def processor_s(pid: int) -> float:
-    """Processor time of a process so far, in seconds; 0.0 when it is gone."""
-    return _stat(pid)[1]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """Where a rank was, by its own words of the last second.
 
+    Attributes:
+        at: "at micro-step 2 of 8 of update 3, in forward (train.py, line 31)".
+        waits: "9 s at the boundary of update 3, for bucket 1 of 2"; "" where it waits for nobody.
+        stack: of its main thread, innermost first: file, line, function.
+    """
 
-def state_of(pid: int) -> str:
-    """The kernel's letter for a process's state: T is stopped, t traced; X when it is gone."""
-    return _stat(pid)[0]
+    at: str = ""
+    waits: str = ""
+    stack: tuple[tuple[str, int, str], ...] = ()
 
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Seen:
+        stack = tuple((file, line, name) for file, line, name in said["stack"])
+        return cls(at=said["at"], waits=said["waits"], stack=stack)
 
-def _stat(pid: int) -> tuple[str, float]:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return "X", 0.0
-    values = text.rpartition(")")[2].split()  # the name before may hold anything
-    ticks = int(values[11]) + int(values[12])
-    return values[0], ticks / 100.0
+    def told(self, cause: str) -> str:
+        """`cause`, and where it was seen last."""
+        return f"{cause}; it was last seen {self.at}" if self.at else cause
 
 
 @dataclass(slots=True)
@@ -61,6 +68,7 @@ class Neighbour:
     word: str = ""
     failure: dict[str, Any] | None = None
     behind: dict[str, Any] | None = None
+    seen: Seen = Seen()
     told: bool = False
     unread: bytes = b""
 
@@ -70,10 +78,13 @@ class NodeWatch:
 
     Args:
         silence_s: after how long without a sign of life a rank counts as lost.
+        hang_s: the same of one that sleeps in the kernel: a disk may be slow.
     """
 
-    def __init__(self, silence_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._silence_s, self._clock = silence_s, clock
+    def __init__(
+        self, silence_s: float, hang_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._silence_s, self._hang_s, self._clock = silence_s, hang_s, clock
         self._looked = clock()
         self.ranks: dict[int, Neighbour] = {}
 
@@ -90,6 +101,8 @@ class NodeWatch:
             neighbour.word = line.get("word", neighbour.word)
             neighbour.failure = line.get("failure", neighbour.failure)
             neighbour.behind = line.get("behind", neighbour.behind)
+            if seen := line.get("seen"):
+                neighbour.seen = Seen.from_json(seen)
         return news
 
     def silent(self) -> list[int]:
@@ -105,11 +118,10 @@ class NodeWatch:
             one.heard += paused if one.heard else 0.0
             if one.word or one.told or not one.heard or now - one.heard < 2 * BEAT_S:
                 continue
-            letter, used_s = _stat(one.pid)
-            # one that is traced, or waits for a disk, may be slow
-            if letter in "tD" or used_s - one.used_s > AT_WORK * (now - one.heard):
+            letter, used_s = stat_of(one.pid)
+            if letter == "t" or used_s - one.used_s > AT_WORK * (now - one.heard):
                 one.heard, one.used_s = now, used_s
-            elif now - one.heard > self._silence_s:
+            elif now - one.heard > (self._hang_s if letter == "D" else self._silence_s):
                 one.told = True
                 lost.append(rank)
         return lost

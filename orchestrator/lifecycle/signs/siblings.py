@@ -1,10 +1,10 @@
 """The other ranks of a node under a scheduler: who gives no sign of life, seen by its neighbour.
 
 No process watches the ranks of a real node, so they watch each other, in a ring. Each stores its
-beat in memory that they share: no system call, no file of a shared file system. Only of a rank
-whose beat has stopped the kernel is asked what it does (`NodeWatch`): stopped, or at work with
-Python's interpreter held, or lost. Where ranks do not share memory, or see each other's processes
-(a container of its own for each), nobody is heard, and nobody is judged.
+beat, and where it is, in memory that they share: no system call, no file of a shared file system.
+Only of a rank whose beat has stopped the kernel is asked what it does (`NodeWatch`): stopped, or
+at work with Python's interpreter held, or lost. Where ranks do not share memory, or see each
+other's processes (a container of its own for each), nobody is heard, and nobody is judged.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.lifecycle.signs.node_watch import NodeWatch, state_of
+from orchestrator.lifecycle.signs.node_watch import NodeWatch
+from orchestrator.lifecycle.signs.processes import state_of
 from orchestrator.run_folder.files import open_regular
 
 RANK = b"SLURM_PROCID="
 STEP = b"SLURM_STEP_ID="
 SHARED = Path("/dev/shm")  # noqa: S108  # memory; a name of our own, opened as `files` opens
-_BEAT = struct.Struct("<q")
+MOST_BYTES = 504
+_BEAT = struct.Struct(f"<q{MOST_BYTES}s")
 
 
 def _variables(pid: int) -> list[bytes]:
@@ -47,7 +49,7 @@ def ranks_beside() -> dict[int, int]:
 
 
 class Beats:
-    """One number for each rank of a node, which its owner counts up; 0 before the first beat.
+    """A number and a text of each rank of a node, by its owner; 0 before the first beat.
 
     The file has no name any more once all ranks of the node have it.
 
@@ -67,15 +69,19 @@ class Beats:
         finally:
             os.close(descriptor)
 
-    def beat(self, local_rank: int) -> None:
-        place = _BEAT.size * local_rank
-        (last,) = _BEAT.unpack_from(self._memory, place)
-        _BEAT.pack_into(self._memory, place, last + 1)
+    def beat(self, local_rank: int, words: str = "") -> None:
+        last = self.of(local_rank)
+        content = words.encode(errors="replace")[:MOST_BYTES]
+        _BEAT.pack_into(self._memory, _BEAT.size * local_rank, last + 1, content)
         if last == 0 and all(self.of(one) for one in range(self._count)):
             self._path.unlink(missing_ok=True)
 
     def of(self, local_rank: int) -> int:
         return _BEAT.unpack_from(self._memory, _BEAT.size * local_rank)[0]
+
+    def words_of(self, local_rank: int) -> str:
+        said: bytes = _BEAT.unpack_from(self._memory, _BEAT.size * local_rank)[1]
+        return said.rstrip(b"\0").decode(errors="replace")
 
 
 class Siblings:
@@ -84,7 +90,7 @@ class Siblings:
     Args:
         ranks: the node's ranks, in the order of their local numbers.
         name: of what they share, the same for all of them and nobody else.
-        silence_s: for how long one may give no sign of life.
+        silence_s, hang_s: for how long one may give no sign of life; sleep in the kernel.
     """
 
     def __init__(
@@ -93,6 +99,7 @@ class Siblings:
         local_rank: int,
         name: str,
         silence_s: float,
+        hang_s: float,
         *,
         folder: Path = SHARED,
         clock: Callable[[], float] = time.monotonic,
@@ -100,11 +107,16 @@ class Siblings:
         self._beats, self._local = Beats(folder / name, len(ranks)), local_rank
         self._next = (local_rank + 1) % len(ranks)
         self._rank, self._heard = ranks[self._next], 0
-        self._watch = NodeWatch(silence_s, clock)
+        self._watch = NodeWatch(silence_s, hang_s, clock)
 
-    def beat(self) -> tuple[int, int] | None:
-        """Beat, and look at the next: its rank and process id when it has just become lost."""
-        self._beats.beat(self._local)
+    def beat(self, words: str = "") -> tuple[int, int, str] | None:
+        """Beat, and look at the next: its rank, process id and last words when it has just become
+        lost.
+
+        Args:
+            words: where this rank is.
+        """
+        self._beats.beat(self._local, words)
         heard = self._beats.of(self._next)
         if heard and not self._watch.ranks:
             pid = ranks_beside().get(self._rank)
@@ -117,5 +129,5 @@ class Siblings:
         for rank in self._watch.silent():
             pid = self._watch.ranks[rank].pid
             if state_of(pid) not in "XZ":  # who has ended is others' to judge
-                return rank, pid
+                return rank, pid, self._beats.words_of(self._next)
         return None

@@ -11,119 +11,34 @@ main thread stands. What follows is the same everywhere:
 | stands for `notice_s`, and one of its children is stopped (SIGSTOP) | the same, at once |
 
 The places are those of the loop: a micro-step (data and forward and backward), a boundary, what
-comes after it. Marking one costs an assignment; no system call is made on the main thread.
+comes after it. Marking one costs an assignment; no system call is made on the main thread. Each
+line says where that is, so that it is known of a rank that can say nothing any more (`Seen`).
 """
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import signal
 import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from orchestrator.engine.common import waiting
-from orchestrator.lifecycle.signs.node_watch import (
-    AT_WORK,
-    BEAT_S,
-    LINK_VARIABLE,
-    processor_s,
-    state_of,
+from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, Seen
+from orchestrator.lifecycle.signs.processes import asleep_in, descendants, processor_s, state_of
+from orchestrator.lifecycle.signs.stacks import (
+    answer_when_asked,
+    as_lines,
+    in_words,
+    main_stack,
+    told_by,
 )
+from orchestrator.lifecycle.signs.standstill import Patience, Standstill
 from orchestrator.run_warnings import warn
-
-USUAL = 3.0
-LOOKS = 4
-"""How often processes are looked at during `notice_s`, once a place has lasted that long."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
-    """After how long a rank that stands still is spoken of, and after how long it is given up.
-
-    Attributes:
-        notice_s: nothing below this is mentioned.
-        most_s: it is mentioned at the latest after this, whatever was usual.
-        hang_s: for how long neither the rank nor its children may leave the processors unused.
-    """
-
-    notice_s: float
-    most_s: float
-    hang_s: float
-
-
-class Standstill:
-    """For how long the main thread has stood at one place, by what a thread sees every second.
-
-    Attributes:
-        told: it was said that it stands where it stands now.
-    """
-
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
-        self._since = self._stood = self._longest = 0.0
-        self.told = False
-        self._due = self._at_work = 0.0
-        self._used_s: float | None = None
-
-    def look(self, now: float, since: float, *, waits: bool) -> str:
-        """What is to be said: "behind", "moves", or nothing.
-
-        Args:
-            since: when the main thread came to its present place, or its last wait there ended.
-            waits: whether it waits for other ranks.
-        """
-        if since != self._since or waits:
-            self._longest = max(self._longest, self._stood)
-            self._since, self._stood = since, 0.0
-            before, self.told = self.told, False
-            self._used_s, self._due = None, since + self._patience.notice_s
-            return "moves" if before else ""
-        self._stood = now - since
-        limit = max(self._patience.notice_s, USUAL * self._longest)
-        if self.told or self._stood <= min(limit, self._patience.most_s):
-            return ""
-        self.told = True
-        return "behind"
-
-    def due(self, now: float) -> bool:
-        """Whether it has stood so long that it is time to look at processes."""
-        if not self._stood or now < self._due:
-            return False
-        self._due = now + min(self._patience.hang_s, self._patience.notice_s) / LOOKS
-        return True
-
-    def hangs(self, now: float, used_s: float) -> bool:
-        """Whether it has left the processors unused for `hang_s`.
-
-        Args:
-            used_s: processor time of the process and its children so far.
-        """
-        before, elapsed = self._used_s, max(BEAT_S, now - self._at_work)
-        if before is None or used_s - before > AT_WORK * elapsed:
-            self._used_s, self._at_work = used_s, now
-        return now - self._at_work > self._patience.hang_s
-
-
-def descendants(pid: int) -> list[int]:
-    """Children of a process, and theirs: loader workers, compilers."""
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(word) for word in path.read_text(encoding="ascii").split()]
-        except (FileNotFoundError, ProcessLookupError):  # that thread ended in this moment
-            continue
-        for child in children:
-            found += [child, *descendants(child)]
-    return found
 
 
 def link_to_supervisor() -> socket.socket | None:
@@ -140,7 +55,7 @@ class Life:
     """One rank's. `begin` first of all, `say` as the last word.
 
     Args:
-        log: name of the file that this rank's output goes to.
+        log: that this rank's output goes to, in the run folder's `logs`.
         link: to whoever watches; None when nobody does.
         on_hang: called from the thread, with a sentence and the stack, when this rank hangs; it
             ends the process.
@@ -150,7 +65,7 @@ class Life:
 
     def __init__(
         self,
-        log: str,
+        log: Path,
         link: socket.socket | None,
         on_hang: Callable[[str, str], None],
         on_behind: Callable[[dict[str, Any] | None], None] = lambda _: None,
@@ -158,8 +73,9 @@ class Life:
         self._on_behind = on_behind
         self._beside: Callable[[], None] = lambda: None
         self._log, self._link, self._on_hang = log, link, on_hang
+        folder = next(folder for folder in log.parents if folder.name == "logs")
+        self._shown = log.relative_to(folder.parent)
         self._place: tuple[float, str, tuple[int, ...], bool] = (time.monotonic(), "", (), False)
-        self._main = threading.main_thread().ident
         self._standstill: Standstill | None = None
         self._sending = threading.Lock()
         self._over = threading.Event()
@@ -168,7 +84,7 @@ class Life:
         """Start. From now on SIGQUIT writes the stacks of all threads to the log, whatever holds
         the interpreter.
         """
-        faulthandler.register(signal.SIGQUIT, file=sys.stderr, all_threads=True)
+        answer_when_asked()
         self.at("the start (imports, the job's own)")
         if self._link is not None:
             os.register_at_fork(after_in_child=self._link.close)
@@ -210,10 +126,20 @@ class Life:
 
     def _live(self) -> None:
         while not self._over.wait(BEAT_S):
-            self._send({})
+            if self._link is not None:
+                self._send({"seen": asdict(self.seen())})
             self._beside()
             if self._standstill is not None:
                 self._look(self._standstill)
+
+    def seen(self) -> Seen:
+        """Where this rank is. From any thread."""
+        now, (came, words, numbers, may_wait) = time.monotonic(), self._place
+        where, stack, waits = words % numbers, tuple(main_stack()), ""
+        wait = waiting.under_way() or ((came, "") if may_wait and numbers else None)
+        if wait is not None and now - wait[0] >= BEAT_S:
+            waits = f"{now - wait[0]:.0f} s at {where}" + (f", for {wait[1]}" if wait[1] else "")
+        return Seen(at=f"at {where}, {in_words(stack)}", waits=waits, stack=stack)
 
     def _look(self, standstill: Standstill) -> None:
         now = time.monotonic()
@@ -225,20 +151,19 @@ class Life:
             self._send({"behind": None})
             self._on_behind(None)
             print("note: it moves on", flush=True)
-        elif news == "behind":
-            at, stack = self._stack()
-            warn(
-                f"it has stood at {where} for {now - since:.0f} s, {at}; logs/{self._log} has its "
-                f"stack",
-                kind=f"standing at {words}",
-            )
-            print(stack, flush=True)
         if standstill.told:
-            at, stack = self._stack()
-            message = {"where": where, "since": since, "at": at, "stack": stack.splitlines()}
+            stack = main_stack()
+            at, lines = in_words(stack), as_lines(stack)
+            message = {"where": where, "since": since, "at": at, "stack": lines}
             self._send({"behind": message})
             if news == "behind":
                 self._on_behind(message)
+                print("\n".join(lines), flush=True)
+                warn(
+                    f"it has stood at {where} for {now - since:.0f} s, {at}{self._beside_it()}; "
+                    f"{self._shown} has its stack",
+                    kind=f"standing at {words}",
+                )
         if standstill.due(now):
             self._perhaps_hangs(standstill, where, now - since)
 
@@ -248,16 +173,15 @@ class Life:
         used_s = sum(map(processor_s, [os.getpid(), *children]))
         if not standstill.hangs(time.monotonic(), used_s) and not stopped:
             return
-        at, stack = self._stack()
         why = "without using a processor (cluster.hang_timeout_s)"
         if stopped:
             why = f"and its child process {stopped[0]} is stopped (SIGSTOP)"
-        self._on_hang(f"it hangs: it has been at {where} for {stood_s:.0f} s {why}; {at}", stack)
+        elif kernel := asleep_in(os.getpid()):
+            why += f", asleep in {kernel}: a disk or a file system does not answer"
+        stack = main_stack()
+        sentence = f"it hangs: it has been at {where} for {stood_s:.0f} s {why}; {in_words(stack)}"
+        self._on_hang(sentence + self._beside_it(), "\n".join(as_lines(stack)))
 
-    def _stack(self) -> tuple[str, str]:
-        """Where the main thread is: its innermost place in words, and all of its stack."""
-        frame = sys._current_frames().get(self._main or 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # it has no public name
-        stack = traceback.extract_stack(frame)
-        last = stack[-1]
-        at = f"in {last.name} ({last.filename}, line {last.lineno})"
-        return at, "".join(stack.format()).rstrip()
+    def _beside_it(self) -> str:
+        """Where the processes are that fetch samples for this one, where it has some."""
+        return told_by(descendants(os.getpid()), self._log)

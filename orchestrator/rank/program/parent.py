@@ -33,7 +33,8 @@ from orchestrator.inside.variables import NOT_YET
 from orchestrator.lifecycle.address import interface_variables
 from orchestrator.lifecycle.prctl import adopt_orphans, die_with
 from orchestrator.lifecycle.signs.node_watch import FAILED, FINISHED, FROZEN, STOPPED
-from orchestrator.lifecycle.signs.signs_of_life import descendants
+from orchestrator.lifecycle.signs.processes import descendants
+from orchestrator.lifecycle.signs.stacks import told_by
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import OUTER_UMASK_VARIABLE, Topology
 from orchestrator.rank.attendance import Attendance
@@ -226,7 +227,7 @@ class _Parent:
                 if not processes.is_stopped(child.pid):
                     stopped_since = None
                     if joining is not None and not self._stop.requested:
-                        joining.look(child.pid)
+                        self._look(joining, child.pid)
                     continue
                 stopped_since = stopped_since or now
                 if now - stopped_since >= silence_s:
@@ -234,6 +235,14 @@ class _Parent:
         finally:
             os.close(descriptor)
         return child.returncode
+
+    def _look(self, joining: Joining, pid: int) -> None:
+        """Raises `RankHangs`, with the place of what in the program answers when it is asked."""
+        try:
+            joining.look(pid)
+        except RankHangs as error:
+            asked = told_by([pid, *descendants(pid)], self._log)
+            raise RankHangs(f"{error}{asked}") from error
 
     def _pass_on(self, child: subprocess.Popen[bytes], number: signal.Signals) -> None:
         """A stop that came to this rank goes on to all of the program, as the signal it knows."""

@@ -11,8 +11,7 @@ from collections.abc import Collection
 
 import psutil
 
-from orchestrator.lifecycle.signs.node_watch import processor_s, state_of
-from orchestrator.lifecycle.signs.signs_of_life import descendants
+from orchestrator.lifecycle.signs.processes import descendants, processor_s, state_of
 
 LINGER_S = 1.0  # for what ends by itself once the program has: loaders, trackers
 KILL_S = 5.0

@@ -49,7 +49,7 @@ def raises(rank):
 what = sys.argv[1]
 if what == "tells":
     import numpy, torch
-serve([4] if what == "leaves_a_child" else [4, 5], 20.0, globals()[what])
+serve([4] if what == "leaves_a_child" else [4, 5], globals()[what], silence_s=20.0, hang_s=300.0)
 """
 
 

@@ -1,5 +1,7 @@
 """Reading what SLURM's commands say, and putting it into words."""
 
+import json
+
 import pytest
 
 from orchestrator.clusters.slurm.admission.checks import (
@@ -249,6 +251,29 @@ def test_the_first_that_failed_by_itself_is_blamed(run):
     failure(run, 3, "ValueError: x", secondary=False, time=2.0)
     failure(run, 1, "ValueError: y", secondary=False, time=1.0)
     assert blame_slurm(run, 0, {}, 1).cause == "ValueError: y"
+
+
+@pytest.mark.parametrize(
+    ("hangs", "secondary", "rank", "told"),
+    [
+        (True, False, 1, "; rank 0 waited for it 9 s at the boundary of update 3, and so did 1"),
+        (False, False, 1, ""),  # an exception needs no more
+        (False, True, 0, "; no rank was behind: rank 0 waited 9 s at the boundary of update 3; r"),
+    ],
+)
+def test_of_a_rank_that_hangs_it_is_told_what_the_first_ranks_of_nodes_waited_for(
+    run, hangs, secondary, rank, told
+):
+    failure(run, rank, "stuck", secondary=secondary, time=1)
+    failed = json.loads(run.failure(0, rank).read_text())
+    write_json(run.failure(0, rank), failed | {"hangs": hangs})
+    waits = ("9 s at the boundary of update 3", "8 s at micro-step 1")
+    for node, words in enumerate(waits):
+        write_json(run.node_ranks(0, node), {"node": f"n{node}", "ranks": [2 * node, 2 * node + 1]})
+        run.heartbeat(0, node).write_text(f"{'7':<12}{words:<500}")
+    cause = blame_slurm(run, 0, {}, 1).cause
+    assert cause.startswith(f"stuck{told}")
+    assert bool(told) == (cause != "stuck")
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ import ctypes, os, sys, threading, time
 from pathlib import Path
 from orchestrator.lifecycle.signs.siblings import Siblings
 local, folder = int(sys.argv[1]), Path(sys.argv[2])
-siblings = Siblings([2, 5, 9], local, "node", 3.0, folder=folder)
+siblings = Siblings([2, 5, 9], local, "node", 3.0, 300.0, folder=folder)
 def live():
-    siblings.beat()
+    words = f"in step {local}"
+    siblings.beat(words)
     print("begun", flush=True)
-    while (lost := siblings.beat()) is None:
+    while (lost := siblings.beat(words)) is None:
         time.sleep(0.1)
     print(*lost, flush=True)
 threading.Thread(target=live, daemon=True).start()
@@ -56,7 +57,7 @@ def test_who_gives_no_sign_of_life_is_found_by_the_one_before_it(ring, how):
     else:
         first.stdin.write(b"\n")
         first.stdin.flush()
-    assert third.stdout.readline() == f"2 {first.pid}\n".encode()
+    assert third.stdout.readline() == f"2 {first.pid} in step 0\n".encode()
     assert second.poll() is None
 
 
@@ -65,7 +66,7 @@ def test_who_has_ended_is_not_lost(ring):
     second.kill()
     second.wait()
     os.kill(first.pid, signal.SIGSTOP)  # nobody looks at the third: so it is as it was
-    assert third.stdout.readline() == f"2 {first.pid}\n".encode()
+    assert third.stdout.readline() == f"2 {first.pid} in step 0\n".encode()
 
 
 def test_beats_are_shared_and_only_with_files_of_ones_own(tmp_path):
@@ -78,5 +79,5 @@ def test_beats_are_shared_and_only_with_files_of_ones_own(tmp_path):
     assert other.of(1) == 2
     (tmp_path / "link").symlink_to(tmp_path / "target")
     with pytest.raises(Exception, match="link"):
-        Siblings([0, 1], 0, "link", 1.0, folder=tmp_path)
+        Siblings([0, 1], 0, "link", 1.0, 1.0, folder=tmp_path)
     assert not (tmp_path / "target").exists()

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from orchestrator.lifecycle.signs.node_watch import NodeWatch, state_of
-from orchestrator.lifecycle.signs.signs_of_life import Patience, Standstill, descendants
+from orchestrator.lifecycle.signs.node_watch import NodeWatch
+from orchestrator.lifecycle.signs.processes import descendants, state_of
+from orchestrator.lifecycle.signs.standstill import Patience, Standstill
 from tests.helpers import until
 
 PATIENCE = Patience(notice_s=10.0, most_s=30.0, hang_s=60.0)
@@ -101,7 +102,7 @@ def test_children_are_found_and_what_they_do(child):
 class Node:
     def __init__(self, pid):
         self.now = 1000.0
-        self.watch = NodeWatch(5.0, clock=lambda: self.now)
+        self.watch = NodeWatch(5.0, 60.0, clock=lambda: self.now)
         self.watch.joined(3, pid)
 
     def second(self):
@@ -135,7 +136,7 @@ def test_who_said_its_last_word_or_computes_is_not_silent(child):
 
 
 def read(pid):
-    from orchestrator.lifecycle.signs.node_watch import processor_s
+    from orchestrator.lifecycle.signs.processes import processor_s
 
     return processor_s(pid)
 

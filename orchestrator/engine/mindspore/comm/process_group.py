@@ -181,7 +181,7 @@ class MindSporeGroup(Member):
                 done.set()
 
         threading.Thread(target=compute, name=operation, daemon=True).start()
-        with for_others():
+        with for_others(operation):
             while not done.wait(POLL_S):
                 self._watch.check()
         if raised:

@@ -49,7 +49,7 @@ class Started:
         if self._work is None:
             return
         try:
-            with for_others():
+            with for_others(self._operation):
                 self._work.wait()
         except RuntimeError as error:
             lost = as_peer_lost(error, self._operation, self._rank)

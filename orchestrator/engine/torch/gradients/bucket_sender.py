@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.torch.comm.base_group import BaseGroup, Done, Work
 from orchestrator.engine.torch.gradients.buffer import GradientBuffers
 from orchestrator.engine.torch.gradients.layout import bucket_slices
@@ -120,8 +121,10 @@ class BucketSender:
         Args:
             arrived: called with the summed gradients of each bucket while later ones still travel.
         """
-        for work, gradients in zip(self._under_way, self._gradients, strict=True):
-            work.wait()
+        under_way = zip(self._under_way, self._gradients, strict=True)
+        for number, (work, gradients) in enumerate(under_way, start=1):
+            with for_others("bucket %d of %d of the gradient", number, len(self._buckets)):
+                work.wait()
             if arrived is not None:
                 arrived(gradients)
         self._under_way.clear()

@@ -1,0 +1,143 @@
+"""Where a process is in its Python code, in words: of this one's main thread, or of one that was
+asked from outside.
+
+SIGQUIT asks: every rank, and every process that fetches its samples, has a handler for it
+(`answer_when_asked`) that writes the stacks of all threads to the rank's log, whatever holds the
+interpreter. No scheduler sends it of itself, and jobs have no use for it: USR1 and USR2 are
+SLURM's and people's, TERM and INT ask for a stop. A process that is stopped, or sleeps in the
+kernel, cannot answer: of that one it is known what it said within the second before.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from orchestrator.run_folder.files import read_end
+
+ASKS = signal.SIGQUIT
+STACK_S = 0.3
+"""How long who is asked for its stack has to write it down."""
+MOST_FRAMES = 40
+MOST_TOLD = 2  # processes of one rank, each with its place
+DUMP_BYTES = 32 * 1024
+_PACKAGE = Path(__file__).parents[2]
+_NOT_OWN = (f"{_PACKAGE}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+_LOADER = str(Path("torch", "utils", "data"))
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*:$", re.MULTILINE)
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+class Frame(NamedTuple):
+    """One call of a stack."""
+
+    file: str
+    line: int
+    name: str
+
+    @property
+    def own(self) -> bool:
+        """Whether it is the job's: neither Python's, nor of what is installed, nor of ours."""
+        return not self.file.startswith(_NOT_OWN) and _INSTALLED.search(self.file) is None
+
+
+def answer_when_asked() -> None:
+    """From now on `ASKS` has this process write its stacks to standard error, and go on."""
+    faulthandler.register(ASKS, file=sys.stderr, all_threads=True)
+
+
+def main_stack() -> list[Frame]:
+    """That of this process's main thread, innermost first. Reads no file."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # it has no public name
+    found: list[Frame] = []
+    while frame is not None and len(found) < MOST_FRAMES:
+        code = frame.f_code
+        found.append(Frame(code.co_filename, frame.f_lineno or 0, code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def as_lines(stack: Sequence[Frame]) -> list[str]:
+    """For people: the most recent call last, with the text of each line where it can be read."""
+    found: list[str] = []
+    for file, line, name in reversed(stack):
+        found.append(f'  File "{file}", line {line}, in {name}')
+        if text := linecache.getline(file, line).strip():
+            found.append(f"    {text}")
+    return found
+
+
+def in_words(stack: Sequence[Frame]) -> str:
+    """Where that is: in which line of the job's own, and in what that waits or works.
+
+    >>> in_words([Frame("/home/me/train.py", 31, "load_batch"), Frame("/home/me/train.py", 9, "f")])
+    'in load_batch (/home/me/train.py, line 31)'
+    >>> in_words([])
+    'in no Python code'
+    """
+    if not stack:
+        return "in no Python code"
+    inner = stack[0]
+    place = next((n for n, frame in enumerate(stack) if frame.own), None)
+    if any(_LOADER in frame.file for frame in stack[:place]):
+        return f"in its DataLoader, which waits for samples ({inner.name}, line {inner.line})"
+    own = stack[place or 0]
+    words = f"in {own.name} ({own.file}, line {own.line})"
+    if place:
+        words += f", there in {inner.name} ({Path(inner.file).name}, line {inner.line})"
+    return words
+
+
+def catches(pid: int) -> bool:
+    """Whether a process has a handler for `ASKS`; without one it would end of it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (ASKS - 1) & 1)
+
+
+def ask(pids: Iterable[int], log: Path) -> dict[int, list[Frame]]:
+    """Have processes write their stacks, one after the other, to the log that all of them share;
+    give those of their main threads.
+
+    A process that has no handler, or does not answer within `STACK_S`, has none.
+    """
+    found: dict[int, list[Frame]] = {}
+    for pid in filter(catches, pids):
+        before = log.stat().st_size
+        os.kill(pid, ASKS)
+        until = time.monotonic() + STACK_S
+        while time.monotonic() < until and log.stat().st_size == before:
+            time.sleep(0.01)
+        time.sleep(0.05)  # a dump is many small writes
+        if log.stat().st_size > before:
+            found[pid] = of_main_thread(read_end(log, DUMP_BYTES).decode(errors="replace"))
+    return found
+
+
+def told_by(pids: Iterable[int], log: Path) -> str:
+    """Where processes are that can be asked, as words that go on a sentence."""
+    found = [(pid, in_words(stack)) for pid, stack in ask(pids, log).items() if stack]
+    return "".join(f"; its process {pid} is {words}" for pid, words in found[:MOST_TOLD])
+
+
+def of_main_thread(said: str) -> list[Frame]:
+    """The main thread's stack in the last dump of a log: it is the dump's last."""
+    threads = list(_THREAD.finditer(said))
+    if not threads:
+        return []
+    dump = said[threads[-1].end() :]
+    return [Frame(file, int(line), name) for file, line, name in _FRAME.findall(dump)]
