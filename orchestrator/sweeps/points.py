@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from orchestrator.clusters.api import class_for, cluster_of
@@ -20,28 +20,27 @@ from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.plan.program import ProgramPlan
 from orchestrator.runs.start import prepare
 
-NOT_TELLING = ("run", "sweep", "budget")  # sections that do not tell a cell from another
+NOT_TELLING = ("run", "sweep", "budget")  # sections that tell no cell from another by themselves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One run of a sweep, checked, with its folder."""
+    """One run of a sweep, checked, with its folder.
+
+    Attributes:
+        of: what tells it from the sweep's other points, whatever it is made of.
+    """
 
     number: int
     overrides: tuple[str, ...]
     config: Config
     plan: Plan | ProgramPlan
+    of: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
         """For people: which one it is."""
         return f"point {self.number}: {' '.join(self.overrides)}"
-
-    @property
-    def of(self) -> tuple[str, ...]:
-        """What tells it from the sweep's other points, whatever it is made of."""
-        telling = (o for o in self.overrides if key_of(o).split(".")[0] not in NOT_TELLING)
-        return tuple(sorted(override.lstrip("+") for override in telling))
 
     @property
     def folder(self) -> Path:
@@ -76,7 +75,21 @@ def checked(
             point.config.run.dir = str(item.point_folder.absolute())
         elif stated[folder] > 1 or apart:
             point.config.run.dir = str(Path(folder).absolute() / str(point.number))
-    return points
+    shared = set[str]().union(*(point.overrides for point in points))
+    if not apart:  # otherwise nobody knows what later ones share
+        shared.intersection_update(*(point.overrides for point in points))
+    return [replace(point, of=tuple(_telling(point.overrides, shared))) for point in points]
+
+
+def _telling(overrides: Sequence[str], shared: Collection[str]) -> list[str]:
+    """Overrides that tell a cell from another: of where and how it is run, those alone that not all
+    points share.
+    """
+    return sorted(
+        override.lstrip("+")
+        for override in overrides
+        if key_of(override).split(".")[0] not in NOT_TELLING or override not in shared
+    )
 
 
 def _each(
