@@ -170,8 +170,8 @@ class RunConfig:
 class SweepConfig:
     """How the points of a sweep are run; all of them share it.
 
-    parallel: at once, at the most; `auto`: as many as this machine has cores, memory and GPUs for,
-    on a scheduler as it likes.
+    parallel: at once, at the most; `auto`: as many as this machine has cores, memory and GPUs for
+    (one where their speeds are compared), on a scheduler as it likes.
     force: also those that are done. objective: of result.json, what a search is told of a point.
     """
 

@@ -32,7 +32,7 @@ def timed_beside(cells: Sequence[SweptRun]) -> str | None:
     words = "All points" if len(found) == len(cells) else f"Points {which}"
     return (
         f"{words} were timed side by side with others on one machine, which makes their updates "
-        f"slower and less alike; sweep.parallel=1 times one after another."
+        f"slower and less alike, and no comparison; sweep.parallel=1 times one after another."
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from orchestrator.config.rules import at_once
+from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FINISHED
 from orchestrator.plan.program import ProgramPlan
 from orchestrator.report.summary import summarize
@@ -18,6 +19,9 @@ from orchestrator.sweeps.room import Room
 from orchestrator.sweeps.shown import only_varying
 from orchestrator.sweeps.todo import Cell
 
+TIMED = ("accumulation", "cluster", "engine", "transport")
+"""Sections that people vary to see how fast a run is, and what it needs."""
+
 
 def run_here(cells: Sequence[Cell], manner: Manner, ended: Callable[[PointEnded], None]) -> bool:
     """Run points to their ends, as many at once as `sweep.parallel` and the machine allow: a next
@@ -29,7 +33,7 @@ def run_here(cells: Sequence[Cell], manner: Manner, ended: Callable[[PointEnded]
     Returns:
         Whether all of them have run; not after an interrupt.
     """
-    room = Room(at_once(cells[0].point.config.sweep.parallel))
+    room = Room(most_at_once([cell.point.config for cell in cells], manner))
     shares = [share_of(cell) for cell in cells]
     if remark := room.remark(shares):
         say(manner.console, remark, "yellow", prose=True)
@@ -51,6 +55,25 @@ def run_here(cells: Sequence[Cell], manner: Manner, ended: Callable[[PointEnded]
                 return not waiting
             ended(one)
             told.ended(one, len(queue.running), len(waiting))
+
+
+def most_at_once(configs: Sequence[Config], manner: Manner) -> int | None:
+    """As `sweep.parallel` says; `auto` is one where points differ in what sets their speed, for
+    then it is their times that are compared.
+    """
+    first, *others = configs
+    asked = at_once(first.sweep.parallel)
+    unlike = [n for n in TIMED if any(getattr(c, n) != getattr(first, n) for c in others)]
+    if asked is not None or not unlike:
+        return asked
+    if not manner.quiet:
+        say(
+            manner.console,
+            f"one point after another, since they differ in {', '.join(unlike)}, and their times "
+            f"are compared; sweep.parallel=2 runs two at once",
+            "dim", prose=True,
+        )  # fmt: skip
+    return 1
 
 
 def _work(cell: Cell) -> float:

@@ -27,6 +27,7 @@ from orchestrator.report.terminal import command, say
 from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
+from orchestrator.sweeps.beside import timed_beside
 from orchestrator.sweeps.budget import refuse_beyond
 from orchestrator.sweeps.detached import submit
 from orchestrator.sweeps.points import checked
@@ -149,7 +150,7 @@ class Sweep:
         print_sweep(shown, self._manner.console)
         for sentence in remarks(shown):
             say(self._manner.console, sentence, "dim", prose=True)
-        if pairs := accumulation_pairs(shown):
+        if (pairs := accumulation_pairs(shown)) and not timed_beside(shown):
             print_time_and_memory(pairs, self._manner.console)
         if self._stopped is not None:
             return self._stopped

@@ -39,7 +39,8 @@ def disturbed(tmp_path_factory):
     )  # fmt: skip
     command = begin(*line)
     trains(*(sweep / n for n in "012"))
-    assert not (sweep / "3").exists(), "it waits for room"
+    # 2 fails after its ninth update, which a slow machine may see before this.
+    assert not (sweep / "3").exists() or (sweep / "2" / "result.json").exists(), "it waits for room"
     assert verb("cancel", sweep / "0").returncode == 0
     until((sweep / "0" / "result.json").exists)
     second = call(*line)
