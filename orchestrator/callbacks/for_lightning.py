@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from orchestrator.callbacks.logged import figures_of
 from orchestrator.callbacks.whole import mark, newest
 from orchestrator.inside.run import current_run as run
 
@@ -57,7 +57,7 @@ class LightningCallback(Base):
         update = self._done - 1
         losses, self._losses = self._losses, []
         if losses:
-            run.report(update, loss=sum(losses) / len(losses), **_figures(trainer.logged_metrics))
+            run.report(update, loss=sum(losses) / len(losses), **figures_of(trainer.logged_metrics))
         stops = run.should_stop(update)
         if stops or (self._every and self._done % self._every == 0):
             self._save(trainer, update)
@@ -72,8 +72,3 @@ class LightningCallback(Base):
         if trainer.is_global_zero:
             mark(path)
         run.save_done(update)
-
-
-def _figures(logged: Mapping[str, Any]) -> dict[str, Any]:
-    """What the module logged, by names that `report` has no use of its own for."""
-    return {name: value for name, value in logged.items() if name not in ("loss", "samples")}

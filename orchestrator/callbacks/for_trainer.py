@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback as Base
 
+from orchestrator.callbacks.logged import figures_of
 from orchestrator.callbacks.whole import mark, newest
 from orchestrator.inside.run import current_run as run
 
@@ -47,10 +48,11 @@ class TrainerCallback(Base):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """What the Trainer logs of an update is its line."""
         del control
-        figures = {n: v for n, v in (logs or {}).items() if n not in ("loss", "samples")}
-        if "loss" in (logs or {}):
+        if logs and "loss" in logs:
             samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-            run.report(state.global_step - 1, loss=logs["loss"], samples=samples, **figures)
+            run.report(
+                state.global_step - 1, loss=logs["loss"], samples=samples, **figures_of(logs)
+            )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A checkpoint was written."""

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from orchestrator.inside.run import current_run
+
 MARK = ".whole"
 
 
 def mark(checkpoint: Path) -> None:
-    """A checkpoint was written to its end. For rank 0, once all ranks have written their parts."""
+    """A checkpoint was written to its end. For rank 0, once all ranks have written their parts.
+
+    What was reported before is on the disk then: the next start goes on after it.
+    """
+    current_run.flush()
     checkpoint.with_name(checkpoint.name + MARK).touch(mode=0o600)
 
 

@@ -5,14 +5,11 @@ Under plain Python or torchrun the same lines do nothing: nothing is recorded, n
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import importlib
-import json
+import operator
 import os
-import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -20,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import JobError
+from orchestrator.inside.record import Line, Lines, figures
 from orchestrator.inside.stop import Stop
-from orchestrator.inside.variables import ATTEMPT, RANK, RUN, WORLD
+from orchestrator.inside.variables import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
 
-FLUSH_S = 5.0
-Line = dict[str, Any]
+METRICS = "metrics.jsonl"
+FEW = 8  # updates, after which rank 0 has reported one if it ever does
 
 
 class Run:
@@ -43,10 +41,13 @@ class Run:
         self.attempt = int(env.get(ATTEMPT) or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
         self._rank, self._size = int(env.get(RANK, "0")), int(env.get(WORLD, "1"))
         folder = self.folder / "attempts" / f"{self.attempt:03d}"
-        self._stop = Stop(folder, self._rank, self._size)
-        self._lines: queue.SimpleQueue[Line | threading.Event | None] | None = None
-        self._writer: threading.Thread | None = None
-        self._latest = time.perf_counter()
+        self._warnings = Path(env[WARNINGS]) if env.get(WARNINGS) else None
+        signals = {signal.SIGTERM, signal.Signals[f"SIG{env.get(SIGNAL, 'TERM')}"]}
+        self._stop = Stop(folder, self._rank, self._size, tuple(signals), self.warn)
+        self._lines: Lines | None = None
+        self._lock = threading.Lock()  # of the first line, which any thread may report
+        self._latest, self._reported, self._reports = time.perf_counter(), -1, 0
+        self._told, self._pid = False, 0
         self._windows: Any = None
         self._stopping = False
         if self._is and signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
@@ -64,32 +65,43 @@ class Run:
             samples: of this update, over all ranks.
             metrics: further figures by name.
         """
-        self._refuse_beside_windows("report()")
-        if not self._is or self._rank:
+        if not self._begin("report()"):
             return
-        now = time.perf_counter()
-        record: dict[str, Any] = {
-            "update": int(update), "time": time.time(),
-            "loss": loss, "update_s": now - self._latest, "metrics": metrics,
-        }  # fmt: skip
+        number, told = _update("report()", update), figures("run.report()", metrics)
+        record: Line = {"update": number, **figures("run.report()", {"loss": loss})}
         if samples is not None:
-            record["samples"] = samples
-        self._latest = now
-        self.record(record)
+            record["samples"] = _whole("report()", "samples", samples)
+        self._reports += 1
+        if self._rank:
+            if self._reports == FEW:
+                self._look_for_rank_0()
+            return
+        if number <= self._reported and not self._told:
+            self._told = True
+            self.warn(
+                f"run.report({number}) came after run.report({self._reported}): updates are those "
+                "of the whole training, not of an epoch; of several lines for one the last counts"
+            )
+        now = time.perf_counter()
+        spent, self._latest, self._reported = now - self._latest, now, number
+        self.record({**record, "time": time.time(), "update_s": spent, "metrics": told})
 
     def should_stop(self, update: int) -> bool:
         """Whether to save and leave now, after `update`. Every rank has to ask after every update,
         and gets the same answer; no collective is called.
         """
-        self._refuse_beside_windows("should_stop()")
-        self._stopping = self._is and self._stop.due(update)
+        if not self._begin("should_stop()"):
+            return False
+        self._stopping = self._stop.due(_update("should_stop()", update))
+        if self._stopping:
+            self.flush()
         return self._stopping
 
     def save_done(self, update: int) -> None:
         """Note that what comes after `update` can go on from a checkpoint. Rank 0's words count."""
-        self._refuse_beside_windows("save_done()")
-        if self._is and not self._rank:
-            self.record({"saved": int(update), "update": int(update), "time": time.time()})
+        if self._begin("save_done()"):
+            number = _update("save_done()", update)
+            self.record({"saved": number, "update": number, "time": time.time()})
 
     def windows(self, samples: int, accumulator: Any = None, **options: Any) -> Any:
         """The windows of a training: `for window in run.windows(len(data), global_batch=256)`.
@@ -138,66 +150,65 @@ class Run:
         if self._is:
             self._stop.agreed(update)
 
-    def _refuse_beside_windows(self, call: str) -> None:
+    def record(self, record: Line) -> None:
+        """Have a line written to metrics.jsonl, by rank 0 of a run; nobody waits for it."""
+        if not self._is or self._rank:
+            return
+        with self._lock:
+            self._lines = self._lines or Lines(self.folder / METRICS)
+        self._lines.put({**record, "attempt": self.attempt})
+
+    def flush(self) -> None:
+        """Wait until what was recorded before is written: a checkpoint is not to be ahead of it."""
+        if self._lines is not None:
+            self._lines.flush()
+
+    def warn(self, sentence: str) -> None:
+        """Tell whoever looks at this run, as its ranks' own warnings are told."""
+        # By name, as above: what the run's folder is made of is not loaded before it is needed.
+        told: Any = importlib.import_module("orchestrator.run_warnings")
+        if self._warnings is not None:
+            told.warn_into(self._warnings, self._rank)
+        told.warn(sentence)
+
+    def _begin(self, call: str) -> bool:
+        """Whether there is a run in which a call counts. Raises `JobError` where it cannot be."""
         if self._windows is not None and self._windows.going_on:
             raise JobError(
                 f"run.{call} was called within the loop over run.windows(), which reports, saves "
                 "and stops by itself; figures of yours belong in Loss(..., metrics=...)"
             )
-
-    def record(self, record: dict[str, Any]) -> None:
-        """Have a line written to metrics.jsonl, by rank 0 of a run; nobody waits for it."""
-        if not self._is or self._rank:
-            return
-        record["attempt"] = self.attempt
-        if self._lines is None:
-            self._lines = queue.SimpleQueue()
-            self._writer = threading.Thread(
-                target=self._write, args=(self._lines,), name="report", daemon=True
+        if not self._is:
+            return False
+        self._pid = self._pid or os.getpid()
+        if self._pid != os.getpid():
+            raise JobError(
+                f"run.{call} was called in a fork of the process that called it first (a loader's "
+                "worker?); the training's own process has to"
             )
-            self._writer.start()
-            atexit.register(self._close)
-        self._lines.put(record)
+        return True
 
-    def flush(self) -> None:
-        """Wait until what was recorded before is written: a checkpoint is not to be ahead of it."""
-        if self._lines is not None:
-            written = threading.Event()
-            self._lines.put(written)
-            written.wait(FLUSH_S)
-
-    def _write(self, lines: queue.SimpleQueue[Line | threading.Event | None]) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self.folder / "metrics.jsonl", flags, 0o600)
-        waiting, said = b"", False
-        while (record := lines.get()) is not None:
-            if isinstance(record, threading.Event):
-                record.set()
-                continue
-            for name in ("loss", "metrics"):
-                if name in record:
-                    record[name] = _plain(record[name])
-            waiting += json.dumps(record).encode() + b"\n"
-            try:
-                waiting = waiting[os.write(descriptor, waiting) :]
-            except OSError as error:  # the lines are kept, and follow as soon as there is room
-                if not said:
-                    said = True
-                    warning = f"warning: metrics.jsonl could not be written: {error.strerror}"
-                    print(warning, file=sys.stderr, flush=True)
-        os.close(descriptor)
-
-    def _close(self) -> None:
-        if self._lines is not None and self._writer is not None:
-            self._lines.put(None)
-            self._writer.join(FLUSH_S)
+    def _look_for_rank_0(self) -> None:
+        """Warn where only other ranks report, whose words do not count."""
+        if not (self.folder / METRICS).exists():
+            self.warn(
+                f"rank {self._rank} calls run.report(), but rank 0 did not, whose words alone are "
+                "recorded: call it on every rank, or on rank 0"
+            )
 
 
-def _plain(value: Any) -> Any:
-    """Tensors and arrays of one number as numbers; NaN and infinities stay what they are."""
-    if isinstance(value, Mapping):
-        return {str(name): _plain(inner) for name, inner in value.items()}
-    return value if value is None else float(value)
+def _update(call: str, update: Any) -> int:
+    return _whole(call, "update", update)
+
+
+def _whole(call: str, name: str, value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise JobError(f"run.{call}: {name} must be a whole number, 0 or more, but is {value!r}")
+    return number
 
 
 current_run = Run(os.environ)

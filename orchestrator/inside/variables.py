@@ -4,10 +4,12 @@ RUN = "ORCHESTRATOR_RUN"
 ATTEMPT = "ORCHESTRATOR_ATTEMPT"
 RANK = "ORCHESTRATOR_RANK"
 WORLD = "ORCHESTRATOR_WORLD_SIZE"
+SIGNAL = "ORCHESTRATOR_STOP_SIGNAL"
+WARNINGS = "ORCHESTRATOR_WARNINGS"
 
 # Names in an attempt's folder; `run_folder/rundir.py` has the paths.
 STOP_ASKED = "stop-asked"
 STOP_AFTER = "stop-after"
 HEEDS = "heeds-{:05d}"
-WIDTH = 12
+WIDTH = 40
 NOT_YET = -1

@@ -126,7 +126,7 @@ class History:
             if "evaluation" in record:
                 self._evaluations[record["update"]] = record
                 continue
-            if only_warns(record):
+            if tells_no_update(record):
                 continue
             attempt = record.get("attempt", 0)
             if attempt < self._attempt:
@@ -156,9 +156,11 @@ class History:
         return self._attempt
 
 
-def only_warns(record: Record) -> bool:
-    """Whether a line tells of warnings that came up after the last update, and of no update."""
-    return "warnings" in record and "loss" not in record
+def tells_no_update(record: Record) -> bool:
+    """Whether a line is none of an update: warnings that came up after the last, or that a program
+    has saved.
+    """
+    return "saved" in record or ("warnings" in record and "loss" not in record)
 
 
 def read_metrics(path: Path) -> History:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from orchestrator.report.metrics import Record, only_warns, record_of
+from orchestrator.report.metrics import Record, record_of, tells_no_update
 from orchestrator.run_folder.files import open_regular
 
 RECENT_BYTES = 64 * 1024
@@ -30,7 +30,7 @@ def recent_records(path: Path) -> list[Record]:
 
 def updates_of(records: Iterable[Record]) -> list[Record]:
     """Those of them that tell of an update."""
-    return [r for r in records if "evaluation" not in r and not only_warns(r)]
+    return [r for r in records if "evaluation" not in r and not tells_no_update(r)]
 
 
 def loss_course(path: Path, points: int) -> list[float]:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -374,3 +375,21 @@ def test_ranks_that_ask_stop_after_the_same_update_and_their_figures_have_no_gap
     assert updates == [*range(stopped + 6)]
     status = json.loads(helpers.verb("status", tmp_path / "run", "--json").stdout)[0]
     assert (status["state"], status["updates"]) == ("finished", stopped + 6)
+
+
+def test_a_stop_reaches_the_loop_alone_until_it_has_ended_and_then_what_is_left(tmp_path):
+    """A shell script around the loop, and a worker beside it as loaders have them, hear nothing of
+    the signal while the loop ends its update and saves; what the script would do next is ended.
+    """
+    aside = "worker = subprocess.Popen(['sleep', '600'])\n"
+    text = LOOP.replace("import math", f"{aside}import math")
+    script(tmp_path, f"{text}print('worker', worker.poll(), flush=True)\nworker.kill()\n")
+    words = f"#!/bin/sh\n{sys.executable} {tmp_path}/train.py\necho after\nexec sleep 600\n"
+    script(tmp_path, words, "train.sh", run=True)
+    process = begin(tmp_path, "cluster.nodes=1", program=("./train.sh",), waits_for=2)
+    told = helpers.verb("cancel", tmp_path / "run")
+    assert "once all its ranks are done with the same update" in told.stdout
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 3, output
+    for rank in range(2):
+        assert re.search(r"last (\d+) .*\nworker None\nafter\n", log(tmp_path, rank))

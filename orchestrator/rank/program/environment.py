@@ -17,7 +17,7 @@ from pathlib import Path
 from orchestrator.config.program_section import Program
 from orchestrator.config.program_source import script_of
 from orchestrator.errors import ClusterError
-from orchestrator.inside.variables import ATTEMPT, RANK, RUN, WORLD
+from orchestrator.inside.variables import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
 from orchestrator.lifecycle.topology import COPIES_VARIABLE, OUTER_PATH_VARIABLE, Topology
 from orchestrator.rank.program.meeting_place import MeetingPlace
 from orchestrator.run_folder.rundir import RunDir
@@ -113,7 +113,8 @@ def _ours(start: Start) -> dict[str, str]:
     topology = start.topology
     return {
         RUN: str(start.run.path), ATTEMPT: str(start.attempt),
-        RANK: str(topology.rank), WORLD: str(topology.size),
+        RANK: str(topology.rank), WORLD: str(topology.size), SIGNAL: start.program.stop_signal,
+        WARNINGS: str(start.run.warnings(start.attempt, topology.node_index)),
     }  # fmt: skip
 
 

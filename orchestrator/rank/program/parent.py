@@ -49,6 +49,7 @@ from orchestrator.rank.program.environment import (
     shown,
 )
 from orchestrator.rank.program.joining import Joining
+from orchestrator.rank.program.passing_on import PassingOn
 from orchestrator.rank.program.unheeded import Unheeded
 from orchestrator.rank.writing.rank_log import send_output_to
 from orchestrator.run_folder.rundir import RunDir, write_json
@@ -56,7 +57,6 @@ from orchestrator.run_warnings import warn, warn_into
 
 TICK_S = 0.25
 LOOK_S = 1.0
-AGAIN_S = 5.0  # after which another stop signal of ours is passed on as well
 LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED}
 
 
@@ -111,7 +111,6 @@ class _Parent:
         self._place: meeting_place.MeetingPlace | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._own: set[int] = set()  # children that are ours, not the program's
-        self._asked: float | None = None  # when the program was told to stop
 
     def attend(self) -> int:
         """Start the program, attend it to its end, and give this rank's exit code.
@@ -119,7 +118,8 @@ class _Parent:
         Raises:
             OrchestratorError: it failed, hangs, or could not be started; or it was asked to stop.
         """
-        config = read_config(self._run.existing().read_config())
+        run, rank = self._run, self._topology.rank
+        config = read_config(run.existing().read_config())
         program = program_of(config.job)
         self._attendance.begin(config)
         self._attendance.restarted()
@@ -127,14 +127,15 @@ class _Parent:
         child, began = self._begin(start), time.monotonic()
         self._child = child
         self._attendance.at_a_program()
-        status = self._wait(child, start, config)
-        if self._topology.rank == 0:
+        asked = PassingOn(run, self._attempt, rank, self._stop, self._signal(program))
+        status = self._wait(child, start, config, asked)
+        if rank == 0:
             ran = {"seconds": time.monotonic() - began}
-            write_json(self._run.program_end(self._attempt), ran)
+            write_json(run.program_end(self._attempt), ran)
         said = self._said()
         self._collect()
-        agreed = read_number(str(self._run.stop_after(self._attempt))) != NOT_YET
-        if self._asked is not None or (agreed and status == 0):
+        agreed = read_number(str(run.stop_after(self._attempt))) != NOT_YET
+        if asked.done or (agreed and status == 0):
             if status not in (0, -signal.SIGTERM, -self._signal(program)):
                 warn(f"asked to stop, the program {describe_end(status)}", kind="stopped otherwise")
             raise StopRequested("the program ended after it was asked to stop")
@@ -204,7 +205,9 @@ class _Parent:
     def _signal(program: Program) -> signal.Signals:
         return signal.Signals[f"SIG{program.stop_signal}"]
 
-    def _wait(self, child: subprocess.Popen[bytes], start: Start, config: Config) -> int:
+    def _wait(
+        self, child: subprocess.Popen[bytes], start: Start, config: Config, asked: PassingOn
+    ) -> int:
         """Wait for its end; meanwhile pass a stop on, and look from outside whether it lives."""
         joining = start.place and Joining(
             start.place, self._topology.rank, config.cluster, self._attendance
@@ -217,7 +220,7 @@ class _Parent:
         try:
             while child.poll() is None:
                 select.select([descriptor], [], [], TICK_S)
-                self._pass_on(child, self._signal(start.program))
+                asked.look(child.pid)
                 now = time.monotonic()
                 if now < look:
                     continue
@@ -243,24 +246,6 @@ class _Parent:
         except RankHangs as error:
             asked = told_by([pid, *descendants(pid)], self._log)
             raise RankHangs(f"{error}{asked}") from error
-
-    def _pass_on(self, child: subprocess.Popen[bytes], number: signal.Signals) -> None:
-        """A stop that came to this rank goes on to all of the program, as the signal it knows."""
-        if not self._stop.requested:
-            return
-        now = time.monotonic()
-        if self._asked is not None and (
-            max(self._stop.times.values(), default=0.0) <= self._asked
-            or now < self._asked + AGAIN_S
-        ):
-            return
-        self._asked = now
-        print(f"asked to stop: {number.name} to the program", flush=True)
-        write_number(str(self._run.stop_asked(self._attempt)), 0)
-        try:
-            os.killpg(child.pid, number)
-        except ProcessLookupError:  # it has just ended
-            return
 
     def depart(self) -> None:
         """After a stop: note that the run goes on later, where it does; whoever comes first."""

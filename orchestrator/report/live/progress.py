@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from orchestrator.report.live.progress_line import Moment, live_line, plain_line
-from orchestrator.report.metrics import Record, only_warns
+from orchestrator.report.metrics import Record, tells_no_update
 from orchestrator.report.summary import time_shares
 from orchestrator.report.terminal import literal, say
 from orchestrator.report.units import (
@@ -96,7 +96,7 @@ class Progress:
             warnings = [sentence for record in records for sentence in record.get("warnings") or ()]
         for sentence in warnings:
             self._say(f"warning: {sentence}")
-        records = [record for record in records if not only_warns(record)]
+        records = [record for record in records if not tells_no_update(record)]
         for record in records:
             self._take(record)
         # Dots that vanish between two windows would make the line jump.

@@ -1,0 +1,136 @@
+"""What rank 0 of a program records: figures taken when they are told, lines written by a thread."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import JobError
+
+FLUSH_S = 5.0
+MOST_FIGURES = 100  # with the names below a line stays within what a glance at the file reads
+LONGEST_NAME = 100
+Line = dict[str, Any]
+Figure = float | Callable[[], float] | None
+
+
+def figures(call: str, told: Mapping[str, Any]) -> dict[str, Figure]:
+    """Each figure as it is now, whatever becomes of a tensor afterwards.
+
+    One on a device is copied there, and is a number once the returned function is called.
+
+    Raises:
+        JobError: something told is no number, or there is too much of it for a line.
+    """
+    if len(told) > MOST_FIGURES or any(len(name) > LONGEST_NAME for name in told):
+        raise JobError(
+            f"{call} takes at most {MOST_FIGURES} figures, with names of at most {LONGEST_NAME} "
+            f"characters; it is a line that people read"
+        )
+    return {name: _figure(call, name, value) for name, value in told.items()}
+
+
+def _figure(call: str, name: str, value: Any) -> Figure:
+    if type(value) is float or value is None:
+        return value
+    if hasattr(value, "detach") and value.numel() == 1:  # a tensor of torch's
+        value = value.detach()
+        if value.device.type not in ("cpu", "meta"):
+            return _on_its_way(value)
+    if not isinstance(value, str | bytes):  # of which float() would take some
+        with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            return float(value)
+    raise JobError(
+        f"{call} takes numbers, and tensors that hold one, but {name} is {_short(value)} "
+        f"({type(value).__name__}); try its mean()"
+    )
+
+
+def _on_its_way(value: Any) -> Callable[[], float]:
+    """A copy on the device, made in the order of this thread's work there."""
+    copy = value.clone()
+    copied = sys.modules["torch"].Event(copy.device)
+    copied.record()
+
+    def number() -> float:
+        copied.synchronize()
+        return float(copy)
+
+    return number
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+class Lines:
+    """Lines of metrics.jsonl on their way to the disk; whoever records one waits for nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: queue.SimpleQueue[Line | threading.Event | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="report", daemon=True)
+        self._said = set[str]()
+        self._writer.start()
+        atexit.register(self.close)
+
+    def put(self, record: Line) -> None:
+        self._lines.put(record)
+
+    def flush(self) -> None:
+        """Wait until what was recorded before is written: a checkpoint is not to be ahead of it."""
+        written = threading.Event()
+        self._lines.put(written)
+        written.wait(FLUSH_S)
+
+    def close(self) -> None:
+        self._lines.put(None)
+        self._writer.join(FLUSH_S)
+
+    def _write(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._say("another process of rank 0 reports as well; their updates mix in the record")
+        except OSError:  # a file system without locks
+            pass
+        waiting = b""
+        while (record := self._lines.get()) is not None:
+            if isinstance(record, threading.Event):
+                record.set()
+                continue
+            waiting += json.dumps(self._plain(record)).encode() + b"\n"
+            try:
+                waiting = waiting[os.write(descriptor, waiting) :]
+            except OSError as error:  # the lines are kept, and follow as soon as there is room
+                self._say(f"metrics.jsonl could not be written: {error.strerror}")
+        os.close(descriptor)
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: self._plain(inner) for name, inner in value.items()}
+        if not callable(value):
+            return value
+        try:
+            return value()
+        except RuntimeError as error:  # the device's, which the training meets as well
+            self._say(f"a figure could not be read: {error}")
+            return None
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            with contextlib.suppress(OSError):  # its log may lie on the same full disk
+                print(f"warning: {sentence}", file=sys.stderr, flush=True)
