@@ -30,7 +30,7 @@ $(RUN_STAMP): pyproject.toml constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== setting up $(VENV): Python packages with the versions of constraints.txt"
-	$(call install,torch$(,)mindspore$(,)report$(,)mlflow$(,)wandb$(,)peers$(,)dev)
+	$(call install,torch$(,)mindspore$(,)report$(,)mlflow$(,)wandb$(,)peers$(,)search$(,)dev)
 	@touch $(RUN_STAMP) $@
 
 setup: $(STAMP)  ## make .venv and install everything into it

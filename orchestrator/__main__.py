@@ -186,14 +186,15 @@ def resume(
 
     What is given after the run may change where and for how long it trains, never its numbers.
     """
+    from orchestrator.run_folder.rundir import RunDir
     from orchestrator.runs.console import Manner
     from orchestrator.runs.start import resumed, way_of
     from orchestrator.runs.status import find_runs
 
     manner = Manner(console=Console(), verbose=verbose, quiet=quiet)
     folder = run.absolute()
-    if (points := find_runs(folder)) not in ([], [folder]):
-        from orchestrator.run_folder.rundir import RunDir
+    points, searched = find_runs(folder), RunDir(folder).search.exists()
+    if searched or points not in ([], [folder]):
         from orchestrator.sweeps.going_on import resume_sweep
 
         runs = [RunDir(point) for point in points]

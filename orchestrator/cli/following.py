@@ -39,6 +39,17 @@ def status(
         print_status(found, console, Path.cwd())
     else:
         say(console, "there are no runs in runs/")
+    if not as_json and len(asked) == 1:
+        _show_search(asked[0], console)
+
+
+def _show_search(folder: Path, console: Console) -> None:
+    """The trials, where a folder is a search's."""
+    from orchestrator.report.tables.search_table import print_search
+    from orchestrator.run_folder.rundir import RunDir, read_json
+
+    if found := read_json(RunDir(folder).search):
+        print_search(found, console)
 
 
 def attach(

@@ -180,10 +180,10 @@ def program_overrides(words: Sequence[str], beside: Sequence[str] = ()) -> tuple
         given = given[2 if given[1:2] == ["-u"] else 1 :]  # both as we start scripts anyway
     if not given:
         raise ConfigError("after -- stands the program to run, as in -- train.py --lr 0.1")
-    return "job=program", f"job.command=[{','.join(map(_literally, given))}]"
+    return "job=program", f"job.command=[{','.join(map(literally, given))}]"
 
 
-def _literally(word: str) -> str:
+def literally(word: str) -> str:
     """A word in Hydra's quotes, so that it comes out as it is: no escapes, no interpolation."""
     escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", word)
     escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), escaped)

@@ -42,7 +42,8 @@ class Composer:
         check_arguments(line.overrides)
         self.line = line
         self.params: list[str] = []  # what the configuration itself sweeps over
-        self.searches = False  # whether points are chosen by what came of earlier ones
+        self.searches = False  # whether points are chosen by what came of earlier ones,
+        self.own_search = False  # by us
         self.loader = Loader(line.config_dir)
         telling = [f"{section}.{key}" for section, keys in IDENTITY.items() for key in keys]
         self._alike = Alike(self.loader, line.config_name, telling)
@@ -72,7 +73,15 @@ class Composer:
             if not sweeps:
                 self.loader.refuse_choices(self.overrides)
             refuse_replaced(found.hydra)
-            self.searches = found.hydra.sweeper.get("_target_") != BASIC_SWEEPER
+            theirs = found.hydra.sweeper.get("_target_") != BASIC_SWEEPER
+            self.own_search = OmegaConf.select(found, "sweep.search") not in (None, "none")
+            if theirs and self.own_search:
+                raise ConfigError(
+                    "sweep.search and hydra/sweeper=… are two searches; leave one of them out"
+                )
+            self.searches = theirs or self.own_search
+            if self.own_search and not sweeps and not self.line.cfg:
+                raise ConfigError("sweep.search chooses the points of a sweep, so it needs -m")
             params = found.hydra.sweeper.get("params") or {}
             self.params = [spelled(f"{key}={value}") for key, value in params.items()]
             return self._composed(found, self.line.overrides, sweeps=sweeps)

@@ -20,6 +20,7 @@ from hydra.core.config_search_path import SearchPathElement, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -35,6 +36,8 @@ from orchestrator.errors import ConfigError
 
 HYDRA_VERSION_BASE = "1.3"
 OF_THE_SWEEP = ("hydra", "sweep", "budget")  # sections of which a sweep has one, not each point
+OF_A_SEARCH = ("search", "seed", "objective", "direction", "prune")  # in `sweep`: not how far
+SEARCH_KEYS = tuple(f"sweep.{name}" for name in OF_A_SEARCH)
 SHIPPED = "shipped"
 OURS = (SHIPPED, "hydra", "schema")
 """Sources that are nobody's own: what comes from elsewhere, the user has written."""
@@ -145,22 +148,25 @@ class Loader(ConfigLoaderImpl):
                     default = content
         return Origin(default=default, stated=stated)
 
-    def refuse_sweep(self, overrides: Sequence[str]) -> None:
-        """Raise `ConfigError` for a sweep over what all its points share, or of no point, or of
-        more than anybody can mean.
-        """
+    def swept(self, overrides: Sequence[str]) -> list[Override]:
+        """All of them, parsed. Raises `ConfigError` for a sweep over what all its points share."""
         parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
-        swept = [o for o in parsed if o.is_sweep_override()]
-        for override in swept:
+        for override in parsed:
             section = override.key_or_group.replace("/", ".").partition(".")[0]
-            if section in OF_THE_SWEEP:
+            if override.is_sweep_override() and section in OF_THE_SWEEP:
                 raise ConfigError(
                     f"{override.input_line} cannot be swept: {section} holds for the sweep as a "
                     f"whole, and its points share it; state one value"
                 )
+        return parsed
+
+    def refuse_sweep(self, overrides: Sequence[str]) -> None:
+        """Raise `ConfigError` for a sweep over what all its points share, or of no point, or of
+        more than anybody can mean.
+        """
         sizes = {
             o.key_or_group: sum(1 for _ in o.sweep_string_iterator())
-            for o in swept
+            for o in self.swept(overrides)
             if o.is_discrete_sweep()
         }
         if (number := math.prod(sizes.values())) > MOST_POINTS:
@@ -174,15 +180,16 @@ class Loader(ConfigLoaderImpl):
         """
         parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
         swept = sorted({o.key_or_group for o in parsed if o.is_sweep_override()})
-        fixed = sorted(
-            str(o.input_line)
-            for o in parsed
-            if not o.is_sweep_override()
-            and o.key_or_group.split(".")[0] not in ("run", *OF_THE_SWEEP)
-        )
+        stated = [o for o in parsed if not o.is_sweep_override()]
+        outside = ("run", *OF_THE_SWEEP)
+        told = [o for o in stated if o.key_or_group.split(".")[0] not in outside]
+        if any(o.key_or_group == "sweep.search" for o in stated):  # what it may choose is all of it
+            told += [o for o in parsed if o.is_sweep_override()]
+            told += [o for o in stated if o.key_or_group in SEARCH_KEYS]
+        fixed = sorted(str(o.input_line) for o in told)
         own = str(Path(line.config_dir).absolute()) if line.config_dir else ""
-        told = repr((swept, fixed, line.config_name, own))
-        digest = hashlib.sha256(told.encode()).hexdigest()[:8]
+        made_of = repr((swept, fixed, line.config_name, own))
+        digest = hashlib.sha256(made_of.encode()).hexdigest()[:8]
         keys = "-".join(key.rpartition(".")[2].replace("/", "_") for key in swept)[:60]
         return f"sweep_{keys}{'_' if keys else ''}{digest}"
 

@@ -127,6 +127,13 @@ def beyond(values: Mapping[str, Any], bounds: Mapping[str, Bound]) -> list[str]:
     ]
 
 
+def value_of(config: Any, dotted: str) -> Any:
+    """What stands at `engine.wire`, say, in dataclasses."""
+    for part in dotted.split("."):
+        config = getattr(config, part)
+    return config
+
+
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every plain value in nested dicts and lists, with its dotted name."""
     if isinstance(values, Mapping):

@@ -25,20 +25,21 @@ from orchestrator.config.class_source import (
     once,
 )
 from orchestrator.config.job_slips import refuse_slips
-from orchestrator.config.returned import DEFINITIONS, no_table
+from orchestrator.config.returned import DEFINITIONS, figures_of, no_table
 from orchestrator.errors import JobError, did_you_mean
 from orchestrator.job import COUPLED_METHODS, REQUIRED_METHODS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetFacts:
-    """What the source says of a job; None where it does not say."""
+    """What the source says of a job; None where it does not say. `figures`: that it evaluates."""
 
     framework: str | None = None
     metric_count: int | None = None
     coupled: bool = False
     own_optimizer: bool | None = None
     own_rate: bool = False
+    figures: tuple[str, ...] | None = None
     source: Path | None = None
 
 
@@ -81,6 +82,13 @@ def _own_optimizer(lineage: Lineage) -> bool | None:
         for value in returned
     )
     return None if undecided else bool(returned)
+
+
+def _figures(lineage: Lineage) -> tuple[str, ...] | None:
+    method = lineage.members().get("evaluate")
+    if method is None:
+        return () if lineage.complete else None
+    return figures_of(method) if isinstance(method, DEFINITIONS) else None
 
 
 def builds_optimizer(dotted: str) -> bool | None:
@@ -163,5 +171,6 @@ def _check_class(dotted: str, found: SourceClass, job: Mapping[str, Any]) -> Tar
         coupled=coupled,
         own_optimizer=_own_optimizer(lineage),
         own_rate=isinstance(members.get("learning_rate"), DEFINITIONS),
+        figures=_figures(lineage),
         source=found.module.source,
     )

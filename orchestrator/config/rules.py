@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from orchestrator.config import program_section, survive_rules
-from orchestrator.config.bounds import beyond
+from orchestrator.config import program_section, search_rules, survive_rules
+from orchestrator.config.bounds import beyond, value_of
 from orchestrator.config.optimizer_rules import problems
 from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import (
@@ -24,7 +24,6 @@ from orchestrator.config.schema import (
     ScheduleConfig,
     gpu_count,
     node_range,
-    value_of,
 )
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.extensions import FRAMEWORKS
@@ -109,6 +108,7 @@ def _any_job(config: Config) -> Iterator[str]:
     yield from _ranks(config)
     gpu_count(config.cluster.gpus_per_node)
     at_once(config.sweep.parallel)
+    yield from search_rules.anywhere(config.sweep)
     yield from _reproducible(config)
     yield from _only_on_slurm(config)
     in_queue = config.cluster.allocation == "new"

@@ -173,11 +173,17 @@ class SweepConfig:
     parallel: at once, at the most; `auto`: as many as this machine has cores, memory and GPUs for
     (one where their speeds are compared), on a scheduler as it likes.
     force: also those that are done. objective: of result.json, what a search is told of a point.
+    search and all below it are those of our own search, whose points are trials.
     """
 
     parallel: Any = free(PARSED, "auto")
     force: bool = False
     objective: str = free("a figure's name, judged by what a run measured", "loss")
+    search: str = choice("none", "tpe", "random", "grid")
+    trials: int | None = number(None, least=1, most=10_000)
+    seed: int = number(0, least=0)
+    direction: str = choice("auto", "minimize", "maximize")
+    prune: str = choice("none", "median")
 
 
 @dataclass
@@ -289,11 +295,3 @@ def unknown_keys(found: Mapping[str, Any], schema: Any = Config, prefix: str = "
         elif is_dataclass(known[key]) and isinstance(value, Mapping):
             sentences += unknown_keys(value, type(known[key]), f"{prefix}{key}.")
     return sentences
-
-
-def value_of(config: Config, dotted: str) -> Any:
-    """What stands at `engine.wire`, say."""
-    node: Any = config
-    for part in dotted.split("."):
-        node = getattr(node, part)
-    return node

@@ -18,7 +18,7 @@ from orchestrator.report.summary import seconds_per_update
 from orchestrator.run_folder.rundir import RESUMED, RunDir
 from orchestrator.run_warnings import read_warnings
 
-ENDED_STATES = ("finished", "failed", "stopped", "cancelled")
+ENDED_STATES = ("finished", "failed", "stopped", "cancelled", "pruned")
 STATES = (
     *ENDED_STATES, "pending", "starting", "running", "ending", "lost", "unknown", "private",
     "damaged",
@@ -41,8 +41,8 @@ class RunStatus:
 
     Attributes:
         state: pending, starting, running, ending, finished, stopped, failed, cancelled, lost
-            (it left without a result), unknown (the scheduler does not answer and no heart beats),
-            private (its owner's alone), damaged.
+            (it left without a result), pruned (a search has stopped it), unknown (the scheduler
+            does not answer and no heart beats), private (its owner's alone), damaged.
         evaluation: the latest held-out figures, where they are recent.
         seconds_left: until the last update, at the recent pace; time_left_s: of the job's limit.
         boundary_age_s: since the last update boundary.
@@ -128,11 +128,13 @@ def from_folder(run: RunDir) -> RunStatus:
     notes = run.restarts()
     culprit: dict[str, Any] = (result or {}).get("culprit") or {}
     ended = result is not None
+    stopped = result is not None and result["state"] == "stopped"
+    pruned = run.read(run.pruned) if stopped else None
     done = int(result["updates"]) if result else (last["update"] + 1 if last else 0)
     total, attempts = plan.get("updates"), run.attempts_made()
     return RunStatus(
         folder=run.path,
-        state=_state_of(result) if result else "running",
+        state=_state_of(result, pruned) if result else "running",
         cluster=_kind(run, handle),
         job_id=handle.get("job_id"),
         updates=done,
@@ -148,7 +150,7 @@ def from_folder(run: RunDir) -> RunStatus:
         survived=GenerationRecord(run.attempt(attempts - 1)).newest() if attempts else 0,
         lost_updates=sum(int(note["lost_updates"]) for note in notes),
         why=next((str(note["why"]) for note in reversed(notes) if note["why"] != RESUMED), None),
-        reason=culprit.get("cause") or (result or {}).get("why"),
+        reason=culprit.get("cause") or (result or {}).get("why") or (pruned or {}).get("why"),
         culprit=_named(culprit),
         program=" ".join(map(str, plan["program"]["words"])) if plan.get("program") else None,
         warnings=_warnings(run, attempts),
@@ -160,10 +162,11 @@ def _named(culprit: dict[str, Any]) -> str | None:
     return None if rank is None else f"rank {rank} on {culprit.get('node')}"
 
 
-def _state_of(result: dict[str, Any]) -> str:
+def _state_of(result: dict[str, Any], pruned: dict[str, Any] | None) -> str:
     """An agreed stop has no culprit; one that has was not agreed: the job was cancelled."""
-    cancelled = result["state"] == "stopped" and result.get("culprit")
-    return "cancelled" if cancelled else str(result["state"])
+    if result["state"] != "stopped":
+        return str(result["state"])
+    return "cancelled" if result.get("culprit") else "pruned" if pruned else "stopped"
 
 
 def _restarts(run: RunDir, notes: list[dict[str, Any]], made: int) -> int:

@@ -50,6 +50,16 @@ SHAPES: dict[str, Shape] = {
     "submitting.json": {"kind!": TEXT, "script!": TEXT, "attempt!": WHOLE, "before!": TEXT,
                         "slurm_conf!": MAYBE_TEXT, "elements!": TABLE, "time!": NUMBER},
     "restart.json": RESTART,
+    "pruned.json": {"why!": TEXT},
+    "search.json": {
+        "objective!": TEXT, "maximize!": (bool,), "wanted!": WHOLE, "best!": MAYBE_WHOLE,
+        "line!": {"overrides!": LIST, "config_dir!": MAYBE_TEXT, "config_name!": TEXT,
+                  "folder!": TEXT},
+        "trials!": [
+            {"number!": WHOLE, "state!": TEXT, "value!": MAYBE_NUMBER, "point!": LIST,
+             "folder!": MAYBE_TEXT, "same_as!": MAYBE_WHOLE, "why!": MAYBE_TEXT},
+        ],
+    },
     "program.json": {"seconds!": NUMBER},
     "timeline.json": {"windows!": [
         {"kind!": TEXT, "update!": WHOLE, "compute_s!": NUMBERS, "wait_s!": NUMBERS,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from orchestrator.clusters.api import Cluster, Handle, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
+from orchestrator.outcome.folder_status import ENDED_STATES
 from orchestrator.outcome.how_it_stops import how_it_stops
 from orchestrator.outcome.lock_holder import is_held, signal_holder
 from orchestrator.plan.plan_warnings import named_numbers
@@ -25,7 +26,7 @@ from orchestrator.runs.status import statuses
 
 FOLLOW_S = 0.2
 LOOK_S = 2.0
-OVER = ("finished", "failed", "stopped", "cancelled", "lost")
+OVER = (*ENDED_STATES, "lost")
 
 
 def cancel(run: RunDir, *, now: bool = False) -> str:

@@ -249,6 +249,7 @@ def _as_before_its_end(run: RunDir, admission: Admission) -> None:
     if admission.notice:
         run.write_own(run.submission, {**run.read_submission(), **admission.notice})
     run.cancel.unlink(missing_ok=True)
+    run.pruned.unlink(missing_ok=True)
     run.result.unlink(missing_ok=True)
 
 

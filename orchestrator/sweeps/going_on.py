@@ -35,6 +35,10 @@ def resume_sweep(
         RunFolderError: a point cannot be read, or another command is at work in the sweep's folder.
         ConfigError: a point cannot take the overrides. Nothing was started then.
     """
+    if RunDir(folder).search.exists():
+        from orchestrator.sweeps.search.start import resume_search
+
+        return resume_search(folder, manner, overrides, config_dir)
     with contextlib.ExitStack() as open_until_the_end:
         sweep = Sweep(manner, open_until_the_end, search=False)
         sweep.hold(folder)

@@ -47,6 +47,11 @@ class Point:
         return Path(str(self.config.run.dir))
 
 
+def telling(override: str) -> bool:
+    """Whether it tells a point from another by itself."""
+    return key_of(override).split(".")[0] not in NOT_TELLING
+
+
 def checked(
     found: Sequence[Composed | ConfigError], first: int = 0, *, apart: bool = False
 ) -> list[Point]:
@@ -70,11 +75,7 @@ def checked(
     stated = Counter(point.config.run.dir for point in points)
     for item, point in zip(found, points, strict=True):
         assert isinstance(item, Composed)  # noqa: S101  # errors were raised above
-        folder = point.config.run.dir
-        if folder is None:
-            point.config.run.dir = str(item.point_folder.absolute())
-        elif stated[folder] > 1 or apart:
-            point.config.run.dir = str(Path(folder).absolute() / str(point.number))
+        _place(point, item, apart=apart or stated[point.config.run.dir] > 1)
     shared = set[str]().union(*(point.overrides for point in points))
     if not apart:  # otherwise nobody knows what later ones share
         shared.intersection_update(*(point.overrides for point in points))
@@ -85,11 +86,23 @@ def _telling(overrides: Sequence[str], shared: Collection[str]) -> list[str]:
     """Overrides that tell a cell from another: of where and how it is run, those alone that not all
     points share.
     """
-    return sorted(
-        override.lstrip("+")
-        for override in overrides
-        if key_of(override).split(".")[0] not in NOT_TELLING or override not in shared
-    )
+    return sorted(o.lstrip("+") for o in overrides if telling(o) or o not in shared)
+
+
+def _place(point: Point, item: Composed, *, apart: bool) -> None:
+    folder = point.config.run.dir
+    if folder is None:
+        point.config.run.dir = str(item.point_folder.absolute())
+    elif apart:
+        point.config.run.dir = str(Path(folder).absolute() / str(point.number))
+
+
+def trial(item: Composed | ConfigError, number: int) -> Point:
+    """A point that a search asks for, with a folder of its own. Raises `UsageError`."""
+    point = _point(item, number)
+    assert isinstance(item, Composed)  # noqa: S101  # an error was raised
+    _place(point, item, apart=True)
+    return replace(point, of=tuple(_telling(point.overrides, point.overrides)))
 
 
 def _each(
@@ -98,15 +111,19 @@ def _each(
     """Those that can be; what is wrong with the others is put into `wrong`."""
     for number, item in enumerate(found, first):
         try:
-            if isinstance(item, ConfigError):
-                raise item
-            config = item.config()
-            plan = prepare(config)
-            _refuse_at_once(config)
-            yield Point(number=number, overrides=item.overrides, config=config, plan=plan)
+            yield _point(item, number)
         except UsageError as error:
             for sentence in str(error).split("\n"):
                 wrong.setdefault(sentence, []).append(number)
+
+
+def _point(item: Composed | ConfigError, number: int) -> Point:
+    if isinstance(item, ConfigError):
+        raise item
+    config = item.config()
+    plan = prepare(config)
+    _refuse_at_once(config)
+    return Point(number=number, overrides=item.overrides, config=config, plan=plan)
 
 
 def _refuse_at_once(config: Config) -> None:

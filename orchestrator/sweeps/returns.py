@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -9,7 +10,12 @@ from omegaconf import OmegaConf
 
 from orchestrator.errors import RunFailed
 from orchestrator.report.tables.closing_table import describe_culprit
+from orchestrator.run_folder.rundir import RunDir
 from orchestrator.sweeps.todo import Cell
+
+
+class NoSuchFigure(RunFailed):
+    """A run has finished, and measured nothing of the objective's name."""
 
 
 def returned(cell: Cell, point: Any) -> JobReturn:
@@ -35,15 +41,26 @@ def returned(cell: Cell, point: Any) -> JobReturn:
             describe_culprit(culprit) if culprit else f"{cell.run.path} was {result['state']}"
         )
         return made
-    name = cell.point.config.sweep.objective
-    measured = {**(result.get("metrics") or {}), **{k: result.get(k) for k in ("loss", "seconds")}}
-    figures = {k: float(v) for k, v in measured.items() if isinstance(v, int | float)}
-    if name not in figures:
-        known = ", ".join(sorted(figures))
-        made.status = JobStatus.FAILED
-        made.return_value = RunFailed(
-            f"sweep.objective={name}: {cell.run.path} measured no such figure, but {known}"
-        )
-        return made
-    made.status, made.return_value = JobStatus.COMPLETED, figures[name]
+    try:
+        made.return_value = measured(cell.run, cell.point.config.sweep.objective)
+        made.status = JobStatus.COMPLETED
+    except RunFailed as error:
+        made.status, made.return_value = JobStatus.FAILED, error
     return made
+
+
+def measured(run: RunDir, objective: str) -> float:
+    """What a finished run measured. Raises `RunFailed` where that is no finite number, and its
+    `NoSuchFigure` where there is none of this name.
+    """
+    result = run.read_result() or {}
+    found = {**(result.get("metrics") or {}), **{k: result.get(k) for k in ("loss", "seconds")}}
+    figures = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
+    if objective not in figures:
+        known = ", ".join(sorted(figures))
+        raise NoSuchFigure(
+            f"sweep.objective={objective}: {run.path} measured no such figure, but {known}"
+        )
+    if not math.isfinite(figures[objective]):
+        raise RunFailed(f"its {objective} is {figures[objective]}")
+    return figures[objective]

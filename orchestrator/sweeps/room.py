@@ -39,11 +39,16 @@ class Room:
         self._rank_bytes, self._measured = RANK_BYTES, False
         self._taken: list[Place] = []
 
+    def has(self, share: Share | None) -> bool:
+        """Whether a run would find room now."""
+        if not self._taken:
+            return True
+        enough = share is None or free_memory_bytes() >= share.ranks * self._rank_bytes
+        return enough and self._holds([*(place.share for place in self._taken), share])
+
     def take(self, share: Share | None) -> Place | None:
         """Room for a run; None where it has to wait for others to end."""
-        if self._taken and not self._holds([*(place.share for place in self._taken), share]):
-            return None
-        if self._taken and share and free_memory_bytes() < share.ranks * self._rank_bytes:
+        if not self.has(share):
             return None
         used = {name for place in self._taken for name in place.gpus}
         free = [name for name in self._machine.gpus if name not in used]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,18 +18,16 @@ from orchestrator.errors import (
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
     ConfigError,
-    RunFolderError,
 )
-from orchestrator.outcome.lock_holder import held
 from orchestrator.report.tables.sweep_table import print_sweep
 from orchestrator.report.tables.time_and_memory import print_time_and_memory
 from orchestrator.report.terminal import command, say
 from orchestrator.report.units import plural
-from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
 from orchestrator.sweeps.beside import timed_beside
 from orchestrator.sweeps.budget import refuse_beyond
 from orchestrator.sweeps.detached import submit
+from orchestrator.sweeps.folder import alone_in
 from orchestrator.sweeps.points import checked
 from orchestrator.sweeps.remarks import remarks
 from orchestrator.sweeps.returns import returned
@@ -46,6 +44,10 @@ def run_sweep(composer: Composer, manner: Manner) -> int:
     Raises:
         ConfigError: what is wrong with any point. Nothing has run then, and nothing was written.
     """
+    if composer.own_search:
+        from orchestrator.sweeps.search.start import search
+
+        return search(composer, manner)
     with contextlib.ExitStack() as open_until_the_end:
         sweep = Sweep(manner, open_until_the_end, search=composer.searches)
         drive(composer, sweep.launch)
@@ -106,7 +108,7 @@ class Sweep:
         """Hold the sweep's folder to the end. Raises `RunFolderError` while another start does."""
         if folder in self._locked:
             return
-        self._stack.enter_context(_alone_in(folder))
+        self._stack.enter_context(alone_in(folder))
         self._locked.add(folder)
 
     def _say(self, cells: Sequence[Cell]) -> None:
@@ -163,23 +165,3 @@ class Sweep:
             return None
         culprit = Culprit(rank=None, node="launcher", cause=self._refused[path])
         return {"state": "failed", "culprit": culprit.to_json()}
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Generator[None]:
-    """Hold a sweep's folder; one that nothing came to is removed again."""
-    with contextlib.ExitStack() as until_the_end:
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            until_the_end.enter_context(held(RunDir(folder)))
-        except OSError as error:
-            raise RunFolderError(f"{folder} cannot be written: {error.strerror}") from error
-        until_the_end.callback(_remove_if_empty, RunDir(folder))
-        yield
-
-
-def _remove_if_empty(sweep: RunDir) -> None:
-    if {entry.name for entry in sweep.path.iterdir()} <= {sweep.lock.name}:
-        sweep.lock.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody has put something there meanwhile
-            sweep.path.rmdir()

@@ -28,6 +28,7 @@ from orchestrator.inside.run import current_run
 from orchestrator.report.metrics import History
 from orchestrator.report.tables.closing_table import print_closing
 from orchestrator.runs.start import prepare
+from orchestrator.sweeps.search.asked import asked_of
 from orchestrator.sweeps.sweep import checked
 from tests.docs.printed import (
     PROGRAMS,
@@ -102,7 +103,9 @@ def composed(words):
     line = read_command_line([word for word in words if not word.endswith("…")])
     composer = Composer(line)
     found = composer.compose()
-    if found.sweeps:
+    if composer.own_search:
+        assert asked_of(composer).trials
+    elif found.sweeps:
         assert checked(points_of(composer))
     else:
         prepare(found.config())

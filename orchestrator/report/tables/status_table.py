@@ -21,8 +21,9 @@ from orchestrator.report.units import format_count, format_seconds, plural
 
 STYLES = {
     "finished": "green", "running": "bold green", "starting": "cyan", "ending": "cyan",
-    "pending": "yellow", "stopped": "yellow", "cancelled": "yellow", "failed": "bold red",
-    "lost": "bold red", "unknown": "red", "private": "dim", "damaged": "bold red",
+    "pending": "yellow", "stopped": "yellow", "pruned": "yellow", "cancelled": "yellow",
+    "failed": "bold red", "lost": "bold red", "unknown": "red", "private": "dim",
+    "damaged": "bold red",
 }  # fmt: skip
 URGENT = ("failed", "lost", "damaged")
 HEADINGS = (

@@ -12,20 +12,24 @@ from orchestrator.errors import RunFolderError
 from orchestrator.run_folder.rundir import RunDir
 
 
-@contextlib.contextmanager
-def at_home(run: RunDir) -> Generator[None]:
+def at_home(run: RunDir) -> contextlib.AbstractContextManager[None]:
     """Stand where the run was submitted: its relative paths and modules are meant from there.
 
     Raises:
         RunFolderError: that folder is gone.
     """
+    return standing_in(Path(run.read_submission().get("folder") or Path.cwd()), run.path)
+
+
+@contextlib.contextmanager
+def standing_in(home: Path, asked: Path) -> Generator[None]:
+    """`at_home` of what lies in `asked`. Raises `RunFolderError` likewise."""
     stood = Path.cwd()
-    home = Path(run.read_submission().get("folder") or stood)
     try:
         os.chdir(home)
     except OSError as error:
         raise RunFolderError(
-            f"{run.path} was submitted in {home}, where its relative paths and its code are, but "
+            f"{asked} was submitted in {home}, where its relative paths and its code are, but "
             f"that folder cannot be entered: {error.strerror}"
         ) from error
     before = list(sys.path)

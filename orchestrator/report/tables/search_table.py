@@ -1,0 +1,106 @@
+"""A search's trials: what each chose and came to, the best first, from the file in its folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from orchestrator.report.terminal import literal, say
+from orchestrator.report.units import UNKNOWN, format_number, plural
+
+STYLES = {"complete": "green", "pruned": "yellow", "failed": "bold red", "open": "cyan"}
+FIRST = 20  # of the trials with a value; the others are in search.json
+
+
+def words_of(search: Mapping[str, Any], number: int) -> str:
+    """One sentence about a trial that has ended."""
+    trial = search["trials"][number]
+    words = f"trial {number}: "
+    if trial["value"] is not None:
+        words += f"{search['objective']} {format_number(trial['value'])}"
+    else:
+        words += f"{trial['state']} ({trial['why']})" if trial["why"] else trial["state"]
+    best = search["best"]
+    if best is None:
+        return words
+    if best == number:
+        return f"{words}, the best so far"
+    return f"{words}; the best so far is trial {best}: {_value(search['trials'][best])}"
+
+
+def print_search(search: Mapping[str, Any], console: Console) -> None:
+    """Print the trials, those with the best values first, and the best one's overrides."""
+    trials = sorted(search["trials"], key=lambda trial: _order(trial, search["maximize"]))
+    valued = [trial for trial in trials if trial["value"] is not None]
+    shown = [*valued[:FIRST], *trials[len(valued) :]]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("trial", justify="right")
+    table.add_column("state")
+    table.add_column(literal(search["objective"], console), justify="right")
+    table.add_column("chosen", overflow="fold")
+    for trial in shown:
+        best = trial["number"] == search["best"]
+        table.add_row(
+            str(trial["number"]),
+            literal(trial["state"], console, STYLES[trial["state"]]),
+            _value(trial),
+            literal(" ".join(map(_short, trial["point"])) + _remark(trial), console),
+            style="bold" if best else None,
+        )
+    console.print(table)
+    if len(shown) < len(trials):
+        say(console, f"{len(trials) - len(shown)} more with a value are in search.json", "dim")
+    say(console, counted(search), prose=True)
+    if search["best"] is not None:
+        chosen = search["trials"][search["best"]]["point"]
+        say(console, f"the best is trial {search['best']}: {' '.join(chosen)}", "bold green")
+
+
+def counted(search: Mapping[str, Any]) -> str:
+    """How many trials came to what."""
+    states = [trial["state"] for trial in search["trials"]]
+    counts = [
+        f"{states.count(state)} {words}"
+        for state, words in (
+            ("complete", "with a value"),
+            ("pruned", "pruned"),
+            ("failed", "failed"),
+            ("open", "not over"),
+        )
+        if state in states
+    ]
+    of = f"{len(states)} of {plural(search['wanted'], 'trial')}"
+    return f"{of}: {', '.join(counts)}" if counts else of
+
+
+def _order(trial: Mapping[str, Any], maximize: bool) -> tuple[bool, float, int]:
+    value = trial["value"]
+    known = 0.0 if value is None else -value if maximize else value
+    return value is None, known, trial["number"]
+
+
+def _value(trial: Mapping[str, Any]) -> str:
+    return UNKNOWN if trial["value"] is None else format_number(trial["value"])
+
+
+def _short(override: str) -> str:
+    """An override as its key's last part and a value that can be read.
+
+    >>> _short("optimizer.lr=0.012345678901")
+    'lr=0.0123457'
+    """
+    key, _, value = override.partition("=")
+    with contextlib.suppress(ValueError):  # a word
+        value = value if value.isdigit() else format(float(value), "g")
+    return f"{key.rpartition('.')[2]}={value}"
+
+
+def _remark(trial: Mapping[str, Any]) -> str:
+    if trial["same_as"] is not None:
+        return f" (the same as trial {trial['same_as']})"
+    return f" ({trial['why']})" if trial["why"] else ""
