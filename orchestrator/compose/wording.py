@@ -121,6 +121,13 @@ def _unreadable(error: BaseException, text: str) -> str | None:
             f"{key}={values} holds commas: to sweep over its values add -m, for a list write "
             f"{key}=[{values}], for one text {key}=\"'{values}'\""
         )
+    if found := re.search(r"Sweep parameters '([^']+)' requires --multirun", text):
+        return f"{found.group(1)} is for a sweep: add -m"
+    if "BasicSweeper does not support sweep type" in text:
+        return (
+            "a sweep runs all of its points, so it takes values (a,b or range(1,9)) and no interval; "
+            "to choose points from one by what came of others, add sweep.search=tpe sweep.trials=20"
+        )
     override = getattr(error, "override", None)
     first = text.split("\nSee https", maxsplit=1)[0].strip()
     if override is not None:

@@ -154,6 +154,8 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
         (["-m", "train.seed=1,2", "--cfg", "job"], "leave -m out"),
         (["accumulation.balance=measured"], "is not there yet"),
         (["train.seed=1,2"], "add -m"),
+        (["schedule.base_lr=interval(0.1,1)"], "is for a sweep: add -m"),
+        (["-m", "schedule.base_lr=interval(0.1,1)"], "add sweep.search=tpe"),
     ],
 )
 def test_what_would_be_ignored_is_refused_with_the_way_out(tmp_path, line, words):
