@@ -75,6 +75,18 @@ class PeerLost(OrchestratorError):
     """A collective ended because another rank went away. Never the first cause of a failure."""
 
 
+class NoWayOn(PeerLost):
+    """Others are gone, and those that are left cannot, or must not, go on without them.
+
+    Attributes:
+        nodes: numbers of those nodes of which nobody is left.
+    """
+
+    def __init__(self, message: str, nodes: Iterable[int]) -> None:
+        super().__init__(message)
+        self.nodes = tuple(nodes)
+
+
 class StateLost(PeerLost):
     """What is left of a group cannot put the optimizer's state together.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,9 @@ TAIL_BYTES = 64 * 1024
 MOST_NAMED = 4
 WORDLESS = " before its training had ended: something in it ended the process (os._exit, say)"
 IN_A_CIRCLE = "A link between them is cut, or they did not call the same collectives"
+TAKEN_AWAY = frozenset({signal.SIGKILL, signal.SIGTERM})
+"""How a process ends that somebody took away, the kernel for want of memory included. All other
+ends are the work of the job's own code (an exception, a bad pointer), and would come back."""
 LAST_WORD = "error: "
 """How the log of a rank ends whose main thread was stuck in the framework and could not fail."""
 

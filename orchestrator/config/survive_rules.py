@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from orchestrator.config.program_section import is_program
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, gpu_count, node_range
 
 SURVIVE = "run.survive=true is not available with"
 RESTARTS = "run.max_restarts=3"
@@ -20,10 +20,28 @@ def anywhere(config: Config) -> Iterator[str]:
             "run.survive=true means nothing to a program, whose updates nobody else can redo; try "
             f"{RESTARTS}"
         )
-    if config.cluster.kind != "local":
+    elif node_range(config.cluster.nodes)[1] * config.cluster.ranks_per_node == 1:
+        yield (
+            "run.survive=true needs a second rank, which goes on without the first; try "
+            f"cluster.ranks_per_node=2, or {RESTARTS}"
+        )
+    if config.cluster.kind not in ("local", "slurm"):
         yield (
             f"run.survive=true is not available on a {config.cluster.kind} cluster yet; try "
             f"{RESTARTS}"
+        )
+    if config.cluster.allocation == "current":
+        yield (
+            f"{SURVIVE} cluster.allocation=current: SLURM ends all of a step when a node of it "
+            f"fails, unless the allocation was made otherwise; leave one of them out, or try "
+            f"{RESTARTS}"
+        )
+    asked = config.cluster.gpus_per_node
+    if config.transport == "auto" and gpu_count(asked):
+        yield (
+            f"{SURVIVE} cluster.gpus_per_node={asked}, whose transport (NCCL, HCCL) has "
+            "collectives that cannot be left when a peer is gone; try transport=gloo, which "
+            f"computes on CPUs, or {RESTARTS} in its place"
         )
 
 

@@ -6,16 +6,21 @@ On a local cluster most of it does nothing: there the launcher sees every proces
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
-from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config
+from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.errors import EXIT_FAILED, ClusterError, PeerLost, RankHangs
+from orchestrator.errors import (
+    EXIT_FAILED,
+    ClusterError,
+    Fenced,
+    NoWayOn,
+    PeerLost,
+    RankHangs,
+)
 from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.signs.heartbeat import Heartbeat
 from orchestrator.lifecycle.signs.last_word import say_last_word, wordless
@@ -28,13 +33,14 @@ from orchestrator.lifecycle.stopping.departure import (
     await_verdict,
     depart,
     goes_on,
-    hand_back,
     leave_silent_node,
+    leave_without,
     requeues,
     script_is_gone,
 )
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
+from orchestrator.rank.ended_by_signal import heed_signals
 from orchestrator.rank.failure import failure_of, write_failure
 from orchestrator.rank.fenced_recorder import Follower, Guard
 from orchestrator.rank.hung_neighbour import Limits, look_beside
@@ -42,26 +48,14 @@ from orchestrator.rank.loop import Attended, Outcome
 from orchestrator.rank.loop import Recorder as LoopRecorder
 from orchestrator.rank.place_in_loop import Placed
 from orchestrator.rank.rank_times import RankTimes
+from orchestrator.rank.those_left import Left, ThoseLeft
 from orchestrator.rank.writing.recorder import Recorder, Silent
 from orchestrator.rank.writing.restart_note import restart_note
 from orchestrator.run_folder.rundir import RunDir, write_json
 
 KILL_WAIT_S = 60.0
-LOOK_S = 0.5
-LATEST = 3.0  # times heartbeat_timeout_s: when a rank that stands still is spoken of at the latest
 WAITS_UNMARKED = ("nccl", "hccl")
 OTHERS_FIRST_S = 3.0  # a rank's own node knows more of it than the next node does
-
-
-def _patience(cluster: ClusterConfig) -> Patience:
-    """A rank that is behind is spoken of before the others' wait for it is over."""
-    notice_s = cluster.heartbeat_timeout_s
-    over_s = min(cluster.collective_timeout_s, cluster.rendezvous_timeout_s) / 2
-    return Patience(
-        notice_s=min(notice_s, over_s),
-        most_s=min(LATEST * notice_s, over_s),
-        hang_s=cluster.hang_timeout_s,
-    )
 
 
 class Attendance:
@@ -76,7 +70,8 @@ class Attendance:
         self._fence = Fence(run.newest_attempt, attempt)
         self._heartbeat: Heartbeat | None = None
         self._requeue, self._timeout_s, self._ahead_s = True, 0.0, 0.0
-        self._tell: Callable[[str], None] = lambda _: None
+        self._left = ThoseLeft(run, attempt, topology)
+        self.leads = topology.rank == 0  # writes, and decides what one rank has to
         self._asking = threading.Lock()  # held while the scheduler is asked to start us again
 
     def begin(self, config: Config) -> None:
@@ -86,14 +81,14 @@ class Attendance:
         self._ahead_s = float(config.cluster.signal_ahead_s or SIGNAL_AHEAD_S)
         topology = self._topology
         if not topology.scheduled:
-            self._life.expect(_patience(config.cluster))
+            self._life.expect(Patience.of(config.cluster))
             return
         limits = Limits(self._timeout_s, config.cluster.hang_timeout_s, self._requeue)
         beside = look_beside(self._run, self._attempt, topology, limits, self._life.seen)
-        self._life.expect(_patience(config.cluster), beside)
+        self._life.expect(Patience.of(config.cluster), beside)
         if topology.rank == 0:
             self._fence.take()
-        self._heed_signals()
+        heed_signals(self._run, self._attempt, self._last_word)
         if topology.local_rank == 0:
             self._heartbeat = Heartbeat(
                 partial(self._run.heartbeat, self._attempt),
@@ -114,29 +109,10 @@ class Attendance:
         self._last_word(FAILED)
         os._exit(EXIT_FAILED)
 
-    def _heed_signals(self) -> None:
-        """End at once when a signal finds this rank waiting for one that has failed.
-
-        A handler in Python has to wait until a collective returns, and this one never may. A byte
-        in a pipe comes through: a thread reads it and looks whether a failure was recorded.
-        """
-        heard, told = os.pipe()
-        os.set_blocking(told, False)
-        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-
-        def heed() -> None:
-            os.read(heard, 1)
-            while not any(self._run.attempt(self._attempt).glob("failure-*.json")):
-                time.sleep(LOOK_S)
-            print("ended with the rank that failed", flush=True)
-            self._last_word(FAILED)
-            os._exit(EXIT_FAILED)
-
-        threading.Thread(target=heed, name="signals", daemon=True).start()
-
     def recorder(self, inner: Recorder | Silent, outcome: Outcome, *, transport: str) -> Attended:
         """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
         begins, writes = outcome.done is None, isinstance(inner, Recorder)
+        self.leads = writes
         guarded = self._guarded(inner, outcome.updates, outcome.samples, begins=begins)
         times = RankTimes(self._run.timeline(self._attempt) if writes else None)
         return Placed(guarded, self._life, times, waits_unmarked=transport in WAITS_UNMARKED)
@@ -180,14 +156,16 @@ class Attendance:
         self._fence.check()
         gone = script_is_gone(self._topology)  # SLURM then ends the ranks
         why = "its batch script was killed" if gone else self._why_stopped()
+        if self._left.first_node_gone:
+            why += "; its first node was gone"
         depart(self._run, self._attempt, why, updates)
-        if gone:
-            hand_back(self._topology.job_id)
+        if gone or self._left.first_node_gone:  # the script perhaps with it; there is little time
+            self._left.hand_back()
         return True
 
     def _why_stopped(self) -> str:
-        """By rank 0, with the scheduler's word: one question a run, however many ranks leave."""
-        if self._topology.rank == 0:
+        """By who leads, with the scheduler's word: one question a run, however many ranks leave."""
+        if self.leads:
             return self._deadline.why(self._topology.restarts)
         return self._stop.words
 
@@ -199,10 +177,16 @@ class Attendance:
 
     def excused(self, error: BaseException) -> bool:
         """Whether an error only shows that the attempt is ending in order. Waits to find out."""
-        if not isinstance(error, PeerLost) or not self._topology.scheduled:
+        if not isinstance(error, PeerLost) or isinstance(error, Fenced):
             return False
+        if not self._topology.scheduled:
+            return False
+        if isinstance(error, NoWayOn):
+            return self._requeue and leave_without(self._run, self._attempt, error)
         with for_others():
-            return await_verdict(self._run, self._attempt, self._stop, self._timeout_s)
+            return await_verdict(
+                self._run, self._attempt, self._stop, self._timeout_s, survive=self._left.go_on
+            )
 
     def restarted(self) -> None:
         """A program begins: on rank 0, why again, where this is not its first attempt."""
@@ -224,9 +208,13 @@ class Attendance:
         self._life.tell_behind(said)
         self._behind(said)
 
-    def tells(self, tell: Callable[[str], None]) -> None:
-        """Call this with the last word, before this rank ends: others would go on without it."""
-        self._tell = tell
+    def goes_on_with(self, left: Left) -> None:
+        """From now on losses are survived. They hear this rank's last word before it ends: they
+        would go on without it; and they miss who falls silent.
+        """
+        self._left.begin(left)
+        if self._heartbeat is not None:
+            self._heartbeat.watch_nobody()
 
     def at_the_end(self) -> None:
         """The loop is done; what follows is the result, and goodbye."""
@@ -234,20 +222,22 @@ class Attendance:
 
     def failed(self, error: BaseException) -> None:
         """Record what ended this rank."""
-        self._tell(FAILED)
+        self._left.hear(FAILED)
         self._failure = failure_of(self._topology.rank, self._topology.node, error)
-        write_failure(self._run, self._attempt, self._failure)
+        if not isinstance(error, Fenced):  # the others go on
+            write_failure(self._run, self._attempt, self._failure)
 
     def end(self, word: str) -> None:
         """The last word: how this rank ended. Returns once a request to start again, if one is
         under way, was heard: with this process it would be lost, and srun would wait for the silent
         node for ever.
         """
-        self._tell(word)
+        self._left.hear(word)
         if self._heartbeat is not None:
             self._heartbeat.end()
         with self._asking:
             pass
+        self._left.stand_in_for_script(timeout_s=self._timeout_s, requeue=self._requeue)
         self._last_word(word)
 
     def _last_word(self, word: str) -> None:

@@ -17,6 +17,7 @@ from orchestrator.lifecycle.signs.node_watch import ASLEEP, FROZEN, NO_SIGN, See
 from orchestrator.lifecycle.signs.processes import asleep_in, state_of
 from orchestrator.lifecycle.signs.siblings import Siblings
 from orchestrator.lifecycle.signs.stacks import Frame, as_lines, ask, in_words
+from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.failure import failure_of, write_failure
 from orchestrator.run_folder.rundir import RunDir, write_json
@@ -81,8 +82,8 @@ class Lost:
     pid: int
 
     def end(self, limits: Limits, seen: Seen) -> None:
-        """The others end with it, by srun. Where it was stopped, the run goes on, as for a silent
-        node; to hold the interpreter is a failure.
+        """The others end with it, by srun, unless they go on without it. Where it was stopped, the
+        run goes on, as for a silent node; to hold the interpreter is a failure.
 
         Args:
             seen: where it was last.
@@ -98,6 +99,9 @@ class Lost:
             stack = ask([self.pid], self.run.rank_log(self.rank)).get(self.pid, [])
             cause = f"{cause}; it is {in_words(stack)}" if stack else seen.told(cause)
         print(f"rank {self.rank}: {cause}", *as_lines(stack), sep="\n", flush=True)
+        if GenerationRecord(self.run.attempt(self.attempt)).begun:
+            os.kill(self.pid, signal.SIGKILL)
+            return
         failure = failure_of(self.rank, self.node, RankHangs(cause)) | {"traceback": ""}
         write_failure(self.run, self.attempt, failure)
         departure = self.run.departure(self.attempt)

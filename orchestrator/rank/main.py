@@ -233,7 +233,7 @@ def _run_rank(
     survivors = None
     if config.run.survive and group.size > 1:
         survivors = Survivors(spec, config.cluster, topology, framework, engine, group)
-        attendance.tells(survivors.end)
+        attendance.goes_on_with(survivors)
     _train_and_tell(training, survivors, group)
     return outcome
 
@@ -285,7 +285,7 @@ def _train(
     try:
         outcome = _run_rank(run, attempt, topology, stop, attendance)
     except StopRequested:
-        if topology.rank == 0:
+        if attendance.leads:
             attendance.leave(None)
         return EXIT_STOPPED
     except BaseException as error:  # noqa: BLE001  # whatever ended this rank has to be told to the others

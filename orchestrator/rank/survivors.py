@@ -21,6 +21,7 @@ from orchestrator.engine.survives import Survives
 from orchestrator.errors import (
     ConfigError,
     Fenced,
+    NoWayOn,
     PeerLost,
     RendezvousError,
     StateLost,
@@ -135,8 +136,8 @@ class Survivors:
 
         Raises:
             Fenced: the others have gone on without this rank.
-            PeerLost: nobody is known to be gone; or too few nodes are left, or too many losses
-                came in one update.
+            NoWayOn: too many losses came in one update, or a part of the state is lost.
+            PeerLost: nobody is known to be gone.
         """
         print(f"note: {error}", flush=True)  # goes to the rank's log
         noticed = 0.0
@@ -147,8 +148,7 @@ class Survivors:
                 try:
                     self._join(newer, outcome)
                 except StateLost as lost:
-                    self._say_lost(lost, newer, outcome)
-                    raise
+                    raise self._no_way_on(self._say_lost(lost, newer, outcome)) from lost
                 except (PeerLost, RendezvousError, StopRequested) as again:
                     error = again if isinstance(again, PeerLost) else PeerLost(str(again))
                     print(f"note: {error}", flush=True)  # goes to the rank's log
@@ -214,18 +214,18 @@ class Survivors:
         return found[0]
 
     def _told(self, newer: Generation, outcome: Outcome, seconds: float) -> dict[str, Any]:
-        """The note; raises `PeerLost` where losses in this update are too many."""
+        """The note; raises `NoWayOn` where losses in this update are too many."""
         gone = sorted(set(self._members) - set(newer.members))
         self._members = newer.members
         who, update = _ranks(gone), outcome.updates + 1
         self._tries = (outcome.updates, 1 + self._tries[1] * (self._tries[0] == outcome.updates))
         if self._tries[1] > MOST_TRIES:
-            raise PeerLost(
+            raise self._no_way_on(
                 f"{self._tries[1]} groups began update {update}, and each lost ranks in it, at "
                 f"last {who}: what comes back so often is not survived"
             )
         sentence = f"{who} went away in update {update}; "
-        sentence += self.too_few() or f"{len(newer.members)} ranks redo it and go on"
+        sentence += self._few() or f"{len(newer.members)} ranks redo it and go on"
         if self.place[0] == 0:
             warn(sentence)
         print(f"note: {sentence} ({seconds:.2f} s)", flush=True)  # the rank's log
@@ -233,12 +233,13 @@ class Survivors:
             "generation": newer.number,
             "gone": gone,
             "ranks": len(newer.members),
-            "nodes": self._nodes,
+            "nodes": len(self._nodes),
             "seconds": round(seconds, 3),
         }
 
-    def _say_lost(self, lost: StateLost, newer: Generation, outcome: Outcome) -> None:
+    def _say_lost(self, lost: StateLost, newer: Generation, outcome: Outcome) -> str:
         gone = sorted(set(self._members) - set(newer.members))
+        self._members = newer.members
         told = (
             f"{_ranks(gone)} went away in update {outcome.updates + 1}; {lost}, since the rank "
             "that kept it, too, is gone. So the run does not go on from memory, but from its "
@@ -247,17 +248,30 @@ class Survivors:
         if newer.members[0] == self._me:
             warn(told)
         print(f"note: {told}", flush=True)  # the rank's log
+        return told
 
     @property
-    def _nodes(self) -> int:
-        """How many nodes are left."""
-        return len({self._peers[rank].node for rank in self._members})
+    def nodes_gone(self) -> set[int]:
+        """The nodes of which nobody is left."""
+        return {peer.node for peer in self._peers.values()} - self._nodes
 
-    def too_few(self) -> str:
-        """Why those that are left must not go on; "" where they may."""
-        if self._nodes >= self._least:
+    @property
+    def _nodes(self) -> set[int]:
+        return {self._peers[rank].node for rank in self._members}
+
+    def _no_way_on(self, why: str) -> NoWayOn:
+        return NoWayOn(why, sorted(self.nodes_gone))
+
+    def too_few(self) -> NoWayOn | None:
+        """Why those that are left must not go on; None where they may."""
+        words = self._few()
+        return self._no_way_on(words) if words else None
+
+    def _few(self) -> str:
+        count = len(self._nodes)
+        if count >= self._least:
             return ""
-        nodes = "1 node is" if self._nodes == 1 else f"{self._nodes} nodes are"
+        nodes = "1 node is" if count == 1 else f"{count} nodes are"
         return (
             f"{nodes} left, fewer than cluster.nodes.min={self._least}, so the run does not go on"
         )

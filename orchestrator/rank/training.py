@@ -24,7 +24,7 @@ class WayOn(Protocol):
     """What becomes of a rank whose peer is gone; see `Survivors`."""
 
     def go_on(self, error: PeerLost, outcome: Outcome) -> dict[str, Any]: ...
-    def too_few(self) -> str: ...
+    def too_few(self) -> PeerLost | None: ...
     def watched(self, inner: Attended) -> Attended: ...
     @property
     def place(self) -> tuple[int, int]: ...
@@ -78,7 +78,7 @@ class Training:
                 self._write(note, rank)
                 if why := others.too_few():
                     self._save()
-                    raise PeerLost(why) from error
+                    raise why from error
 
     def _save(self) -> None:
         """A checkpoint of the last update. Collective."""

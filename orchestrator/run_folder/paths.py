@@ -130,6 +130,10 @@ class RunPaths:
     def heartbeat(self, attempt: int, node_index: int) -> Path:
         return self.attempt(attempt) / f"heartbeat-{node_index:05d}"
 
+    def script_beat(self, attempt: int) -> Path:
+        """That the batch script lives; see `lifecycle/signs/script_life.py`."""
+        return self.attempt(attempt) / "batch-script"
+
     def warnings(self, attempt: int, node_index: int) -> Path:
         """What the ranks of one node warn of; see `run_warnings`, which reads all of an attempt."""
         return self.attempt(attempt) / f"warnings-{node_index:05d}.jsonl"

@@ -28,6 +28,14 @@ def refuse(made, framework):
         ({"transport": "nccl"}, "torch", "transport=gloo"),
         ({"engine__norm": "exact"}, "torch", "engine.norm=group"),
         ({"job": {"command": ["train.py"]}}, None, "means nothing to a program"),
+        (
+            {"cluster__kind": "slurm", "cluster__allocation": "current"},
+            "torch",
+            "leave one of them",
+        ),
+        ({"cluster__kind": "slurm", "cluster__gpus_per_node": "a100:4"}, "torch", "transport=gloo"),
+        ({"cluster__nodes": 1, "cluster__ranks_per_node": 1}, "torch", "cluster.ranks_per_node=2"),
+        ({"cluster__kind": "elsewhere"}, "torch", "not available on a elsewhere cluster"),
     ],
 )
 def test_what_cannot_survive_is_refused_with_what_can_be_done(values, framework, said):
@@ -36,5 +44,6 @@ def test_what_cannot_survive_is_refused_with_what_can_be_done(values, framework,
     assert "run.survive=true" in str(refused.value)
 
 
-def test_what_can_survive_is_let_through():
-    refuse(config(), "torch")
+@pytest.mark.parametrize("kind", ["local", "slurm"])
+def test_what_can_survive_is_let_through(kind):
+    refuse(config(cluster__kind=kind), "torch")

@@ -30,7 +30,7 @@ from mutmut.utils.file_utils import copy_also_copy_files, copy_src_dir, walk_mut
 WORK = Path("mutants")
 SURVIVORS = Path(__file__).with_name("survivors.toml")
 LEAST = 0.9
-SHELL = {"batch_script.py", "shell_lines.py"}
+SHELL = {"batch_script.py", "shell_lines.py", "srun_lines.py"}
 """Files whose texts a machine reads: there a change of words is one of meaning."""
 NOTICED = {1, 3, -24, -11, -9}
 """Exit codes of pytest, and signals of a test that never ended or crashed. All else is survival."""

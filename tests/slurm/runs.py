@@ -64,7 +64,7 @@ def accounted(cluster: DevCluster, job: str) -> str:
 
     def ended() -> str | None:
         rows = cluster.command("sacct", "-nPX", "-j", job, "-o", "State,End").split()
-        state = rows[0].split("|")[0] if rows else ""
+        state = rows[-1].split("|")[0] if rows else ""  # a job that lost a node has two
         return state if state not in ("", "RUNNING", "PENDING", "REQUEUED") else None
 
     return until(ended, 20, f"sacct's last word on job {job}")

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-
 from orchestrator.clusters.request import Request
-from orchestrator.clusters.root_cause import End
+from orchestrator.clusters.root_cause import TAKEN_AWAY, End
 from orchestrator.lifecycle.signs.node_watch import FENCED
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.run_folder.rundir import RunDir
-
-TAKEN_AWAY = (-signal.SIGKILL, -signal.SIGTERM)
-"""How a process ends that somebody took away, the kernel for want of memory included. All other
-ends are the work of the job's own code (an exception, a bad pointer), and would come back."""
 
 
 class Losses:
@@ -31,11 +25,11 @@ class Losses:
     @property
     def survived(self) -> bool:
         """Whether the others go on when a rank is gone: they have begun to train."""
-        return self._asked and self._record.path(0).exists()
+        return self._asked and self._record.begun
 
     def take(self, end: End, ranks: list[int], word: str) -> bool:
         """Whether this end, of these ranks, is one that the others survive."""
-        if word != FENCED and (word or end.status not in TAKEN_AWAY or not self.survived):
+        if word != FENCED and (word or -end.status not in TAKEN_AWAY or not self.survived):
             return False
         self.ends.append(end)
         self.ranks.update(ranks)

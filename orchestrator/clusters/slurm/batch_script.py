@@ -9,13 +9,12 @@ has no place after srun that keeps its exit code. submitit places it and starts 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from orchestrator.clusters.slurm.safe_values import quoted
-from orchestrator.clusters.slurm.sbatch_defaults import Default, obeyed
+from orchestrator.clusters.slurm.sbatch_defaults import obeyed
 from orchestrator.clusters.slurm.shell_lines import (
+    SRUN_LOG,
     heeding,
     owning,
     settling,
@@ -23,10 +22,10 @@ from orchestrator.clusters.slurm.shell_lines import (
     unless_stopped,
     waiting,
 )
+from orchestrator.clusters.slurm.srun_lines import Here, srun_lines
 from orchestrator.config.program_section import short_name
-from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
+from orchestrator.config.schema import SIGNAL_AHEAD_S, Config, gpu_count, node_range
 from orchestrator.lifecycle.address import INTERFACE_VARIABLE
-from orchestrator.lifecycle.signs.last_word import SCRIPT
 from orchestrator.lifecycle.topology import (
     BASE_ATTEMPT_VARIABLE,
     COPIES_VARIABLE,
@@ -35,44 +34,7 @@ from orchestrator.lifecycle.topology import (
 )
 from orchestrator.run_folder.rundir import RunDir
 
-STARTER = "clusters/slurm/node_entry.py"
-# Descriptors: srun's log, open before anything of the person's runs; and the preamble's text.
-SRUN_LOG, PREAMBLE = 9, 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Here:
-    """The submitting side, as far as the script depends on it.
-
-    Attributes:
-        python: the interpreter that the ranks use.
-        folder: where the person stands; the job runs there too.
-        package: folder of this package as the ranks import it: in the snapshot, or installed.
-        path: folders that the ranks' PYTHONPATH begins with.
-        unpacked: the folder that the code's archive, which lies beside it, stands for, if any.
-        defaults: options of sbatch that the person's SBATCH_* variables set, by option.
-        copies: where each source folder's copy will be; None where the job is no program.
-    """
-
-    python: str
-    folder: Path
-    package: Path
-    path: tuple[Path, ...] = ()
-    unpacked: Path | None = None
-    defaults: tuple[Default, ...] = ()
-    copies: Mapping[Path, Path] | None = None
-
-    def in_copy(self, place: Path) -> bool:
-        return self.unpacked is not None and place.is_relative_to(self.unpacked)
-
-    @property
-    def starter(self) -> list[str]:
-        """What Python is given, so that it runs our part of a job."""
-        program = self.package / STARTER
-        if self.unpacked is None:
-            return ["-u", str(program)]
-        inside = program.relative_to(self.unpacked) if self.in_copy(program) else program
-        return ["-I", f"{self.unpacked}.py", str(self.unpacked), str(inside)]
+PREAMBLE = 8  # the descriptor of its text
 
 
 def job_name(config: Config) -> str:
@@ -100,6 +62,8 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     if cluster.exclusive:
         yield "exclusive", True
     yield ("no-requeue" if cluster.requeue is False else "requeue"), True
+    if config.run.survive:
+        yield "no-kill", True
     yield "signal", f"USR2@{cluster.signal_ahead_s or SIGNAL_AHEAD_S}"
     if cluster.comment is not None:
         yield "comment", cluster.comment
@@ -171,59 +135,6 @@ def _search_path(here: Here) -> Iterator[str]:
         yield f'export PYTHONPATH={quoted(path)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
 
 
-def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list[list[str]]:
-    """The step that is the ranks: srun and their program, a line a part."""
-    cluster = config.cluster
-    containers, python = _launcher(cluster, here, run)
-    flags = {"mpi": "none", **cluster.srun_flags}
-    return [
-        ["exec", "srun"],
-        ["--unbuffered"],
-        ["--kill-on-bad-exit=1"],
-        ["--export=ALL"],
-        [f"--cpus-per-task={cluster.cpus_per_rank}"],
-        *([option] for option in shape),
-        [f"--output={run.logs}/node%n.log"],
-        [f"--task-epilog={run.submitit / SCRIPT}"],
-        *(
-            [f"--{name}" if value is True else f"--{name}={value}"]
-            for name, value in flags.items()
-            if value is not False
-        ),
-        *([option] for option in containers),
-        [*python, *here.starter[:2]],
-        [*here.starter[2:], "rank"],
-        [str(run.submitit)],
-    ]
-
-
-def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str], list[str]]:
-    """(srun's options, the command before the starter) for a container, or for none."""
-    folders = {run.path, here.folder, *here.path}
-    inner = {f for f in folders if any(f != other and f.is_relative_to(other) for other in folders)}
-    shared = sorted(str(folder) for folder in folders - inner)
-    if cluster.container_runtime == "pyxis":
-        mounts = ",".join(f"{folder}:{folder}" for folder in shared)
-        return [
-            f"--container-image={cluster.container}",
-            f"--container-mounts={mounts}",
-            f"--container-workdir={here.folder}",
-        ], ["python3"]
-    if cluster.container_runtime == "apptainer":
-        gpus = ["--nv"] if gpu_count(cluster.gpus_per_node) else []
-        binds = "--bind=" + ",".join(shared)
-        return [], ["apptainer", "exec", *gpus, binds, str(cluster.container), "python3"]
-    return [], [here.python]
-
-
-def _lines(parts: list[list[str]], end: str) -> Iterator[str]:
-    """A long command, a part of it a line."""
-    for number, words in enumerate(parts):
-        indent = "    " if number else ""
-        yield f"{indent}{' '.join(map(quoted, words))} \\"
-    yield f"    {end}"
-
-
 def _sound_code(here: Here) -> Iterator[str]:
     """Only what was submitted, for this run. Each node unpacks it for itself, afresh."""
     if here.unpacked is None:
@@ -249,7 +160,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         *_from_environment(config, run, here),
         "",
         *_step(config, run, attempt, here),
-        *settling([here.python, *here.starter]),
+        *settling([here.python, *here.starter], survive=config.run.survive),
         "exit $code",
     ]
     return "\n".join(lines) + "\n"
@@ -294,7 +205,7 @@ def _step(
         *(['export PYTHONPATH="$outer_path"'] if here.copies is not None else []),
         *_preamble(config),
         *_our_environment(config, here, attempt),
-        *_lines(_srun(config, here, run, shape or ()), f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
+        *srun_lines(config, here, run, shape or (), f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
         ") &",
-        *waiting(held=held),
+        *waiting(held=held, beside=[here.python, *here.starter] if config.run.survive else []),
     )

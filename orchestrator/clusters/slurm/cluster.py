@@ -20,6 +20,7 @@ from orchestrator.clusters.slurm.task import Task, write_task
 from orchestrator.clusters.slurm.watch import SlurmHandle
 from orchestrator.config.schema import Config, node_range
 from orchestrator.outcome.folder_status import RunStatus
+from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.client import SlurmClient
 
@@ -62,9 +63,20 @@ class SlurmCluster(OnSlurm):
         said = _said[alike]
         slow = too_slow(self.config, said.grace_s)
         return Admission(
-            words=said.words,
+            words=said.words + self._survives(),
             warnings=said.warnings + ((slow,) if slow else ()),
             notice={"preempt_grace_s": said.preempt_grace_s, "kill_wait_s": said.kill_wait_s},
+        )
+
+    def _survives(self) -> str:
+        """What becomes of losses, in words, where they do not end the job."""
+        if not self.config.run.survive:
+            return ""
+        nodes = self.config.cluster.nodes
+        least = plural(1 if isinstance(nodes, int) else node_range(nodes)[0], "node")
+        return (
+            f"; a rank or a node that is lost does not end it, down to {least}, but its first node "
+            "set down does: it goes back to the queue then, with a checkpoint"
         )
 
     def submit(self, request: Request) -> SlurmHandle:

@@ -1,5 +1,5 @@
-"""What the batch script starts: `node_entry.py rank FOLDER | after RUN ATTEMPT CODE TOLD`; and a
-node's first rank: `node_entry.py watch …`.
+"""What the batch script starts: `node_entry.py rank FOLDER | beside RUN ATTEMPT PID | after RUN
+ATTEMPT CODE TOLD`; and a node's first rank: `node_entry.py watch …`.
 
 Run as a file, so that the first entry of Python's path is this file's folder, which is taken away:
 with `-m` it would be the folder where the person stood, whose files may have been edited since.
@@ -61,14 +61,28 @@ def watch(*words: str) -> None:
     watch(*words)
 
 
+def beside(run: str, attempt: str, pid: str) -> None:
+    """What ends srun, which is `pid`, where ranks survive and it cannot know what ends them."""
+    from orchestrator.clusters.slurm.losses import stand_by
+
+    stand_by(Path(run), int(attempt), int(pid))
+
+
 def after(run: str, attempt: str, code: str, told: str) -> None:
-    """What is left to do once srun has ended. `told`: the first signal the script got, or ""."""
+    """What is left to do once srun has ended; ends with a code of its own where the run failed.
+
+    Args:
+        told: the first signal that the script got, or "".
+    """
     from orchestrator.clusters.slurm.ending.after_srun import finish
+    from orchestrator.run_folder.rundir import RunDir
 
     try:
         finish(Path(run), int(attempt), int(code), told)
     finally:
         _leave_copy()
+    ended = RunDir(Path(run)).read_result()
+    sys.exit(0 if ended and ended["state"] != "failed" else 1)
 
 
 def _leave_copy() -> None:
@@ -84,4 +98,4 @@ def _leave_copy() -> None:
 if __name__ == "__main__":
     if sys.path[0] == str(Path(__file__).resolve().parent):
         del sys.path[0]
-    {"rank": rank, "watch": watch, "after": after}[sys.argv[1]](*sys.argv[2:])
+    {"rank": rank, "watch": watch, "beside": beside, "after": after}[sys.argv[1]](*sys.argv[2:])

@@ -113,5 +113,5 @@ class OnSlurm(Cluster):
         """What srun starts after each rank, in the folder of all that SLURM starts."""
         run.submitit.mkdir(mode=0o700, exist_ok=True)
         script = run.submitit / SCRIPT
-        write_atomically(script, after_rank(run, quoted(run.path)))
+        write_atomically(script, after_rank(run, quoted(run.path), every=self.config.run.survive))
         script.chmod(0o700)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.root_cause import (
     TAIL_LINES,
+    TAKEN_AWAY,
     WORDLESS,
     behind_of,
     beside_finished,
@@ -23,11 +23,12 @@ from orchestrator.clusters.root_cause import (
     tail,
     told_with_waits,
 )
-from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
+from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, FENCED_RANK, describe_status
 from orchestrator.lifecycle.signs.heartbeat import read_waits
 from orchestrator.lifecycle.signs.last_word import ended_with, wordless
 from orchestrator.lifecycle.signs.node_watch import FINISHED
 from orchestrator.lifecycle.signs.progress import read_progress
+from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.srun_words import TaskEnd, task_ends
 
@@ -46,12 +47,12 @@ def stopped_only(run: RunDir, attempt: int) -> bool:
     """Whether no task ended otherwise than by a stop signal: then srun's code, which is the highest
     of theirs, speaks for all. A task that crashes makes srun stop the others, whose code is higher.
     """
-    return all(end.stopped for end in task_ends(_read(run.srun_log(attempt))))
+    return all(end.stopped for end in task_ends(read_said(run, attempt)))
 
 
 def srun_ended(run: RunDir, attempt: int) -> str | None:
     """How srun itself was ended by a signal, which is no rank's fault; None when it was not."""
-    said = _read(run.srun_log(attempt))
+    said = read_said(run, attempt)
     if "srun: forcing job termination" in said:
         return "srun was told to end the job"
     if task_ends(said) or KERNEL_OUT_OF_MEMORY.search(said):
@@ -68,8 +69,24 @@ def describe_code(code: int) -> str:
     return f"was {describe_status(128 - code)}" if code > 128 else f"ended with code {code}"
 
 
-def _read(path: Path) -> str:
-    return "\n".join(tail(path, 400))
+def read_said(run: RunDir, attempt: int) -> str:
+    """What srun said of an attempt's step, as far as it can matter."""
+    return "\n".join(tail(run.srun_log(attempt), 400))
+
+
+def survived(end: TaskEnd) -> bool:
+    """Whether others go on without it (`run.survive`), once they have begun to train."""
+    return end.signal in TAKEN_AWAY or end.words == describe_status(FENCED_RANK)
+
+
+def _unsurvived(run: RunDir, attempt: int, ends: Sequence[TaskEnd]) -> Sequence[TaskEnd]:
+    """The ends that the attempt's own can be due to, losses that nobody survived included."""
+    record = GenerationRecord(run.attempt(attempt))
+    if not record.begun:
+        return ends
+    gone = record.gone(record.newest())
+    own = [end for end in ends if not survived(end)]
+    return own or [end for end in ends if end.rank in gone] or ends
 
 
 def blame_slurm(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int) -> Culprit:
@@ -97,8 +114,8 @@ def _waits(run: RunDir, attempt: int) -> dict[int, str]:
 def _blamed(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int) -> Culprit:
     failures = {f["rank"]: f for f in run.failures(attempt)}
     primary = [f for f in failures.values() if not f["secondary"]]
-    said = _read(run.srun_log(attempt))
-    ends = task_ends(said)
+    said = read_said(run, attempt)
+    ends = _unsurvived(run, attempt, task_ends(said))
     # Those that had no time to say why; those that were only stopped after another come last.
     silent = sorted((e for e in ends if e.rank not in failures), key=lambda e: e.stopped)
     if primary:
@@ -113,7 +130,7 @@ def _blamed(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int) ->
         return of_behind(run, behind_of(first["rank"], first["node"], first))
     if silent and not (failures and silent[0].stopped):
         began = bool(failures) or read_progress(run.progress(attempt)) is not None
-        return _silent(run, silent[0], node_of, said, began=began)
+        return silent_end(run, silent[0], node_of, said, began=began)
     if failures:
         first = _reported(run, min(failures.values(), key=lambda f: f["time"]))
         finished = ended_with(run, attempt, FINISHED)
@@ -143,7 +160,7 @@ def _reported(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
     )  # fmt: skip
 
 
-def _silent(
+def silent_end(
     run: RunDir, end: TaskEnd, node_of: Mapping[int, str], said: str, *, began: bool
 ) -> Culprit:
     """A rank that left no report: it was killed, or did not get as far as being able to report."""

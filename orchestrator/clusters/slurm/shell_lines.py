@@ -7,12 +7,13 @@ or `status` (see `ending/settle.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.lifecycle.topology import BATCH_COPY_VARIABLE, BATCH_PID_VARIABLE
 
 STOP_SIGNALS = "TERM INT HUP USR1 USR2"
+SRUN_LOG = 9  # the descriptor of its log, open before anything of the person's runs
 
 
 def heeding(*, held: bool = False) -> Iterator[str]:
@@ -73,17 +74,31 @@ def unless_stopped() -> Iterator[str]:
     yield '[ -z "$told" ] || exit 143'
 
 
-def waiting(*, held: bool = False) -> Iterator[str]:
-    """Wait for it to its end, whatever is signalled meanwhile."""
+def waiting(*, held: bool = False, beside: Sequence[str] = ()) -> Iterator[str]:
+    """Wait for it to its end, whatever is signalled meanwhile.
+
+    Args:
+        beside: starts what ends srun when it has to be (`losses.py`), where srun does not know.
+    """
     yield "srun=$!"
+    if beside:
+        yield f'{_words(beside)} beside "$run" "$attempt" "$srun" {SRUN_LOG}>&- &'
+        yield "beside=$!"
     yield f'[ -z "$told" ] || kill -{"$told" if held else "USR2"} "$srun" 2>/dev/null'
     yield "# A signal ends the wait, not srun; bash keeps the code for whoever asks again."
     yield 'while wait "$srun"; [ $? -gt 128 ] && kill -0 "$srun" 2>/dev/null; do :; done'
     yield 'wait "$srun"'
     yield "code=$?"
+    if beside:  # it ends with srun, and must not hold the code that is removed after it
+        yield 'wait "$beside"'
 
 
-def settling(starter: list[str]) -> Iterator[str]:
-    """What is done once it has ended; the code stays srun's."""
+def settling(starter: Sequence[str], *, survive: bool) -> Iterator[str]:
+    """What is done once it has ended; the code stays srun's, but where losses were survived."""
     yield f"trap '' {STOP_SIGNALS}"
-    yield f'{" ".join(map(quoted, starter))} after "$run" "$attempt" "$code" "$told"'
+    after = f'{_words(starter)} after "$run" "$attempt" "$code" "$told"'
+    yield f"{after} && code=0" if survive else after
+
+
+def _words(words: Sequence[str]) -> str:
+    return " ".join(map(quoted, words))

@@ -112,6 +112,10 @@ class Heartbeat:
         self._thread.start()
         return self
 
+    def watch_nobody(self) -> None:
+        """Whoever falls silent from now on is missed by others (`lifecycle/survival/`)."""
+        self._watched = None
+
     def end(self) -> None:
         """Say that this node has ended in order: its silence from now on means nothing."""
         self._over.set()

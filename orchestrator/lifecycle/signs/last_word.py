@@ -3,7 +3,8 @@
 A rank that calls `os._exit(0)` looks from outside as one that is done. So a rank that no supervisor
 of ours hears says in its log how it ended. SLURM starts a few lines of shell on the node of each
 that has ended (srun's --task-epilog), which look for that. The first of an attempt that is without
-it is written down: one small file, and only where something went wrong.
+it is written down: one small file, and only where something went wrong. Where losses are survived,
+the first may be one; so all are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from orchestrator.run_folder.rundir import RunDir
 from orchestrator.snapshot.start_from_copy import DISK, MEMORY, NAME
 
 SCRIPT = "after_rank.sh"
-MOST_BYTES = 512
+MOST_BYTES = 1 << 20
 LOOKED_AT_BYTES = 4096
 OF_RANK = re.compile(r"rank-(\d+)\.log")
 FOUND = re.compile(r"([0-9]{1,9}) ([\w.-]+)\n")
@@ -55,20 +56,27 @@ def has_last_word(log: Path, attempt: int) -> bool:
 
 def wordless(run: RunDir, attempt: int) -> tuple[int, str] | None:
     """The first rank of an attempt that ended without a last word, and its node, if one did."""
+    return next(iter(all_wordless(run, attempt)), None)
+
+
+def all_wordless(run: RunDir, attempt: int) -> list[tuple[int, str]]:
+    """Those of them that were written down, in the order of their ends."""
     try:
-        found = FOUND.fullmatch(read_text(run.wordless(attempt), at_most=MOST_BYTES))
+        said = read_text(run.wordless(attempt), at_most=MOST_BYTES)
     except FileNotFoundError:
-        return None
-    return (int(found[1]), found[2]) if found else None
+        return []
+    lines = [FOUND.fullmatch(line) for line in said.splitlines(keepends=True)]
+    return [(int(found[1]), found[2]) for found in lines if found]
 
 
-def after_rank(run: RunDir, quoted: str) -> str:
+def after_rank(run: RunDir, quoted: str, *, every: bool = False) -> str:
     """The shell that the scheduler starts where a rank's process has ended.
 
     Args:
         quoted: the run's folder, as a shell takes it.
+        every: each rank that ended without its last word is written down, not the first alone.
     """
-    path = Path("$run") / run.attempts.name
+    path, into = Path("$run") / run.attempts.name, ">>" if every else ">"
     return f"""\
 #!/bin/sh
 # Started by the scheduler on the node of each rank whose process has ended.
@@ -90,5 +98,5 @@ tail -c {LOOKED_AT_BYTES} "$folder/$(printf 'rank-%05d.log' "$rank")" |
     grep -qx "attempt $attempt ended: .*" && exit
 set -C
 umask 077
-echo "$rank $SLURMD_NODENAME" >"{path}/$(printf '%03d' "$attempt")/{run.wordless(0).name}"
+echo "$rank $SLURMD_NODENAME" {into}"{path}/$(printf '%03d' "$attempt")/{run.wordless(0).name}"
 """

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from orchestrator.config.schema import ClusterConfig
 from orchestrator.lifecycle.signs.node_watch import AT_WORK, BEAT_S
 
 USUAL = 3.0
+LATEST = 3.0  # times heartbeat_timeout_s: when one that stands still is spoken of at the latest
 LOOKS = 4
 """How often processes are looked at during `notice_s`, once a place has lasted that long."""
 
@@ -24,6 +26,17 @@ class Patience:
     notice_s: float
     most_s: float
     hang_s: float
+
+    @classmethod
+    def of(cls, cluster: ClusterConfig) -> Patience:
+        """A rank that is behind is spoken of before the others' wait for it is over."""
+        notice_s = cluster.heartbeat_timeout_s
+        over_s = min(cluster.collective_timeout_s, cluster.rendezvous_timeout_s) / 2
+        return cls(
+            notice_s=min(notice_s, over_s),
+            most_s=min(LATEST * notice_s, over_s),
+            hang_s=cluster.hang_timeout_s,
+        )
 
 
 class Standstill:

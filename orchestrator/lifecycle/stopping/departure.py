@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.errors import ClusterError
+from orchestrator.errors import ClusterError, NoWayOn
 from orchestrator.lifecycle.stopping.deadline import Standing
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
@@ -70,14 +70,19 @@ def why_restarted(run: RunDir, attempt: int) -> str | None:
     last = max((number for number in before if number < attempt), default=None)
     if last is None:
         return None
-    failed = _said_by_srun(run, last, NODE_FAILURE)
-    if failed is not None:
-        return f"node {failed[1]} failed"
     departure: dict[str, Any] | None = run.read(run.departure(last))
+    failed = _said_by_srun(run, last, NODE_FAILURE)
+    if failed is not None and (departure is None or not _survives(run)):
+        return f"node {failed[1]} failed"
     if departure is None:
         return None
     ended = _ended_there(run, last, departure["node"]) if departure.get("node") else None
     return ended or str(departure["why"])
+
+
+def _survives(run: RunDir) -> bool:
+    """Whether it goes on without ranks or nodes that are lost."""
+    return bool(run.read_config()["run"].get("survive"))
 
 
 def _ended_there(run: RunDir, attempt: int, node: str) -> str | None:
@@ -112,8 +117,12 @@ def _said_by_srun(run: RunDir, attempt: int, words: re.Pattern[str]) -> re.Match
 
 
 def _departure_of_silent(node: str) -> dict[str, Any]:
-    why = f"node {node} stopped answering"
-    return {"why": why, "node": node, "updates": None, "time": time.time()}
+    return {**left_now(f"node {node} stopped answering"), "node": node}
+
+
+def left_now(why: str) -> dict[str, Any]:
+    """The note of an attempt that ends without a word on how far it came."""
+    return {"why": why, "updates": None, "time": time.time()}
 
 
 def script_is_gone(topology: Topology) -> bool:
@@ -132,9 +141,9 @@ def hand_back(job_id: str) -> None:
     """What the batch script would do, for one that was killed. Where the scheduler cannot be asked
     (a container without its commands), the departure stays for the next `status` or `resume`.
     """
-    print("the batch script is gone; the job is handed back from here", flush=True)
+    print("the job is handed back from here: its batch script is gone, or may be", flush=True)
     try:
-        ask_for_requeue(_client(), job_id)
+        ask_for_requeue(scheduler(), job_id)
     except ClusterError as error:
         print(f"error: {error}", flush=True)
 
@@ -143,22 +152,27 @@ def ask_standing(job_id: str) -> Standing | None:
     """How the scheduler sees this job. Raises `ClusterError` when it cannot be asked."""
     from orchestrator.scheduler.jobs import standing
 
-    return standing(_client(), job_id)
+    return standing(scheduler(), job_id)
 
 
-def _client() -> SlurmClient:
+def scheduler() -> SlurmClient:
     """SLURM's commands, for those who need them. Raises `ClusterError` where there are none."""
     from orchestrator.scheduler.client import SlurmClient
 
     return SlurmClient()
 
 
-def await_verdict(run: RunDir, attempt: int, stop: StopFlag, timeout_s: float) -> bool:
+def await_verdict(
+    run: RunDir, attempt: int, stop: StopFlag, timeout_s: float, *, survive: bool = False
+) -> bool:
     """A peer went away: wait to learn what that means, up to `timeout_s` and a margin.
 
     If a rank failed, srun sends us SIGTERM at once. If a whole node fell silent, a watcher writes a
     departure. A rank that left with code 0 is one that srun sees nothing in. If none of this comes,
     it is a failure that nobody else has seen. Files are looked at once in `LOOK_S`.
+
+    Args:
+        survive: srun ends nobody; a rank that failed has written that down.
 
     Returns:
         Whether the attempt is departing, so that this is no failure.
@@ -170,6 +184,8 @@ def await_verdict(run: RunDir, attempt: int, stop: StopFlag, timeout_s: float) -
         if now >= look_at:
             if run.departure(attempt).exists():
                 return True
+            if survive and any(not failure["secondary"] for failure in run.failures(attempt)):
+                break
             if run.wordless(attempt).exists():  # of a rank that was killed, srun tells us soon
                 deadline = min(deadline, now + TOLD_S)
             look_at = now + LOOK_S
@@ -191,16 +207,35 @@ def leave_silent_node(
         raise ClusterError(f"node {node_name(node_index)} fell silent after the run's end")
     value = _departure_of_silent(node_name(node_index))
     print(f"error: {value['why']}", flush=True)
+    if not first_to_leave(run, attempt, value):  # another watcher, or an agreed stop sees to it
+        return
+    if not requeue:
+        raise ClusterError("the run ends, since its job may not be requeued")
+    ask_for_requeue(scheduler(), topology.job_id)
+
+
+def first_to_leave(run: RunDir, attempt: int, value: dict[str, Any]) -> bool:
+    """Note why an attempt ends, unless somebody has: whether nobody had."""
     path = run.departure(attempt)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:  # another watcher, or an agreed stop: it is being seen to
-        return
+    except FileExistsError:
+        return False
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(sealed_json(path.name, value))
-    if not requeue:
-        raise ClusterError("the run ends, since its job may not be requeued")
-    ask_for_requeue(_client(), topology.job_id)
+    return True
+
+
+def leave_without(run: RunDir, attempt: int, error: NoWayOn) -> bool:
+    """What is left of the ranks ends. Whether the job goes back to the queue for it: where whole
+    nodes are gone, as it would had nobody survived.
+    """
+    if not error.nodes or run.cancel.exists():
+        return False
+    names = ", ".join(map(node_name, error.nodes))
+    why = f"node{'s' * (len(error.nodes) > 1)} {names} went away; {error}"
+    first_to_leave(run, attempt, left_now(why))
+    return True
 
 
 def node_name(index: int) -> str:

@@ -50,6 +50,15 @@ class GenerationRecord:
         """The record of a generation; None before there is one."""
         return read_json(self.path(generation))
 
+    @property
+    def begun(self) -> bool:
+        """Whether the ranks train, and go on without one that is gone from now on."""
+        return self.path(0).exists()
+
+    def gone(self, generation: int) -> list[int]:
+        """The ranks that this generation went on without, of those of the one before it."""
+        return (self.read(generation) or {}).get("gone", [])
+
     def newest(self) -> int:
         """The number of the newest generation; 0 where nobody was lost."""
         number = 0

@@ -89,6 +89,25 @@ class Script:
         return told.read_text() if told.exists() else ""
 
 
+@pytest.mark.parametrize(("ended_well", "code"), [(True, 0), (False, 137)])
+def test_where_losses_are_survived_slurm_ends_nobody_and_the_runs_end_says_how_the_job_did(
+    tmp_path, ended_well, code
+):
+    config = slurm_config(requeue=True)
+    config.run.survive = True
+
+    def end(run: RunDir) -> None:
+        says = (tmp_path / "python").read_text()
+        after = f'[ "$3" != after ] || exit {0 if ended_well else 1}\n'
+        (tmp_path / "python").write_text(says.replace("exit 0", f"{after}exit 0"))
+
+    script = Script(tmp_path, config, code=137, before=end)
+    assert script.done.returncode == code, script.done.stderr
+    assert "<--kill-on-bad-exit=0><--no-kill><--wait=0>" in script.words("srun")
+    assert f"<beside><{script.run.path}><003><" in script.words("python")
+    assert "#SBATCH --no-kill" in batch_script(config, script.run, 3, script.here)
+
+
 OWN_NAMES = ("run", "attempt", "code", "told", "name", "snapshot", "PYTHONPATH", "python", "srun",
              "pid", "status", "signal", "0", "IFS", "BASH_ENV", "PATH", "HOME", "trap")  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.batch_script import STARTER, Here, batch_script
+from orchestrator.clusters.slurm.batch_script import Here, batch_script
+from orchestrator.clusters.slurm.srun_lines import STARTER
 from orchestrator.run_folder.rundir import RunDir
 from tests.clusters.slurm.test_batch_script import slurm_config
 
