@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
 from orchestrator.config.program_section import program_of
@@ -61,7 +62,22 @@ def plan_of_program(config: Config) -> ProgramPlan:
         words=(*start, *program.words),
         style=program.style,
         stop_signal=program.stop_signal,
+        warnings=tuple(_like_ours(program.command)),
     )
+
+
+def _like_ours(command: tuple[str, ...]) -> Iterator[str]:
+    """Keys of ours among the words of a program, to whom they go all the same.
+
+    >>> [*_like_ours(("train.py", "lr=1", "+cluster=slurm", "model.cluster.nodes=3"))]
+    ['+cluster=slurm stands after --, so it is told to train.py; ours stands before --']
+    """
+    sections = {section.name for section in fields(Config)}
+    for word in command[1:]:
+        key, told, _ = word.lstrip("+~").partition("=")
+        section, _, name = key.partition(".")
+        if told and section in sections and (name or section == "cluster"):
+            yield f"{word} stands after --, so it is told to {command[0]}; ours stands before --"
 
 
 def notes_of_program(config: Config) -> list[str]:

@@ -208,8 +208,9 @@ def resumed(
     config, result = asked.config, run.read_result()
     if result and result["state"] == "finished" and not (asked.total or 0) > result["updates"]:
         say(manner.console, f"{path} has finished already; there is nothing to resume")
-        more = f"to train on: {command('resume', path)} train.updates=…"
-        say(manner.console, more, "dim")
+        if not is_program(config.job):
+            more = f"to train on: {command('resume', path)} train.updates=…"
+            say(manner.console, more, "dim")
         yield None
         return
     if not manner.quiet:

@@ -1,5 +1,9 @@
 """Training scripts for Lightning, Accelerate and the Trainer, as people have them, in small."""
 
+import re
+
+from tests import helpers
+
 FRAMEWORKS = """\
 import os, sys, time, torch
 from torch import nn
@@ -75,34 +79,80 @@ def with_lightning(updates, callback=None):
 """
 
 PLAIN = f"""{FRAMEWORKS}
-def say(what, loss):
-    sys.stdout.write(f"{{what}} {{loss}}\\n")  # at once: torchrun's ranks share one output
+from orchestrator import callbacks, current_run as run
+def say(what, *values):
+    words = " ".join(map(str, values))
+    sys.stdout.write(f"{{what}} {{words}}\\n")  # at once: torchrun's ranks share one output
 def pause(update, name):
     if "--die" in sys.argv and name == "trainer" and rank == 1 and update == dies:
         raise ValueError("the trainer's rank 1 has no such word")
+def collectives():
+    group = torch.distributed.group.WORLD
+    return group._get_sequence_number_for_group() if group else 0
+def tell(name, train, *given):
+    before = collectives()
+    loss = train(*given)
+    say(name, loss, collectives() - before)
 dies = None
-say("final lightning", with_lightning(5))
-say("final accelerate", with_accelerate(5))
-say("final trainer", with_trainer(3, "trained"))
+tell("final lightning", with_lightning, 5)
+tell("final accelerate", with_accelerate, 5)
+tell("final trainer", with_trainer, 3, "trained")
+tell("called lightning", with_lightning, 5, callbacks.LightningCallback())
+tell("called accelerate", with_accelerate, 5, callbacks.AccelerateUpdates)
+tell("called trainer", with_trainer, 3, run.checkpoint_dir, callbacks.TrainerCallback())
 dies = 2
 if "--die" in sys.argv:
     with_trainer(100, "died")
 """
+"""Each as it is, and with our callback: its last loss, and how many collectives it called."""
 
 IN_A_RUN = f"""{FRAMEWORKS}
 from orchestrator import callbacks, current_run as run
+EACH, updates = int(sys.argv[1]), int(sys.argv[2])
+NAMES = sys.argv[3:]
+taken = NAMES[run.attempt // EACH] if run.attempt < EACH * len(NAMES) else None
+disturbed = True
 def pause(update, name):
-    if NAMES[run.attempt:][:1] == [name] and update >= 3:
-        open(f"here-{{name}}-{{rank}}", "w").close()
-        time.sleep(0.2)  # the stop comes meanwhile, and not after the end
-NAMES = ["accelerate", "trainer", "lightning"]
-if run.attempt < 2:
-    loss = with_accelerate(40 if run.attempt == 0 else 30, callbacks.AccelerateUpdates)
-    print("accelerate", loss, flush=True)
-if run.attempt in (1, 2) and not run.stopping:
-    loss = with_trainer(30, run.checkpoint_dir, callbacks.TrainerCallback())
-    print("trainer", loss, run.stopping, flush=True)
-if run.attempt in (2, 3) and not run.stopping:
-    loss = with_lightning(30, callbacks.LightningCallback(every=10))
-    print("lightning", loss, run.stopping, flush=True)
+    if disturbed and name == taken:
+        open(f"here-{{run.attempt}}-{{rank}}", "w").close()
+        time.sleep(0.1)  # it is taken away meanwhile, and not after the end
+def train(name, ours):
+    if name == "accelerate":
+        return with_accelerate(updates, callbacks.AccelerateUpdates if ours else None)
+    if name == "lightning":
+        return with_lightning(updates, callbacks.LightningCallback(every=10) if ours else None)
+    folder = run.checkpoint_dir if ours else "alone"
+    return with_trainer(updates, folder, callbacks.TrainerCallback() if ours else None)
+for name in NAMES:
+    done = run.folder / f"done-{{name}}"
+    if run.stopping or done.exists():
+        continue
+    print("attempt", run.attempt, name, flush=True)
+    loss = train(name, True)
+    if not run.stopping:
+        print("final", name, loss, flush=True)
+        if rank == 0:
+            done.touch()
+disturbed = False
+for name in () if run.stopping else NAMES:
+    if name != "lightning":  # which begins an epoch's order again
+        print("alone", name, train(name, False), flush=True)
 """
+"""Each name's training is taken away EACH times; at the end two are done again, undisturbed."""
+
+NAMES = ("accelerate", "trainer", "lightning")
+TOLD = re.compile(r"(final|called) (\w+) (\d+\.\d+(?:e-\d+)?) (\d+)")
+
+
+def under_torchrun(folder):
+    """What PLAIN, the folder's train.py, prints on four of torchrun's ranks."""
+    peer = helpers.call(
+        "--standalone", "--nproc-per-node=4", "train.py",
+        module="torch.distributed.run", cwd=folder, timeout=170, GLOO_SOCKET_IFNAME="lo",
+    )  # fmt: skip
+    assert peer.returncode == 0, peer.stderr
+    return peer.stdout
+
+
+def log(run, rank):
+    return (run / "logs" / f"rank-{rank:05d}.log").read_text()

@@ -13,6 +13,7 @@ from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_sweep import points_of
 from orchestrator.config.program_section import program_of
 from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.plan.program import plan_of_program
 from orchestrator.run_folder.strict_yaml import load_table
 from tests.programs import script
 
@@ -103,3 +104,12 @@ def test_what_cannot_be_run_is_one_message_and_nothing_is_done(line, tmp_path, m
 def test_this_pythons_name_before_a_script_changes_nothing():
     plain = program_overrides(["train.py", "x"])
     assert program_overrides([sys.executable, "-u", "train.py", "x"]) == plain
+
+
+def test_keys_of_ours_after_the_dashes_go_to_the_program_and_that_is_said():
+    ours = ["cluster.nodes=3", "+cluster=slurm", "run.dir=x", "++job.arguments.lr=1"]
+    others = ["lr=0.1", "--cluster.nodes=3", "model.run.dir=x", "job=a", "cluster.nodes", "x=1=2"]
+    config = Composer(read_command_line(["--", "train.py", *others, *ours])).compose()
+    plan = plan_of_program(read_config(config.values))
+    assert plan.words == ("train.py", *others, *ours)
+    assert [said.partition(" stands after --")[0] for said in plan.warnings] == ours

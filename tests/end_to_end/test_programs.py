@@ -200,6 +200,9 @@ def test_a_stop_is_the_signal_that_the_program_knows_and_resume_starts_it_again(
     again = helpers.verb("resume", tmp_path / "run")
     assert again.returncode == 0, again.stdout + again.stderr
     assert "went on in attempt 1" in log(tmp_path, 0)
+    over = helpers.verb("resume", tmp_path / "run")
+    assert "nothing to resume" in over.stdout
+    assert "train.updates" not in over.stdout, "which is nothing to a program"
 
 
 def test_a_failed_program_begins_again_as_often_as_it_may(tmp_path):

@@ -24,6 +24,15 @@ def submit(slurm, folder, *more, program=("train.py",)):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def take_away(slurm, run, way):
+    """By a requeue, or for a job that may have its nodes: each with KillWait or GraceTime to go."""
+    if way == "requeue":
+        slurm.command("scontrol", "requeue", job_of(run))
+    else:
+        other = runs.occupy(slurm, "true", "-p", "high", "-N", "4", "--exclusive")
+        until(lambda: runs.over(slurm, other), 60, "the preempting job's end")
+
+
 def log(folder, rank):
     return (folder / "run" / "logs" / f"rank-{rank:05d}.log").read_text()
 
@@ -92,7 +101,6 @@ TIMES = int(
 def test_taken_away_at_random_moments_it_goes_on_from_its_own_checkpoint_to_the_same_end(
     slurm, tmp_path
 ):
-    """By a requeue, or for a job that may have its nodes, both with KillWait or GraceTime to go."""
     chance, updates, run = random.Random(TIMES), 100 + 150 * TIMES, tmp_path / "run"
     script(tmp_path, LOOP)
     submit(slurm, tmp_path, "cluster.partition=low", program=("train.py", str(updates)))
@@ -100,11 +108,7 @@ def test_taken_away_at_random_moments_it_goes_on_from_its_own_checkpoint_to_the_
     for attempt, way in enumerate(ways):
         runs.wait_for_update(run, 0, attempt)
         time.sleep(chance.uniform(0.0, 0.5))  # the moment is what is random here
-        if way == "requeue":
-            slurm.command("scontrol", "requeue", job_of(run))
-        else:
-            other = runs.occupy(slurm, "true", "-p", "high", "-N", "4", "--exclusive")
-            until(lambda other=other: runs.over(slurm, other), 60, "the preempting job's end")
+        take_away(slurm, run, way)
     local = script(tmp_path, LOOP, "alone.py")
     alone = call(
         "run", *SHAPE, f"run.dir={tmp_path / 'local'}", "--", local, str(updates),
