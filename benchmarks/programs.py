@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 from benchmarks.launch_overhead import RANKS, STAMP, first_to_last
@@ -27,12 +28,12 @@ CALLS = 200
 def starts(folder: Path) -> dict[str, Callable[[], float]]:
     """Seconds from each command to the last rank's first line."""
     (folder / "train.py").write_text(STAMP)
-    count = iter(range(10**6))
+    numbers = count()
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
 
     def ours() -> float:
         command = [
-            sys.executable, "-m", "orchestrator", "run", f"run.dir={folder}/run{next(count)}",
+            sys.executable, "-m", "orchestrator", "run", f"run.dir={folder}/run{next(numbers)}",
             "cluster.nodes=1", f"cluster.ranks_per_node={RANKS}", "-q", "--", "train.py",
         ]  # fmt: skip
         return first_to_last(command, folder)
@@ -69,9 +70,10 @@ def calls(first: Run, second: Run) -> dict[str, Callable[[], float]]:
 
         return timed
 
+    updates = count()
     return {
         NOTHING: each(lambda number: number),
-        "report": each(lambda update: first.report(update, loss=0.5, samples=8, accuracy=0.5)),
+        "report": each(lambda _: first.report(next(updates), loss=0.5, samples=8, accuracy=0.5)),
         "should_stop, rank 0": each(first.should_stop),
         "should_stop, another rank": each(second.should_stop),
     }
