@@ -125,8 +125,8 @@ def _unreadable(error: BaseException, text: str) -> str | None:
         return f"{found.group(1)} is for a sweep: add -m"
     if "BasicSweeper does not support sweep type" in text:
         return (
-            "a sweep runs all of its points, so it takes values (a,b or range(1,9)), no interval; to "
-            "choose points from one by what came of others, add sweep.search=tpe sweep.trials=20"
+            "a sweep runs all of its points, so it takes values (a,b or range(1,9)), no interval; "
+            "to choose points from one by what came of others, add sweep.search=tpe sweep.trials=20"
         )
     override = getattr(error, "override", None)
     first = text.split("\nSee https", maxsplit=1)[0].strip()
