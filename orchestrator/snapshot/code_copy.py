@@ -20,6 +20,7 @@ import stat
 import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -37,6 +38,7 @@ from orchestrator.snapshot.secret_files import is_secret
 LIMIT_BYTES = 64 * 2**20
 LIMIT_FILES = 20_000
 GIT_TIMEOUT_S = 60
+OF_RUNS = (".lock", "attempts", "arrays", "search.journal")  # in a run's folder, or a sweep's
 PACKAGE = Path(__file__).resolve().parent.parent
 STARTER = Path(__file__).with_name("start_from_copy.py")
 
@@ -126,10 +128,11 @@ def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[
         # no repository, or one that ignores this folder
         listed = list(islice(_walked(root, tops), LIMIT_FILES + 1))
     own = f"{os.path.relpath(run, root)}/"
+    made_here = cache(partial(_is_of_runs, root))
     found: dict[str, int] = {}
     left_out: list[str] = []
     for name in listed:
-        if name.startswith(("runs/", own)):
+        if name.startswith(("runs/", own)) or made_here(os.path.dirname(name)):  # noqa: PTH120
             continue
         try:
             facts = os.lstat(f"{root}/{name}")  # hundreds of times a submission
@@ -140,6 +143,18 @@ def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[
         elif stat.S_ISREG(facts.st_mode) or stat.S_ISLNK(facts.st_mode):
             found[name] = facts.st_size
     return found, left_out
+
+
+def _is_of_runs(root: Path, folder: str) -> bool:
+    """Whether a folder below `root` is a run's or a sweep's, or lies in one. Copies would hold
+    copies, and all that was trained before.
+    """
+    while folder:
+        lock, *others = (f"{root}/{folder}/{name}" for name in OF_RUNS)
+        if os.path.lexists(lock) and any(map(os.path.lexists, others)):
+            return True
+        folder = os.path.dirname(folder)  # noqa: PTH120  # hundreds of times a submission
+    return False
 
 
 def digests_of_code(target: str | Program) -> dict[str, str]:

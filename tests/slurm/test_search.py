@@ -1,0 +1,35 @@
+"""A search on SLURM: its trials are jobs, which outlive it and are found again."""
+
+import json
+import signal
+
+from tests.helpers import begin, call, result, until
+from tests.slurm import runs
+from tests.sweeps.search.helpers import line_of, loss_of
+
+
+def test_jobs_of_a_killed_search_are_found_again_and_a_hopeless_one_is_stopped(slurm, tmp_path):
+    folder = tmp_path / "found"
+    script = line_of(folder)[-2:]
+    line = (
+        "-m", "+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", "tracker=none",
+        "cluster.nodes=1", "cluster.ranks_per_node=1", "job.arguments.k=1",
+        "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5", "sweep.search=grid", "sweep.prune=median",
+        "sweep.parallel=3", "job.arguments.updates=400", "job.arguments.pause=0.05",
+        "job.arguments.slow_from=1", f"run.dir={folder}", *script,
+    )  # fmt: skip
+    begun = begin(*line, **runs.QUIET)
+    until((folder / "2" / "handle.json").exists, 60, "the third submission")
+    begun.send_signal(signal.SIGKILL)
+    begun.communicate()
+    jobs = {number: runs.job_of(folder / number) for number in "012"}
+    done = call(*line, timeout=240, **runs.QUIET)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trials = json.loads((folder / "search.json").read_text())["trials"]
+    assert {number: runs.job_of(folder / number) for number in "012"} == jobs, "none was run twice"
+    assert [trial["state"] for trial in trials] == ["complete"] * 5 + ["pruned"], done.stdout
+    assert [trial["value"] for trial in trials[:5]] == [
+        loss_of(lr, 1, 400) for lr in (0.3, 0.31, 0.32, 0.33, 0.34)
+    ]
+    until(lambda: runs.status(folder / "5")["state"] == "pruned", 30, "the end of the last trial")
+    assert result(folder / "5")["updates"] < 400
