@@ -106,7 +106,7 @@ def cancel(
     folder = RunDir(run.absolute())
     runs = expand([folder.path])
     if [found.path for found in runs] == [folder.path]:
-        say(Console(), control.cancel(folder.existing(), now=now))
+        say(Console(), control.cancel(folder, now=now))
         return
     for sentence in control.cancel_sweep(folder.path, runs, now=now):
         say(Console(), sentence)

@@ -57,6 +57,7 @@ class RunPaths:
     terminal_log = Below("logs", "terminal.log")  # of who holds it, where others do, too
     cancel = Below("cancel")
     newest_attempt = Below("attempts", "newest")
+    waiting = Below(".waiting")  # in a sweep's folder; see `runs/waiting.py`
     pruned = Below("pruned.json")  # why a search ended it early
     # Of a search, in the sweep's folder: its trials, and what people are shown of them.
     journal = Below("search.journal")

@@ -23,6 +23,7 @@ from orchestrator.run_folder.files import blocks, start_of_last
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.status import statuses
+from orchestrator.runs.waiting import take, waits
 
 FOLLOW_S = 0.2
 LOOK_S = 2.0
@@ -35,7 +36,9 @@ def cancel(run: RunDir, *, now: bool = False) -> str:
     Returns:
         A sentence that says what happens. Raises `ClusterError` when there is nothing to stop.
     """
-    return handle_of(run).cancel(run, now=now)
+    if waits(run) and take(run):
+        return f"{run.path} waited for room on this machine, and is not started any more"
+    return handle_of(run.existing()).cancel(run, now=now)
 
 
 def cancel_sweep(folder: Path, runs: Sequence[RunDir], *, now: bool) -> list[str]:

@@ -26,12 +26,15 @@ from orchestrator.report.tables.status_table import UNREADABLE
 from orchestrator.run_folder.rundir import RunDir
 
 from orchestrator.runs.found_again import settle_submissions
+from orchestrator.runs.waiting import REASON, waiting_in, waits
 
-
-def find_runs(below: Path) -> list[Path]:
+def find_runs(below: Path, *, waiting: bool = False) -> list[Path]:
     """All run folders below a folder, those of sweeps included, oldest name first.
 
     A folder that may not be looked into counts as one: somebody else's run, as far as we can know.
+
+    Args:
+        waiting: also those of points that wait for room, which may not be there yet.
     """
     found: list[Path] = []
 
@@ -49,9 +52,13 @@ def find_runs(below: Path) -> list[Path]:
         for name, entry in sorted(within.items()):
             if entry.is_dir(follow_symlinks=False) and not name.startswith("."):
                 search(Path(entry.path))
+        if waiting and RunDir(folder).waiting.name in within:
+            found.extend(path for path in waiting_in(folder) if path.name not in within)
 
     if below.is_dir():
         search(below)
+    elif waiting and waits(RunDir(below)):
+        found.append(below)
     return found
 
 
@@ -63,7 +70,7 @@ def expand(paths: Sequence[Path]) -> list[RunDir]:
     """
     runs: list[RunDir] = []
     for path in paths or [Path.cwd() / "runs"]:
-        found = find_runs(path)
+        found = find_runs(path, waiting=True)
         if not found and paths:
             RunDir(path).existing()
             raise RunFolderError(f"there is no run in {path}")
@@ -100,6 +107,10 @@ def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
     """What the folder and its launcher's lock say; a run that goes on alone is put down for its
     cluster to be asked.
     """
+    if waits(run):
+        new = RunStatus(folder=run.path, state="pending", cluster="local")
+        known = from_folder(run) if run.config.exists() else new
+        return replace(known, state="pending", reason=REASON)
     status = from_folder(run.existing())
     if status.job_id is not None:
         alone.setdefault(status.cluster, []).append(run)

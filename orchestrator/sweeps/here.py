@@ -7,13 +7,15 @@ from pathlib import Path
 
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config
-from orchestrator.errors import EXIT_FINISHED
+from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED
 from orchestrator.plan.program import ProgramPlan
 from orchestrator.report.summary import summarize
 from orchestrator.report.tables.closing_table import describe_culprit
 from orchestrator.report.terminal import say
 from orchestrator.report.units import format_number, format_seconds, plural
+from orchestrator.runs import waiting as waiting_room
 from orchestrator.runs.console import Manner
+from orchestrator.runs.waiting import take
 from orchestrator.sweeps.queue import LocalQueue, PointEnded, share_of
 from orchestrator.sweeps.room import Room
 from orchestrator.sweeps.shown import only_varying
@@ -21,6 +23,7 @@ from orchestrator.sweeps.todo import Cell
 
 TIMED = ("accumulation", "cluster", "engine", "transport")
 """Sections that people vary to see how fast a run is, and what it needs."""
+NOT_BEGUN = "it was cancelled while it waited for room"
 
 
 def run_here(cells: Sequence[Cell], manner: Manner, ended: Callable[[PointEnded], None]) -> bool:
@@ -40,21 +43,41 @@ def run_here(cells: Sequence[Cell], manner: Manner, ended: Callable[[PointEnded]
     alone = room.at_once(shares) == 1
     waiting = list(cells) if alone else sorted(cells, key=_work, reverse=True)
     told = _Told(manner, cells, alone=alone)
+    runs = [cell.run for cell in cells]
     with LocalQueue(manner, room, terminal=alone) as queue:
-        while True:
-            for cell in list(waiting):
-                if (queue.running and alone) or queue.interrupts.count:
-                    break
-                if alone:  # before it says anything itself
-                    say(manner.console, cell.point.words, "bold")
-                if queue.start(cell):
-                    waiting.remove(cell)
-                    told.started(cell)
-            one = queue.wait_one()
-            if one is None:
-                return not waiting
-            ended(one)
-            told.ended(one, len(queue.running), len(waiting))
+        waiting_room.put(runs)
+        try:
+            while True:
+                for cell in list(waiting):
+                    if queue.has_room(cell):
+                        waiting.remove(cell)
+                        _start(cell, queue, waiting, told, ended)
+                one = queue.wait_one()
+                if one is None:
+                    return not waiting
+                ended(one)
+                told.ended(one, len(queue.running), len(waiting))
+        finally:
+            waiting_room.clear(runs)
+
+
+def _start(
+    cell: Cell,
+    queue: LocalQueue,
+    waiting: list[Cell],
+    told: _Told,
+    ended: Callable[[PointEnded], None],
+) -> None:
+    """Start a point that has room, unless `cancel SWEEP/5` was quicker."""
+    if not take(cell.run):
+        one = PointEnded(cell=cell, exit_code=EXIT_STOPPED, refusal=NOT_BEGUN)
+        ended(one)
+        told.ended(one, len(queue.running), len(waiting))
+        return
+    told.starts(cell)
+    if not queue.start(cell):  # an interrupt, or memory that went to somebody else meanwhile
+        waiting_room.put([cell.run])
+        waiting.append(cell)
 
 
 def most_at_once(configs: Sequence[Config], manner: Manner) -> int | None:
@@ -103,15 +126,16 @@ class _Told:
             words = " ".join(f"{key}={value}" for key, value in overrides.items())
             self._names[cell.run.path] = f"point {cell.run.path.name} ({words})"
 
-    def started(self, cell: Cell) -> None:
-        if not self._alone and not self._manner.quiet:
-            say(self._manner.console, f"{self._names[cell.run.path]} started", "dim")
+    def starts(self, cell: Cell) -> None:
+        if self._alone:
+            say(self._manner.console, cell.point.words, "bold")
+        elif not self._manner.quiet:
+            say(self._manner.console, f"{self._names[cell.run.path]} starts", "dim")
 
     def ended(self, one: PointEnded, running: int, waiting: int) -> None:
         name = self._names[one.cell.run.path]
         if one.refusal is not None:
-            who = "error" if self._alone else name
-            say(self._manner.console, f"{who}: {one.refusal}", "bold red")
+            say(self._manner.console, f"{name}: {one.refusal}", "bold red")
         elif not self._alone and not (self._manner.quiet and one.exit_code == EXIT_FINISHED):
             left = f"{running} running, {waiting} waiting" if running or waiting else "the last"
             style = "green" if one.exit_code == EXIT_FINISHED else "bold red"

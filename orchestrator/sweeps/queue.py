@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -96,6 +97,7 @@ class LocalQueue:
         self._running: list[_Running] = []
         self._passed_on = 0
         self._said: set[str] = set()
+        self._shares: dict[Path, Share | None] = {}
         self.interrupts = Interrupts()
 
     def __enter__(self) -> Self:
@@ -116,9 +118,13 @@ class LocalQueue:
     def running(self) -> Sequence[Cell]:
         return [held.cell for held in self._running]
 
+    def has_room(self, cell: Cell) -> bool:
+        """Whether a point could start now; none can after an interrupt."""
+        return not self.interrupts.count and self._room.has(self._share(cell))
+
     def start(self, cell: Cell) -> bool:
         """Start a point; False where it has no room yet, or after an interrupt."""
-        place = None if self.interrupts.count else self._room.take(share_of(cell))
+        place = None if self.interrupts.count else self._room.take(self._share(cell))
         if place is None:
             return False
         mine, theirs = os.pipe()
@@ -147,6 +153,11 @@ class LocalQueue:
             if left <= 0:
                 return None
         return None
+
+    def _share(self, cell: Cell) -> Share | None:
+        if cell.run.path not in self._shares:
+            self._shares[cell.run.path] = share_of(cell)
+        return self._shares[cell.run.path]
 
     def cancel(self, cell: Cell) -> None:
         """Have a point stop at its next update boundary, with a checkpoint, if it runs."""

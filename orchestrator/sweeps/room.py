@@ -40,11 +40,14 @@ class Room:
         self._taken: list[Place] = []
 
     def has(self, share: Share | None) -> bool:
-        """Whether a run would find room now."""
+        """Whether there is room for a run now; what is larger than the machine waits until it has
+        it to itself.
+        """
         if not self._taken:
             return True
-        enough = share is None or free_memory_bytes() >= share.ranks * self._rank_bytes
-        return enough and self._holds([*(place.share for place in self._taken), share])
+        if share is None or not self._holds([*(place.share for place in self._taken), share]):
+            return False
+        return free_memory_bytes() >= share.ranks * self._rank_bytes
 
     def take(self, share: Share | None) -> Place | None:
         """Room for a run; None where it has to wait for others to end."""

@@ -164,4 +164,5 @@ class Sweep:
         if path not in self._refused:
             return None
         culprit = Culprit(rank=None, node="launcher", cause=self._refused[path])
-        return {"state": "failed", "culprit": culprit.to_json()}
+        state = "stopped" if self._codes[path] == EXIT_STOPPED else "failed"
+        return {"state": state, "culprit": culprit.to_json()}
