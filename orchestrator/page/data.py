@@ -16,6 +16,7 @@ from orchestrator.page.timeline import timeline
 from orchestrator.report.metrics import Record
 from orchestrator.report.summary import Summary
 from orchestrator.report.tables.closing_table import describe_culprit
+from orchestrator.report.tables.search_table import told_in_words
 from orchestrator.report.tables.sweep_table import differences, names
 from orchestrator.report.tables.time_and_memory import verdict
 from orchestrator.report.terminal import harmless
@@ -77,6 +78,7 @@ def data_of(facts: Facts) -> dict[str, Any]:
             for key, values in varied.items()
         ],
         "sentences": [
+            *map(harmless, told_in_words(facts.search) if facts.search else ()),
             *(verdict(pair) for pair in accumulation_pairs(cells)),
             *remarks(cells),
             *(f"not read: {sentence}" for sentence in facts.unreadable),
@@ -94,8 +96,8 @@ def _run(point: str, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
         "name": harmless(run.name),
         "folder": str(cell.folder),
         "overrides": {key: shown(key, value) for key, value in cell.overrides.items()},
-        "state": summary.state,
-        "why": _why(result),
+        "state": "pruned" if run.pruned and summary.state == "stopped" else summary.state,
+        "why": _why(result) or run.pruned,
         "weights": weights,
         "sha256": result.get("weights_sha256"),
         "figures": _figures(summary),

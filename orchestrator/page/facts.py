@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.errors import RunFolderError
 from orchestrator.report.metrics import Record, read_metrics
 from orchestrator.report.tables.sweep_table import SweptRun, short_key
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.run_folder.rundir import RunDir, read_json
 from orchestrator.runs.resuming.rules import changes
 from orchestrator.runs.status import find_runs
 from orchestrator.sweeps.shown import only_varying, swept_run
@@ -25,6 +25,7 @@ class RunFacts:
     Attributes:
         windows: what all ranks told of a few windows of the latest attempt that did.
         nodes: each rank's in that attempt, as far as they said so.
+        pruned: why a search ended it early; "" where none did.
     """
 
     name: str
@@ -35,15 +36,21 @@ class RunFacts:
     submission: Mapping[str, Any]
     windows: Sequence[Mapping[str, Any]]
     nodes: Mapping[int, str]
+    pruned: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """One run, or the runs of a sweep in the order of their folders' names."""
+    """One run, or the runs of a sweep in the order of their folders' names.
+
+    Attributes:
+        search: its search.json, where the sweep is a search.
+    """
 
     path: Path
     runs: Sequence[RunFacts]
     unreadable: Sequence[str]
+    search: Mapping[str, Any] | None = None
 
     @property
     def sweep(self) -> bool:
@@ -84,7 +91,8 @@ def facts_of(path: Path) -> Facts:
             unreadable.append(str(error))
     if not runs:
         raise RunFolderError("\n".join(unreadable))
-    return Facts(path=path, runs=runs, unreadable=unreadable)
+    found = read_json(RunDir(path).search)
+    return Facts(path=path, runs=runs, unreadable=unreadable, search=found)
 
 
 def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:
@@ -108,6 +116,7 @@ def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, st
         submission=submission,
         windows=told["windows"] if told else (),
         nodes=run.nodes_of_ranks(latest) or _pretended(cell.plan),
+        pruned=(run.read(run.pruned) or {}).get("why", ""),
     )
 
 

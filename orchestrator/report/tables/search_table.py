@@ -55,14 +55,21 @@ def print_search(search: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     if len(shown) < len(trials):
         say(console, f"{len(trials) - len(shown)} more with a value are in search.json", "dim")
-    say(console, counted(search), prose=True)
+    for sentence in told_in_words(search):
+        say(console, sentence, "bold")
+
+
+def told_in_words(search: Mapping[str, Any]) -> list[str]:
+    """How many trials came to what, and which is the best, as sentences."""
+    found = [_counted(search)]
     if search["best"] is not None:
-        chosen = search["trials"][search["best"]]["point"]
-        say(console, f"the best is trial {search['best']}: {' '.join(chosen)}", "bold green")
+        best = search["trials"][search["best"]]
+        value = f"{search['objective']} {_value(best)}"
+        found.append(f"the best is trial {best['number']}: {value}, {' '.join(best['point'])}")
+    return found
 
 
-def counted(search: Mapping[str, Any]) -> str:
-    """How many trials came to what."""
+def _counted(search: Mapping[str, Any]) -> str:
     states = [trial["state"] for trial in search["trials"]]
     counts = [
         f"{states.count(state)} {words}"
