@@ -19,6 +19,7 @@ MEASUREMENTS = (
     "peers",
     "reproducible",
     "boundary",
+    "checkpoints",
     "memory",
     "mindspore_start",
     "mindspore_steps",

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import (
     boundary,
     chaos,
+    checkpoints,
     load,
     memory,
     one_rank_page,
@@ -72,6 +73,7 @@ _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "boundary": ("What a boundary costs beyond its reduction", boundary.body),
     "memory": ("Peak memory of a rank in a run", memory.body),
     "chaos": ("Runs disturbed on purpose", chaos.body),
+    "checkpoints": ("What a checkpoint costs the training", checkpoints.body),
     "load": ("What a run asks of what all users share", load.body),
     "sweeps": ("Sweeps of many points", sweeps.body),
 }
@@ -81,6 +83,7 @@ _BLOCKS: dict[str, Callable[[Result], str]] = {
     "reproducible": reproducible.table,
     "boundary": boundary.table,
     "chaos": chaos.table,
+    "checkpoints": checkpoints.table,
     "load": load.table,
     "sweeps": sweeps.table,
     "submission": tables,

@@ -55,6 +55,7 @@ MEANINGS = {
     "train.evaluate_every": "Updates between two evaluations; null: an epoch, 0: at the end alone",
     "train.checkpoint_every": "Updates between two checkpoints; null: an epoch, 0: at the end alone",
     "train.keep_checkpoints": "How many of them are kept",
+    "train.checkpoint_in_background": "Whether a thread writes them, from a copy in memory, while training goes on",
     "train.loader_workers": "Processes of each rank that fetch samples ahead",
     "train.on_non_finite": "What a loss or gradient that is not finite does: all ranks stop, or skip that update",
     "train.initial_weights": "A run, or a safetensors file, whose weights this one starts from",

@@ -118,6 +118,7 @@ class TrainConfig:
     evaluate_every: int | None = number(None, least=0)
     checkpoint_every: int | None = number(None, least=0)
     keep_checkpoints: int = number(2, least=1, most=10**6)
+    checkpoint_in_background: bool = False
     loader_workers: int = number(0, least=0, most=4096)
     on_non_finite: str = choice("stop", "skip")
     initial_weights: str | None = free(PATH)

@@ -247,7 +247,8 @@ class Engine(Protocol):
 
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write weights.safetensors and optimizer.safetensors into `folder`; give the rest as what
-        JSON can hold. Not collective.
+        JSON can hold. Not collective. An engine whose `snapshot()` gives something with a `take`
+        and this method, for a thread to call, has train.checkpoint_in_background.
         """
         ...
 

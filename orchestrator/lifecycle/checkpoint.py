@@ -27,6 +27,7 @@ from orchestrator.run_folder.rundir import (
     read_json,
     write_json,
 )
+from orchestrator.run_warnings import warn
 
 STATE = "state.json"
 WEIGHTS = "weights.safetensors"
@@ -122,6 +123,14 @@ def save(
     for old in complete(checkpoints)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def make_again(checkpoints: Path) -> None:
+    """Make the folder of a run's checkpoints where somebody has removed it, and say so."""
+    if not is_folder(checkpoints):
+        make_folder(checkpoints)
+        name = checkpoints.name
+        warn(f"there was no folder {name}, so no checkpoint either: it begins at update 0")
 
 
 def remove_partial(checkpoints: Path) -> None:

@@ -74,6 +74,7 @@ class Guard:
         lost = ""
         if self._updates and self._inner.can_save():
             self.checkpoint(self._updates, self._samples)
+            self._inner.settle()
         elif self._updates:
             lost = "; what came after the newest checkpoint is lost, since the optimizer is sharded"
         raise StopRequested(
@@ -98,7 +99,7 @@ class Guard:
         if not self._inner.can_save():
             return now + step_s + LEAST_SAVE_S > deadline
         ends = self._began + max(self._recent, default=0.0)
-        return max(ends, now + step_s * (steps - done)) + SAVE_MARGIN * self._save_s > deadline
+        return max(ends, now + step_s * (steps - done)) + SAVE_MARGIN * self._saving_s > deadline
 
     def boundary(
         self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
@@ -125,6 +126,10 @@ class Guard:
         began = self._clock()
         self._inner.checkpoint(updates, samples)
         self._save_s = max(LEAST_SAVE_S, self._clock() - began)
+
+    @property
+    def _saving_s(self) -> float:
+        return max(self._save_s, self._inner.save_s)
 
 
 class Follower:

@@ -155,12 +155,12 @@ def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
     """Load the newest sound checkpoint, the same on every rank: rank 0 chooses."""
     own = run.identity
     if rank == 0:
+        checkpoint.make_again(run.checkpoints)
         checkpoint.remove_partial(run.checkpoints)
     found, passed_over = checkpoint.newest(run.checkpoints, own) if rank == 0 else (None, [])
     for sentence in passed_over:
         warn(sentence)
-    updates = int(engine.gather([found.updates if found else -1])[0][0])
-    if updates < 0:
+    if (updates := int(engine.gather([found.updates if found else -1])[0][0])) < 0:
         return
     chosen = found or checkpoint.load(checkpoint.folder_of(run.checkpoints, updates), own)
     engine.load_state(chosen.folder, chosen.extra)

@@ -85,6 +85,7 @@ class Training:
         if self.outcome.updates:
             self.engine.gather_state()
             self.recorder.checkpoint(self.outcome.updates, self.outcome.samples)
+            self.recorder.settle()
 
     def _in_group(self, recorder: Attended, rank: int, ranks: int) -> dict[str, list[int]]:
         assert self.planned.updates is not None  # noqa: S101  # the data set is known here

@@ -51,6 +51,41 @@ def test_a_damaged_newest_checkpoint_is_said_on_the_terminal_and_costs_no_bit(
     assert result(run)["weights_sha256"] == undisturbed
 
 
+def test_without_its_checkpoints_folder_a_run_begins_again_says_so_and_saves(
+    broken_off, undisturbed, tmp_path
+):
+    run = shutil.copytree(broken_off, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    (run / "plan.json").unlink()
+    done = verb("resume", run, "run.max_restarts=1")  # its fault comes again
+    assert done.returncode == 0, done.stderr
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "there was no folder checkpoints, so no checkpoint either: it begins at update 0" in said
+    assert "could not be written" not in said
+    assert result(run)["weights_sha256"] == undisturbed
+    assert len(list(run.glob("checkpoints/update-*"))) == 2
+
+
+def test_checkpoints_of_the_background_have_the_bytes_of_others_and_cost_no_bit(
+    broken_off, undisturbed, tmp_path
+):
+    run, whole = tmp_path / "run", broken_off.with_name("whole")
+    background = "train.checkpoint_in_background=true"
+    call(*SHAPE, "job.fault=kill", "job.fault_after=19", background, f"run.dir={run}")
+    done = verb("resume", run, background)
+    assert done.returncode == 0, done.stderr
+    assert result(run)["weights_sha256"] == undisturbed
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == ["update-000000008", "update-000000012"]
+    for name in kept:
+        ours, theirs = run / "checkpoints" / name, whole / "checkpoints" / name
+        for file in ("weights.safetensors", "optimizer.safetensors"):
+            assert (ours / file).read_bytes() == (theirs / file).read_bytes()
+        states = [json.loads((folder / "state.json").read_text()) for folder in (ours, theirs)]
+        assert states[0]["files"] == states[1]["files"]
+        assert states[0]["extra"] == states[1]["extra"]
+
+
 def test_where_every_checkpoint_is_damaged_nothing_starts_and_nothing_is_touched(
     broken_off, tmp_path
 ):

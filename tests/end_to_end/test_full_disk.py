@@ -144,7 +144,8 @@ def lines(run):
 @pytest.mark.timeout(180)
 def test_a_disk_that_is_full_for_a_while_costs_no_update_no_line_and_no_bit(disk, undisturbed):
     run = disk.folder / "run"
-    process = helpers.begin(*LONG, f"run.dir={run}")
+    background = f"train.checkpoint_in_background={isinstance(disk, Quota)}".lower()
+    process = helpers.begin(*LONG, background, f"run.dir={run}")
     helpers.until(lambda: len(helpers.records(run)) >= 12, what="training")
     disk.stop()
     before = len(helpers.records(run))

@@ -189,8 +189,12 @@ class Record:
     def boundary(self, window, report, *, epoch, update_s): ...
     def evaluation(self, update, epoch, figures): ...
 
+    save_s = 0.0
+
     def can_save(self):
         return self.whole
+
+    def settle(self): ...
 
     def checkpoint(self, updates, samples):
         self.saved.append((updates, samples))

@@ -234,10 +234,14 @@ class MindSporeEngine:
         return True
 
     def save_state(self, folder: Path) -> dict[str, Any]:
+        return self.snapshot().save_state(folder)
+
+    def snapshot(self) -> state.Kept:
+        """What `save_state` would write now, for another thread."""
         weights = self._model.parameters_dict()
-        state.save(folder / state.WEIGHTS, weights)
-        state.save(folder / state.OPTIMIZER, state_of(self._optimizer, weights))
-        return {"engine": "mindspore", "precision": self._accumulator.precision.state()}
+        found = {state.WEIGHTS: weights, state.OPTIMIZER: state_of(self._optimizer, weights)}
+        extra = {"engine": "mindspore", "precision": self._accumulator.precision.state()}
+        return state.Kept({name: state.arrays_of(part) for name, part in found.items()}, extra)
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
         if extra.get("engine") != "mindspore":

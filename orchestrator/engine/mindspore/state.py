@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,21 @@ def arrays_of(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
     return {name: np.array(parameters[name].asnumpy(), order="C") for name in sorted(parameters)}
 
 
-def save(path: Path, parameters: Mapping[str, Parameter]) -> None:
-    """Write the parameters as a safetensors file."""
-    save_file(arrays_of(parameters), str(path))
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A copy of the state of one moment, to be written from any thread."""
+
+    files: Mapping[str, dict[str, Any]]
+    extra: dict[str, Any]
+
+    def take(self) -> None:
+        """Nothing is left to be copied."""
+
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Write the safetensors files; give the rest as what JSON can hold."""
+        for name, arrays in self.files.items():
+            save_file(arrays, str(folder / name))
+        return self.extra
 
 
 def load(path: Path, parameters: Mapping[str, Parameter]) -> None:

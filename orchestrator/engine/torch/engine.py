@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,11 @@ from orchestrator.engine.torch.model_building import (
 )
 from orchestrator.engine.torch.optimizers import hyperparameters_of
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
+from orchestrator.engine.torch.snapshot import Snapshot
 from orchestrator.engine.torch.state import (
     load_model,
     load_optimizer,
     load_weights,
-    save_model,
-    save_optimizer,
     weights_sha256,
 )
 from orchestrator.errors import ConfigError, JobError
@@ -99,6 +99,8 @@ class TorchEngine:
         self._clock = self._accumulator.clock
         self._hyperparameters = Hyperparameters(hyperparameters_of(self._accumulator.optimizer))
         self._gathered: dict[str, Any] | None = None  # the optimizer's state, until it is saved
+        self._taken = threading.Event()  # what is to be saved was copied, so it may change
+        self._taken.set()
         self._whole = whole_windows(
             Parts(
                 job=job, model=self._model, settings=settings, accumulator=self._accumulator,
@@ -187,6 +189,7 @@ class TorchEngine:
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         """Reduce once, clip once, step once. Collective."""
+        self._taken.wait()
         window, self._window = self._window, None
         if self._whole is not None and window is not None:
             self._whole.finish(window)
@@ -245,16 +248,13 @@ class TorchEngine:
 
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write weights and optimizer as safetensors; give the rest as JSON. Not collective."""
-        optimizer = self._gathered
-        if optimizer is None and not self._accumulator.sharded:
-            optimizer = self._accumulator.optimizer_state()
-        if optimizer is None:
-            raise RuntimeError("a sharded state is saved on rank 0, after gather_state()")
-        return {
-            "model": save_model(self._model, folder),
-            "optimizer": save_optimizer(optimizer, folder),
-            "precision": self._accumulator.precision.state(),
-        }
+        return Snapshot(self._model, self._accumulator, self._gathered).save_state(folder)
+
+    def snapshot(self) -> Snapshot:
+        """What `save_state` would write now, for another thread. The next boundary waits for it."""
+        snapshot = Snapshot(self._model, self._accumulator, self._gathered).keep()
+        self._taken = snapshot.taken
+        return snapshot
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
         """The inverse of `save_state`: the same bits afterwards. Not collective."""

@@ -24,12 +24,13 @@ from orchestrator.engine.common.weights_fit import check_fits
 from orchestrator.errors import JobError, RunFolderError
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
+BESIDE = "beside"  # a file's entry for what its tensors do not tell
 
 
 def save_model(model: Module, folder: Path) -> dict[str, Any]:
     """Write the state of `model`; give what of it JSON holds (modules' extra state)."""
-    tensors, rest = _model_state(model)
-    _write(folder / WEIGHTS, tensors)
+    tensors, rest = model_state(model)
+    write_prepared(folder / WEIGHTS, *prepared(tensors))
     return rest
 
 
@@ -53,7 +54,7 @@ def load_weights(model: Module, path: Path) -> None:
         ConfigError: names, shapes or dtypes are not the model's.
     """
     found = _read(path)
-    held, rest = _model_state(model)
+    held, rest = model_state(model)
     found = {
         name: tensor
         for name, tensor in found.items()
@@ -73,7 +74,7 @@ def save_optimizer(state: Mapping[str, Any], folder: Path) -> Any:
     """Write the tensors of an optimizer's `state_dict()`; give the rest as what JSON can hold."""
     tensors: dict[str, Tensor] = {}
     packed = pack(state, tensors, "")
-    _write(folder / OPTIMIZER, tensors)
+    write_prepared(folder / OPTIMIZER, *prepared(tensors))
     return packed
 
 
@@ -106,7 +107,7 @@ def weights_sha256(model: Module) -> str:
     """Digest over the bytes of all weights and buffers, in the order of their names; tensors that
     share memory count once, under the first name. It can be had from the weights' file alone.
     """
-    tensors, _ = _model_state(model)
+    tensors, _ = model_state(model)
     kept, _ = _without_aliases(tensors)
     whole = hashlib.sha256()
     for name in sorted(kept):
@@ -115,7 +116,8 @@ def weights_sha256(model: Module) -> str:
     return whole.hexdigest()
 
 
-def _model_state(model: Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def model_state(model: Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of `model` by name, and what of its state JSON holds."""
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
     for name, value in model.state_dict().items():
@@ -198,16 +200,24 @@ def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
     return kept, aliases
 
 
-def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def prepared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What a file of these tensors holds: real ones that share no memory, and its metadata.
+    Nothing is copied.
+    """
     kept, aliases = _without_aliases(tensors)
     complexes = sorted(name for name, tensor in kept.items() if tensor.is_complex())
     plain = {
         name: torch.view_as_real(t.detach().resolve_conj()) if t.is_complex() else t.detach()
         for name, t in kept.items()
     }
+    # One entry: of several the order is the library's, another one in each process.
+    return plain, {BESIDE: json.dumps({"aliases": aliases, "complex": complexes})}
+
+
+def write_prepared(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write what `prepared` gave, or copies of that: the same bytes."""
     # Views into a common memory (slices of one tensor) have to be parted; others are not copied.
-    parted = {name: t.clone() if t._is_view() else t for name, t in plain.items()}  # noqa: SLF001  # no public name
-    metadata = {"aliases": json.dumps(aliases), "complex": json.dumps(complexes)}
+    parted = {name: t.clone() if t._is_view() else t for name, t in tensors.items()}  # noqa: SLF001  # no public name
     try:
         save_file({name: t.contiguous() for name, t in parted.items()}, path, metadata)
     except SafetensorError as error:
@@ -217,12 +227,20 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
+            beside = _beside(file.metadata() or {})
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     except (SafetensorError, FileNotFoundError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}") from error
-    for name in json.loads(metadata.get("complex", "[]")):
+    for name in beside["complex"]:
         tensors[name] = torch.view_as_complex(tensors[name])
-    for alias, name in json.loads(metadata.get("aliases", "{}")).items():
+    for alias, name in beside["aliases"].items():
         tensors[alias] = tensors[name]
     return tensors
+
+
+def _beside(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What a file says of its tensors; older ones have an entry for each, others' none."""
+    if BESIDE in metadata:
+        return json.loads(metadata[BESIDE])
+    empty = {"aliases": "{}", "complex": "[]"}
+    return {name: json.loads(metadata.get(name, nothing)) for name, nothing in empty.items()}

@@ -86,6 +86,7 @@ class SurvivingEngine(TorchEngine):
 
     def catch_up(self, group: BaseGroup, updates: int, standing: str) -> str | None:
         self._undo()
+        self._taken.wait()
         applied = [int(row[0]) for row in numbers_of_all(group, [updates])]
         newest, behind = max(applied), updates < max(applied)
         sharded = self._accumulator.options.shard_optimizer

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from orchestrator.config.schema import Config
@@ -16,6 +17,7 @@ from orchestrator.lifecycle.signs.progress import ProgressWriter
 from orchestrator.rank.agreed.stated_facts import UpdateTime
 from orchestrator.rank.writing.line_file import LineFile
 from orchestrator.rank.writing.log_lines import UpdateLines
+from orchestrator.rank.writing.saving import Saving
 from orchestrator.rank.writing.tracker import Scalars
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.run_warnings import NewWarnings, warn
@@ -30,6 +32,7 @@ class Silent:
     ) -> None: ...
     def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None: ...
     def checkpoint(self, updates: int, samples: int) -> None: ...
+    def settle(self) -> None: ...
 
 
 class Recorder:
@@ -45,6 +48,8 @@ class Recorder:
     ) -> None:
         self._run, self._attempt, self._engine = run, attempt, engine
         self._keep = config.train.keep_checkpoints
+        self._saving = Saving(engine, background=config.train.checkpoint_in_background)
+        self._save_s = 0.0
         self._identity = run.identity
         self._metrics = LineFile(run.metrics)
         self._unsaved: str | None = None  # why the latest checkpoint could not be written
@@ -63,6 +68,7 @@ class Recorder:
         self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
     ) -> None:
         self._update = window.update
+        self._take_written(wait=False)
         _warn_of_metrics(report)
         self._pace.see(update_s)
         line = {
@@ -106,28 +112,39 @@ class Recorder:
         return self._engine.holds_state()
 
     def checkpoint(self, updates: int, samples: int) -> None:
-        try:
-            checkpoint.save(
-                self._run.checkpoints,
-                self._engine,
-                updates=updates,
-                samples=samples,
-                keep=self._keep,
-                run=self._identity,
-            )
-        except OSError as error:
-            reason = error.strerror or str(error)
-            self._unsaved = f"the checkpoint after update {updates} could not be written: {reason}"
-            warn(
-                f"{self._unsaved}; the run goes on"
-                + ", the last good checkpoint is kept"
-                * any(self._run.checkpoints.glob("update-*")),
-                kind="checkpoint not written",
-            )
+        self._take_written(wait=True)
+        write = partial(
+            checkpoint.save, self._run.checkpoints, updates=updates, samples=samples,
+            keep=self._keep, run=self._identity,
+        )  # fmt: skip
+        self._saving.begin(updates, write)
+        self._take_written(wait=False)
+
+    def settle(self) -> None:
+        """Return once no checkpoint is being written any more."""
+        self._take_written(wait=True)
+
+    @property
+    def save_s(self) -> float:
+        """How long a checkpoint that is due now takes until it is written, by the last one."""
+        return self._save_s * (1 + self._saving.running)
+
+    def _take_written(self, *, wait: bool) -> None:
+        written = self._saving.ended(wait=wait)
+        if written is None:
             return
-        if self._unsaved is not None:
-            warn(f"there is room again: the checkpoint after update {updates} was written")
-        self._unsaved = None
+        self._save_s, error = written.seconds, written.error
+        told = f"the checkpoint after update {written.updates}"
+        if error is None:
+            if self._unsaved is not None:
+                warn(f"there is room again: {told} was written")
+            self._unsaved = None
+            return
+        if not isinstance(error, OSError):
+            raise error
+        self._unsaved = f"{told} could not be written: {error.strerror or error}"
+        kept = ", the last good checkpoint is kept" * any(self._run.checkpoints.glob("update-*"))
+        warn(f"{self._unsaved}; the run goes on{kept}", kind="checkpoint not written")
 
     def close(self, *, finished: bool) -> None:
         """Write down what was warned of after the last boundary, in a line of its own.
@@ -138,6 +155,7 @@ class Recorder:
         Raises:
             RunFolderError: it is finished, but its last checkpoint or its metrics are not written.
         """
+        self.settle()
         if late := self._warned(now=True):
             update = max(0, self._update)
             self._line(

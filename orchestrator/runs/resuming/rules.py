@@ -57,6 +57,7 @@ KINDS: dict[str, Kind] = {
     "train.evaluate_every": Kind.FREE,
     "train.checkpoint_every": Kind.FREE,
     "train.keep_checkpoints": Kind.FREE,
+    "train.checkpoint_in_background": Kind.FREE,
     "train.loader_workers": Kind.FREE,
     "train.on_non_finite": Kind.FREE,  # what went well so far would have gone the same way
     "engine": Kind.NUMBERS,

@@ -1,0 +1,131 @@
+"""What a checkpoint costs the training: written on the spot, and in the background."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.measure import interleaved, keep, machine, rows_of
+from orchestrator import Job, Loss
+from orchestrator.engine.api import MicroBatch, Window
+from orchestrator.engine.settings import EngineSettings
+from orchestrator.engine.torch import TorchGroup, build_engine
+from orchestrator.engine.torch.engine import TorchEngine
+from orchestrator.engine.torch.snapshot import Snapshot
+from orchestrator.lifecycle import checkpoint
+from orchestrator.rank.writing.saving import Saving
+
+AT_ONCE, BACKGROUND = "on the spot", "in the background"
+WIDTH, BATCH, WINDOWS = 3072, 32, 8
+NOTE = f"""\
+A net of 3 layers of {WIDTH}, in float32 with Adam, on one rank and the CPU: {WINDOWS} updates,
+after the first a checkpoint. What counts is for how long the main thread stands still: in the call,
+and until the next boundary may change the weights. Where training uses all processors, as here, the
+writer takes some of them besides; on an accelerator it does not."""
+
+
+class Net(Job):
+    """Large weights, little to compute."""
+
+    def model(self) -> nn.Module:
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        return nn.Sequential(*layers)
+
+    def dataset(self) -> TensorDataset:
+        return TensorDataset(torch.randn(BATCH, WIDTH))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(batch[0]).square().mean(1).sum(), len(batch[0]))
+
+
+class Timed:
+    """An engine whose copy is looked at."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine, self.kept = engine, None
+        self.save_state = engine.save_state
+
+    def snapshot(self) -> Snapshot:
+        self.kept = self._engine.snapshot()
+        return self.kept
+
+
+def body(data: dict[str, Any]) -> str:
+    """The page."""
+    return f"{NOTE}\n\n{table(data)}"
+
+
+def table(data: dict[str, Any]) -> str:
+    """A line for each way."""
+    lines = [
+        "| a checkpoint is written | training stands still (s) | quartiles | ratio | quartiles |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in data["rows"]:
+        spread, ratio = row["spread"], row["ratio"]
+        lines.append(
+            f"| {row['name']} | {spread['median']:.3f} | {spread['q1']:.3f} to {spread['q3']:.3f} "
+            f"| {ratio['median']:.3f} | {ratio['q1']:.3f} to {ratio['q3']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def _window(update: int) -> Window:
+    one = MicroBatch(update=update, start=0, indices=tuple(range(BATCH)))
+    return Window(
+        update=update, samples=BATCH, micro_batches=(one,), steps=1, learning_rate=1e-4,
+        samples_per_rank=(BATCH,),
+    )  # fmt: skip
+
+
+class Training:
+    """Some updates at a time, of one engine."""
+
+    def __init__(self) -> None:
+        group = TorchGroup.alone()
+        settings = EngineSettings(optimizer={"name": "adam"})
+        self._engine, self._update = build_engine(Net(), settings, group, 0), 0
+
+    def stands_still(self, way: str) -> float:
+        """For how many seconds, for one checkpoint. `way`: how it is written."""
+        timed, still = Timed(self._engine), 0.0
+        saving = Saving(timed, background=way == BACKGROUND)  # type: ignore[arg-type]  # the part that is used
+        folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
+        for number in range(WINDOWS):
+            one = _window(self._update)
+            self._engine.begin_window(one)
+            for batch in self._engine.batches(one.micro_batches):
+                self._engine.micro_step(batch, one.micro_batches[0])
+            still += _seconds(timed.kept.taken.wait) if timed.kept else 0.0
+            self._engine.boundary()
+            self._update += 1
+            if number == 0:
+                save = partial(checkpoint.save, folder, updates=1, samples=1, keep=1)
+                still += _seconds(partial(saving.begin, 1, save))
+        written = saving.ended(wait=True)
+        if written is None or written.error is not None:
+            raise RuntimeError(f"the checkpoint was not written: {written}")
+        shutil.rmtree(folder)
+        return still
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def main(*, quick: bool = False) -> None:
+    training = Training()
+    ways = {way: partial(training.stands_still, way) for way in (AT_ONCE, BACKGROUND)}
+    figures = interleaved(ways, 3 if quick else 15)
+    keep("checkpoints", {"machine": machine(), "rows": rows_of(figures, AT_ONCE)}, quick=quick)
