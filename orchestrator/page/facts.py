@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, st
     keys = list(cell.overrides)
     latest = next((n for n in reversed(run.attempt_numbers()) if run.timeline(n).exists()), 0)
     told = run.read(run.timeline(latest))
-    return RunFacts(
+    found = RunFacts(
         name=" ".join(f"{short_key(k, keys)}={v}" for k, v in cell.overrides.items())
         or run.path.name,
         cell=cell,
@@ -116,8 +116,8 @@ def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, st
         submission=submission,
         windows=told["windows"] if told else (),
         nodes=run.nodes_of_ranks(latest) or _pretended(cell.plan),
-        pruned=(run.read(run.pruned) or {}).get("why", ""),
     )
+    return replace(found, pruned=(run.read(run.pruned) or {}).get("why", ""))
 
 
 def _pretended(plan: Mapping[str, Any]) -> dict[int, str]:
