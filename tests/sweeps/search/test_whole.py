@@ -4,6 +4,8 @@ import json
 import random
 import signal
 
+from orchestrator.outcome.lock_holder import is_held
+from orchestrator.run_folder.rundir import RunDir
 from orchestrator.sweeps.folder import alone_in
 from tests.helpers import begin, call, result, until, verb
 from tests.sweeps.search.helpers import line_of, loss_of
@@ -32,6 +34,7 @@ def test_a_search_killed_at_three_moments_runs_no_trial_twice_and_has_the_same_b
         until(lambda least=over: over_in(folder) >= least)
         begun.send_signal(signal.SIGKILL)
         begun.communicate()
+    until(lambda: not is_held(RunDir(folder)))  # the kernel ends what the search had forked
     with alone_in(folder):  # as another shell would
         refused = call(*line)
     assert refused.returncode == 2
