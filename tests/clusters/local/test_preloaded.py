@@ -42,7 +42,7 @@ def test_a_second_interrupt_does_not_wait_for_an_import(tmp_path, hanging):
     run = tmp_path / "run"
     launcher = importing(run, hanging)
     launcher.send_signal(signal.SIGINT)
-    until(lambda: "stopping" in (launcher.stdout.readline() or "x"), 10, "the word")
+    until(lambda: "once more" in (launcher.stdout.readline() or "once more"), 10, "the word")
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=20)
     assert launcher.returncode == 130
