@@ -106,7 +106,7 @@ def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(run, 
 def test_a_second_interrupt_ends_every_process_at_once(run):
     process = started(run, SMALL, "job.pause_s=0.8")
     process.send_signal(signal.SIGINT)
-    helpers.until(lambda: "stopping" in (process.stdout.readline() or "x"), 10, "the word")
+    helpers.until(lambda: "once more" in (process.stdout.readline() or "once more"), 10, "the word")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=10)
     assert process.returncode == 130
