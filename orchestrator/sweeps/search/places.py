@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
-from orchestrator.errors import ConfigError
 from orchestrator.outcome.folder_status import ENDED_STATES
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
@@ -40,8 +39,10 @@ class Place(Protocol):
     @property
     def running(self) -> Sequence[Cell]: ...
     def has_room(self, cell: Cell) -> bool: ...
-    def start(self, cell: Cell) -> str | None:
-        """Start a trial; why it can never run, if that is so."""
+    def start(self, cell: Cell) -> bool:
+        """Start a trial; False where it has to wait after all. Raises `ConfigError` where it can
+        never run.
+        """
         ...
 
     def follow(self, cell: Cell) -> None:
@@ -102,9 +103,8 @@ class Here:
     def has_room(self, cell: Cell) -> bool:
         return not self._followed.cells and self._room.has(share_of(cell))
 
-    def start(self, cell: Cell) -> str | None:
-        self._queue.start(cell)
-        return None
+    def start(self, cell: Cell) -> bool:
+        return self._queue.start(cell)
 
     def follow(self, cell: Cell) -> None:
         self._followed.cells.append(cell)
@@ -149,13 +149,10 @@ class OnScheduler:
         del cell
         return len(self._followed.cells) < self._most
 
-    def start(self, cell: Cell) -> str | None:
-        try:
-            submit([cell], self._manner, wait=False)
-        except ConfigError as error:
-            return str(error)
+    def start(self, cell: Cell) -> bool:
+        submit([cell], self._manner, wait=False)
         self.follow(cell)
-        return None
+        return True
 
     def follow(self, cell: Cell) -> None:
         self._followed.cells.append(cell)

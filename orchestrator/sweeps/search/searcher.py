@@ -146,16 +146,25 @@ class Searcher:
 
     def _start_waiting(self) -> None:
         while self._waiting and self._place.has_room(self._waiting[0].cell):
-            self._start(self._waiting.pop(0))
+            if not self._start(self._waiting.pop(0)):
+                return
 
-    def _start(self, trial: Trial) -> None:
+    def _start(self, trial: Trial) -> bool:
+        """False where it has to wait: what was free a moment ago is not any more."""
         self._folders[trial.number] = trial.cell.run.path
         self._running[trial.cell.run.path] = trial
-        if not self._manner.quiet:
+        try:
+            started = self._place.start(trial.cell)
+        except ConfigError as error:
+            self._ended(PointEnded(cell=trial.cell, exit_code=error.exit_code, refusal=str(error)))
+            return True
+        if not started:
+            del self._running[trial.cell.run.path]
+            self._waiting.insert(0, trial)
+        elif not self._manner.quiet:
             chosen = trial.cell.point.overrides[len(self._asked.space.fixed) :]
             say(self._manner.console, f"trial {trial.number} begins: {' '.join(chosen)}", "dim")
-        if refusal := self._place.start(trial.cell):
-            self._ended(PointEnded(cell=trial.cell, exit_code=2, refusal=refusal))
+        return started
 
     def _draw_more(self) -> None:
         while not self._waiting and len(self._journal.trials) < self._asked.trials:

@@ -80,6 +80,7 @@ class AtOnce:
             run = ready.run
             run.begin_attempt()
         self.running.append(cell)
+        return True
 
     def follow(self, cell):
         raise AssertionError(f"nobody holds {cell.run.path}")

@@ -109,6 +109,23 @@ def test_a_new_trial_is_drawn_when_one_has_ended_not_when_all_have(tmp_path):
     assert [path.name for path in place.began] == [str(number) for number in range(7)]
 
 
+def test_a_trial_whose_room_is_gone_at_the_last_moment_waits_for_it(tmp_path):
+    class Shrinking(AtOnce):
+        refused = 0
+
+        def start(self, cell):
+            if len(self.running) == 2 and self.refused < 3:
+                self.refused += 1
+                return False
+            return super().start(cell)
+
+    place = Shrinking(most=3)
+    found = searched(asked(*line_of(tmp_path / "found", "sweep.trials=7")), place)
+    assert place.refused == 3
+    assert [path.name for path in place.began] == [str(number) for number in range(7)]
+    assert {trial["state"] for trial in found["trials"]} <= {"complete", "failed"}
+
+
 def test_a_grid_is_tried_whole_and_a_point_that_is_drawn_again_is_not_run_again(tmp_path):
     script = line_of(tmp_path / "grid")[-2:]
     space = ("job.arguments.lr=0.1,0.2", "job.arguments.k=1,3", "cluster.nodes=1",
