@@ -2,13 +2,18 @@
 
 import json
 import os
+import re
 import signal
+import sys
 import time
 
 import pytest
 
+from tests.engine.mindspore.under_msrun import TRAIN, begin_msrun
 from tests.helpers import processes_of, until
+from tests.programs import script
 from tests.slurm import runs
+from tests.slurm.test_programs import submit
 
 LINE = ("job._target_=tests.engine.mindspore.jobs.SlowLine", "train.updates=60",
         "accumulation.global_batch=128", "train.checkpoint_every=25", "optimizer=sgd")  # fmt: skip
@@ -47,3 +52,18 @@ def test_preempted_once_and_a_rank_killed_once_it_ends_with_the_bits_of_one_left
     assert killed["why"].endswith("failed first: killed by signal 9 (SIGKILL)")
     assert killed["resumed_from"] == 25
     assert runs.processes_of_job(slurm, job) == []
+
+
+@pytest.mark.timeout(200)
+def test_a_script_in_a_shell_script_ends_with_the_bits_that_it_has_under_msrun(slurm, tmp_path):
+    script(tmp_path, TRAIN)
+    script(tmp_path, f'#!/bin/sh\n{sys.executable} train.py "$@"\n', "train.sh", run=True)
+    submit(slurm, tmp_path, "job.style=mindspore", program=("./train.sh",))
+    msrun = begin_msrun(tmp_path, 2)
+    output, _ = msrun.communicate(timeout=120)
+    assert msrun.returncode == 0, output
+    assert runs.wait_over(slurm, tmp_path / "run")["state"] == "finished"
+    logs = [f"{at}{rank}.log" for at in ("theirs/worker_", "run/logs/rank-0000") for rank in "01"]
+    said = [re.findall("^final .*", (tmp_path / log).read_text(), re.MULTILINE) for log in logs]
+    assert [len(lines) for lines in said] == [1] * 4
+    assert len({line for lines in said for line in lines}) == 1, "equal bits"

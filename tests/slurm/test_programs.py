@@ -5,6 +5,7 @@ import os
 import random
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -77,10 +78,11 @@ def test_a_preempted_program_gets_its_signal_and_the_code_that_was_submitted_run
 
 
 def test_a_torch_script_runs_and_a_killed_rank_of_it_is_named(slurm, tmp_path):
-    """The second start: the first trains to its end."""
+    """The second start: the first, by a shell script, trains to its end."""
     fails = "\nif '--die' in sys.argv and rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()\n"
     script(tmp_path, TORCH + fails)
-    submit(slurm, tmp_path)
+    script(tmp_path, f'#!/bin/sh\n{sys.executable} train.py "$@"\n', "train.sh", run=True)
+    submit(slurm, tmp_path, program=("./train.sh",))
     assert wait_over(slurm, tmp_path / "run")["state"] == "finished"
     assert "final" in log(tmp_path, 1)
     (tmp_path / "run").rename(tmp_path / "first")
