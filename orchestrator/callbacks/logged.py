@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.inside.record import LONGEST_NAME, MOST_FIGURES
+from orchestrator.inside.figures import LONGEST_NAME, MOST_FIGURES
 
 OTHERS = ("loss", "samples", "update", "self")  # what `report` has a use of its own for
 

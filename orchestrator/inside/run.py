@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import JobError
-from orchestrator.inside.record import Line, Lines, figures
+from orchestrator.inside.figures import Line, Lines, figures
 from orchestrator.inside.stop import Stop
 from orchestrator.inside.variables import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
 
