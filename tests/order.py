@@ -1,15 +1,29 @@
-"""Which tests one worker runs one after another, and what begins first: what lasts longest.
+"""Which tests begin first: the files that take longest. And which of them hold no clock.
 
-A file is one worker's, for its tests share what they have started. tests/slurm is two workers',
-each with a SLURM of its own; it has bounds on seconds, so what computes beside it gives way to it
-(`gate.py`).
+A file is one worker's, for its tests share what they have started. The two workers of tests/slurm
+have a SLURM each; it has bounds on seconds, so what computes beside it gives way to it (`gate.py`).
 """
 
-SLURM = "tests/slurm/"
-LANE = tuple(f"{SLURM}test_{n}.py" for n in ("failures", "mindspore", "node_loss", "under_fire"))
-"""As long as the other files of tests/slurm together."""
-
 LONG = (
+    *(
+        f"tests/slurm/test_{name}.py"
+        for name in (
+            "verbs",
+            "failures",
+            "preemption",
+            "node_loss",
+            "frameworks",
+            "submission",
+            "under_fire",
+            "allocation",
+            "survival",
+            "mindspore",
+            "programs",
+            "sweeps",
+            "search",
+            "chaos",
+        )
+    ),
     "tests/engine/mindspore/test_runs.py",
     "tests/end_to_end/test_runs.py",
     "tests/engine/mindspore/comm/test_groups.py",
@@ -38,27 +52,11 @@ CALM = (
 """What computes, and would not notice if it stood still for a few seconds."""
 
 
-def file_of(nodeid: str) -> str:
-    return nodeid.partition("::")[0]
-
-
-def unit_of(nodeid: str) -> str:
-    """What goes to one worker together with this test: its file, or a half of tests/slurm.
-
-    >>> unit_of("tests/plan/test_wire.py::test_a[1::2]")
-    'tests/plan/test_wire.py'
-    >>> unit_of("tests/slurm/test_verbs.py::test_b")
-    'tests/slurm/ 2'
-    """
-    file = file_of(nodeid)
-    if not file.startswith(SLURM):
-        return file
-    return f"{SLURM} {1 if file in LANE else 2}"
-
-
 def place_of(nodeid: str) -> int:
-    """Where a test stands in the order; equal places keep theirs."""
-    file = file_of(nodeid)
-    if file.startswith(SLURM):
-        return 0 if file in LANE else 1
-    return 2 + (LONG.index(file) if file in LONG else len(LONG))
+    """Where a test stands in the order; equal places keep theirs.
+
+    >>> place_of("tests/plan/test_wire.py::test_a") == len(LONG)
+    True
+    """
+    file = nodeid.partition("::")[0]
+    return LONG.index(file) if file in LONG else len(LONG)
