@@ -22,7 +22,10 @@ from orchestrator.errors import JobError
 from orchestrator.inside.variables import HEEDS, NOT_YET, STOP_AFTER, STOP_ASKED, WIDTH
 
 LOOK_S = 0.05
-LEFT_TO_US = (signal.SIG_DFL, signal.default_int_handler)
+LEFT_TO_US = (signal.SIG_DFL, signal.default_int_handler, signal.SIG_IGN)
+"""What a program has that does nothing about a signal. Shells have what they start with & ignore
+SIGINT, and so it is inherited.
+"""
 
 
 def write_number(path: str, *numbers: int) -> None:
@@ -75,7 +78,7 @@ class Stop:
         self._asked_file, self._after_file = str(folder / STOP_ASKED), str(folder / STOP_AFTER)
         self._signalled = self._told = self._heeding = False
         self._after, self._look = NOT_YET, 0.0
-        self._calls = self._first = self._pid = 0
+        self._calls, self._first, self._pid = 0, 0, os.getpid()
         self._step: int | None = (
             None  # between two calls; None before the second, and once compared
         )
@@ -156,11 +159,14 @@ class Stop:
     def _heed(self, *, note: bool = True) -> None:
         """From the first call on, a stop signal is a wish, unless the program has its own way."""
         ours = [number for number in self._signals if signal.getsignal(number) in LEFT_TO_US]
-        if ours and threading.current_thread() is not threading.main_thread():
-            raise JobError(
-                "run.should_stop() was called in a thread, where no signal can be taken over: call "
-                f"it in the main thread first, or have a handler for {ours[0].name} of your own"
-            )
+        if threading.current_thread() is not threading.main_thread():
+            if ours and note:
+                raise JobError(
+                    f"run.should_stop() was called in a thread, where no signal can be taken over: "
+                    f"call it in the main thread first, or have a handler for {ours[0].name} of "
+                    f"your own"
+                )
+            ours = []  # where there is no run, a signal does what it does without us
         for number in ours:
             signal.signal(number, self._handle)
         self._heeding, self._pid = True, os.getpid()
