@@ -45,7 +45,7 @@ def test_processes_gone_from_a_node_that_slurm_believes_alive_cost_six_updates_a
         mended.command("scontrol", "reconfigure")
     broken = time.monotonic()
     runs.wait_for_update(run, 10, attempt=1)
-    assert time.monotonic() - broken < 30
+    assert time.monotonic() - broken < 60, "13 s if nothing else computes; SLURM takes minutes"
     ended = runs.wait_over(mended, run)
     assert ended["weights_sha256"] == digest_of_60
     note = runs.first_records(run)[1]["restart"]
