@@ -15,6 +15,7 @@ from orchestrator.clusters.slurm.admission.limits import wanted
 from orchestrator.clusters.slurm.arrays import submit_as_arrays
 from orchestrator.clusters.slurm.batch_script import Here, batch_script
 from orchestrator.clusters.slurm.on_slurm import OnSlurm
+from orchestrator.clusters.slurm.quarantined import left_out, told
 from orchestrator.clusters.slurm.scripts import UNLIKE, patiently, script_name
 from orchestrator.clusters.slurm.task import Task, write_task
 from orchestrator.clusters.slurm.watch import SlurmHandle
@@ -64,7 +65,7 @@ class SlurmCluster(OnSlurm):
         slow = too_slow(self.config, said.grace_s)
         return Admission(
             words=said.words + self._survives(),
-            warnings=said.warnings + ((slow,) if slow else ()),
+            warnings=(*told(left_out(cluster)), *said.warnings, *([slow] if slow else [])),
             notice={"preempt_grace_s": said.preempt_grace_s, "kill_wait_s": said.kill_wait_s},
         )
 

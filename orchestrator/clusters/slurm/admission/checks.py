@@ -125,7 +125,7 @@ def too_slow(config: Config, grace: float) -> str | None:
 def _without_excluded(
     client: SlurmClient, exclude: str | None, known: Mapping[str, Partition]
 ) -> Mapping[str, Partition]:
-    """The partitions as `cluster.exclude` leaves them."""
+    """The partitions as what is excluded leaves them."""
     if exclude is None:
         return known
 
@@ -247,7 +247,7 @@ def check_request(client: SlurmClient, config: Config, job: Wanted, script: str)
         tested = beside.submit(client.ask, "sbatch", "--test-only", text=script)
         shapes = beside.submit(client.ask, *SHAPES)
         known = read_partitions(client.must(*PARTITIONS), shapes.result().out)
-        known = _without_excluded(client, config.cluster.exclude, known)
+        known = _without_excluded(client, job.exclude, known)
         answer = tested.result()
         job, words, warnings = as_placed(answer, job, chosen_partitions(job, known), known)
         partitions = chosen_partitions(job, known)

@@ -36,6 +36,7 @@ class Wanted:
         partitions: () for the cluster's default.
         nodes, most_nodes: the least it can do with, and what it would like.
         minutes: of wall time; None leaves it to the partition.
+        exclude: nodes that it will not have, in SLURM's notation.
     """
 
     partitions: tuple[str, ...] = ()
@@ -45,6 +46,7 @@ class Wanted:
     most_nodes: int = 1
     each: Each = field(default_factory=Each)
     minutes: float | None = None
+    exclude: str | None = None
 
     def total(self) -> dict[str, float]:
         """All of the job's, by SLURM's names of trackable resources."""
@@ -80,6 +82,7 @@ def wanted(options: Mapping[str, object], *, nodes: tuple[int, int], cpus: int) 
             gres=read_gres(",".join([*listed, *([text("gres") or ""] if text("gres") else [])])),
         ),
         minutes=minutes(text("time") or ""),
+        exclude=text("exclude"),
     )
 
 
@@ -88,7 +91,7 @@ def misfit(job: Wanted, partition: Partition) -> str | None:
     name, allows = partition.name, partition.allows
     most = min(partition.nodes, allows.max_nodes or partition.nodes)
     if job.nodes > most:
-        without = f" without the {partition.excluded} of cluster.exclude"
+        without = f" without the {partition.excluded} of cluster.exclude or in quarantine"
         return f"cluster.nodes={job.nodes}, but partition {name} gives {most} at most" + (
             without if partition.excluded else ""
         )
