@@ -157,6 +157,7 @@ class RunConfig:
 
     max_restarts: how often a run that failed begins again by itself, from its newest checkpoint.
     survive: when a rank dies in mid-window, the others redo it and go on (docs/surviving.md).
+    preflight: nodes are looked at before training; null: SLURM's are, pretended ones are not.
     """
 
     dir: str | None = free(PATH)
@@ -165,6 +166,7 @@ class RunConfig:
     snapshot: bool = True
     max_restarts: int = number(0, least=0, most=10**6)
     survive: bool = False
+    preflight: bool | None = None
 
 
 @dataclass

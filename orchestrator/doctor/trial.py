@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from orchestrator.compose.command_line import CommandLine, program_overrides
 from orchestrator.compose.composer import Composer
 from orchestrator.doctor import exchange
-from orchestrator.doctor.findings import BAD, Finding
+from orchestrator.doctor.findings import BAD, NOTE, Finding
 from orchestrator.report.metrics import read_metrics
 from orchestrator.report.tables.closing_table import describe_culprit
-from orchestrator.report.units import format_seconds, plural
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.report.units import format_bytes, format_seconds, plural
+from orchestrator.run_folder.rundir import RunDir, read_json
 from orchestrator.runs.console import Manner
 from orchestrator.runs.start import begun, way_of
 
@@ -46,6 +47,7 @@ def measured(run: RunDir, exit_code: int) -> Iterator[Finding]:
         )  # fmt: skip
         return
     yield Finding(about="runs", found=f"{run.path} was written here and read on {where}, and back")
+    yield from _nodes(read_json(run.preflight(0)) or {})
     for record in read_metrics(run.metrics).updates:
         figures = record["metrics"]
         yield Finding(
@@ -58,3 +60,21 @@ def measured(run: RunDir, exit_code: int) -> Iterator[Finding]:
             else "the sum is wrong: this network or library corrupts "
             "data; try another transport, and look at the nodes' logs",
         )
+
+
+def _nodes(seen: Mapping[str, Any]) -> Iterator[Finding]:
+    """What a preflight wrote of each node, and of those that are bad."""
+    for one in seen.get("nodes", ()):
+        rate = one["bytes_per_s"]
+        speed = f", {format_bytes(rate)}/s to and from other nodes over TCP" if rate else ""
+        yield Finding(
+            about="nodes",
+            found=f"{one['node']}: {format_bytes(one['memory'])} of memory free, meets the others "
+            f"on {one['interface'] or one['address']}{speed}, its clock {one['clock_s']:+.1f} s",
+        )
+    for one in seen.get("bad", ()):
+        yield Finding(
+            about="nodes", found=f"{one['node']}: {one['why']}",
+            state=BAD if one["unfit"] else NOTE,
+            do=f"python -m orchestrator quarantine add {one['node']}, and tell its administrator",
+        )  # fmt: skip

@@ -132,10 +132,17 @@ def interface_variables(env: Mapping[str, str], address: str) -> dict[str, str]:
 
     NCCL and HCCL find fabrics by themselves, so they are told only what a person stated.
     """
+    own = interface_of(address)
+    told = FABRIC_VARIABLES if env.get(INTERFACE_VARIABLE) else (GLOO_INTERFACE,)
+    return {name: own for name in told if own and not env.get(name)}
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address; None where none has."""
     import psutil
 
     here = address.partition("%")[0]
-    own = next(
+    return next(
         (
             interface
             for interface, entries in psutil.net_if_addrs().items()
@@ -143,5 +150,3 @@ def interface_variables(env: Mapping[str, str], address: str) -> dict[str, str]:
         ),
         None,
     )
-    told = FABRIC_VARIABLES if env.get(INTERFACE_VARIABLE) else (GLOO_INTERFACE,)
-    return {name: own for name in told if own and not env.get(name)}

@@ -52,6 +52,7 @@ from orchestrator.rank.agreed.stated_facts import compare_facts
 from orchestrator.rank.attendance import Attendance
 from orchestrator.rank.failure import exit_code
 from orchestrator.rank.loop import Outcome
+from orchestrator.rank.preflight import preflight
 from orchestrator.rank.survivors import Survivors
 from orchestrator.rank.training import Training
 from orchestrator.rank.writing.rank_log import send_output_to
@@ -129,9 +130,8 @@ def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag
 
 
 def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
-    """The plan, now that the model and the data set are known. Collective.
-
-    Raises what `compare_facts` does where the configuration said something else of them.
+    """The plan, now that the model and the data set are known; raises what `compare_facts` does
+    where the configuration said something else of them. Collective.
     """
 
     def plan_with(parameters: int | None, samples: int | None) -> Plan:
@@ -211,6 +211,7 @@ def _run_rank(
     with for_others("their group to form"):
         group = framework.form_group(spec)
     engine = framework.build_engine(job, engine_settings(config, job), group)
+    preflight(run, attempt, config, topology, engine)
     planned = _planned(config, job, engine, topology.nodes)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     training = Training(
@@ -218,8 +219,7 @@ def _run_rank(
         rates=own_rates(job, config.schedule, engine, planned.updates), attendance=attendance,
         stop=stop,
     )  # fmt: skip
-    outcome = training.outcome
-    _restore(run, engine, outcome, topology.rank)
+    _restore(run, engine, outcome := training.outcome, topology.rank)
     checkpoint.refuse_beyond(run, outcome.updates, planned.updates)
     if config.train.initial_weights is not None and not outcome.updates:
         checkpoint.check_initial(run)
