@@ -171,6 +171,16 @@ def test_of_a_node_that_is_only_worse_a_run_warns_and_goes_on(flown):
     assert warned.startswith("node n1: 90% of a device's memory")
 
 
+def test_whatever_a_kernel_takes_at_a_time_all_of_it_is_counted(monkeypatch):
+    """A real card takes a part of a block; an earlier count went past the end, and waited."""
+    monkeypatch.setattr(links, "BYTES", (1 << 20) + 1)
+    monkeypatch.setattr(links, "LONGEST_S", 1.0)
+    sink = links.Sink("127.0.0.1", 1)
+    sink.open(OURS)
+    assert links.rate(Peer("127.0.0.1", sink.port, 1), secret=OURS, me=0) > links.BYTES
+    sink.close()
+
+
 def test_a_sink_takes_nothing_from_who_does_not_know_the_secret():
     sink = links.Sink("127.0.0.1", 1)
     sink.open(OURS)

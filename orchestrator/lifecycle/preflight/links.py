@@ -59,7 +59,7 @@ class Sink:
                 said.encode(), sign(self._secret, int(number), self._me).encode()
             )
             left = BYTES if known else 0
-            while left and (block := other.recv(1 << 18)):
+            while left and (block := other.recv(min(left, 1 << 18))):
                 left -= len(block)
             if known and not left:
                 other.sendall(_THANKS)
@@ -75,7 +75,7 @@ def rate(peer: Peer, *, secret: str, me: int) -> float:
             began = time.monotonic()
             while sent < BYTES:
                 other.settimeout(max(0.01, end - time.monotonic()))
-                sent += other.send(_BLOCK)
+                sent += other.send(_BLOCK[: BYTES - sent])  # perhaps not all of it
             if other.recv(1) != _THANKS:
                 return 0.0
     except TimeoutError:  # so far it has come

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from orchestrator.lifecycle.address import interface_of, is_loopback, node_names
-from orchestrator.lifecycle.preflight.judging import SLOWER, Seen, best_links
+from orchestrator.lifecycle.preflight.judging import CLOCK_S, SLOWER, Seen, best_links
 from orchestrator.lifecycle.preflight.links import Sink, rate
 from orchestrator.lifecycle.survival.links import Peer
 from orchestrator.lifecycle.topology import Topology
@@ -44,18 +44,16 @@ def look(
     }  # fmt: skip
     try:
         said, damaged = _values_of_all(gather, own)
-        # the gather before has made them meet
-        rows = gather([time.time(), float(damaged), float(topology.node_index)])
-        places = [int(row[2]) for row in rows]
+        rows = gather([float(damaged), float(topology.node_index)])
+        places = [int(row[1]) for row in rows]
         names = _names(places, said)
-        pairs = [(names[int(row[1])], names[r]) for r, row in enumerate(rows) if row[1] >= 0]
-        clocks = [row[0] for row in rows]
+        pairs = [(names[int(row[0])], names[r]) for r, row in enumerate(rows) if row[0] >= 0]
+        clocks = _clocks(gather)
         leaders = sorted((places.index(node) for node in set(places)), key=places.__getitem__)
         rates = [] if pairs else _rates(gather, topology, sink, [said[r] for r in leaders])
     finally:
         if sink:
             sink.close()
-    usual = median(clocks)
     best = best_links(rates) if rates else [None] * len(leaders)
     taken = [
         max(one["device_taken"] for n, one in zip(places, said, strict=True) if n == places[r])
@@ -65,7 +63,7 @@ def look(
         Seen(
             node=names[r], interface=said[r]["interface"], address=said[r]["address"],
             memory=said[r]["memory"], scratch=said[r]["scratch"], device_taken=taken[place],
-            clock_s=round(clocks[r] - usual, 3), bytes_per_s=best[place],
+            clock_s=round(clocks[r], 3), bytes_per_s=best[place],
         )
         for place, r in enumerate(leaders)
     ], pairs  # fmt: skip
@@ -89,6 +87,20 @@ def _here(topology: Topology) -> dict[str, Any]:
         "memory": psutil.virtual_memory().available,
         "scratch": _scratch(),
     }
+
+
+def _clocks(gather: Gather) -> list[float]:
+    """How far each rank's clock is from the median. They have met a moment before; where one seems
+    to be off, it may only have been busy since, so all look again. Collective.
+    """
+    best: list[float] = []
+    for _ in range(TRIES):
+        times = [row[0] for row in gather([time.time()])]
+        offs = [one - median(times) for one in times]
+        best = [min(pair, key=abs) for pair in zip(best or offs, offs, strict=True)]
+        if max(map(abs, best)) <= CLOCK_S:
+            break
+    return best
 
 
 def _scratch() -> float:
