@@ -21,6 +21,7 @@ LONG = (
             "programs",
             "sweeps",
             "search",
+            "rehearsal",
             "chaos",
         )
     ),

@@ -23,6 +23,9 @@ def rehearse(
     ] = None,
     faults: Annotated[int, typer.Option("--faults", help="How many.")] = 6,
     seed: Annotated[int, typer.Option("--seed", help="Which ones, and when.")] = 0,
+    only: Annotated[
+        str, typer.Option("--only", help="Kinds of faults, with commas; all by default.")
+    ] = "",
     config_dir: Annotated[
         str | None, typer.Option("--config-dir", "-cd", help="Folder of your own configs.")
     ] = None,
@@ -32,7 +35,7 @@ def rehearse(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Run a job small on pretended nodes, kill and stop parts of it, and compare its end.
+    """Run a job small, kill, stop and cut off parts of it, and compare its end.
 
     Exit code 1 where anything is otherwise than in an undisturbed run.
     """
@@ -42,7 +45,8 @@ def rehearse(
     from orchestrator.rehearse.table import print_rehearsal
 
     given, console = overrides or [], Console(stderr=as_json)
-    to_play = asked(given, config_dir, faults)
+    kinds = [kind.strip() for kind in only.split(",") if kind.strip()]
+    to_play = asked(given, config_dir, faults, kinds)
     folder = (into or Path(f"runs/rehearsal_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}")).absolute()
     try:
         folder.mkdir(mode=0o700, parents=True)
@@ -61,6 +65,7 @@ def rehearse(
         for sentence in found.wrong:
             say(Console(stderr=True), f"error: {sentence}", "bold red")
         words = [*given, *(["--config-dir", config_dir] if config_dir else [])]
+        words += ["--only", only] if only else []
         again = shlex.join([*words, "--faults", str(faults), "--seed", str(seed)])
         say(Console(stderr=True), f"the same again: python -m orchestrator rehearse {again}")
         raise typer.Exit(EXIT_FAILED)

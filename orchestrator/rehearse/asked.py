@@ -1,4 +1,4 @@
-"""What is rehearsed: a user's configuration, small, on pretended nodes, as safe as it can be."""
+"""What is rehearsed: a user's configuration, small, as safe as it can be; and by which faults."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ from orchestrator.compose.composer import compose
 from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, UsageError
-from orchestrator.rehearse.drawing import LEAST_UPDATES, PER_RUN
+from orchestrator.rehearse.connections import check_lending
+from orchestrator.rehearse.drawing import (
+    CUT,
+    HERE,
+    LEAST_UPDATES,
+    ON_OWN_SLURM,
+    ON_SLURM,
+    PER_RUN,
+    SILENCE,
+)
+from orchestrator.rehearse.own_slurm import is_own
 from orchestrator.runs.start import prepare
+from orchestrator.scheduler.client import SlurmClient
 
 SMALL = (
     "train.updates=60", "train.checkpoint_every=5", "cluster.heartbeat_timeout_s=4", "tracker=none",
@@ -22,6 +33,7 @@ SAFER = ("run.survive=true", "accumulation.reduction=reproducible")
 """What it tries to have beside: left out where the job cannot have it."""
 
 MOST_FAULTS = 1000
+LINKS = frozenset({CUT, SILENCE})
 CLOSE = 1e-4
 
 
@@ -30,6 +42,7 @@ class Asked:
     """What every run of a rehearsal is started with.
 
     Attributes:
+        kinds: of faults.
         notes: what it goes without, and why.
     """
 
@@ -37,6 +50,7 @@ class Asked:
     overrides: tuple[str, ...]
     config_dir: str | None
     ranks: int
+    kinds: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
@@ -61,8 +75,13 @@ class Asked:
         )
 
 
-def asked(given: Sequence[str], config_dir: str | None, faults: int) -> Asked:
+def asked(
+    given: Sequence[str], config_dir: str | None, faults: int, only: Sequence[str] = ()
+) -> Asked:
     """Check what is to be rehearsed. Nothing is written.
+
+    Args:
+        only: kinds of faults; all that there are, without.
 
     Raises:
         UsageError: it cannot be started, or not rehearsed.
@@ -70,7 +89,10 @@ def asked(given: Sequence[str], config_dir: str | None, faults: int) -> Asked:
     if not 1 <= faults <= MOST_FAULTS:
         raise ConfigError(f"--faults {faults}: there can be 1 to {MOST_FAULTS} in a rehearsal")
     keys = {one.lstrip("+").partition("=")[0] for one in given}
-    _refuse(compose(given, config_dir), keys)
+    first = compose(given, config_dir)
+    _refuse(first, keys)
+    possible = _possible(first)
+    _refuse_unknown(only, possible)
     overrides = (*given, *(one for one in SMALL if one.partition("=")[0] not in keys))
     config = compose(overrides, config_dir)
     _refuse_few(config.train.updates)
@@ -86,9 +108,15 @@ def asked(given: Sequence[str], config_dir: str | None, faults: int) -> Asked:
             notes.append(f"without {more}: {refusal}")
         else:
             config, overrides = safer, (*overrides, more)
+    kinds = tuple(kind for kind in possible if kind in only or not only)
+    if LINKS & {*kinds} and (why := _why_no_links(plan.ranks)):
+        kinds = tuple(kind for kind in kinds if kind not in LINKS)
+        if only:
+            raise ConfigError(f"--only {', '.join(only)}: {why}")
+        notes.append(f"without {' and '.join(sorted(LINKS))}: {why}")
     return Asked(
         config=config, overrides=overrides, config_dir=config_dir, ranks=plan.ranks,
-        notes=tuple(notes),
+        kinds=kinds, notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -98,13 +126,44 @@ def _refuse(config: Config, keys: set[str]) -> None:
             "a rehearsal compares losses and weights with an undisturbed run's, and a program "
             "keeps its own; give it a job"
         )
-    if config.cluster.kind != "local":
+    if config.cluster.kind not in ("local", "slurm"):
         raise ConfigError(
-            f"a rehearsal is on pretended nodes, not on a {config.cluster.kind} cluster; leave "
-            "cluster= out, and say how many: cluster.nodes=2"
+            f"a rehearsal is on pretended nodes, or on SLURM, not on a {config.cluster.kind} "
+            "cluster; leave cluster= out, and say how many: cluster.nodes=2"
+        )
+    if config.cluster.allocation == "current":
+        raise ConfigError(
+            "a rehearsal submits jobs of its own, which come and go; leave "
+            "cluster.allocation=current out"
         )
     if "run.dir" in keys:
         raise ConfigError("a rehearsal has a folder for each of its runs; use --into FOLDER")
+
+
+def _possible(config: Config) -> tuple[str, ...]:
+    """The kinds of faults that there are where it is to run. Raises `ClusterError`."""
+    if config.cluster.kind == "local":
+        return HERE
+    own = is_own(SlurmClient(config.cluster.slurm_conf))
+    return ON_OWN_SLURM if own and config.cluster.slurm_conf else ON_SLURM
+
+
+def _refuse_unknown(only: Sequence[str], possible: Sequence[str]) -> None:
+    for kind in only:
+        if kind not in possible:
+            raise ConfigError(
+                f"--only {kind!r}: there is no such fault here; there are {', '.join(possible)}"
+            )
+
+
+def _why_no_links(ranks: int) -> str:
+    if ranks == 1:
+        return "a single rank has no connections"
+    try:
+        check_lending()
+    except UsageError as refusal:
+        return str(refusal)
+    return ""
 
 
 def _refuse_few(updates: int | None) -> None:

@@ -14,7 +14,21 @@ EARLY = 0.7  # of its part; the rest is for what follows from it
 
 KILL_RANK, KILL_TWO, KILL_NODE = "kill a rank", "kill two ranks", "kill a node"
 FREEZE_RANK, STOP, KILL_LAUNCHER = "freeze a rank", "stop, resume", "kill the launcher"
-KINDS = (KILL_RANK, KILL_NODE, FREEZE_RANK, STOP, KILL_TWO, KILL_LAUNCHER)
+CUT, SILENCE, FILL_DISK = "cut a node's links", "silence a node", "fill the disk"
+HERE = (KILL_RANK, KILL_NODE, FREEZE_RANK, STOP, KILL_TWO, KILL_LAUNCHER, CUT, SILENCE, FILL_DISK)
+"""Kinds on pretended nodes."""
+
+KILL_SCRIPT, REQUEUE = "kill the batch script", "requeue"
+NOTICE = "ask to leave"
+ON_SLURM = (*(kind for kind in HERE if kind != KILL_LAUNCHER), KILL_SCRIPT, REQUEUE, NOTICE)
+"""On SLURM: what a user may do to a job of their own."""
+
+NODE_DOWN, POWER_OFF = "set a node down", "power a node off"
+ON_OWN_SLURM = (*ON_SLURM, NODE_DOWN, POWER_OFF)
+"""On a SLURM that is all on this machine: what breaks a cluster."""
+
+ORDERLY = (STOP, REQUEUE, NOTICE)
+"""These leave between two updates."""
 
 One = TypeVar("One")
 
@@ -50,12 +64,12 @@ class Fault:
         return those[int(self.whom * len(those))]
 
 
-def draws(seed: int) -> Iterator[Fault]:
-    """All kinds in turn, each time in another order. More faults begin with the same ones."""
+def draws(seed: int, kinds: Sequence[str]) -> Iterator[Fault]:
+    """All `kinds` in turn, each time in another order. More faults begin with the same ones."""
     chance = random.Random(seed)  # noqa: S311  # it has to repeat
     number = 0
     while True:
-        for kind in chance.sample(KINDS, len(KINDS)):
+        for kind in chance.sample(kinds, len(kinds)):
             at, late, whom = chance.random(), chance.random(), chance.random()
             yield Fault(number=number, kind=kind, at=at, late=late, whom=whom)
             number += 1

@@ -1,33 +1,74 @@
-"""A run as one sees it from outside: its command, its processes, its folder. And how it is hurt."""
+"""A run as one sees it from outside: its folder, its end, its ranks. And how it is hurt."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import psutil
+from typing import Any, Protocol
 
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rehearse.asked import Asked
 from orchestrator.rehearse.drawing import (
+    CUT,
+    FILL_DISK,
     FREEZE_RANK,
-    KILL_LAUNCHER,
     KILL_NODE,
     KILL_TWO,
-    STOP,
+    SILENCE,
     Fault,
 )
 from orchestrator.report.metrics import Tail
 from orchestrator.run_folder.rundir import RunDir
 
+AFTER_SILENCE_S = 3.0
+"""How much longer than a silent rank may live the silence lasts."""
+LEAST_FULL_S, FULL_S = 0.3, 5.0
+NOTHING_S = 0.1
 
-class Outside:
-    """One run, started as a person would, in a session of its own."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Harm:
+    """What was done.
+
+    Attributes:
+        said: in words.
+        gone: ranks that the others have to lose by it, or that lose all these others.
+        others: those that lived beside them.
+        whole_run: no rank is left by it, or all leave.
+        lasts_s: it lasts until `Outside.lift`, so long at most.
+    """
+
+    said: str
+    gone: frozenset[int] = frozenset()
+    others: frozenset[int] = frozenset()
+    whole_run: bool = False
+    lasts_s: float = 0.0
+
+    def is_over(self, lost: AbstractSet[int]) -> bool:
+        """Whether all are lost that this harm can take: one of both sides of a cut."""
+        return self.gone <= lost or (bool(self.others) and self.others <= lost)
+
+
+class Reach(Protocol):
+    """The hands (`hand.py`) at a run's ranks."""
+
+    def where(self) -> Mapping[int, str]:
+        """The living ranks, by their numbers, with their nodes."""
+        ...
+
+    def tell(self, word: str, *what: Any) -> list[Any]:
+        """Have every hand do what its method `word` does; what they give, one after another."""
+        ...
+
+
+class Outside(ABC):
+    """One run, started as a person would."""
 
     def __init__(self, folder: Path, asked: Asked) -> None:
         self.run, self._asked = RunDir(folder), asked
@@ -54,22 +95,24 @@ class Outside:
             )  # fmt: skip
 
     @property
-    def code(self) -> int | None:
-        """The command's exit code; None while it runs."""
-        assert self._command is not None  # noqa: S101  # it was started
-        return self._command.poll()
-
-    @property
     def last_words(self) -> str:
         """Of its command."""
         lines = self._output.read_text("utf-8", "replace").strip().splitlines()
         return lines[-1] if lines else ""
 
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether it goes on no more by itself."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for its turn, so that nothing can move."""
+        return False
+
+    @abstractmethod
     def end(self) -> None:
-        """End all of it: its processes end with the command."""
-        if self._command is not None and self._command.poll() is None:
-            self._command.kill()
-            self._command.wait()
+        """End all of it."""
 
     # ------------------------------------------------------------------ its folder
 
@@ -90,55 +133,78 @@ class Outside:
             if found["time"] >= since:
                 return True
             generation += 1
-        return self.run.attempts_made() > attempt + 1
+        return self.run.attempts_made() > attempt + 1 or self.run.departure(attempt).exists()
 
-    # ------------------------------------------------------------------ its processes
+    # ------------------------------------------------------------------ its ranks
 
-    def hurt(self, fault: Fault) -> tuple[str, set[int]]:
-        """Do it. Gives in words what was done, and the ranks that are gone by it: none where that
-        is for the launcher to bear, or all have ended.
+    @abstractmethod
+    def arm(self, fault: Fault) -> None:
+        """Make ready for what comes next, so that it comes in its moment."""
+
+    @abstractmethod
+    def _reach(self) -> Reach: ...
+
+    @abstractmethod
+    def _hurt_all(self, fault: Fault) -> Harm | None:
+        """Do what is not done to ranks; None of any other kind."""
+
+    def hurt(self, fault: Fault, update_s: float) -> Harm:
+        """Do it.
+
+        Args:
+            update_s: how long an update takes; a full disk lasts beyond the next checkpoint.
         """
-        if fault.kind in (STOP, KILL_LAUNCHER):
-            assert self._command is not None  # noqa: S101  # it was started
-            self._command.send_signal(signal.SIGTERM if fault.kind == STOP else signal.SIGKILL)
-            return fault.kind, set()
-        ranks, nodes = self._processes()
-        if not ranks:
-            return f"{fault.kind}: none was left", set()
-        if fault.kind == KILL_NODE:
-            node = fault.of(sorted(nodes))
-            _signal([nodes[node]], signal.SIGKILL)
-            return f"kill {node}", {rank for rank, (_, where) in ranks.items() if where == node}
-        first = fault.of(sorted(ranks))
-        two = [rank for rank in sorted(ranks) if rank > first][:1] if fault.kind == KILL_TWO else []
-        chosen = [first, *two]
-        freeze = fault.kind == FREEZE_RANK
-        _signal([ranks[rank][0] for rank in chosen], signal.SIGSTOP if freeze else signal.SIGKILL)
+        done = self._hurt_all(fault)
+        if done is not None:
+            return done
+        reach = self._reach()
+        where = reach.where()
+        if not where:
+            return Harm(said=f"{fault.kind}: none was left")
+        if fault.kind in (KILL_NODE, CUT, SILENCE):
+            node = fault.of(sorted(set(where.values())))
+            its = sorted(rank for rank, of in where.items() if of == node)
+            if fault.kind == KILL_NODE:
+                self._kill_node(node, its)
+                return Harm(said=f"kill {node}", gone=frozenset(its))
+            if len(its) == len(where):  # nobody else is left to be connected to
+                its = [fault.of(its)]
+                node = f"rank {its[0]}"
+            return self._part(fault, node, its, sorted({*where} - {*its}))
+        if fault.kind == FILL_DISK:
+            reach.tell("fill", sorted(where))
+            updates = 1 + (self._asked.config.train.checkpoint_every or 0)
+            return Harm(said=fault.kind, lasts_s=min(FULL_S, max(LEAST_FULL_S, updates * update_s)))
+        first = fault.of(sorted(where))
+        two = [rank for rank in sorted(where) if rank > first][:1] if fault.kind == KILL_TWO else []
+        chosen, freeze = [first, *two], fault.kind == FREEZE_RANK
+        reach.tell("signal", chosen, signal.SIGSTOP if freeze else signal.SIGKILL)
         said = f"rank{'s' * len(two)} {' and '.join(map(str, chosen))}"
-        return f"{'freeze' if freeze else 'kill'} {said}", set(chosen)
+        return Harm(said=f"{'freeze' if freeze else 'kill'} {said}", gone=frozenset(chosen))
 
-    def _processes(
-        self,
-    ) -> tuple[dict[int, tuple[psutil.Process, str]], dict[str, psutil.Process]]:
-        """Its living ranks, by their numbers, with their pretended nodes; and these, by name."""
-        ranks: dict[int, tuple[psutil.Process, str]] = {}
-        nodes: dict[str, psutil.Process] = {}
-        for process in psutil.process_iter(["name", "cmdline", "status"]):
-            name = process.info["name"]
-            ours = str(self.run.path) in " ".join(process.info["cmdline"] or [])
-            if not ours or process.info["status"] in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
-                continue
-            with suppress(psutil.NoSuchProcess):  # it has ended since
-                parent = process.parent()
-                above = parent.name() if parent else ""
-                if name.startswith("node"):
-                    nodes[name] = process
-                elif name.startswith("rank ") and above.startswith("node"):  # no fork of a rank's
-                    ranks[int(name.removeprefix("rank "))] = process, above
-        return ranks, {node: nodes[node] for _, node in ranks.values() if node in nodes}
+    def _part(self, fault: Fault, who: str, ranks: list[int], others: list[int]) -> Harm:
+        """Part these from the others."""
+        reach = self._reach()
+        outward = reach.tell("outward", ranks)
+        if not outward:
+            return Harm(said=f"{fault.kind}: it had none", lasts_s=NOTHING_S)
+        if fault.kind == CUT:
+            reach.tell("cut", ranks)
+            return Harm(said=f"cut the links of {who}")  # they are whole again at once
+        reach.tell("silence", outward, ranks)
+        lasts_s = self._asked.config.cluster.heartbeat_timeout_s + AFTER_SILENCE_S
+        return Harm(
+            said=f"silence {who}", gone=frozenset(ranks), others=frozenset(others), lasts_s=lasts_s
+        )
 
+    def _kill_node(self, node: str, ranks: list[int]) -> None:
+        del node
+        self._reach().tell("signal", ranks, signal.SIGKILL)
 
-def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):  # it has ended by itself
-            process.send_signal(number)
+    @abstractmethod
+    def keep_up(self) -> None:
+        """While something lasts: it holds for what is new as well."""
+
+    def lift(self) -> None:
+        """End what lasts."""
+        self._reach().tell("lift")

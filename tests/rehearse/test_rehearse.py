@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from orchestrator.errors import UsageError
 from orchestrator.rehearse.asked import asked
-from orchestrator.rehearse.drawing import KINDS, LEAST_UPDATES, PER_RUN, draws
-from orchestrator.rehearse.outside import Outside
-from orchestrator.rehearse.playing import Row, _Disturbed
+from orchestrator.rehearse.beside import compare
+from orchestrator.rehearse.disturbed import Row
+from orchestrator.rehearse.drawing import HERE, LEAST_UPDATES, ON_OWN_SLURM, PER_RUN, draws
+from orchestrator.rehearse.pretended import Pretended
 from tests import helpers
 from tests.helpers import TINY
 
-SEED = 31  # a rank is killed, then the run is stopped
+SEED = 31  # a rank is killed, a node silenced, the disk filled, the run stopped: in one run
 SMALL = (TINY, "accumulation.global_batch=48", "accumulation.micro_batch=4")
 
 
@@ -23,15 +24,18 @@ SMALL = (TINY, "accumulation.global_batch=48", "accumulation.micro_batch=4")
 
 
 @given(
-    seed=st.integers(0, 10**6), count=st.integers(1, 40), updates=st.integers(LEAST_UPDATES, 500)
+    seed=st.integers(0, 10**6),
+    count=st.integers(1, 40),
+    updates=st.integers(LEAST_UPDATES, 500),
+    kinds=st.sampled_from([HERE, ON_OWN_SLURM, HERE[:1]]),
 )
 def test_a_seed_draws_the_same_faults_of_all_kinds_each_in_its_own_part_of_the_run(
-    seed, count, updates
+    seed, count, updates, kinds
 ):
-    drawn = list(islice(draws(seed), count))
-    assert drawn == list(islice(draws(seed), count + 7))[:count]
-    for start in range(0, count - len(KINDS) + 1, len(KINDS)):
-        assert {fault.kind for fault in drawn[start : start + len(KINDS)]} == set(KINDS)
+    drawn = list(islice(draws(seed, kinds), count))
+    assert drawn == list(islice(draws(seed, kinds), count + 7))[:count]
+    for start in range(0, count - len(kinds) + 1, len(kinds)):
+        assert {fault.kind for fault in drawn[start : start + len(kinds)]} == set(kinds)
     for start in range(0, count, PER_RUN):
         of_run = [fault.update(updates) for fault in drawn[start : start + PER_RUN]]
         assert of_run == sorted(set(of_run))
@@ -44,13 +48,26 @@ def test_a_seed_draws_the_same_faults_of_all_kinds_each_in_its_own_part_of_the_r
 
 
 @pytest.mark.parametrize(
+    ("only", "more", "said"),
+    [
+        (ON_OWN_SLURM[-1], (), "no such fault here; there are kill a rank, kill a node"),
+        ("silence a node", ("cluster.nodes=1", "cluster.ranks_per_node=1"), "a single rank"),
+    ],
+)
+def test_kinds_of_faults_that_there_cannot_be_are_refused(only, more, said):
+    with pytest.raises(UsageError, match=said):
+        asked((*SMALL, *more), None, 1, [only])
+
+
+@pytest.mark.parametrize(
     ("given", "faults", "said"),
     [
         (SMALL, 0, "--faults 0: there can be 1 to"),
         (SMALL, 10**6, "there can be 1 to"),
         ((*SMALL, "train.updates=5"), 1, f"try train.updates={LEAST_UPDATES}"),
         ((*SMALL, "run.dir=here"), 1, "use --into FOLDER"),
-        ((*SMALL, "+cluster=slurm"), 1, "leave cluster= out"),
+        ((*SMALL, "+cluster=slurm", "cluster.slurm_conf=none.conf"), 1, "there is no such file"),
+        ((*SMALL, "+cluster=slurm", "cluster.allocation=current"), 1, "current out"),
         (("job=program", "job.command=[train.py]"), 1, "a program keeps"),
         ((*SMALL, "train.seed=1,2"), 1, "sweep"),
         ((*SMALL, "cluster.nodse=2"), 1, "nodes"),
@@ -77,7 +94,8 @@ def test_what_a_job_cannot_have_is_left_out_and_equality_says_what_it_means():
     assert not found.to_the_bit
     assert "accumulation.reduction=fast rounds otherwise" in found.equality
     assert "without accumulation.reduction=reproducible" in found.notes[0]
-    found = asked((*SMALL, "engine.norm=exact"), None, 1)
+    found = asked((*SMALL, "engine.norm=exact"), None, 1, HERE[2:4])
+    assert found.kinds == HERE[2:4]
     assert not found.config.run.survive
     assert found.to_the_bit
 
@@ -99,16 +117,15 @@ def beside(tmp_path, small, ours, **end):
     """What is wrong, by a rehearsal, with a run of these lines that was hurt in update 5."""
     runs = []
     for name, records in (("undisturbed", [line(n) for n in range(20)]), ("run-001", ours)):
-        run = Outside(tmp_path / name, small)
+        run = Pretended(tmp_path / name, small)
         run.run.path.mkdir()
         (tmp_path / f"{name}.log").write_text("")
         ended = {"state": "finished", "updates": 20, "samples": 960, "weights_sha256": "a"}
         run.run.result.write_text(json.dumps(ended | (end if name == "run-001" else {})))
         run.records = records
         runs.append(run)
-    played = _Disturbed(runs[1], runs[0], small, [])
-    played.rows = [Row(kind="", fault="kill rank 1", run="run-001", update=5)]
-    return played.compare(), played.rows[0]
+    row = Row(kind="", fault="kill rank 1", run="run-001", update=5)
+    return compare([row], runs[1], runs[0], small), row
 
 
 AS_IT_WAS = [line(n) for n in range(20)]
@@ -133,15 +150,18 @@ def test_whatever_is_otherwise_than_undisturbed_is_seen(case, tmp_path, small):
     assert row.samples_lost == {"a sample lost": 1, "an update lost": 48}.get(case, 0)
 
 
-def test_a_rehearsal_of_two_faults_ends_with_the_undisturbed_bits(tmp_path):
+def test_a_rehearsal_of_four_faults_ends_with_the_undisturbed_bits(tmp_path):
     done = helpers.verb(
         "rehearse", *SMALL, "job.pause_s=0.02", "cluster.nodes=2", "cluster.ranks_per_node=2",
-        "train.updates=24", "--faults", 2, "--seed", SEED, "--into", tmp_path / "of", "--json",
+        "train.updates=24", "--faults", 4, "--seed", SEED, "--into", tmp_path / "of", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert not found["wrong"]
-    assert [row["kind"] for row in found["rows"]] == ["kill a rank", "stop, resume"]
-    assert [row["how"] for row in found["rows"]] == ["survived", "resume"]
+    assert [(row["kind"], row["how"]) for row in found["rows"]] == [
+        ("kill a rank", "survived"), ("silence a node", "survived"), ("fill the disk", "went on"),
+        ("stop, resume", "resume"),
+    ]  # fmt: skip
     assert all(row["equal"] and not row["samples_lost"] for row in found["rows"])
+    assert all(row["noticed_s"] is not None for row in found["rows"])
     assert not helpers.processes_of(tmp_path)

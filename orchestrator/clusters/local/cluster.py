@@ -180,7 +180,7 @@ class LocalHandle(Handle):
         """Finished is what every rank said; nothing else is."""
         self._nodes.close()
         words = set(self._words.values())
-        ends = [*self._ends, *self._losses.ends]
+        ends = [*self._ends, *self._losses.blamed]
         if self.culprit is None and ends and (self._ends or not words):  # without words: all gone
             behind = list(self._standing.behind.values())
             told = [*self._run.failures(self._request.attempt), *self._failures]

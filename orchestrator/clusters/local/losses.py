@@ -13,13 +13,13 @@ class Losses:
     """Of one attempt.
 
     Attributes:
-        ends, ranks: of those that are gone.
+        ranks: those that are gone.
     """
 
     def __init__(self, run: RunDir, request: Request) -> None:
         self._asked = bool(request.details["survive"])
         self._record = GenerationRecord(run.attempt(request.attempt))
-        self.ends: list[End] = []
+        self._ends: list[tuple[End, list[int]]] = []
         self.ranks: set[int] = set()
 
     @property
@@ -31,6 +31,15 @@ class Losses:
         """Whether this end, of these ranks, is one that the others survive."""
         if word != FENCED and (word or -end.status not in TAKEN_AWAY or not self.survived):
             return False
-        self.ends.append(end)
+        self._ends.append((end, ranks))
         self.ranks.update(ranks)
         return True
+
+    @property
+    def blamed(self) -> list[End]:
+        """The ends that the attempt's own can be due to: those that nobody survived, else those
+        that were survived last.
+        """
+        survived, last = self._record.survived(), self._record.gone(self._record.newest())
+        alone = [end for end, ranks in self._ends if not survived.issuperset(ranks)]
+        return alone or [end for end, ranks in self._ends if {*ranks} & {*last}]

@@ -84,9 +84,10 @@ def _unsurvived(run: RunDir, attempt: int, ends: Sequence[TaskEnd]) -> Sequence[
     record = GenerationRecord(run.attempt(attempt))
     if not record.begun:
         return ends
-    gone = record.gone(record.newest())
+    gone, passed = record.gone(record.newest()), record.survived()
     own = [end for end in ends if not survived(end)]
-    return own or [end for end in ends if end.rank in gone] or ends
+    alone = [end for end in ends if end.rank not in passed]
+    return own or alone or [end for end in ends if end.rank in gone] or ends
 
 
 def blame_slurm(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int) -> Culprit:

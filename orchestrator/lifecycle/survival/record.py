@@ -59,6 +59,10 @@ class GenerationRecord:
         """The ranks that this generation went on without, of those of the one before it."""
         return (self.read(generation) or {}).get("gone", [])
 
+    def survived(self) -> set[int]:
+        """The ranks that some generation went on without."""
+        return {rank for number in range(1, self.newest() + 1) for rank in self.gone(number)}
+
     def newest(self) -> int:
         """The number of the newest generation; 0 where nobody was lost."""
         number = 0

@@ -79,6 +79,8 @@ def test_of_losses_only_those_that_nobody_survived_are_blamed(run):
     write_json(run.failure(0, 2), {**lost, "rank": 2, "node": "n1", "secondary": True})
     said(run, f"{KILLED}srun: error: n2: tasks 4-5: Killed\nsrun: error: n1: task 3: Killed\n")
     assert blame_slurm(run, 0, {}, 137).rank == 4
+    said(run, "srun: error: n1: task 2: Killed\n")
+    assert blame_slurm(run, 0, {}, 137).rank == 2
 
 
 @pytest.mark.parametrize("left", ["a failure", "a result"])

@@ -1,0 +1,199 @@
+"""One run under some faults, and what becomes of each."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.rehearse.asked import Asked
+from orchestrator.rehearse.drawing import FILL_DISK, ORDERLY, Fault
+from orchestrator.rehearse.outside import Outside
+from orchestrator.run_warnings import read_warnings
+
+LOOK_S = 0.01
+PATIENCE_S = 180.0
+LONGEST_PAUSE_S = 2.0
+MOST_RESUMES = 3
+UNWRITTEN = "could not be written"
+
+
+@dataclass(kw_only=True)
+class Row:
+    """What became of one fault. Times in seconds since it.
+
+    Attributes:
+        fault: its kind, and to whom it was done.
+        update: in which it was done, from 0.
+        noticed_s: until the run, or its launcher, knew of it.
+        recovered_s: until the next update was done; None where there was none left to do.
+        how: survived, restart, resume or went on (nobody was lost); "" where the run was over.
+        redone: updates that were begun more than once for it.
+        samples_lost: of the updates up to the next fault.
+        equal: these are as the undisturbed run's, and the end of the run is, for its last fault.
+    """
+
+    kind: str
+    fault: str
+    run: str
+    update: int
+    noticed_s: float | None = None
+    recovered_s: float | None = None
+    how: str = ""
+    redone: int = 0
+    samples_lost: int = 0
+    equal: bool = False
+
+
+def until(true: Callable[[], bool], run: Outside) -> None:
+    """Look until it is true. Raises `TimeoutError` when nothing moves for long."""
+    moved = time.monotonic()
+    while not true():
+        if run.look() or run.waits:
+            moved = time.monotonic()
+        if time.monotonic() - moved > PATIENCE_S:
+            raise TimeoutError(f"nothing has moved for {PATIENCE_S:g} s")
+        time.sleep(LOOK_S)
+
+
+class Disturbed:
+    """One run under some faults.
+
+    Attributes:
+        rows: of those that came to their turn.
+    """
+
+    def __init__(
+        self, run: Outside, undisturbed: Outside, asked: Asked, faults: Sequence[Fault]
+    ) -> None:
+        self._run, self._asked, self._faults = run, asked, faults
+        self._update_s = statistics.median(r["update_s"] for r in undisturbed.records)
+        self._resumes = 0
+        self.rows: list[Row] = []
+
+    def play(self) -> None:
+        """Raises `TimeoutError` where the run gets nowhere."""
+        self._run.launch()
+        for fault in self._faults:
+            until(lambda: bool(self._run.records) or self._run.ended, self._run)
+            if not self._run.ended:
+                self._run.arm(fault)
+            update = fault.update(self._asked.updates)
+            until(lambda update=update: self._stands >= update or self._run.ended, self._run)
+            if self._run.ended:
+                break
+            time.sleep(min(fault.late * self._update_s, LONGEST_PAUSE_S))  # the moment drawn
+            self._disturb(fault)
+        until(self._over, self._run)
+        self._run.look()
+
+    @property
+    def _stands(self) -> int:
+        """The update under way."""
+        return self._run.records[-1]["update"] + 1 if self._run.records else 0
+
+    def _over(self) -> bool:
+        """Whether it is finished. A run that has ended otherwise is followed by `resume`."""
+        if not self._run.ended:
+            return False
+        if not self._run.finished and self._resumes < MOST_RESUMES:
+            self._resumes += 1
+            self._run.resume()
+            return False
+        return True
+
+    def _disturb(self, fault: Fault) -> None:
+        following = _Following(self._run, self._stands, fault)
+        self.rows.append(following.row)
+        self._resumes = 0
+        following.begin(self._update_s)
+        until(lambda: following.look(resumed=self._resumes > 0) or self._over(), self._run)
+        following.end()
+
+
+class _Following:
+    """One fault, and what follows from it."""
+
+    def __init__(self, run: Outside, stands: int, fault: Fault) -> None:
+        self._run, self._fault = run, fault
+        self._seen, self._attempt = len(run.records), run.run.attempts_made() - 1
+        self._lifted: int | None = None  # lines since it came, when it ended
+        self.row = Row(kind=fault.kind, fault=fault.kind, run=run.run.path.name, update=stands)
+
+    def begin(self, update_s: float) -> None:
+        self._at, self._began = time.time(), time.monotonic()
+        self._harm = self._run.hurt(self._fault, update_s)
+        self.row.fault = self._harm.said
+
+    @property
+    def _age_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def look(self, *, resumed: bool) -> bool:
+        """Whether the run is at work again."""
+        self._notice()
+        news = self._run.records[self._seen :]
+        notes = _notes(news, self._attempt)
+        again = [record for key, _, record in notes if key == "restart"]
+        lost = {rank for key, note, _ in notes if key == "survived" for rank in note["gone"]}
+        if self._harm.lasts_s and self._lifted is None:
+            self._lift_after(bool(again) or (bool(lost) and self._harm.is_over(lost)))
+            return False
+        over = self._lifted is not None
+        if again:
+            self.row.how, first = "resume" if resumed else "restart", again[-1]
+        elif lost and not self._harm.whole_run and (over or self._harm.is_over(lost)):
+            self.row.how, first = "survived", notes[-1][2]
+        elif self._lifted is not None and len(news) > self._lifted:
+            self.row.how, first = "went on", news[self._lifted]
+        else:
+            return False
+        self.row.recovered_s = round(first["time"] - self._at, 2)
+        self.row.redone = sum(_redone(key, note) for key, note, _ in notes)
+        if self._fault.kind in ORDERLY:
+            self.row.redone = max(0, self.row.redone - 1)
+        return True
+
+    def end(self) -> None:
+        if self._harm.lasts_s and self._lifted is None:
+            self._run.lift()
+
+    def _lift_after(self, known: bool) -> None:
+        if known or self._age_s >= self._harm.lasts_s or self._run.ended:
+            self._run.lift()
+            self._run.look()
+            self._lifted = len(self._run.records) - self._seen
+        else:
+            self._run.keep_up()
+
+    def _notice(self) -> None:
+        if self.row.noticed_s is not None:
+            return
+        warned = [
+            one.time - self._at
+            for one in read_warnings(self._run.run.attempt(self._attempt))
+            if UNWRITTEN in one.sentence and one.time >= self._at
+        ]
+        if self._fault.kind == FILL_DISK and warned:
+            self.row.noticed_s = round(min(warned), 2)
+        elif self._run.ended or self._run.noticed(self._at, self._attempt):
+            self.row.noticed_s = round(self._age_s, 2)
+
+
+def _notes(
+    records: Sequence[dict[str, Any]], attempt: int
+) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """What these lines say of losses that came in `attempt`, and of attempts after it; each with
+    its line.
+    """
+    found = [("survived", r["survived"], r) for r in records if "survived" in r]
+    return found + [
+        ("restart", r["restart"], r) for r in records if "restart" in r and r["attempt"] > attempt
+    ]
+
+
+def _redone(key: str, note: dict[str, Any]) -> int:
+    """The update that was under way, and those that were thrown away."""
+    return 1 + (note["lost_updates"] if key == "restart" else 0)
