@@ -154,6 +154,8 @@ def _accounting_lines(spec: ClusterSpec, at: Layout, port: int) -> list[str]:
         # With munge this is the socket's path, not a password; without it each call waits 10 s.
         f"AccountingStoragePass={at.munge_socket}",
         "AccountingStorageTRES=gres/gpu",
+        # So that a limit that somebody sets with sacctmgr holds; there is none until then.
+        "AccountingStorageEnforce=limits,qos",
         "AccountingStoreFlags=job_comment,job_script",
     ]
 

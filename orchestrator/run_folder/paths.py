@@ -51,6 +51,7 @@ class RunPaths:
     # A run on a scheduler: where it was placed, the code that it runs, and what it was told.
     handle = Below("handle.json")
     submitting = Below("submitting.json")  # for as long as it may become a job
+    turn = Below("turn.json")  # it is to be queued once there is room: `clusters/slurm/in_turn.py`
     code = Below("code")
     submitit = Below("submitit")
     batch_log = Below("logs", "batch.log")
@@ -70,7 +71,7 @@ class RunPaths:
     def may_be_queued(self) -> bool:
         """Whether a scheduler knows it, or may: then it is not ours alone to take back."""
         beside = self.path.parent / self.submitting.name  # that of an array
-        return any(place.exists() for place in (self.handle, self.submitting, beside))
+        return any(p.exists() for p in (self.handle, self.turn, self.submitting, beside))
 
     def attempt(self, number: int) -> Path:
         """Folder of one attempt (a start or restart): rendezvous, failures, progress."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from orchestrator.clusters.api import Cluster, Handle, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
-from orchestrator.outcome.folder_status import ENDED_STATES
+from orchestrator.outcome.folder_status import ENDED_STATES, kind_of
 from orchestrator.outcome.how_it_stops import how_it_stops
 from orchestrator.outcome.lock_holder import is_held, signal_holder
 from orchestrator.plan.plan_warnings import named_numbers
@@ -38,6 +38,10 @@ def cancel(run: RunDir, *, now: bool = False) -> str:
     """
     if waits(run) and take(run):
         return f"{run.path} waited for room on this machine, and is not started any more"
+    if run.turn.exists():
+        said = class_of(kind_of(run)).cancel_all([run], now=now)
+        if run.path in said:
+            return f"{run.path} {said[run.path]}"
     return handle_of(run.existing()).cancel(run, now=now)
 
 
@@ -58,7 +62,7 @@ def cancel_sweep(folder: Path, runs: Sequence[RunDir], *, now: bool) -> list[str
     found: dict[str, list[Path]] = {}
     for status in open_ones:
         run = RunDir(status.folder)
-        if run.handle.exists():
+        if run.handle.exists() or run.turn.exists():
             members.setdefault(class_of(status.cluster), []).append(run)
         elif not is_held(sweep):  # somebody resumed it by itself
             said.append(handle_of(run).cancel(run, now=now))

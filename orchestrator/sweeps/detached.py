@@ -105,8 +105,10 @@ def _submit(
             with CLUSTERS.told(kind, "to submit the points"):
                 class_of(kind).submit_all(members, most)
         except ClusterError as error:
-            queued = [ready for ready in made if ready.run.handle.exists()]
+            queued = [r for r in made if r.run.handle.exists() or r.run.turn.exists()]
             _withdraw(made)
+            if not queued:
+                raise
             raise ClusterError(
                 f"{error}\n{plural(len(queued), 'point')} of {len(made)} "
                 f"{'is' if len(queued) == 1 else 'are'} queued; the same line again submits the "

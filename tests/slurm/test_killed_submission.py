@@ -37,7 +37,7 @@ def killed_while_submitting(folder, moment, *line):
 def queued(slurm, script):
     """The jobs and arrays that the queue knows of a script below a folder."""
     rows = (
-        row.split("|") for row in slurm.command("squeue", "-h", "-a", "-o", "%A|%o").splitlines()
+        row.split("|") for row in slurm.command("squeue", "-h", "-a", "-o", "%F|%o").splitlines()
     )
     return {job for job, command in rows if command.startswith(str(script))}
 

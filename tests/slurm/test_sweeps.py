@@ -1,5 +1,6 @@
 """A sweep on SLURM: one array, of which one element can fail, be requeued or cancelled alone."""
 
+import getpass
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import pytest
 
 from tests.helpers import begin, call, processes_of, result, until
 from tests.slurm import runs
+from tests.slurm.test_killed_submission import queued
 
 STEPS = ("accumulation.steps=1,2,4,8", "cluster.nodes=1", "cluster.ranks_per_node=1")
 
@@ -80,3 +82,48 @@ def test_the_same_line_again_runs_exactly_what_has_not_finished(swept, slurm):
     assert len({result(sweep / n)["updates"] for n in "0123"}) == 1
     told = runs.verb("report", sweep, "--format", "json")
     assert len(json.loads(told.stdout)["runs"]) == 4
+
+
+@pytest.fixture
+def few(slurm):
+    """Says how many jobs one may have queued by an account that only this test uses."""
+    user, shown = getpass.getuser(), ("scontrol", "show", "assoc_mgr", "flags=assoc")
+
+    def most(count):
+        slurm.command("sacctmgr", "-i", "modify", "user", user, "where", "account=few", "set",
+                      f"MaxSubmitJobs={count}")  # fmt: skip
+        until(lambda: f"MaxSubmitJobs={count}(" in slurm.command(*shown), 20, "the limit")
+
+    slurm.command("sacctmgr", "-i", "add", "account", "few")
+    slurm.command("sacctmgr", "-i", "add", "user", user, "account=few")
+    return most
+
+
+def test_points_beyond_what_one_may_have_queued_follow_in_turn_with_nobody_there(
+    slurm, tmp_path, few
+):
+    waits, sweep = tmp_path / "waits.sh", tmp_path / "sweep"
+    waits.write_text("until [ -e go ]; do sleep 0.1; done\n")
+
+    def typed(folder):
+        given = runs.overrides(slurm, folder, "cluster.nodes=1", "cluster.account=few")
+        kept = [o for o in given if o.startswith(("+cluster", "cluster", "run", "tracker"))]
+        line = ("run", "-m", *kept, "job.style=plain", "job.arguments.x=1,2,3,4")
+        return runs.verb(*line, "--", "bash", str(waits), cwd=tmp_path)
+
+    few(1)
+    refused = typed(tmp_path / "none")
+    assert refused.returncode == 2
+    assert "MaxSubmitJobs=1, of which 0 are taken: 4 points cannot even be" in refused.stderr
+    assert not (tmp_path / "none").exists()
+    few(3)
+    done = typed(sweep)
+    assert "MaxSubmitJobs=3, of which 0 are taken: 2 of 4 points are queued now" in done.stdout
+    assert "in progress (pending)" in typed(sweep).stdout, "nothing is queued twice"
+    assert "waited its turn" in runs.verb("cancel", sweep / "2").stdout
+    assert "MaxSubmitJobs=3" in runs.status(sweep / "3")["reason"]
+    assert {runs.job_of(sweep / n).split("_")[0] for n in "01"} == queued(slurm, sweep)
+    (tmp_path / "go").touch()
+    assert ended(sweep) == {"0": "finished", "1": "finished", "2": "stopped", "3": "finished"}
+    assert not (sweep / "2" / "handle.json").exists()
+    assert result(sweep / "3")["state"] == "finished"

@@ -12,24 +12,36 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from orchestrator.clusters.api import Handle, Request
 from orchestrator.clusters.slurm.elements import ARRAYS, NUMBER
+from orchestrator.clusters.slurm.in_turn import (
+    alone_at,
+    next_name,
+    queue_next,
+    refusal,
+    room_for,
+    tightest,
+    wait_turn,
+)
 from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.clusters.slurm.scripts import UNLIKE, script_name
 from orchestrator.clusters.slurm.task import write_task
 from orchestrator.config.program_section import target_of
 from orchestrator.config.schema import Config
-from orchestrator.errors import spans
-from orchestrator.run_folder.files import make_folder, names_in
+from orchestrator.errors import ClusterError, spans
+from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir, code_state_beside, write_atomically
 from orchestrator.scheduler.client import SlurmClient
 
+LIMITED_BY = ("account", "qos", "partition", "reservation")  # which limits hold for a job
 CODE = "code"  # a folder beside the runs
 MAX_ARRAY_SIZE = re.compile(r"^MaxArraySize\s*=\s*(\d+)", re.MULTILINE)
+MAX_ARRAY_TASKS = re.compile(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", re.MULTILINE)
 
 
 class Member(Protocol):
@@ -48,20 +60,94 @@ Placed = tuple[Member, Request]
 
 
 def submit_as_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
-    """Submit all of them, each with its handle.json then.
+    """Submit all of them, each with its handle.json then; or with a turn.json, where the site lets
+    nobody have so many in the queue (`in_turn.py`).
 
     Raises:
         ClusterError: the scheduler refuses one of the submissions, or is gone. Those before it are
             queued, and nothing is left of the others but their folders.
     """
-    for group in _alike(placed):
-        conf = group[0][0].config.cluster.slurm_conf
-        for part in _parts(group, _largest(conf) if len(group) > 1 else 1):
-            if len(part) == 1:
-                cluster, request = part[0]
-                cluster.submit(request)
+    if len(placed) == 1:
+        placed[0][0].submit(placed[0][1])
+        return
+    confs = {cluster.config.cluster.slurm_conf for cluster, _ in placed}
+    most = {conf: _most(conf) for conf in confs}
+    full = _beyond_limits(placed, most)
+    for sweep, members in _by_sweep(placed):
+        arrays: list[Array] = []
+        for group in _alike(members):
+            may = most[group[0][0].config.cluster.slurm_conf]
+            for part in _parts(group, may):
+                if _number(part[0]) is None or (len(part) == 1 and sweep not in full):
+                    part[0][0].submit(part[0][1])
+                else:
+                    arrays.append(_prepared(part, at_once, may))
+        if arrays:
+            _queue(sweep, arrays, at_once, in_turn=sweep in full)
+
+
+def _by_sweep(placed: Sequence[Placed]) -> Iterator[tuple[Path, list[Placed]]]:
+    sweeps: dict[Path, list[Placed]] = {}
+    for member in placed:
+        sweeps.setdefault(member[1].run.parent, []).append(member)
+    yield from sweeps.items()
+
+
+def _beyond_limits(
+    placed: Sequence[Placed], most_of: Mapping[str | None, tuple[int, int]]
+) -> set[Path]:
+    """The sweeps for which the queue has no room at once. Raises `ClusterError` when there is not
+    even enough for one after another.
+    """
+    found: set[Path] = set()
+    alike: dict[object, list[Placed]] = {}
+    for cluster, request in placed:
+        options = request.details["options"]
+        key = (cluster.config.cluster.slurm_conf, *(options.get(name) for name in LIMITED_BY))
+        alike.setdefault(key, []).append((cluster, request))
+    for members in alike.values():
+        cluster, request = members[0]
+        conf = cluster.config.cluster.slurm_conf
+        client, most = SlurmClient(conf), min(len(members), *most_of[conf])
+        if most > 1 and room_for(client, request.text, most) < most:
+            if (why := refusal(client, request.text, len(members))) is not None:
+                raise ClusterError(why)
+            found |= {request.run.parent for _, request in members}
+    return found
+
+
+def _queue(sweep: Path, arrays: Sequence[Array], at_once: int | None, *, in_turn: bool) -> None:
+    """Queue the arrays of one sweep; from the first for which there is no room, in turn."""
+    from orchestrator.clusters.slurm.queueing import BeyondLimit, queue
+
+    with alone_at(sweep):
+        left = list(arrays)
+        while left and not in_turn:
+            one, conf = left[0], left[0].conf
+            try:
+                queue(RunDir(sweep), one.script, one.attempt, conf, one.elements, tell=one.tell)
+            except BeyondLimit:
+                if one is arrays[0]:  # nothing of this sweep is queued that could go on
+                    raise
+                in_turn = True
             else:
-                _submit(part, at_once)
+                del left[0]
+        if left:
+            _queue_in_turn(sweep, left, at_once)
+
+
+def _queue_in_turn(sweep: Path, arrays: Sequence[Array], at_once: int | None) -> None:
+    """Queue as much of them as there is room for, and say what becomes of the others."""
+    limit = tightest(SlurmClient(arrays[0].conf)) or "the limit of submitted jobs"
+    for one in arrays:
+        note = {"attempt": one.attempt, "slurm_conf": one.conf, "at_once": at_once, "limit": limit}
+        wait_turn([RunDir(sweep / name) for name in one.elements], one.script, one.elements, note)
+    done = queue_next(sweep, spare=1)
+    total = sum(len(one.elements) for one in arrays)
+    arrays[0].tell(
+        f"{limit}: {done} of {plural(total, 'point')} are queued now, and each that ends queues "
+        f"the next; nobody has to wait for that"
+    )
 
 
 def _alike(placed: Sequence[Placed]) -> list[list[Placed]]:
@@ -80,28 +166,49 @@ def _alike(placed: Sequence[Placed]) -> list[list[Placed]]:
     return list(groups.values())
 
 
-def _largest(conf: str | None) -> int:
-    """How many indices an array may have: MaxArraySize is one more than the highest."""
-    found = MAX_ARRAY_SIZE.search(SlurmClient(conf).must("scontrol", "show", "config"))
-    return int(found[1]) if found else 1001
+def _most(conf: str | None) -> tuple[int, int]:
+    """How many indices an array may have (MaxArraySize is one more than the highest), and how many
+    elements.
+    """
+    shown = SlurmClient(conf).must("scontrol", "show", "config")
+    indices, tasks = MAX_ARRAY_SIZE.search(shown), MAX_ARRAY_TASKS.search(shown)
+    most = int(indices[1]) if indices else 1001
+    return most, min(most, int(tasks[1])) if tasks else most
 
 
-def _parts(group: list[Placed], most: int) -> Iterator[list[Placed]]:
-    """Cut where a number would be no index any more: 0 to 1000, 1001 to 2001."""
+def _parts(group: list[Placed], most: tuple[int, int]) -> Iterator[list[Placed]]:
+    """Cut where a number would be no index any more, 0 to 1000, 1001 to 2001, and where elements
+    would be too many. Each alone where the site has no arrays.
+    """
+    indices, tasks = most
+    if indices < 1:
+        yield from ([member] for member in group)
+        return
     parts: dict[int, list[Placed]] = {}
     for member in group:
-        parts.setdefault(_number(member) // most if most > 1 else 0, []).append(member)
-    yield from parts.values()
+        parts.setdefault((_number(member) or 0) // indices, []).append(member)
+    for part in parts.values():
+        yield from (part[n : n + tasks] for n in range(0, len(part), tasks))
 
 
-def _number(member: Placed) -> int:
-    return int(member[1].run.name) if NUMBER.fullmatch(member[1].run.name) else 0
+def _number(member: Placed) -> int | None:
+    """Its folder's, where that is called by one."""
+    return int(member[1].run.name) if NUMBER.fullmatch(member[1].run.name) else None
 
 
-def _submit(part: Sequence[Placed], at_once: int | None) -> None:
-    """One array, of runs that are alike."""
-    from orchestrator.clusters.slurm.queueing import queue
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Array:
+    """One that sbatch is to be given: its script, and each run's index by its folder's name."""
 
+    script: Path
+    elements: dict[str, str]
+    attempt: int
+    conf: str | None
+    tell: Callable[[str], None]
+
+
+def _prepared(part: Sequence[Placed], at_once: int | None, most: tuple[int, int]) -> Array:
+    """One array, of runs that are alike: all that it is made of is written."""
     cluster, request = part[0]
     sweep, attempt = request.run.parent, request.attempt
     copies: dict[object, Path] = {}
@@ -109,7 +216,7 @@ def _submit(part: Sequence[Placed], at_once: int | None) -> None:
         target = target_of(member.config.job)
         key = target if isinstance(target, str) else target.command
         if member.config.run.snapshot and key not in copies:
-            copies[key] = _next(sweep / CODE)
+            copies[key] = next_name(sweep / CODE)
             member.copy_code(sweep, copies[key])
     for member, asked in part:
         run, target = RunDir(asked.run), target_of(member.config.job)
@@ -123,20 +230,16 @@ def _submit(part: Sequence[Placed], at_once: int | None) -> None:
             state = code_state_beside(run.snapshot(attempt))
             state.unlink(missing_ok=True)
             os.link(code_state_beside(copy), state)
-    largest = _largest(cluster.config.cluster.slurm_conf)
-    script = _next(sweep / ARRAYS).with_suffix(".sh")
+    largest, _ = most
+    script = next_name(sweep / ARRAYS).with_suffix(".sh")
     write_atomically(script, array_script(part, at_once, largest))
-    elements = {a.run.name: str(int(a.run.name) % largest) for _, a in part}
-    conf = cluster.config.cluster.slurm_conf
-    queue(RunDir(sweep), script, attempt, conf, elements, tell=cluster.tell)
-
-
-def _next(folder: Path) -> Path:
-    """A name in a folder of numbered things that is not taken."""
-    if not folder.is_dir():
-        make_folder(folder)
-    taken = [int(stem) for name in names_in(folder) if (stem := name.split(".")[0]).isdigit()]
-    return folder / f"{max(taken, default=-1) + 1:03d}"
+    return Array(
+        script=script,
+        elements={a.run.name: str(int(a.run.name) % largest) for _, a in part},
+        attempt=attempt,
+        conf=cluster.config.cluster.slurm_conf,
+        tell=cluster.tell,
+    )
 
 
 def array_script(part: Sequence[Placed], at_once: int | None, largest: int) -> str:

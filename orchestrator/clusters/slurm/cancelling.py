@@ -10,6 +10,7 @@ from pathlib import Path
 
 from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm.elements import is_element
+from orchestrator.clusters.slurm.in_turn import take_away
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
 from orchestrator.outcome.how_it_stops import how_it_stops
@@ -33,11 +34,12 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
         ClusterError: the scheduler is silent, or refuses. No run counts as cancelled then.
     """
     clusters: dict[str | None, list[tuple[RunDir, str]]] = {}
+    waited = take_away(runs)  # first: what ends now would queue them
     for run in runs:
         handle = run.read_handle()
-        if handle is not None:
+        if handle is not None and run not in waited:
             clusters.setdefault(handle.get("slurm_conf"), []).append((run, str(handle["job_id"])))
-    found: dict[Path, str] = {}
+    found = {run.path: "waited its turn, and is not queued any more" for run in waited}
     for conf, members in clusters.items():
         [*_, client] = [client_of(run, conf) for run, _ in members]
         found |= _cancel(client, members, now=now)

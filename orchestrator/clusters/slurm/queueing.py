@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import time
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 from orchestrator.scheduler.client import SchedulerDown, SlurmClient, explained
 from orchestrator.scheduler.jobs import accounted_scripts, mine
 
+SUBMIT_LIMIT = re.compile(r"\b(Assoc|QOS)\w*SubmitJob\w*Limit\b", re.IGNORECASE)
 LOST_ANSWERS = ("timed out", "zero bytes", "did not answer")
 ALONE: Mapping[str, str] = {"": ""}  # a run that is a job of its own
 
@@ -122,6 +124,15 @@ def _noted(folder: RunDir, note: Mapping[str, Any]) -> Generator[int]:
         os.close(lock)
 
 
+class BeyondLimit(ClusterError):
+    """There is no room for it now among the jobs that one may have queued."""
+
+    @staticmethod
+    def found_in(words: str) -> bool:
+        """Whether SLURM complains of that: AssocMaxSubmitJobLimit, QOSGrpSubmitJobsLimit."""
+        return bool(SUBMIT_LIMIT.search(words))
+
+
 class _Asking:
     """sbatch, asked again and again; never a second time before it is known what became of the
     first.
@@ -150,6 +161,8 @@ class _Asking:
         if answer.code < 0:
             raise SchedulerDown(f"sbatch did not answer: it was {describe_status(answer.code)}")
         job_id, _, elsewhere = answer.out.strip().partition(";")
+        if answer.code and BeyondLimit.found_in(answer.words):
+            raise BeyondLimit(explained(answer.words))
         if answer.code or not job_id.isdigit():
             raise ClusterError(explained(answer.words))
         if elsewhere and elsewhere != self._client.cluster_name():
@@ -195,4 +208,5 @@ def _write_down(folder: RunDir, note: Mapping[str, Any], job: str) -> None:
         }
         if (folder.path / name).is_dir():
             write_json(RunDir(folder.path / name).handle, handle)
+            RunDir(folder.path / name).turn.unlink(missing_ok=True)
     folder.submitting.unlink()

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from orchestrator.clusters.slurm.ending.settle import dismiss_held, settle_ended
+from orchestrator.clusters.slurm.in_turn import look_at_turns
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.errors import ClusterError
@@ -40,8 +41,12 @@ HELD = (
 def look(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
     """Fill in what the schedulers of these runs say; yields sentences about what they did not."""
     clusters: dict[str | None, list[RunDir]] = {}
+    in_turn = [run for run in runs if run.turn.exists()]
+    if in_turn:
+        yield from look_at_turns(in_turn, found)
     for run in runs:
-        clusters.setdefault((run.read_handle() or {}).get("slurm_conf"), []).append(run)
+        if not run.turn.exists():
+            clusters.setdefault((run.read_handle() or {}).get("slurm_conf"), []).append(run)
     for conf, members in clusters.items():
         try:
             client = client_of(members[0], conf)

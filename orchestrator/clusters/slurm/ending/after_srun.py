@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.api import Culprit, State
+from orchestrator.clusters.slurm.in_turn import go_on
 from orchestrator.clusters.slurm.root_cause import (
     KILLED,
     blame_slurm,
@@ -24,7 +25,7 @@ from orchestrator.clusters.slurm.root_cause import (
 from orchestrator.clusters.slurm.watch import CAUSES
 from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import SIGNAL_AHEAD_S
-from orchestrator.errors import EXIT_FINISHED
+from orchestrator.errors import EXIT_FINISHED, UsageError
 from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.signs.last_word import ended_with, wordless
 from orchestrator.lifecycle.signs.node_watch import STOPPED
@@ -95,6 +96,16 @@ def finish(path: Path, attempt: int, code: int, told: str) -> None:
         culprit=lambda: _culprit(run, attempt, code),
         again=lambda: ask_for_requeue(SlurmClient(), job_id),
     )
+
+
+def others_next(run: RunDir) -> None:
+    """Queue those of its sweep whose turn it is, once this run has ended."""
+    if run.read_result() is None:
+        return
+    try:
+        go_on(run.path.parent)
+    except UsageError as error:  # `status` says what is left, and who may queue it
+        print(f"the sweep's next point could not be queued: {error}", flush=True)  # noqa: T201  # batch.log
 
 
 def _cut_short(run: RunDir, attempt: int, code: int, told: str) -> str | None:
