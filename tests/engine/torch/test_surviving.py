@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
@@ -257,6 +258,45 @@ def test_one_more_loss_on_the_way_into_the_group_finds_the_state_with_those_who_
         return digest(engine)
 
     assert run_in_threads(2, third) == [of_a_checkpoint(tmp_path, 2, 2, updates=5)] * 2
+
+
+def states_of_boundary(ranks, distance):
+    """The accumulators of `ranks` ranks after two updates, in the midst of the third, and all of
+    the state as it was at the boundary.
+    """
+    kept = {}
+
+    def rank(group):
+        engine = TorchEngine(Curve(), replace(SHARDED, mirror_shards=distance), group)
+        train(engine, group.rank, group.size, range(2))
+        kept[group.rank] = engine.accumulator
+        whole = engine.accumulator.optimizer_state()
+        train(engine, group.rank, group.size, [2], most=1)
+        return whole
+
+    return kept, run_in_threads(ranks, rank)[0]
+
+
+@pytest.mark.parametrize(("ranks", "distance"), [(2, 1), (3, 1), (4, 1), (4, 2), (5, 2), (5, 3)])
+def test_whoever_is_lost_the_state_is_that_of_the_boundary_where_anybody_kept_it(ranks, distance):
+    """All sets of ranks: to the bit, or `StateLost` where a rank and its keeper are both gone."""
+    kept, whole = states_of_boundary(ranks, distance)
+    for left in (set(c) for n in range(1, ranks + 1) for c in combinations(range(ranks), n)):
+        known = all({q, (q + distance) % ranks} & left for q in range(ranks))
+        order = sorted(left)
+
+        def recover(group, order=order):
+            return kept[order[group.rank]].optimizer_state_among(group, ended=False)
+
+        if not known:
+            with pytest.raises(StateLost, match="nobody has the part of rank"):
+                run_in_threads(len(left), recover)
+            continue
+        for found in run_in_threads(len(left), recover):
+            assert found["state"].keys() == whole["state"].keys()
+            for (name, one), (same, other) in zip(flat(found), flat(whole), strict=True):
+                assert name == same
+                assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
 
 
 @pytest.mark.parametrize("left", [(0, 3), (1, 2)])
