@@ -84,6 +84,8 @@ class Composer:
                 raise ConfigError("sweep.search chooses the points of a sweep, so it needs -m")
             params = found.hydra.sweeper.get("params") or {}
             self.params = [spelled(f"{key}={value}") for key, value in params.items()]
+            if sweeps:
+                self.loader.refuse_twice(self.overrides)
             return self._composed(found, self.line.overrides, sweeps=sweeps)
 
     @property
