@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -32,7 +32,8 @@ def status(
     for sentence in sentences:
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
     if as_json:
-        print_json([status.to_json() for status in found])
+        rows = [status.to_json() for status in found]
+        print_json(_with_trials(rows, asked[0]) if len(asked) == 1 else rows)
     elif len(asked) == 1 and [status.folder for status in found] == asked:
         print_run(found[0], losses_so_far(found[0], points_wanted(console)), console)
     elif found:
@@ -41,6 +42,15 @@ def status(
         say(console, "there are no runs in runs/")
     if not as_json and len(asked) == 1:
         _show_search(asked[0], console)
+
+
+def _with_trials(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """The runs as values; where a folder is a search's, each with its trials."""
+    from orchestrator.report.tables.search_table import with_trials
+    from orchestrator.run_folder.rundir import RunDir, read_json
+
+    search = read_json(RunDir(folder).search)
+    return with_trials(rows, search) if search else rows
 
 
 def _show_search(folder: Path, console: Console) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from rich import box
@@ -57,6 +58,25 @@ def print_search(search: Mapping[str, Any], console: Console) -> None:
         say(console, f"{len(trials) - len(shown)} more with a value are in search.json", "dim")
     for sentence in told_in_words(search):
         say(console, sentence, "bold")
+
+
+def with_trials(
+    rows: Sequence[Mapping[str, Any]], search: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Runs of a search as values, each with the `trials` that it answers: number, state, value,
+    parameters. One that was drawn again has the first's run; one that could not be a run is a row
+    of its own, which has no folder.
+    """
+    of_run: dict[str | None, list[dict[str, Any]]] = {}
+    for trial in search["trials"]:
+        told = {key: trial[key] for key in ("number", "state", "value", "same_as", "why")}
+        told["parameters"] = dict(word.split("=", 1) for word in trial["point"])
+        of_run.setdefault(trial["folder"], []).append(told)
+    runs = [{**row, "trials": of_run.get(PurePath(row["folder"]).name, [])} for row in rows]
+    return runs + [
+        {"folder": None, "state": trial["state"], "trials": [trial]}
+        for trial in of_run.get(None, [])
+    ]
 
 
 def told_in_words(search: Mapping[str, Any]) -> list[str]:

@@ -57,6 +57,11 @@ def test_a_search_killed_at_three_moments_runs_no_trial_twice_and_has_the_same_b
     shown = verb("status", folder)
     assert shown.returncode == 0
     assert f"12 of 12 trials: {WITH_A_VALUE} with a value, 2 failed" in shown.stdout
+    told = [t for row in json.loads(verb("status", folder, "--json").stdout) for t in row["trials"]]
+    assert {t["number"]: t["value"] for t in told} == {t["number"]: t["value"] for t in trials}
+    for trial in told:
+        point = [f"{key}={value}" for key, value in trial["parameters"].items()]
+        assert point == trials[trial["number"]]["point"]
 
 
 def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tmp_path):
