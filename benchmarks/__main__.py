@@ -20,6 +20,7 @@ MEASUREMENTS = (
     "reproducible",
     "boundary",
     "checkpoints",
+    "survive",
     "memory",
     "mindspore_start",
     "mindspore_steps",

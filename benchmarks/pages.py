@@ -22,6 +22,7 @@ from benchmarks import (
     one_rank_page,
     peers_page,
     reproducible,
+    survive,
     sweeps,
 )
 from benchmarks.measure import RESULTS, kept
@@ -76,6 +77,7 @@ _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "checkpoints": ("What a checkpoint costs the training", checkpoints.body),
     "load": ("What a run asks of what all users share", load.body),
     "sweeps": ("Sweeps of many points", sweeps.body),
+    "survive": ("What surviving costs, and what it saves", survive.body),
 }
 _BLOCKS: dict[str, Callable[[Result], str]] = {
     "peers": peers_page.summary,
@@ -85,6 +87,7 @@ _BLOCKS: dict[str, Callable[[Result], str]] = {
     "chaos": chaos.table,
     "checkpoints": checkpoints.table,
     "load": load.table,
+    "survive": survive.table,
     "sweeps": sweeps.table,
     "submission": tables,
     "mindspore_start": tables,

@@ -1,0 +1,274 @@
+"""What surviving costs where nobody dies, how soon the others are back at work where somebody does,
+and what is left of the time where that comes again and again. torchft beside it, over gloo.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from benchmarks.measure import Spread, interleaved, keep, machine, rows_of, wait_for
+from orchestrator import Job, Loss
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDTH, SAMPLES, RANKS = 256, 4096, 4
+WITHOUT, WITH = "run.survive=false", "run.survive=true"
+EVERY_S = 15.0
+LINE = (
+    "job._target_=benchmarks.survive.Work", "tracker=none", "cluster.nodes=2",
+    "cluster.ranks_per_node=2", "accumulation.global_batch=256", "accumulation.micro_batch=16",
+    "accumulation.reduction=reproducible", "train.evaluate_every=0", "train.checkpoint_every=0",
+)  # fmt: skip
+NOTE = f"""\
+A net of 4 layers of {WIDTH} with Adam, {RANKS} ranks on 2 pretended nodes that share this
+machine's processors, 4 micro-steps an update, in reproducible mode. Cost: whole runs by turns
+with and without `run.survive`, nobody dies; seconds of training. Losses: a rank, rank 0 as often
+as others, is killed (kill -9) in the middle of a window. It is noticed when the last survivor
+begins to form the next group; the others are back at work when that group stands; what is lost
+is the time from the beginning of the window that is redone until then. Goodput: a kill every
+{EVERY_S:g} s as long as two ranks are left; killed ranks do not come back, as there is no growth
+yet, so a run has {RANKS - 1} kills, and there are several runs. Useful is the time of updates
+that counted, of all time from the first window to the last boundary. torchft (its Manager over
+ProcessGroupGloo, a replica a process, one lighthouse that waits 1 s for the silent where its
+defaults are 5 s and 60 s) trains the same net with as many samples a replica; useful there is
+what it spent in steps that were committed, without its waits for the next quorum. A step of
+fewer replicas has fewer samples there, and the one in which somebody died is left out: neither
+is counted against it here, but it is why its end is another one."""
+
+
+class Work(Job):
+    """Something to compute."""
+
+    def model(self) -> nn.Module:
+        """The net."""
+        return net()
+
+    def dataset(self) -> TensorDataset:
+        """The same numbers on every rank."""
+        made = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randn(SAMPLES, WIDTH, generator=made))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        """The larger its output, the worse."""
+        return Loss(loss_of(model, batch[0]), len(batch[0]))
+
+
+def net() -> nn.Module:
+    """The same for all contenders."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """As a sum over samples."""
+    return model(batch).square().mean(1).sum()
+
+
+class Run:
+    """One of ours, started and watched from outside."""
+
+    def __init__(self, updates: int, survive: str, *more: str) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="survive-"))
+        self._run, self._updates = self._folder / "run", updates
+        words = [*LINE, survive, f"train.updates={updates}", f"run.dir={self._run}", "-q", *more]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "orchestrator.launch", *words], cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.kills: list[tuple[float, int]] = []
+
+    def records(self) -> list[dict[str, Any]]:
+        """Its updates so far."""
+        path = self._run / "metrics.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [one for line in lines if "loss" in (one := json.loads(line))]
+
+    def kill(self, rank: int) -> None:
+        """In the middle of a window, as soon as may be."""
+        names = {f"rank {rank}"}
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        victim = next((child for child in children if _name(child) in names), None)
+        if victim is None:
+            raise RuntimeError(f"the run was over before rank {rank} could be killed")
+        self.kills.append((time.time(), rank))
+        os.kill(victim.pid, signal.SIGKILL)
+
+    def end(self) -> dict[str, Any]:
+        """Its result. Raises `RuntimeError` where it failed."""
+        said, _ = self._process.communicate(timeout=600)
+        if self._process.returncode:
+            raise RuntimeError(said)
+        return json.loads((self._run / "result.json").read_text())
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+        shutil.rmtree(self._folder)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:  # it has just ended
+        return ""
+
+
+def seconds_of(survive: str, updates: int) -> float:
+    """Of an undisturbed run's training."""
+    run = Run(updates, survive)
+    try:
+        return run.end()["seconds"]
+    finally:
+        run.close()
+
+
+def losses(
+    records: list[dict[str, Any]], kills: list[tuple[float, int]]
+) -> Iterator[dict[str, Any]]:
+    """What each kill came to, in seconds."""
+    redone = [(place, one) for place, one in enumerate(records) if "survived" in one]
+    for (killed, rank), (place, one) in zip(kills, redone, strict=True):
+        back = one["time"] - one["update_s"]
+        began = records[place - 1]["time"]
+        formed = one["survived"]["seconds"]
+        yield {
+            "rank": rank, "noticed": max(0.0, back - formed - killed), "back": back - killed,
+            "lost": back - began,
+        }  # fmt: skip
+
+
+def useful(records: list[dict[str, Any]]) -> dict[str, float]:
+    """How long a run trained, and how much of it in updates that counted, in seconds."""
+    whole = records[-1]["time"] - records[0]["time"] + records[0]["update_s"]
+    return {"whole": whole, "useful": sum(one["update_s"] for one in records)}
+
+
+def disturbed(updates: int, victims: list[int], every_s: float, digest: str) -> dict[str, Any]:
+    """A run that loses `victims` one after another; its figures."""
+    run = Run(updates, WITH)
+    try:
+        wait_for(lambda: len(run.records()) >= 5, "training")
+        for number, rank in enumerate(victims):
+            if number:
+                time.sleep(every_s)  # the beat of the kills: what is measured
+            run.kill(rank)
+            wait_for(lambda n=number: _survived(run.records()) > n, "going on")
+        ended, records = run.end(), run.records()
+        if [one["update"] for one in records] != list(range(updates)):
+            raise RuntimeError("an update is missing, or stands twice")
+        return {
+            "losses": list(losses(records, run.kills)), **useful(records),
+            "equal": ended["weights_sha256"] == digest,
+        }  # fmt: skip
+    finally:
+        run.close()
+
+
+def _survived(records: list[dict[str, Any]]) -> int:
+    return sum("survived" in one for one in records)
+
+
+def undisturbed(updates: int) -> tuple[str, float]:
+    """The digest, and seconds an update."""
+    run = Run(updates, WITH)
+    try:
+        ended = run.end()
+        return ended["weights_sha256"], ended["seconds"] / updates
+    finally:
+        run.close()
+
+
+def table(data: dict[str, Any]) -> str:
+    """All figures."""
+    cost = next(row for row in data["cost"] if row["name"] == WITH)["ratio"]
+    of = data["losses"]
+    figures = f"{cost['median']:.3f} | {cost['q1']:.3f} to {cost['q3']:.3f} | {cost['high']:.3f}"
+    lines = [
+        "| measured | median | quartiles | largest |",
+        "|---|---:|---:|---:|",
+        f"| an undisturbed run with `{WITH}`, to one without | {figures} |",
+    ]
+    words = {
+        "noticed": "a killed rank is noticed (s)",
+        "back": "the others are back at work (s after the kill)",
+        "lost": "time lost a kill, the broken window's included (s)",
+    }
+    for key, told in words.items():
+        one = of[key]
+        lines.append(
+            f"| {told} | {one['median']:.2f} | {one['q1']:.2f} to {one['q3']:.2f} | "
+            f"{one['high']:.2f} |"
+        )
+    lines += [
+        "",
+        "| a kill every 15 s | kills | useful time | lost a kill (s) | undisturbed digest |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in data["goodput"]:
+        told = f"{row['useful']:.1%} | {row['lost']:.2f}" if not row["why"] else f"{row['why']} | -"
+        lines.append(f"| {row['name']} | {row['kills']} | {told} | {row['equal']} |")
+    return "\n".join(lines)
+
+
+def body(data: dict[str, Any]) -> str:
+    """The page."""
+    return f"{NOTE}\n\n{table(data)}"
+
+
+def goodput(rounds: int, update_s: float, every_s: float) -> dict[str, Any]:
+    """Several runs, each of which loses all ranks but one."""
+    # Twice as many as it would take: fewer ranks on a machine with few processors are faster.
+    updates = int(2 * every_s * (RANKS - 0.5) / update_s)
+    digest, _ = undisturbed(updates)
+    chance = random.Random(7)  # noqa: S311  # it has to repeat
+    runs = [
+        disturbed(updates, chance.sample(range(RANKS), RANKS - 1), every_s, digest)
+        for _ in range(rounds)
+    ]
+    whole = sum(run["whole"] for run in runs)
+    share = sum(run["useful"] for run in runs) / whole
+    equal, kills = sum(run["equal"] for run in runs), sum(len(run["losses"]) for run in runs)
+    return {
+        "name": "ours", "kills": kills, "useful": share, "lost": whole * (1 - share) / kills,
+        "equal": f"{equal} of {len(runs)} runs", "why": "",
+    }  # fmt: skip
+
+
+def main(*, quick: bool = False) -> None:
+    """All of it; some fifteen minutes, or three."""
+    updates, count = (60, 2) if quick else (100, 10)
+    ways = {way: partial(seconds_of, way, updates) for way in (WITHOUT, WITH)}
+    cost = rows_of(interleaved(ways, count, warm_up=0 if quick else 1), WITHOUT)
+    digest, update_s = undisturbed(60)
+    victims = itertools.islice(itertools.cycle(range(RANKS)), 2 if quick else 12)
+    found = [one for v in victims for one in disturbed(60, [v], 0.0, digest)["losses"]]
+    spreads = {
+        key: Spread.of([one[key] for one in found]).rounded() for key in ("noticed", "back", "lost")
+    }
+    from benchmarks import survive_torchft
+
+    every_s, rounds = (4.0, 1) if quick else (EVERY_S, 3)
+    rows = [goodput(rounds, update_s, every_s), survive_torchft.goodput(rounds, every_s)]
+    keep(
+        "survive", {"machine": machine(), "cost": cost, "losses": spreads, "goodput": rows},
+        quick=quick,
+    )  # fmt: skip

@@ -1,0 +1,130 @@
+"""The net of `survive` trained by torchft, whose replicas are killed in the same beat."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.measure import wait_for
+
+ABSENT = "not installed (pip install torchft)"
+REPLICAS, MICRO_STEPS, MICRO_BATCH = 4, 4, 16
+PATIENCE_MS = 1000
+"""Of its lighthouse: after which a silent replica is out, and for how long one may be waited for.
+Its defaults are 5 s and 60 s, with which each loss would take longer."""
+
+
+def goodput(rounds: int, every_s: float) -> dict[str, Any]:
+    """As `survive.goodput`. A replica that dies stays away."""
+    row: dict[str, Any] = {"name": "torchft", "kills": 0, "useful": None, "equal": "no"}
+    if importlib.util.find_spec("torchft") is None:
+        return {**row, "equal": "-", "why": ABSENT}
+    chance = random.Random(7)  # noqa: S311  # it has to repeat
+    useful, whole = 0.0, 0.0
+    for _ in range(rounds):
+        victims = chance.sample(range(REPLICAS), REPLICAS - 1)
+        steps = _disturbed(victims, every_s)
+        whole += steps[-1]["time"] - steps[0]["time"] + steps[0]["seconds"]
+        # The wait for the next quorum is part of a step that is committed after all.
+        usual = 3 * median(one["seconds"] for one in steps)
+        useful += sum(min(one["seconds"], usual) for one in steps if one["committed"])
+        row["kills"] += len(victims)
+    lost = (whole - useful) / row["kills"]
+    return {**row, "useful": useful / whole, "lost": lost, "why": ""}
+
+
+def _disturbed(victims: list[int], every_s: float) -> list[dict[str, Any]]:
+    """The steps of the replica that is left."""
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=PATIENCE_MS, quorum_tick_ms=100,
+        heartbeat_timeout_ms=PATIENCE_MS,
+    )  # fmt: skip
+    folder = Path(tempfile.mkdtemp(prefix="torchft-"))
+    replicas = [
+        subprocess.Popen(
+            [sys.executable, "-m", __spec__.name, lighthouse.address(), str(n), folder],
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
+            stderr=(folder / f"{n}.log").open("w"),
+        )
+        for n in range(REPLICAS)
+    ]  # fmt: skip
+    try:
+        for n in range(REPLICAS):
+            wait_for(lambda n=n: len(_steps(folder, n)) >= 5, "training")
+        for number, victim in enumerate(victims):
+            if number:
+                time.sleep(every_s)  # the beat of the kills: what is measured
+            replicas[victim].send_signal(signal.SIGKILL)
+        time.sleep(every_s / 2)
+        (left,) = set(range(REPLICAS)) - set(victims)
+        return _steps(folder, left)
+    finally:
+        for replica in replicas:
+            replica.kill()
+            replica.wait()
+        lighthouse.shutdown()
+        shutil.rmtree(folder)
+
+
+def _steps(folder: Path, replica: int) -> list[dict[str, Any]]:
+    path = folder / f"{replica}.jsonl"
+    return [json.loads(one) for one in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def replica(lighthouse: str, number: int, folder: Path) -> None:
+    """Train until somebody ends it; a line for each step."""
+    import torch
+    from torch.distributed import TCPStore
+    from torch.nn.utils import parameters_to_vector, vector_to_parameters
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+
+    from benchmarks.survive import SAMPLES, Work, loss_of, net
+
+    torch.manual_seed(0)
+    model = net()
+    adam = torch.optim.Adam(model.parameters(), 1e-3)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    parts = {"model": model, "optimizer": adam}
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), min_replica_size=1,
+        state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
+        load_state_dict=lambda state: [parts[n].load_state_dict(s) for n, s in state.items()],
+        replica_id=f"replica_{number}", lighthouse_addr=lighthouse, store_addr="localhost",
+        store_port=store.port, rank=0, world_size=1,
+    )  # fmt: skip
+    optimizer, weights = Optimizer(manager, adam), list(model.parameters())
+    data = Work().dataset().tensors[0]
+    with (folder / f"{number}.jsonl").open("w", buffering=1) as file:
+        while True:
+            began, before = time.time(), manager.current_step()
+            optimizer.zero_grad()
+            for step in range(MICRO_STEPS):
+                place = ((before * REPLICAS + number) * MICRO_STEPS + step) * MICRO_BATCH % SAMPLES
+                loss_of(model, data[place : place + MICRO_BATCH]).backward()
+            # Its DistributedDataParallel (0.2.0) ends on an assertion here when a peer is lost.
+            gradient = parameters_to_vector([w.grad for w in weights if w.grad is not None])
+            manager.allreduce(gradient).wait()
+            vector_to_parameters(gradient, [w.grad for w in weights if w.grad is not None])
+            optimizer.step()
+            committed = manager.current_step() > before
+            now = time.time()
+            line = {"time": now, "seconds": now - began, "committed": committed}
+            file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    replica(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
