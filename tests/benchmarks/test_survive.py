@@ -34,5 +34,5 @@ def test_a_contender_that_is_not_installed_says_so_in_its_row():
         "cost": [{"name": survive.WITH, "ratio": spread}],
         "losses": dict.fromkeys(("noticed", "back", "lost"), spread), "goodput": [row, absent],
     })  # fmt: skip
-    assert "| ours | 3 | 90.0% | 0.30 | 1 of 1 |" in text
+    assert "| ours | 3 | 90.0% | 0.30 | 1 of 1 runs |" in text
     assert "| torchft | 0 | not installed | - | - |" in text
