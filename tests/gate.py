@@ -5,11 +5,13 @@ it. So it has the machine, and what computes without looking at a clock (`tests.
 at the lowest priority, what it leaves. Then come whole runs, which have time limits of their own.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from tests.once import SHARED
 from tests.order import CALM
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,7 +22,8 @@ BESIDE = ("nice", "-n", "19", *PYTEST, "-n", "2", *CALM, "orchestrator")
 
 
 def main() -> int:
-    with tempfile.TemporaryFile("w+b") as output:
+    with tempfile.TemporaryFile("w+b") as output, tempfile.TemporaryDirectory() as shared:
+        os.environ[SHARED] = shared
         beside = subprocess.Popen(BESIDE, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
             _say("tests/slurm, two workers")

@@ -13,13 +13,14 @@ from tests import warm
 
 ROOT = warm.ROOT
 TINY = "job._target_=tests.tiny_job.Tiny"
+LIGHT = "job._target_=tests.light_job.Light"  # the same without torch, which takes long to start
 SMALL = "cluster.ranks_per_node=1"  # two ranks instead of four, where their number does not matter
 
 
 def environment(**extra):
     """What a user's shell would give, with the checkout importable and one thread a process."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-    return {**env, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **extra}
+    return {**env, "PYTHONPATH": warm.PATH, "COLUMNS": "100", **extra}
 
 
 def command(*arguments, module="orchestrator.launch"):

@@ -2,6 +2,11 @@
 
 import fcntl
 import json
+import os
+from pathlib import Path
+
+SHARED = "TESTS_MADE_ONCE"
+"""Where `tests.gate` keeps such values, for all the pytests that it starts."""
 
 
 def once(tmp_path_factory, name, make):
@@ -9,6 +14,7 @@ def once(tmp_path_factory, name, make):
     folder = tmp_path_factory.getbasetemp()
     if folder.name.startswith("popen-"):  # a worker's own, in the run's
         folder = folder.parent
+    folder = Path(os.environ.get(SHARED, folder))
     path = folder / f"{name}.json"
     with path.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,23 +1,16 @@
 """A small job for tests: quick, exact, and able to fail in many ways at a chosen moment."""
 
 import os
-import signal
-import time
 
 import torch
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
+from tests.faulty_job import Faulty
 
 
-class Tiny(Job):
-    """A net of two layers on made-up data.
-
-    Args:
-        pause_s: sleep in every micro-step, so that a test can step in.
-        fault: what happens to rank `fault_rank` when it has done `fault_after` micro-steps:
-            "raise", "kill", "exit", "leave", "nan", "memory", "silence", "hang", "drift".
-    """
+class Tiny(Faulty, Job):
+    """A net of two layers on made-up data. Arguments: see `Faulty`, too."""
 
     metric_names = ("error",)
 
@@ -31,9 +24,8 @@ class Tiny(Job):
         fault_rank=1,
         fault_after=5,
     ):
-        self.samples, self.width, self.dropout, self.pause_s = samples, width, dropout, pause_s
-        self.fault, self.fault_rank, self.fault_after = fault, fault_rank, fault_after
-        self.steps = 0
+        super().__init__(pause_s, fault, fault_rank, fault_after)
+        self.samples, self.width, self.dropout = samples, width, dropout
 
     def model(self):
         return torch.nn.Sequential(
@@ -50,12 +42,10 @@ class Tiny(Job):
 
     def loss(self, model, batch):
         x, y = batch
-        self._perhaps_fail()
-        if self.pause_s:
-            time.sleep(self.pause_s)
+        self.pause_or_fail()
         error = model(x) - y
         total = (error**2).sum()
-        if self._now("nan"):
+        if self.now("nan"):
             total = total * float("nan")
         self.steps += 1
         return Loss(total, weight=len(x), metrics={"error": error.detach().abs().sum()})
@@ -66,26 +56,8 @@ class Tiny(Job):
         return {"loss": ((model(x.to(parameter)) - y.to(parameter)) ** 2).mean().item()}
 
     def after_update(self, model, update):
-        if self._now("drift"):
+        if self.now("drift"):
             model[0].weight[0, 0] += 1e-6
-
-    def _now(self, fault):
-        mine = int(os.environ["SLURM_PROCID"]) == self.fault_rank
-        return self.fault == fault and mine and self.steps == self.fault_after
-
-    def _perhaps_fail(self):
-        if self._now("raise"):
-            raise ValueError("the tiny job was told to fail [here]")
-        if self._now("kill"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self._now("exit"):
-            os._exit(7)
-        if self._now("leave"):
-            os._exit(0)
-        if self._now("memory"):
-            raise MemoryError
-        if self._now("hang"):
-            time.sleep(3600)
 
 
 class Threads(Tiny):

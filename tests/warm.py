@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'third_party' / 'framework'}"
 COMMANDS = ("orchestrator.launch", "orchestrator.__main__")
 TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engine.torch.engine")
 OURS = ("compose.composer", "runs.start", "clusters.local.cluster", "clusters.slurm.cluster",
@@ -46,7 +47,7 @@ def _server(kind):
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.warm", str(theirs.fileno()), kind], cwd=ROOT,
             stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
     def end():

@@ -1,9 +1,9 @@
 """A job that talks, for looking at logs."""
 
-from tests.tiny_job import Tiny
+from tests.light_job import Light
 
 
-class Talking(Tiny):
+class Talking(Light):
     def loss(self, model, batch):
         print("hello", flush=True)
         return super().loss(model, batch)

@@ -1,14 +1,18 @@
-"""Submitting small runs to the development cluster, and watching for what must happen."""
+"""Submitting small runs to the development cluster, and watching for what must happen.
+
+They train without torch, whose import is most of what a start costs the processors; TINY, in
+`more`, is what tests say that are about torch as well.
+"""
 
 import json
 import time
 from pathlib import Path
 
 from slurm.dev_cluster import DevCluster
-from tests.helpers import TINY, call, records, until
+from tests.helpers import LIGHT, call, records, until
 
 SHAPE = ("cluster.nodes=2", "cluster.ranks_per_node=1")
-BATCH = (TINY, "tracker=none", "accumulation.global_batch=32", "accumulation.steps=4")
+BATCH = (LIGHT, "tracker=none", "accumulation.global_batch=32", "accumulation.steps=4")
 QUIET = {"COLUMNS": "200"}
 
 

@@ -68,7 +68,7 @@ def test_lost_nodes_are_replaced_and_forgotten_ranks_are_fenced_off(mended, tmp_
     """
     crashed, orphaned = tmp_path / "crashed", tmp_path / "orphaned"
     options = ("train.updates=60", "train.checkpoint_every=5")
-    alone = ("cluster.nodes=1", "cluster.ranks_per_node=2")
+    alone = ("cluster.nodes=1", "cluster.ranks_per_node=2", "cluster.heartbeat_timeout_s=5")
     other = runs.submit(mended, orphaned, *options, *alone, "job.pause_s=0.4")
     job = runs.submit(
         mended, crashed, *options, "job.pause_s=0.1", "cluster.exclusive=true",

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from slurm import breaking
-from tests.helpers import until
+from tests.helpers import TINY, until
 from tests.slurm import runs
 
 TIMES = 5
@@ -67,9 +67,9 @@ def test_a_stop_that_cannot_wait_for_the_boundary_loses_its_window_only(slurm, t
     assert "longer than the 3 s" in (run / "logs" / "rank-00000.log").read_text()
 
 
-def test_a_requeue_by_hand_and_a_node_set_down_are_survived(mended, tmp_path, digest_of_60):
-    run = tmp_path / "run"
-    job = runs.submit(mended, run, "train.updates=60", "job.pause_s=0.05")
+def test_a_requeue_by_hand_and_a_node_set_down_are_survived(mended, tmp_path):
+    run, more = tmp_path / "run", (TINY, "train.updates=60")
+    job = runs.submit(mended, run, *more, "job.pause_s=0.05")
     runs.wait_for_update(run, 5)
     mended.command("scontrol", "requeue", job)
     runs.wait_for_update(run, 6, attempt=1)
@@ -78,6 +78,6 @@ def test_a_requeue_by_hand_and_a_node_set_down_are_survived(mended, tmp_path, di
     runs.wait_for_update(run, 7, attempt=2)
     assert lost not in runs.nodes_of(mended, job)
     ended = runs.wait_over(mended, run)
-    assert ended["weights_sha256"] == digest_of_60
+    assert ended["weights_sha256"] == runs.reference(tmp_path / "local", *more)
     assert runs.first_records(run)[1]["restart"]["why"].startswith("requeued (scontrol requeue")
     assert runs.status(run)["restarts"] == 2

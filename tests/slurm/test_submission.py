@@ -11,14 +11,14 @@ import pytest
 
 from orchestrator.lifecycle import quarantine
 from orchestrator.snapshot.start_from_copy import DISK, MEMORY
-from tests.helpers import call, commit, environment, result, until
+from tests.helpers import TINY, call, commit, environment, result, until
 from tests.slurm import runs
 
 HELD = "+cluster.slurm_flags.begin=now+3600"
 
 
 def test_two_nodes_of_two_ranks_end_with_the_local_runs_weights(slurm, tmp_path):
-    shape = ("cluster.ranks_per_node=2", "train.updates=10")
+    shape = (TINY, "cluster.ranks_per_node=2", "train.updates=10")
     job = runs.submit(slurm, tmp_path / "run", *shape)
     expected = runs.reference(tmp_path / "local", *shape)
     ended = runs.wait_over(slurm, tmp_path / "run")
@@ -71,9 +71,9 @@ def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
     source.write_text(
         textwrap.dedent(
             """
-            from tests.tiny_job import Tiny
+            from tests.light_job import Light
 
-            class Mine(Tiny):
+            class Mine(Light):
                 metric_names = ("error",)
                 def evaluate(self, model):
                     return {"version": 1.0}

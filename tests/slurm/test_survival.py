@@ -6,11 +6,11 @@ import signal
 import pytest
 
 from slurm import breaking
-from tests.helpers import records, result, until
+from tests.helpers import TINY, records, result, until
 from tests.slurm import runs
 
 RUN = (
-    "train.updates=40", "job.dropout=0.2", "job.pause_s=0.1", "accumulation.micro_batch=4",
+    TINY, "train.updates=40", "job.dropout=0.2", "job.pause_s=0.1", "accumulation.micro_batch=4",
     "accumulation.global_batch=48", "accumulation.steps=null", "train.evaluate_every=5",
 )  # fmt: skip
 REPRODUCIBLE = "accumulation.reduction=reproducible"

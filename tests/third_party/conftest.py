@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import ROOT
 
 TOYS = ("cluster", "transport", "tracker")
-collect_ignore = [*TOYS]  # they are found once they are installed, never here
+collect_ignore = [*TOYS, "framework"]  # they are found once they are installed, never here
 
 
 @pytest.fixture(scope="session")

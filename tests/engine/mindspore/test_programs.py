@@ -10,12 +10,12 @@ from tests.programs import script
 
 def test_on_two_nodes_of_two_ranks_it_ends_with_the_bits_that_it_has_under_msrun(tmp_path):
     script(tmp_path, TRAIN)
-    msrun = begin_msrun(tmp_path, 4)
+    msrun = begin_msrun(tmp_path, 4)  # one after the other, since each takes gigabytes
+    output, _ = msrun.communicate(timeout=120)
     ours = helpers.call(
         "run", "job.style=mindspore", "run.dir=ours", "cluster.rendezvous_timeout_s=600", "--",
         "train.py", module="orchestrator", cwd=tmp_path,
     )  # fmt: skip
-    output, _ = msrun.communicate(timeout=120)
     assert ours.returncode == 0, ours.stdout + ours.stderr
     assert msrun.returncode == 0, output
 

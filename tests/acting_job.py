@@ -1,0 +1,109 @@
+"""Jobs that end or stand still in ways that leave no exception, where and in whom one likes. No
+framework is imported.
+"""
+
+import ctypes
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+HOURS = 3600
+
+
+def _lock_twice():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def _wait_for_a_stopped_child():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    os.kill(child.pid, signal.SIGSTOP)
+    child.wait()
+
+
+def _sleep_in_the_kernel():
+    """Holding Python's interpreter, until a child has begun that never does: it opens a pipe to
+    which nobody writes.
+    """
+    pipe = Path(tempfile.mkdtemp(), "pipe")
+    os.mkfifo(pipe)
+    os.posix_spawn("/bin/true", ["true"], os.environ,
+                   file_actions=[(os.POSIX_SPAWN_OPEN, 5, pipe, os.O_RDONLY, 0)])  # fmt: skip
+
+
+def _call_another_collective():
+    from orchestrator.engine.torch.comm.process_group import TorchGroup
+
+    group = next(one for one in gc.get_objects() if isinstance(one, TorchGroup))
+    with group.silence.lifted():
+        group.barrier()
+
+
+ACTS = {
+    "exit0": lambda: os._exit(0),
+    "exit3": lambda: os._exit(3),
+    "sys_exit": lambda: sys.exit(0),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "sleep": lambda: time.sleep(HOURS),
+    "deadlock": _lock_twice,
+    "spin": lambda: [None for _ in iter(int, 1)],
+    "interpreter": lambda: ctypes.PyDLL(None).sleep(HOURS),  # holds Python's lock meanwhile
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "kernel": _sleep_in_the_kernel,
+    "other": _call_another_collective,
+    "child": _wait_for_a_stopped_child,
+}
+
+
+class Acting:
+    """Does `act` once on `ranks` ("all" or one number) at a `place`: "init" (before the group
+    forms), "loader", "forward", "evaluate", or "end" (after the last boundary).
+    """
+
+    def __init__(self, act="exit0", place="forward", ranks="all", after=2, seconds=0.0, **more):
+        super().__init__(**more)
+        self.act, self.place, self.ranks = act, place, str(ranks)
+        self.seconds, self.left, self.drawn = seconds, after, 0
+        self._at("init")
+
+    def dataset(self):
+        return Watched(super().dataset(), self)
+
+    def loss(self, model, batch):
+        if self.steps == self.left:
+            self._at("forward")
+        return super().loss(model, batch)
+
+    def evaluate(self, model):
+        self._at("evaluate")
+        return {"loss": 0.0}
+
+    def _at(self, place):
+        mine = self.ranks in ("all", os.environ["SLURM_PROCID"])
+        if place != self.place or not mine:
+            return
+        if self.act == "slow":
+            time.sleep(self.seconds)
+        else:
+            ACTS[self.act]()
+
+
+class Watched:
+    def __init__(self, inner, job):
+        self.inner, self.job = inner, job
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, index):
+        self.job.drawn += 1
+        if self.job.drawn == 12:
+            self.job._at("loader")
+        return self.inner[index]

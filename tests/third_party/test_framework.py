@@ -1,0 +1,103 @@
+"""Somebody else's framework, of NumPy, which the tests of SLURM train with: is it a real one?"""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.conformance import CHECKS
+from orchestrator.errors import PeerLost
+from tests import warm
+from tests.helpers import LIGHT, call, compare, result
+
+HERE = warm.PATH.split(os.pathsep)[1]
+WORDS = (LIGHT, "tracker=none", "accumulation.global_batch=40", "accumulation.steps=2",
+         "train.updates=9", "train.checkpoint_every=3", "cluster.nodes=1")  # fmt: skip
+
+
+@pytest.fixture
+def groups(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+
+    def on_every_rank(size, be, timeout_s=60.0):
+        from toy_letters import Letters
+
+        def form_and_be(rank):
+            spec = GroupSpec(
+                rank=rank, size=size, local_rank=rank, node="n", address="127.0.0.1",
+                folder=tmp_path, collective_timeout_s=timeout_s,
+            )  # fmt: skip
+            with closing(Letters(spec)) as group:
+                be(group)
+
+        with ThreadPoolExecutor(size) as threads:
+            list(threads.map(form_and_be, range(size)))
+
+    return on_every_rank
+
+
+class Float32:
+    def make(self, values, shape):
+        return np.array(values, np.float32).reshape(shape)
+
+    def read(self, tensor):
+        return tensor.ravel().tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_its_groups_keep_the_contract_of_all_groups(groups, size):
+    groups(size, lambda group: [check(group, Float32()) for check in CHECKS])
+
+
+def test_a_rank_that_does_not_come_is_lost_by_name(groups):
+    over = threading.Event()
+
+    def be(group):
+        if group.rank == 1:
+            over.wait(60)
+            return
+        with pytest.raises(PeerLost, match=r"no letter of rank 1 within 0\.2 s"):
+            group.barrier()
+        over.set()
+
+    groups(2, be, timeout_s=0.2)
+
+
+def test_a_rank_that_has_ended_is_lost_at_once(groups):
+    def be(group):
+        if group.rank == 0:
+            with pytest.raises(PeerLost, match="rank 0 lost rank 1"):
+                group.barrier()
+
+    groups(2, be)
+
+
+def test_a_run_of_it_has_the_same_losses_on_any_ranks_and_goes_on_where_it_stood(tmp_path):
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    faults = ("job.fault=kill", "job.fault_after=9", "run.max_restarts=2")
+    for run, *more in (
+        (alone, "cluster.ranks_per_node=1"),
+        (killed, "cluster.ranks_per_node=3", *faults),
+    ):
+        done = call(*WORDS, *more, f"run.dir={run}")
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert [one["resumed_from"] for one in result(killed)["restarts"]] == [3, 6]
+    assert compare(alone, killed)["max_relative_difference"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("accumulation.reduction=reproducible",), "numpy's reduction is fast, not reproducible"),
+        (("engine.framework=torch",), "is written for numpy"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(tmp_path, words, told):
+    done = call(*WORDS, *words, "accumulation.micro_batch=4", f"run.dir={tmp_path / 'run'}",
+                "accumulation.steps=null")  # fmt: skip
+    assert done.returncode != 0
+    assert told in done.stdout + done.stderr
