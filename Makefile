@@ -9,7 +9,7 @@ BENCH_STAMP := $(VENV)/.bench-installed
 , := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-quick lint unit mutants bench slurm-up slurm-down clean
+.PHONY: help setup run test test-quick lint style unit mutants bench slurm-up slurm-down clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -39,21 +39,24 @@ run: $(RUN_STAMP)  ## train the digits on 2 pretended nodes x 2 ranks, four micr
 	@echo "== python -m orchestrator.launch (2 pretended nodes x 2 ranks, 4 micro-steps an update)"
 	@$(BIN)/python -m orchestrator.launch
 
-test: lint unit  ## lint, types, import directions and every test
+test: style  ## lint, types, import directions and every test
+	@$(BIN)/python -m tests.gate
 
 test-quick: setup  ## the tests of the inner loop: no SLURM, no MindSpore, no whole runs
 	@echo "== pytest, three files at a time"
 	@$(BIN)/python -m pytest $(addprefix --ignore=tests/,slurm engine/mindspore end_to_end docs hostile) -n 3 --dist loadfile
 
-lint: setup  ## ruff, pyright, import-linter
-	@echo "== ruff"
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+lint: style  ## ruff, import-linter, pyright
 	@echo "== pyright"
 	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+style: setup
+	@echo "== ruff"
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@echo "== import-linter"
 	@$(BIN)/lint-imports
 
-unit: setup  ## the tests (PYTEST_ARGS for more)
+unit: setup  ## the tests, and pyright (PYTEST_ARGS: some tests)
 ifdef PYTEST_ARGS
 	@echo "== pytest $(PYTEST_ARGS)"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

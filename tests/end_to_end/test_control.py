@@ -4,7 +4,7 @@ import json
 import re
 import signal
 
-from tests.helpers import TINY, begin, result, until, verb
+from tests.helpers import LIGHT, begin, result, until, verb
 
 
 def found(run):
@@ -13,7 +13,7 @@ def found(run):
 
 def start(run, *more):
     process = begin(
-        TINY, f"run.dir={run}", "tracker=none", "train.updates=2000", "job.pause_s=0.02", *more
+        LIGHT, f"run.dir={run}", "tracker=none", "train.updates=2000", "job.pause_s=0.02", *more
     )
     until((run / "metrics.jsonl").exists, 60, "the first update")
     return process

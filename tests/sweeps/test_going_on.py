@@ -2,7 +2,7 @@
 
 import shutil
 
-from tests.helpers import TINY, call, result, verb
+from tests.helpers import LIGHT, call, result, verb
 
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.global_batch=8")
 
@@ -11,7 +11,7 @@ def test_unfinished_points_go_on_and_finished_ones_with_more_updates(tmp_path):
     sweep = tmp_path / "sweep"
     line = (
         "-m",
-        TINY,
+        LIGHT,
         *ONE,
         "tracker=none",
         "train.updates=2",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import TINY, begin, call, name_of, processes_of, records, result, until, verb
+from tests.helpers import LIGHT, begin, call, name_of, processes_of, records, result, until, verb
 
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.global_batch=8", "tracker=none")
 LONG = "train.updates=25"
@@ -34,7 +34,7 @@ def disturbed(tmp_path_factory):
     """
     sweep = tmp_path_factory.mktemp("sweeps") / "sweep"
     line = (
-        "-m", TINY, *ONE, LONG, "job.pause_s=0.1", "sweep.parallel=3", f"run.dir={sweep}",
+        "-m", LIGHT, *ONE, LONG, "job.pause_s=0.1", "sweep.parallel=3", f"run.dir={sweep}",
         "job.fault_rank=0", "job.fault=raise", "job.fault_after=500,501,9,502,503",
     )  # fmt: skip
     command = begin(*line)
@@ -95,7 +95,7 @@ def test_the_same_line_goes_on_with_what_has_not_finished_and_killed_it_leaves_n
 
 def test_interrupted_twice_all_points_end_at_once(tmp_path):
     sweep = tmp_path / "sweep"
-    command = begin("-m", TINY, *ONE, "train.updates=400", "job.pause_s=0.1", "sweep.parallel=2",
+    command = begin("-m", LIGHT, *ONE, "train.updates=400", "job.pause_s=0.1", "sweep.parallel=2",
                     "train.seed=1,2,3", f"run.dir={sweep}")  # fmt: skip
     trains(sweep / "0", sweep / "1")
     assert len({command.pid, *(holder(sweep / n) for n in "01")}) == 3
