@@ -105,9 +105,11 @@ def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
 def test_a_sweep_submits_its_points_and_returns(slurm, tmp_path):
     sweep = tmp_path / "sweep"
     done = call(
-        "-m", *runs.overrides(slurm, sweep, "train.updates=3"),
-        "accumulation.steps=1,2,4,8",
-        *("cluster.nodes=1", "cluster.ranks_per_node=1"),
+        "-m",
+        *runs.overrides(
+            slurm, sweep, "train.updates=3", "accumulation.steps=1,2,4,8",
+            "cluster.nodes=1", "cluster.ranks_per_node=1",
+        ),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"python -m orchestrator status {sweep}" in done.stdout

@@ -38,7 +38,7 @@ def swept(slurm, tmp_path_factory):
     the element that has the array's own number was requeued by hand.
     """
     sweep = tmp_path_factory.mktemp("sweeps") / "sweep"
-    line = ("-m", *runs.overrides(slurm, sweep, "train.updates=30", "job.pause_s=0.1"), *STEPS)
+    line = ("-m", *runs.overrides(slurm, sweep, "train.updates=30", "job.pause_s=0.1", *STEPS))
     before = jobs(slurm)
     typed = begin(*line, **runs.QUIET)
     until((sweep / "3" / "handle.json").exists, 60, "the submission")
