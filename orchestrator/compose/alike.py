@@ -29,6 +29,7 @@ from orchestrator.compose.interpolations import OF_A_POINT, interpolations, with
 
 MOST_SHAPES = 64  # kept compositions, of some MiB each
 FOLDERS = ("hydra.sweep.dir", "hydra.sweep.subdir")
+NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})(\.[0-9]+)?")  # as Python reads it, and Hydra
 KEY = re.compile(r"[A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*")
 SETTING = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
 
@@ -67,6 +68,7 @@ class Alike:
     def __init__(self, loader: Loader, primary: str, telling: Collection[str]) -> None:
         self._loader, self._primary, self._telling = loader, primary, telling
         self._words: dict[str, Word] = {}
+        self._numbers: dict[tuple[str, type], Word] = {}
         self._groups: dict[str, bool] = {}
         self._repository: Any = None
         self._shapes: dict[Any, Shape | tuple[Any, ...] | None] = {}
@@ -92,10 +94,21 @@ class Alike:
     def _read(self, overrides: Sequence[str]) -> list[Word] | None:
         """None where composing them says what is wrong, or where they choose other files."""
         try:
-            words = [self._words.get(text) or self._word(text) for text in overrides]
+            words = [self._words.get(text) or self._number(text) for text in overrides]
         except HydraException:
             return None
         return None if any(word.key == "hydra.searchpath" for word in words) else words
+
+    def _number(self, text: str) -> Word:
+        """A word; where it is another number for a key that had one, without Hydra's parser."""
+        key, _, value = text.partition("=")
+        found = NUMBER.fullmatch(value)
+        kind = float if found and found[1] else int
+        like = self._numbers.get((key, kind)) if found else None
+        word = replace(like, text=text, value=kind(value)) if like else self._word(text)
+        if found and word.plain and type(word.value) is kind:
+            self._numbers[key, kind] = word
+        return word
 
     def _word(self, text: str) -> Word:
         [parsed] = OverridesParser.create().parse_overrides([text])
@@ -180,6 +193,7 @@ class Shape:
         self._values = pickle.dumps(whole.values)
         self._original = [word.text for word in words]
         self._standing = list(self._original)
+        self._folders = {key: _worked_out(found, key) for key in FOLDERS}
         self._affected = cache(self._find_affected)
 
     def point(
@@ -194,9 +208,11 @@ class Shape:
                 for word, before in zip(words, self._original, strict=True)
                 if word.text != before
             )
-            for key in (*changed, *self._affected(changed)):
-                _put(values, key.split("."), _worked_out(self._found, key))
-            folder, part = (_worked_out(self._found, key) for key in FOLDERS)
+            found = {key: _worked_out(self._found, key) for key in self._affected(changed)}
+            for key, value in found.items():
+                if not within(key, "hydra"):
+                    _put(values, key.split("."), value)
+            folder, part = ({**self._folders, **found}[key] for key in FOLDERS)
         except (OmegaConfBaseException, TypeError, ValueError, LookupError):
             return None  # composed whole, it is refused in the right words
         if "job" in values:
@@ -221,17 +237,15 @@ class Shape:
             hydra.job.num, hydra.job.id = number, str(number)
 
     def _find_affected(self, keys: frozenset[str]) -> list[str]:
-        """What refers to these keys, or to others that do; Hydra's own left out."""
-        reached = {*keys, *OF_A_POINT}
-        found: list[str] = []
+        """These keys, and what refers to them, or to others that do."""
+        reached = [*keys, *OF_A_POINT]
         while more := [
             path
             for path, names in self._referring.items()
             if path not in reached and any(_overlap(n, key) for n in names for key in reached)
         ]:
-            found += [path for path in more if not within(path, "hydra")]
-            reached.update(more)
-        return found
+            reached += more
+        return [key for key in reached if key not in OF_A_POINT]
 
 
 def _worked_out(found: DictConfig, key: str) -> Any:

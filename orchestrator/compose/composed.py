@@ -8,8 +8,8 @@ from typing import Any
 
 from orchestrator.compose.hydra_input import guarded
 from orchestrator.config.program_section import is_program
-from orchestrator.config.reading import read_config
-from orchestrator.config.schema import Config, unknown_keys
+from orchestrator.config.reading import read_config, unknown_keys
+from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 
 

@@ -67,6 +67,9 @@ class Bound:
         return f"{dotted} must be a number above {self.above}, but is {value}"
 
 
+FREE = Bound()
+
+
 def choice(*allowed: str, default: str | None = None, later: tuple[str, ...] = ()) -> Any:
     """A field that is one of these words; the first, where nobody says otherwise."""
     bound = Bound(choice=allowed, later=later)
@@ -123,7 +126,7 @@ def beyond(values: Mapping[str, Any], bounds: Mapping[str, Bound]) -> list[str]:
         sentence
         for dotted, value in leaves(values)
         if (sentence := _too_large(dotted, value) or _odd(dotted, value))
-        or (sentence := bounds.get(dotted, Bound()).too_much(dotted, value))
+        or (sentence := bounds.get(dotted, FREE).too_much(dotted, value))
     ]
 
 
@@ -132,6 +135,13 @@ def value_of(config: Any, dotted: str) -> Any:
     for part in dotted.split("."):
         config = getattr(config, part)
     return config
+
+
+def plain(config: Any) -> Any:
+    """As `asdict` has it, but lists and tables are the configuration's own, and only to be read."""
+    if not is_dataclass(config):
+        return config
+    return {name: plain(value) for name, value in vars(config).items()}
 
 
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from orchestrator.config.returned import DEFINITIONS
 from orchestrator.errors import JobError, did_you_mean
 
 Answer = TypeVar("Answer")
+Asked = TypeVar("Asked")
 BASE_JOB = ("orchestrator.job", "Job")
 
 
@@ -35,7 +36,7 @@ def read_once() -> Generator[None]:
         _known = before
 
 
-def once(name: str, find: Callable[[str], Answer], asked: str) -> Answer:
+def once(name: str, find: Callable[[Asked], Answer], asked: Asked) -> Answer:
     """What `find` says of `asked`; where sources are read once, what it said the first time."""
     if _known is None:
         return find(asked)

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator.config.schema import unknown_keys
+from orchestrator.config.reading import unknown_keys
 from orchestrator.errors import ConfigError
 
 

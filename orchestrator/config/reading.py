@@ -1,4 +1,4 @@
-"""A checked configuration from plain values, and its text."""
+"""A checked configuration from plain values, and its text; what is no key of it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import pickle
 import re
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import asdict, fields, make_dataclass
+from dataclasses import fields, is_dataclass, make_dataclass
 from functools import cache, lru_cache
-from typing import Any, cast, get_type_hints
+from types import UnionType
+from typing import Any, cast, get_args, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from orchestrator.config.bounds import plain
 from orchestrator.config.rules import check
 from orchestrator.config.schema import Config
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, did_you_mean
+
+PLAIN = (int, float, bool, str)
+ROOTED = re.compile(r"/[A-Za-z0-9_./-]*")  # as most paths are: YAML says them as they are
 
 
 def as_they_are(values: Any) -> Any:
@@ -57,38 +62,92 @@ def _typed(schema: DictConfig, values: Any) -> Any:
 
 
 def _by_sections(values: Any) -> Config | None:
-    """As from all values at once, but each section once for all configurations that have it so: the
-    points of a sweep differ in one or two. None where only the whole tells what is wrong.
+    """As from all values at once, but each section, and each of its fields, once for all
+    configurations that have it so: the points of a sweep differ in one or two. None where only the
+    whole tells what is wrong.
     """
-    if not isinstance(values, Mapping) or not _alone().keys() >= values.keys():
+    if not isinstance(values, Mapping) or not _alone(Config).keys() >= values.keys():
         return None
     try:
-        found = {name: pickle.loads(_section(name, pickle.dumps(v))) for name, v in values.items()}  # noqa: S301  # pickled here
+        return cast("Config", _of_fields(Config, values))
     except (OmegaConfBaseException, pickle.PicklingError):
         return None
-    return Config(**found)
 
 
 @cache
-def _alone() -> dict[str, DictConfig]:
-    """A schema with nothing but it, for each section."""
-    hints = get_type_hints(Config)
-    kinds = [make_dataclass(f.name, [(f.name, hints[f.name], copy(f))]) for f in fields(Config)]
+def _alone(kind: type) -> dict[str, DictConfig]:
+    """A schema with nothing but it, for each field."""
+    kinds = [
+        make_dataclass(f.name, [(f.name, _hints(kind)[f.name], copy(f))]) for f in fields(kind)
+    ]
     return {kind.__name__: OmegaConf.structured(kind) for kind in kinds}
 
 
-@lru_cache(maxsize=1024)
-def _section(name: str, packed: bytes) -> bytes:
-    values = pickle.loads(packed)  # noqa: S301  # pickled above
-    return pickle.dumps(getattr(_typed(_alone()[name], {name: values}), name))
+_hints = cache(get_type_hints)
+
+
+def _of_fields(kind: type, values: Mapping[str, Any]) -> Any:
+    return kind(**{k: pickle.loads(_field(kind, k, pickle.dumps(v))) for k, v in values.items()})  # noqa: S301  # pickled here
+
+
+@lru_cache(maxsize=4096)
+def _field(kind: type, name: str, packed: bytes) -> bytes:
+    values, inner = pickle.loads(packed), _hints(kind)[name]  # noqa: S301  # pickled above
+    if _is_as_declared(values, inner):
+        return packed  # nothing to convert, or to refuse
+    section = isinstance(inner, type) and is_dataclass(inner) and isinstance(values, Mapping)
+    if section and _alone(inner).keys() >= values.keys():
+        return pickle.dumps(_of_fields(inner, values))
+    return pickle.dumps(getattr(_typed(_alone(kind)[name], {name: values}), name))
+
+
+def _is_as_declared(value: Any, kind: Any) -> bool:
+    declared = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    return type(value) in PLAIN and type(value) in declared and value != "???"
 
 
 def to_yaml(config: Config) -> str:
     """The text of config.yaml; `read_config` of it is the same configuration."""
-    return "".join(_yaml(pickle.dumps({name: v})) for name, v in asdict(config).items())
+    return "".join(_yaml(name, pickle.dumps(value)) for name, value in plain(config).items())
 
 
-@lru_cache(maxsize=1024)
-def _yaml(packed: bytes) -> str:
-    """Of one section, once for all configurations that have it so."""
-    return OmegaConf.to_yaml(OmegaConf.create(pickle.loads(packed)))  # noqa: S301  # as above
+@lru_cache(maxsize=4096)
+def _yaml(name: str, packed: bytes) -> str:
+    """Of one section, and of each of its fields, once for all configurations that have it so."""
+    value = pickle.loads(packed)  # noqa: S301  # as above
+    if not isinstance(value, dict) or len(value) < 2:
+        return _of_one(name, value)
+    fields = (_yaml(name, pickle.dumps({key: inner})) for key, inner in value.items())
+    return "".join([f"{name}:\n", *(text.partition("\n")[2] for text in fields)])
+
+
+@cache
+def _sections(schema: type) -> dict[str, type | None]:
+    """The keys of a schema, with the schema of each that is a section."""
+    usual = {field.name: getattr(schema(), field.name) for field in fields(schema)}
+    return {name: type(v) if is_dataclass(v) else None for name, v in usual.items()}
+
+
+def _of_one(name: str, value: Any) -> str:
+    if isinstance(value, dict) and len(value) == 1:
+        [(key, inner)] = value.items()
+        if type(inner) is int or (type(inner) is str and ROOTED.fullmatch(inner)):
+            return _with_zero(name, pickle.dumps(key)).removesuffix("0\n") + f"{inner}\n"
+    return OmegaConf.to_yaml(OmegaConf.create({name: value}))
+
+
+@cache
+def _with_zero(name: str, packed: bytes) -> str:
+    return OmegaConf.to_yaml(OmegaConf.create({name: {pickle.loads(packed): 0}}))  # noqa: S301  # as above
+
+
+def unknown_keys(found: Mapping[str, Any], schema: type = Config, prefix: str = "") -> list[str]:
+    """A sentence for every key of `found` that the schema does not have, at any level."""
+    known = _sections(schema)
+    sentences: list[str] = []
+    for key, value in found.items():
+        if key not in known:
+            sentences.append(f"there is no key '{prefix}{key}'{did_you_mean(str(key), known)}")
+        elif (section := known[key]) is not None and isinstance(value, Mapping):
+            sentences += unknown_keys(value, section, f"{prefix}{key}.")
+    return sentences

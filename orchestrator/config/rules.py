@@ -8,11 +8,10 @@ Each function is of one thought and gives a sentence for all of it that is wrong
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from orchestrator.config import program_section, search_rules, survive_rules
-from orchestrator.config.bounds import beyond, value_of
+from orchestrator.config.bounds import beyond, plain, value_of
 from orchestrator.config.optimizer_rules import problems
 from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import (
@@ -43,7 +42,7 @@ TRANSPORTS = {
 
 def check(config: Config) -> None:
     """Refuse what no plan and no cluster can use. Raises one `ConfigError` for all of it."""
-    _refuse(beyond(asdict(config), BOUNDS))  # before anything is computed from such numbers
+    _refuse(beyond(plain(config), BOUNDS))  # before anything is computed from such numbers
     single = [bound.refusal(dotted, value_of(config, dotted)) for dotted, bound in BOUNDS.items()]
     _refuse([*filter(None, single), *_any_job(config), *problems(config.optimizer)])
 

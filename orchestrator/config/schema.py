@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.config.bounds import LONGEST_S, bounds_of, choice, free, number, registered
-from orchestrator.errors import ConfigError, did_you_mean
+from orchestrator.errors import ConfigError
 from orchestrator.extensions import CLUSTERS, FRAMEWORKS, TRACKERS, TRANSPORTS
 
 GPUS = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.+-]*:)?([0-9]{1,6})")
@@ -286,15 +286,3 @@ def gpu_count(gpus: Any) -> int:
             f"but is {gpus!r}"
         )
     return sum(counts)
-
-
-def unknown_keys(found: Mapping[str, Any], schema: Any = Config, prefix: str = "") -> list[str]:
-    """A sentence for every key of `found` that the schema does not have, at any level."""
-    known = {f.name: getattr(schema(), f.name) for f in fields(schema)}
-    sentences: list[str] = []
-    for key, value in found.items():
-        if key not in known:
-            sentences.append(f"there is no key '{prefix}{key}'{did_you_mean(str(key), known)}")
-        elif is_dataclass(known[key]) and isinstance(value, Mapping):
-            sentences += unknown_keys(value, type(known[key]), f"{prefix}{key}.")
-    return sentences

@@ -12,7 +12,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from orchestrator.errors import RunFolderError
@@ -165,6 +165,21 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     except RecursionError as error:
         raise RunFolderError(f"{path} is nested too deep to be removed: rm -rf {path}") from error
+
+
+def wait_for_disk(folders: Iterable[Path]) -> None:
+    """Until all that was written below them is on their disks. Raises `OSError`."""
+    import ctypes  # Python itself can wait for one file, or for all disks of the machine
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    for folder in {path.stat().st_dev: path for path in folders}.values():
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if libc.syncfs(descriptor):
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number), str(folder))
+        finally:
+            os.close(descriptor)
 
 
 def make_folder(path: Path) -> None:

@@ -6,11 +6,13 @@ that `resume`, `status` and `compare` need. What may be trusted of it: docs/secu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from orchestrator.run_folder.files import (
     make_folder,
     names_in,
     read_text,
+    wait_for_disk,
 )
 from orchestrator.run_folder.paths import ATTEMPT
 from orchestrator.run_folder.seal import (
@@ -54,8 +57,27 @@ FAILURE = re.compile(r"failure-[0-9]+\.json")
 BEHIND = re.compile(r"behind-[0-9]+\.json")
 
 
+_together: ContextVar[bool] = ContextVar("_together", default=False)
+
+
+@contextlib.contextmanager
+def written_together(folders: Iterable[Path]) -> Generator[None]:
+    """For many new files: inside, none waits for the disk by itself. All that is below these
+    folders is on it when this is left without an error.
+    """
+    before = _together.set(True)
+    try:
+        yield
+    finally:
+        _together.reset(before)
+    wait_for_disk(folders)
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write so that a reader, or a crash at any point, sees the old file or the new one."""
+    """Write so that a reader, or a crash at any point, sees the old file or the new one; inside
+    `written_together` a crash of the machine may leave a damaged one where none was.
+    """
+    waits = not _together.get() or path.exists()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -63,7 +85,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            os.fsync(file.fileno())
+            if waits:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ def queue(ready: Ready) -> Ended:
     """Queue the run and return, or follow it when `run.watch` says so."""
     run, manner, cluster = ready.run, ready.manner, ready.cluster
     with CLUSTERS.told(ready.config.cluster.kind, "to submit the run"):
-        handle = cluster.submit(cluster.request(run.path, ready.attempt))
+        handle = cluster.submit(ready.request)
     if not manner.quiet:
         say(manner.console, f"{handle.title} is queued", "bold green")
         say(manner.console, f"run folder: {run.path}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from orchestrator.clusters.api import Cluster
+from orchestrator.clusters.api import Cluster, Request
 from orchestrator.config.schema import Config
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
@@ -17,11 +17,13 @@ class Ready:
 
     Attributes:
         attempt: the number of the start that a person asked for.
+        request: what its cluster was asked to admit.
     """
 
     config: Config
     run: RunDir
     cluster: Cluster
     attempt: int
+    request: Request
     manner: Manner
     interrupts: Interrupts

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.api import Admission, Cluster, cluster_of
+from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
 from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer_rules import check_builder
@@ -23,12 +23,7 @@ from orchestrator.config.program_section import is_program, program_of
 from orchestrator.config.program_source import check_program
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import Config
-from orchestrator.errors import (
-    ConfigError,
-    RunFailed,
-    RunFolderError,
-    UsageError,
-)
+from orchestrator.errors import ConfigError, RunFailed, RunFolderError, UsageError
 from orchestrator.extensions import CLUSTERS
 from orchestrator.lifecycle.fence import read_newest
 from orchestrator.outcome.lock_holder import held
@@ -100,13 +95,16 @@ def writing(run: RunDir) -> Generator[None]:
         raise RunFolderError(sentence) from error
 
 
-def _admitted(cluster: Cluster, run: RunDir, attempt: int, manner: Manner) -> Admission:
+def _admitted(
+    cluster: Cluster, run: RunDir, attempt: int, manner: Manner
+) -> tuple[Request, Admission]:
     """Ask the cluster before anything is written. Raises `ConfigError`, `ClusterError`."""
     with CLUSTERS.told(cluster.config.cluster.kind, "to say whether the run can be placed"):
-        admission = cluster.check(cluster.request(run.path, attempt))
+        request = cluster.request(run.path, attempt)
+        admission = cluster.check(request)
     for sentence in admission.warnings:
         say(manner.console, f"warning: {sentence}", "yellow", prose=True)
-    return admission
+    return request, admission
 
 
 def _cluster(config: Config, manner: Manner) -> Cluster:
@@ -150,7 +148,7 @@ def begun(
     """
     plan = plan or prepare(config)
     run, cluster = RunDir(new_folder(config)), _cluster(config, manner)
-    admission = _admitted(cluster, run, 0, manner)
+    request, admission = _admitted(cluster, run, 0, manner)
     with _counted(interrupts) as interrupts:
         run.create()
         cluster.trust(run)
@@ -167,8 +165,8 @@ def begun(
                 )
                 with held(run):
                     yield Ready(
-                        config=config, run=run, cluster=cluster, attempt=0, manner=manner,
-                        interrupts=interrupts,
+                        config=config, run=run, cluster=cluster, attempt=0, request=request,
+                        manner=manner, interrupts=interrupts,
                     )  # fmt: skip
         except UsageError:  # before anything was trained; the message says all
             if not run.metrics.exists() and not run.may_be_queued:
@@ -229,12 +227,12 @@ def resumed(
         attempt = run.attempts_made()
         if not cluster.attended:
             attempt = max(attempt, read_newest(run.newest_attempt) + 1)
-        admission = _admitted(cluster, run, attempt, manner)
+        request, admission = _admitted(cluster, run, attempt, manner)
         record(run, asked, attempt)
         _as_before_its_end(run, admission)
         yield Ready(
-            config=config, run=run, cluster=cluster, attempt=attempt, manner=manner,
-            interrupts=interrupts,
+            config=config, run=run, cluster=cluster, attempt=attempt, request=request,
+            manner=manner, interrupts=interrupts,
         )  # fmt: skip
 
 

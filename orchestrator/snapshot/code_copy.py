@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
-from orchestrator.config.class_source import find_module
+from orchestrator.config.class_source import find_module, once
 from orchestrator.config.program_section import Program
 from orchestrator.config.program_source import copied_script
 from orchestrator.errors import RunFolderError
@@ -64,6 +64,11 @@ def source_roots(target: str | Program) -> dict[Path, set[str]]:
     Args:
         target: a job's class, by its dotted name, or a program.
     """
+    of = target if isinstance(target, str) else target.command
+    return once("roots", lambda _: _source_roots(target), of)
+
+
+def _source_roots(target: str | Program) -> dict[Path, set[str]]:
     roots: dict[Path, set[str]] = {}
     if not is_installed(PACKAGE):
         roots[PACKAGE.parent] = {PACKAGE.name}

@@ -11,13 +11,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.bounds import plain
 from orchestrator.config.program_section import target_of
 from orchestrator.config.schema import Config
 from orchestrator.run_folder.rundir import RunDir
@@ -46,7 +46,7 @@ def made_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
     """
     return {
         "of": sorted(overrides),
-        "config": _digest(_counted(asdict(config))),
+        "config": _digest(_counted(plain(config))),
         "code": _code(config),
         "data": {key: _stamp(Path(text)) for key, text in _paths(config)},
         "versions": dict(_versions()),
@@ -59,7 +59,7 @@ def why_changed(
     """What differs between a cell as it ran and as it is asked for; None where nothing does."""
     causes: list[str] = []
     if before.get("config") != now["config"]:
-        old, new = _counted(run.read_config()), _counted(asdict(config))
+        old, new = _counted(run.read_config()), _counted(plain(config))
         causes += [change.text for change in changes(old, new)] or ["the configuration"]
     for name, digest in now["code"].items():
         if (before.get("code") or {}).get(name) != digest:
@@ -81,6 +81,7 @@ def _counted(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in flat(values) if not _starts(k) and v not in (None, {}, [])}
 
 
+@lru_cache(maxsize=4096)
 def _starts(key: str) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in NOT_MADE_OF)
 

@@ -6,18 +6,18 @@ import contextlib
 import time
 from collections.abc import Generator, Sequence
 
-from orchestrator.clusters.api import Cluster, Request, class_of
+from orchestrator.clusters.api import class_of
 from orchestrator.config.class_source import read_once
 from orchestrator.config.rules import at_once
 from orchestrator.errors import ClusterError, ConfigError, Interrupted, UsageError
 from orchestrator.extensions import CLUSTERS
 from orchestrator.outcome.folder_status import ENDED_STATES
 from orchestrator.report.units import plural
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.run_folder.rundir import RunDir, written_together
 from orchestrator.runs.console import Manner
 from orchestrator.runs.interrupts import Interrupts
 from orchestrator.runs.ready import Ready
-from orchestrator.runs.start import begun, resumed
+from orchestrator.runs.start import begun, resumed, writing
 from orchestrator.runs.status import statuses
 from orchestrator.sweeps.content import CELL
 from orchestrator.sweeps.points import told
@@ -59,34 +59,44 @@ def submit(cells: Sequence[Cell], manner: Manner, *, wait: bool) -> None:
         Interrupted: by a person, before the first was submitted.
         ClusterError: the scheduler refused some; those that are queued go on, and are counted.
     """
-    quiet = Manner(console=manner.console, quiet=True)
-    placed: list[tuple[Cluster, Request]] = []
-    made: list[Ready] = []
-    wrong: dict[str, list[int]] = {}
     with Interrupts() as interrupts, read_once():
-        for cell in cells:
-            if interrupts.count:
-                break
-            try:
-                with ready_of(cell, quiet, interrupts) as ready:
-                    if ready is not None:
-                        made.append(ready)
-                        placed.append((ready.cluster, _request(ready)))
-            except UsageError as error:
-                wrong.setdefault(str(error), []).append(cell.point.number)
-        if wrong or interrupts.count:
-            _withdraw(made)
-            if interrupts.count:
-                raise Interrupted("interrupted: none of the points was submitted")
-            numbers = [cell.point.number for cell in cells]
-            raise ConfigError("\n".join(told(wrong, min(numbers), len(numbers))))
-        _submit(placed, made, at_once(cells[0].point.config.sweep.parallel))
+        made = _made_ready(cells, Manner(console=manner.console, quiet=True), interrupts)
+        _submit(made, at_once(cells[0].point.config.sweep.parallel))
     if wait:
         _await([cell.run for cell in cells])
 
 
-def _request(ready: Ready) -> Request:
-    return ready.cluster.request(ready.run.path, ready.attempt)
+def _made_ready(cells: Sequence[Cell], quiet: Manner, interrupts: Interrupts) -> list[Ready]:
+    """All of them, on the disk; or none, and why is raised."""
+    made: list[Ready] = []
+    wrong: dict[str, list[int]] = {}
+    sweeps = {cell.run.path.parent for cell in cells}
+    try:
+        with writing(RunDir(cells[0].run.path.parent)), written_together(sweeps):
+            for cell in cells:
+                _refuse_interrupted(interrupts)
+                try:
+                    with ready_of(cell, quiet, interrupts) as ready:
+                        made += [ready] if ready is not None else []
+                except UsageError as error:
+                    wrong.setdefault(str(error), []).append(cell.point.number)
+            _refuse(wrong, cells)
+        _refuse_interrupted(interrupts)
+    except BaseException:
+        _withdraw(made)
+        raise
+    return made
+
+
+def _refuse(wrong: dict[str, list[int]], cells: Sequence[Cell]) -> None:
+    numbers = [cell.point.number for cell in cells]
+    if wrong:
+        raise ConfigError("\n".join(told(wrong, min(numbers), len(numbers))))
+
+
+def _refuse_interrupted(interrupts: Interrupts) -> None:
+    if interrupts.count:
+        raise Interrupted("interrupted: none of the points was submitted")
 
 
 def _withdraw(made: Sequence[Ready]) -> None:
@@ -95,12 +105,9 @@ def _withdraw(made: Sequence[Ready]) -> None:
             ready.run.withdraw()
 
 
-def _submit(
-    placed: Sequence[tuple[Cluster, Request]], made: Sequence[Ready], most: int | None
-) -> None:
-    kinds = {cluster.config.cluster.kind for cluster, _ in placed}
-    for kind in sorted(kinds):
-        members = [(c, r) for c, r in placed if c.config.cluster.kind == kind]
+def _submit(made: Sequence[Ready], most: int | None) -> None:
+    for kind in sorted({ready.config.cluster.kind for ready in made}):
+        members = [(r.cluster, r.request) for r in made if r.config.cluster.kind == kind]
         try:
             with CLUSTERS.told(kind, "to submit the points"):
                 class_of(kind).submit_all(members, most)

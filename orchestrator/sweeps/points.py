@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.clusters.api import class_for, cluster_of
 from orchestrator.compose.command_line import key_of
 from orchestrator.compose.composed import Composed
+from orchestrator.config.bounds import plain
 from orchestrator.config.class_source import read_once
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config
@@ -142,7 +143,7 @@ def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:
     """Points that are one and the same, which would be computed twice and shown as two."""
     alike: dict[str, list[int]] = {}
     for point in points:
-        values = json.dumps(asdict(point.config), sort_keys=True, default=str)
+        values = json.dumps(plain(point.config), sort_keys=True, default=str)
         alike.setdefault(values, []).append(point.number)
     for numbers in alike.values():
         if len(numbers) > 1:

@@ -25,7 +25,9 @@ PRIMARY = {
     "optimizer": {"weight_decay": 0.5},
 }
 VALUES = {
-    "train.seed": ["1", "2", "3", "x", "null", "1.5", "'4'"],
+    "train.seed": ["1", "2", "3", "x", "null", "1.5", "'4'", "007", "1_0", "-0", "+2", "1e1"],
+    "train.epochs": ["1", "2", "0.50", "1.", ".5", "-0.0", "9" * 19, "9" * 400],
+    "+tracker.options.rate": ["1", "2.0", "02"],
     "train.clip_norm": ["null", "1", "0.5", "true"],
     "train.updates": ["3", "5", "${train.seed}"],
     "job.width": ["1", "2.5", "text", "null", "[1,2]", "{a: 1}", "~/x", "???", '"a b"'],
@@ -98,6 +100,30 @@ def test_sweeping_values_composes_twice_and_a_choice_of_files_each_time(monkeypa
     assert len(loads) == 3, "the third chooses what the first chose"
 
 
+ODD = st.sampled_from([
+    0, 1, -1, 2**70, 1.5, True, None, [], {}, [1], {"a": 1}, "a", "/a/b.c-d", "/", "/a b", "/a:b",
+    "/a: b", "/é", "/a\n", "1", "null", "~", "???", "${HOME}", "${", "yes", "", " /",
+    "/" + "ab " * 50,
+])  # fmt: skip
+KEYS = [
+    ("train", "seed"), ("train", "clip_norm"), ("train", "updates"), ("run", "dir"),
+    ("run", "name"), ("run", "watch"), ("cluster", "nodes"), ("cluster", "preamble"),
+    ("cluster", "slurm_flags"), ("tracker", "options"), ("engine", "framework"), ("job", "yes"),
+    ("job", 3), ("job", "deep"),
+    ("optimizer", "weight_decay"), ("run", "stranger"),
+]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(chosen=st.dictionaries(st.sampled_from(KEYS), ODD, min_size=1, max_size=4))
+def test_a_configuration_read_field_by_field_is_that_of_all_at_once(chosen):
+    values = {}
+    for (section, key), value in chosen.items():
+        values.setdefault(section, {})[key] = value
+    with pytest.MonkeyPatch.context() as patch:
+        same_by_sections(values, patch)
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -114,6 +140,10 @@ def test_sweeping_values_composes_twice_and_a_choice_of_files_each_time(monkeypa
     ],
 )
 def test_a_configuration_read_section_by_section_is_that_of_all_at_once(values, monkeypatch):
+    same_by_sections(values, monkeypatch)
+
+
+def same_by_sections(values, monkeypatch):
     def read():
         try:
             found = read_config(values)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.lifecycle import checkpoint
-from orchestrator.run_folder.rundir import read_json, write_json
+from orchestrator.run_folder import rundir
+from orchestrator.run_folder.rundir import read_json, write_json, written_together
 
 # Spies that call the real thing: whether data reached the disk cannot be seen without a power cut.
 CALLS = ("fsync", "rename", "replace")
@@ -40,6 +41,30 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, calls):
     write_json(tmp_path / "x.json", {"a": 1})
     assert [name for name, _ in calls] == ["fsync", "replace"]
     assert calls[0][1] == calls[1][1] != "x.json"
+
+
+def test_many_new_files_wait_for_the_disk_together_and_what_is_replaced_for_itself(
+    tmp_path, calls, monkeypatch
+):
+    write_json(tmp_path / "old.json", {"a": 1})
+    calls.clear()
+    real = rundir.wait_for_disk
+    monkeypatch.setattr(  # called all the same
+        rundir, "wait_for_disk", lambda folders: calls.append(("disk", "")) or real(folders)
+    )
+    with written_together([tmp_path]):
+        for number in range(3):
+            write_json(tmp_path / f"{number}.json", {"a": number})
+        assert {name for name, _ in calls} == {"replace"}
+        write_json(tmp_path / "old.json", {"a": 2})
+    assert [name for name, _ in calls] == ["replace"] * 3 + ["fsync", "replace", "disk"]
+    write_json(tmp_path / "later.json", {})
+    assert calls[-2][0] == "fsync"
+
+
+def test_a_disk_that_cannot_take_what_was_written_together_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError), written_together([tmp_path / "gone"]):
+        pass
 
 
 class Engine:

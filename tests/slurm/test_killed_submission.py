@@ -1,9 +1,13 @@
 """A command that is killed while it submits leaves no job that is lost, and none to queue twice."""
 
+import os
 import shutil
 
 import pytest
 
+from orchestrator.clusters.slurm.queueing import _Asking
+from orchestrator.launch import run_app
+from orchestrator.run_folder import rundir
 from orchestrator.scheduler.client import SlurmClient
 from orchestrator.scheduler.jobs import accounted_scripts
 from tests.helpers import begin, call, result, until
@@ -92,3 +96,27 @@ def test_a_run_whose_submitter_was_killed_trains_and_is_found_when_it_is_over(sl
         lambda: (job, script) in accounted_scripts(client, run.stat().st_uid, since=0.0 + 2e5),
         20, "sacct's row: where squeue has forgotten the job, it is found there",
     )  # fmt: skip
+
+
+def test_all_of_a_sweep_is_on_the_disk_before_sbatch_is_asked(slurm, tmp_path, monkeypatch):
+    sweep = tmp_path / "sweep"
+    seen, synced = [], set()
+
+    def files():
+        return {(f, f.stat().st_mtime_ns) for f in sweep.rglob("[!.]*") if f.is_file()}
+
+    def spied(of, name, note):  # called all the same
+        real = getattr(of, name)
+        monkeypatch.setattr(of, name, lambda *a, **more: note(*a) or real(*a, **more))
+
+    spied(rundir, "wait_for_disk", lambda _: seen.append(files()))
+    spied(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
+    spied(_Asking, "_ask", lambda _: seen.append(files()))
+    assert run_app(["-q", "-m", *runs.overrides(slurm, sweep, *POINTS)]) == 0
+    made, laid_out, asked, _ = seen
+    assert made < laid_out < asked
+    assert {file.stem for file, _ in made} >= {"config", "plan", "submission"}
+    assert {file.name for file, _ in asked - laid_out} == {"submitting.json", "000.sh"}
+    assert {script.stat().st_ino for script in (sweep / "arrays").glob("*.sh")} < synced
+    assert len(synced) < 12, "no point waits for the disk by itself"
+    slurm.command("scancel", runs.job_of(sweep / "0").split("_")[0])

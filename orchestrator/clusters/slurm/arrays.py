@@ -35,7 +35,12 @@ from orchestrator.config.program_section import target_of
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError, spans
 from orchestrator.report.units import plural
-from orchestrator.run_folder.rundir import RunDir, code_state_beside, write_atomically
+from orchestrator.run_folder.rundir import (
+    RunDir,
+    code_state_beside,
+    write_atomically,
+    written_together,
+)
 from orchestrator.scheduler.client import SlurmClient
 
 LIMITED_BY = ("account", "qos", "partition", "reservation")  # which limits hold for a job
@@ -218,18 +223,11 @@ def _prepared(part: Sequence[Placed], at_once: int | None, most: tuple[int, int]
         if member.config.run.snapshot and key not in copies:
             copies[key] = next_name(sweep / CODE)
             member.copy_code(sweep, copies[key])
-    for member, asked in part:
-        run, target = RunDir(asked.run), target_of(member.config.job)
-        copy = copies.get(target if isinstance(target, str) else target.command)
-        member.write_epilog(run)
-        write_task(run)
-        text = member.request(asked.run, attempt, copy).text
-        write_atomically(run.submitit / f"{script_name(attempt)}.sh", text)
-        if copy is not None:  # which code it is, for whoever reads this run alone
-            run.code.mkdir(mode=0o700, exist_ok=True)
-            state = code_state_beside(run.snapshot(attempt))
-            state.unlink(missing_ok=True)
-            os.link(code_state_beside(copy), state)
+    with written_together([sweep]):
+        for member, asked in part:
+            target = target_of(member.config.job)
+            copy = copies.get(target if isinstance(target, str) else target.command)
+            _lay_out(member, asked, copy)
     largest, _ = most
     script = next_name(sweep / ARRAYS).with_suffix(".sh")
     write_atomically(script, array_script(part, at_once, largest))
@@ -240,6 +238,20 @@ def _prepared(part: Sequence[Placed], at_once: int | None, most: tuple[int, int]
         conf=cluster.config.cluster.slurm_conf,
         tell=cluster.tell,
     )
+
+
+def _lay_out(member: Member, asked: Request, copy: Path | None) -> None:
+    """Into the run's folder: what its element starts, and which code that is."""
+    run = RunDir(asked.run)
+    member.write_epilog(run)
+    write_task(run)
+    text = member.request(asked.run, asked.attempt, copy).text
+    write_atomically(run.submitit / f"{script_name(asked.attempt)}.sh", text)
+    if copy is not None:  # which code it is, for whoever reads this run alone
+        run.code.mkdir(mode=0o700, exist_ok=True)
+        state = code_state_beside(run.snapshot(asked.attempt))
+        state.unlink(missing_ok=True)
+        os.link(code_state_beside(copy), state)
 
 
 def array_script(part: Sequence[Placed], at_once: int | None, largest: int) -> str:

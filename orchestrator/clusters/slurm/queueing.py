@@ -24,7 +24,7 @@ from orchestrator.clusters.slurm.scripts import patiently
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, RunFolderError, describe_status
 from orchestrator.run_folder.files import open_regular
-from orchestrator.run_folder.rundir import RunDir, read_json, write_json
+from orchestrator.run_folder.rundir import RunDir, read_json, write_json, written_together
 from orchestrator.scheduler.client import SchedulerDown, SlurmClient, explained
 from orchestrator.scheduler.jobs import accounted_scripts, mine
 
@@ -198,15 +198,16 @@ def _check(folder: RunDir, note: Mapping[str, Any]) -> None:
 
 def _write_down(folder: RunDir, note: Mapping[str, Any], job: str) -> None:
     """What anybody finds the job by, in each run; then the note is not needed any more."""
-    for name, index in note["elements"].items():
-        handle = {
-            "kind": "slurm",
-            "job_id": f"{job}_{index}" if index else job,
-            "attempt": note["attempt"],
-            "slurm_conf": note["slurm_conf"],
-            "time": time.time(),
-        }
-        if (folder.path / name).is_dir():
-            write_json(RunDir(folder.path / name).handle, handle)
-            RunDir(folder.path / name).turn.unlink(missing_ok=True)
+    with written_together([folder.path]):
+        for name, index in note["elements"].items():
+            handle = {
+                "kind": "slurm",
+                "job_id": f"{job}_{index}" if index else job,
+                "attempt": note["attempt"],
+                "slurm_conf": note["slurm_conf"],
+                "time": time.time(),
+            }
+            if (folder.path / name).is_dir():
+                write_json(RunDir(folder.path / name).handle, handle)
+                RunDir(folder.path / name).turn.unlink(missing_ok=True)
     folder.submitting.unlink()

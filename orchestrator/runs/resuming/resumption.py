@@ -16,8 +16,8 @@ from orchestrator.compose.command_line import CommandLine, check_overrides, key_
 from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_input import check_arguments, guarded
 from orchestrator.config.program_section import is_program
-from orchestrator.config.reading import as_they_are, read_config, to_yaml
-from orchestrator.config.schema import Config, unknown_keys
+from orchestrator.config.reading import as_they_are, read_config, to_yaml, unknown_keys
+from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, PlanError
 from orchestrator.lifecycle.checkpoint import PREFIX, complete, refuse_beyond
 from orchestrator.plan.parts import Known
