@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestrator.compose.composer import compose
 from orchestrator.config.program_section import is_program
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.rehearse.connections import check_lending
 from orchestrator.rehearse.drawing import (
-    CUT,
     HERE,
     LEAST_UPDATES,
+    LINKS,
     ON_OWN_SLURM,
     ON_SLURM,
     PER_RUN,
-    SILENCE,
+    REQUEUE,
 )
 from orchestrator.rehearse.own_slurm import is_own
+from orchestrator.runs.foreseen import describe
 from orchestrator.runs.start import prepare
 from orchestrator.scheduler.client import SlurmClient
 
+RESTARTS = "run.max_restarts=1000"
 SMALL = (
     "train.updates=60", "train.checkpoint_every=5", "cluster.heartbeat_timeout_s=4", "tracker=none",
-    "run.snapshot=false", "run.max_restarts=1000",
+    "run.snapshot=false", RESTARTS,
 )  # fmt: skip
 """What a rehearsal has where its command line says nothing else."""
 
@@ -33,7 +35,6 @@ SAFER = ("run.survive=true", "accumulation.reduction=reproducible")
 """What it tries to have beside: left out where the job cannot have it."""
 
 MOST_FAULTS = 1000
-LINKS = frozenset({CUT, SILENCE})
 CLOSE = 1e-4
 
 
@@ -59,10 +60,12 @@ class Asked:
 
     @property
     def to_the_bit(self) -> bool:
-        """Whether weights have to be those of the undisturbed run: in a smaller group sums are
-        rounded otherwise, unless they are reproducible.
+        """Whether weights have to be those of the undisturbed run: on fewer ranks, or more, sums
+        are rounded otherwise, unless they are reproducible.
         """
-        return not self.config.run.survive or self.config.accumulation.reduction == "reproducible"
+        least, most = node_range(self.config.cluster.nodes)
+        same_ranks = not self.config.run.survive and least == most
+        return same_ranks or self.config.accumulation.reduction == "reproducible"
 
     @property
     def equality(self) -> str:
@@ -71,7 +74,7 @@ class Asked:
             return "the same loss in every update, and the same final weights, to the bit"
         return (
             f"the same samples in every update, and losses within {CLOSE:g}: "
-            "accumulation.reduction=fast rounds otherwise in a smaller group"
+            "accumulation.reduction=fast rounds otherwise on another number of ranks"
         )
 
 
@@ -93,7 +96,8 @@ def asked(
     _refuse(first, keys)
     possible = _possible(first)
     _refuse_unknown(only, possible)
-    overrides = (*given, *(one for one in SMALL if one.partition("=")[0] not in keys))
+    small = [one for one in SMALL if one != RESTARTS or not _queued_once(first)]
+    overrides = (*given, *(one for one in small if one.partition("=")[0] not in keys))
     config = compose(overrides, config_dir)
     _refuse_few(config.train.updates)
     plan = prepare(config)
@@ -108,12 +112,14 @@ def asked(
             notes.append(f"without {more}: {refusal}")
         else:
             config, overrides = safer, (*overrides, more)
+    _refuse_unplaced(config)
     kinds = tuple(kind for kind in possible if kind in only or not only)
-    if LINKS & {*kinds} and (why := _why_no_links(plan.ranks)):
-        kinds = tuple(kind for kind in kinds if kind not in LINKS)
-        if only:
-            raise ConfigError(f"--only {', '.join(only)}: {why}")
-        notes.append(f"without {' and '.join(sorted(LINKS))}: {why}")
+    for barred, why in _barred(config, plan.ranks):
+        if barred & {*kinds}:
+            kinds = tuple(kind for kind in kinds if kind not in barred)
+            if only:
+                raise ConfigError(f"--only {', '.join(only)}: {why}")
+            notes.append(f"without {' and '.join(sorted(barred))}: {why}")
     return Asked(
         config=config, overrides=overrides, config_dir=config_dir, ranks=plan.ranks,
         kinds=kinds, notes=tuple(notes),
@@ -156,14 +162,29 @@ def _refuse_unknown(only: Sequence[str], possible: Sequence[str]) -> None:
             )
 
 
-def _why_no_links(ranks: int) -> str:
+def _refuse_unplaced(config: Config) -> None:
+    """Ask the scheduler now whether it would take it, rather than from the first run."""
+    if config.cluster.kind == "slurm":
+        _, said = describe(config)
+        if said["refused"]:
+            raise ConfigError(said["scheduler"])
+
+
+def _queued_once(config: Config) -> bool:
+    return config.cluster.kind == "slurm" and not config.cluster.requeue
+
+
+def _barred(config: Config, ranks: int) -> Iterator[tuple[frozenset[str], str]]:
+    """Kinds that this job cannot have, and why."""
+    if _queued_once(config):
+        yield frozenset({REQUEUE}), "cluster.requeue=false: SLURM queues it once only"
     if ranks == 1:
-        return "a single rank has no connections"
+        yield LINKS, "a single rank has no connections"
+        return
     try:
         check_lending()
     except UsageError as refusal:
-        return str(refusal)
-    return ""
+        yield LINKS, str(refusal)
 
 
 def _refuse_few(updates: int | None) -> None:

@@ -10,10 +10,11 @@ would keep a killed process's connections alive.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import socket
 import struct
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -77,21 +78,30 @@ def change(connection: Connection, way: Way) -> None:
         return
 
 
-def check_lending() -> None:
-    """Whether this kernel lends sockets at all, of a process that we may debug: this one.
+def check_lending(those: Iterable[Connection] = ()) -> None:
+    """Whether this kernel lends sockets of ours, and each of `those`.
 
     Raises:
         UsageError: it does not; says what is missing.
     """
     with closing(socket.socket()) as own:
-        try:
-            with _lent(os.getpid(), own.fileno()):
-                return
-        except OSError as error:
-            raise UsageError(
-                f"connections cannot be cut from outside here: pidfd_getfd: {error.strerror} "
-                "(it needs Linux 5.6, and a sandbox that allows it)"
-            ) from error
+        for pid, descriptor in [
+            (os.getpid(), own.fileno()),
+            *((one.pid, one.descriptor) for one in those),
+        ]:
+            try:
+                with _lent(pid, descriptor):
+                    pass
+            except ProcessLookupError:  # it has ended
+                continue
+            except OSError as error:
+                if error.errno == errno.EBADF:  # it is closed
+                    continue
+                raise UsageError(
+                    f"connections cannot be cut from outside here: pidfd_getfd: {error.strerror} "
+                    "(it needs Linux 5.6, a sandbox that allows it, and, on SLURM, "
+                    "kernel.yama.ptrace_scope=0)"
+                ) from error
 
 
 @contextmanager

@@ -27,6 +27,8 @@ NODE_DOWN, POWER_OFF = "set a node down", "power a node off"
 ON_OWN_SLURM = (*ON_SLURM, NODE_DOWN, POWER_OFF)
 """On a SLURM that is all on this machine: what breaks a cluster."""
 
+LINKS = frozenset({CUT, SILENCE})
+"""These need a kernel that lends a process's connections."""
 ORDERLY = (STOP, REQUEUE, NOTICE)
 """These leave between two updates."""
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import psutil
 
 from orchestrator.errors import UsageError
-from orchestrator.rehearse.connections import check_lending
+from orchestrator.rehearse.connections import check_lending, connections
 from orchestrator.rehearse.hand import WORDS, Hand
 
 RENEW_S = 0.02
@@ -46,7 +46,7 @@ def serve(run: str) -> None:
     """Do what comes on standard input, to its end; then nothing that was done lasts."""
     hand = Hand(lambda: ranks_here(run))
     try:
-        check_lending()
+        check_lending(one for pid in ranks_here(run).values() for one in connections(pid))
         refused = ""
     except UsageError as error:
         refused = str(error)

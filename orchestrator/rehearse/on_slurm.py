@@ -8,10 +8,11 @@ import time
 from functools import cached_property
 from pathlib import Path
 
-from orchestrator.errors import ClusterError, RunFailed
+from orchestrator.errors import ClusterError, ConfigError, RunFailed
 from orchestrator.rehearse.asked import Asked
 from orchestrator.rehearse.drawing import (
     KILL_SCRIPT,
+    LINKS,
     NODE_DOWN,
     NOTICE,
     POWER_OFF,
@@ -26,7 +27,7 @@ from orchestrator.scheduler.client import SchedulerDown, SlurmClient
 from orchestrator.scheduler.jobs import Job, queued
 
 LOOK_S = 0.5
-END_S = 60.0
+SOON_S, END_S = 10.0, 60.0
 BROKEN_S = 20.0
 
 
@@ -116,7 +117,30 @@ class OnSlurm(Outside):
         self._let_go()
         if fault.kind in (STOP, KILL_SCRIPT, REQUEUE, NOTICE):
             return
-        self._hands = Hands(self._client, self._id, len(self._nodes()), str(self.run.path))
+        try:
+            nodes = len(self._nodes())
+            self._hands = Hands(self._client, self._id, nodes, str(self.run.path))
+        except ClusterError:
+            if not self._ends_soon():
+                raise
+            return
+        if fault.kind in LINKS and self._hands.refused:
+            raise ConfigError(f"{fault.kind}: {self._hands.refused}; leave it out by --only")
+
+    def _ends_soon(self) -> bool:
+        """Whether a command failed since the job is over, or all but that."""
+        deadline = time.monotonic() + SOON_S
+        while not self.ended and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+        return self.ended
+
+    def hurt(self, fault: Fault, update_s: float) -> Harm:
+        try:
+            return super().hurt(fault, update_s)
+        except ClusterError:
+            if not self._ends_soon():
+                raise
+            return Harm(said=f"{fault.kind}: none was left")
 
     def _reach(self) -> Hands:
         assert self._hands is not None  # noqa: S101  # it was armed

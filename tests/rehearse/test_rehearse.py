@@ -1,6 +1,7 @@
 """A rehearsal disturbs a real run, and sees where one ends otherwise than undisturbed."""
 
 import json
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -96,6 +97,12 @@ def test_what_a_job_cannot_have_is_left_out_and_equality_says_what_it_means():
     assert "without accumulation.reduction=reproducible" in found.notes[0]
     found = asked((*SMALL, "engine.norm=exact"), None, 1, HERE[2:4])
     assert found.kinds == HERE[2:4]
+    fast = replace(found.config.accumulation, reduction="fast")
+    nodes = replace(found.config.cluster, nodes={"min": 2, "max": 4})
+    fixed = replace(found, config=replace(found.config, accumulation=fast))
+    elastic = replace(fixed, config=replace(fixed.config, cluster=nodes))
+    assert fixed.to_the_bit
+    assert not elastic.to_the_bit, "a restart may take other nodes, and fast rounds otherwise then"
     assert not found.config.run.survive
     assert found.to_the_bit
 

@@ -4,8 +4,16 @@ import json
 
 import pytest
 
+from orchestrator.errors import UsageError
 from orchestrator.rehearse.asked import asked
-from orchestrator.rehearse.drawing import CUT, HERE, KILL_LAUNCHER, KILL_SCRIPT, ON_OWN_SLURM
+from orchestrator.rehearse.drawing import (
+    CUT,
+    HERE,
+    KILL_LAUNCHER,
+    KILL_SCRIPT,
+    ON_OWN_SLURM,
+    REQUEUE,
+)
 from tests.helpers import TINY
 from tests.slurm import runs
 
@@ -24,6 +32,15 @@ def test_what_breaks_nodes_is_for_a_cluster_of_ones_own(slurm):
     kinds = asked(small(slurm), None, 1).kinds
     assert kinds == ON_OWN_SLURM
     assert {*HERE} - {*kinds} == {KILL_LAUNCHER}
+
+
+def test_what_the_scheduler_would_refuse_is_refused_before_anything_is_written(slurm):
+    once = (*small(slurm), "cluster.requeue=false")
+    assert REQUEUE not in asked(once, None, 1).kinds
+    with pytest.raises(UsageError, match="queues it once only"):
+        asked(once, None, 1, [REQUEUE])
+    with pytest.raises(UsageError, match=r"cluster\.nodes"):
+        asked((*small(slurm)[:-3], "cluster.nodes=9"), None, 1)
 
 
 @pytest.mark.timeout(240)
