@@ -5,6 +5,7 @@ else's. A process is ours only if it runs the program that we started *and* its 
 our slurm.conf. Nothing is ever signalled on other grounds.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -69,12 +70,21 @@ def start(daemon: Daemon) -> int:
 
 
 def running_pid(daemon: Daemon) -> int | None:
-    """The pid of the daemon if it lives and is really ours, else None."""
-    try:
+    """The pid of the daemon if it lives and is really ours, else None.
+
+    Somebody may have started it again, as a rehearsal does; then it is in no file of ours.
+    """
+    with contextlib.suppress(FileNotFoundError, ValueError):
         pid = int(daemon.pid_file.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-    return pid if _is(pid, daemon) else None
+        if _is(pid, daemon):
+            return pid
+    for process in psutil.process_iter(["name", "cmdline"]):
+        words = process.info["cmdline"] or []
+        if process.info["name"] == daemon.program and words[1:] == [*daemon.argv[1:]]:
+            with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
+                if process.environ().get("SLURM_CONF") == daemon.marker:
+                    return int(process.pid)
+    return None
 
 
 def _is(pid: int, daemon: Daemon) -> bool:

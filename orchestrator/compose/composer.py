@@ -22,7 +22,12 @@ from orchestrator.compose.command_line import PRIMARY, CommandLine, check_overri
 from orchestrator.compose.composed import Composed, at_home
 from orchestrator.compose.hydra_input import check_arguments, guarded
 from orchestrator.compose.hydra_loader import Loader
-from orchestrator.compose.hydra_settings import BASIC_SWEEPER, refuse_replaced, refuse_unused
+from orchestrator.compose.hydra_settings import (
+    BASIC_SWEEPER,
+    refuse_replaced,
+    refuse_typed_params,
+    refuse_unused,
+)
 from orchestrator.config.job_source import builds_optimizer
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
@@ -65,6 +70,7 @@ class Composer:
         """
         mode = RunMode.MULTIRUN if self.line.multirun else RunMode.RUN
         with guarded():
+            refuse_typed_params(self.line.overrides)
             found = self.load(self.overrides, mode)
             asked = OmegaConf.select(found, "hydra.mode")
             if asked == RunMode.RUN and self.line.multirun:

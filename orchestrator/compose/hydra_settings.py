@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -31,6 +32,7 @@ UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Key below `hydra`: the values that change nothing, and what to do instead."""
 
 
+PARAMS = "hydra.sweeper.params"
 SECTIONS = ("sweeper", "launcher", "job", "run", "sweep")
 
 
@@ -41,6 +43,16 @@ def refuse_replaced(hydra: DictConfig) -> None:
             raise ConfigError(
                 f"hydra.{name} is a group of settings of Hydra's own and cannot be one value; "
                 f"leave hydra.{name} out"
+            )
+
+
+def refuse_typed_params(overrides: Sequence[str]) -> None:
+    """Raise `ConfigError` where what a file says of a sweep was typed; OmegaConf falls over it."""
+    for override in overrides:
+        if override.lstrip("+~").startswith(PARAMS):
+            raise ConfigError(
+                f"{PARAMS} is a file's way to say what is swept; on the command line each "
+                f"parameter stands for itself, as in -m train.seed=1,2"
             )
 
 

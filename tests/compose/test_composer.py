@@ -189,6 +189,13 @@ def test_a_key_stated_twice_in_a_sweep_is_refused_for_only_its_last_would_count(
     assert str(refused.value).endswith(f"as in {once}")
 
 
+@pytest.mark.parametrize("sign", ["", "+", "++", "~"])
+@pytest.mark.parametrize("given", ["={train.seed:'1,2'}", ".train.seed=1", "=null"])
+def test_what_a_file_says_of_a_sweep_is_refused_where_it_is_typed(sign, given):
+    with pytest.raises(ConfigError, match=r"as in -m train\.seed=1,2"):
+        points("-m", TINY, f"{sign}hydra.sweeper.params{given}")
+
+
 def test_what_is_typed_wins_over_the_sweep_of_a_file(tmp_path):
     text = "defaults: [base, _self_]\nhydra: {sweeper: {params: {train.seed: '1,2'}}}\n"
     line = ("-m", TINY, "train.seed=3,4", "-cd", folder(tmp_path, mine=text), "-cn", "mine")

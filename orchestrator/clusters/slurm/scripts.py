@@ -26,7 +26,7 @@ def patiently(
             waited = time.monotonic() - began
             if waited + pause > patience_s:
                 raise ClusterError(
-                    f"{error}\nnothing was submitted; tried for {waited:.0f} s"
+                    f"{error}\nnot submitted, though tried for {waited:.0f} s"
                 ) from error
             tell(f"{error}; trying again for up to {patience_s - waited:.0f} s")
             time.sleep(pause)
