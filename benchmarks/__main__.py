@@ -16,6 +16,7 @@ MEASUREMENTS = (
     "launch_overhead",
     "programs",
     "sweeps",
+    "trials",
     "peers",
     "reproducible",
     "boundary",

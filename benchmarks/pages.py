@@ -24,6 +24,7 @@ from benchmarks import (
     reproducible,
     survive,
     sweeps,
+    trials,
 )
 from benchmarks.measure import RESULTS, kept
 
@@ -78,6 +79,7 @@ _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "load": ("What a run asks of what all users share", load.body),
     "sweeps": ("Sweeps of many points", sweeps.body),
     "survive": ("What surviving costs, and what it saves", survive.body),
+    "trials": ("A search of uneven trials", trials.body),
 }
 _BLOCKS: dict[str, Callable[[Result], str]] = {
     "peers": peers_page.summary,
@@ -89,6 +91,7 @@ _BLOCKS: dict[str, Callable[[Result], str]] = {
     "load": load.table,
     "survive": survive.table,
     "sweeps": sweeps.table,
+    "trials": trials.table,
     "submission": tables,
     "mindspore_start": tables,
     "mindspore_steps": tables,

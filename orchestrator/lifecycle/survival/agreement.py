@@ -74,6 +74,12 @@ class Agreement:
             return None
         return tuple(rank for rank in self.members if rank not in self.gone)
 
+    def outnumbered(self, beyond_reach: int) -> bool:
+        """Whether the others may be about to go on without this side: more of them are only beyond
+        reach, and not known to have died, than it has itself.
+        """
+        return beyond_reach > len(self.proposal or ())
+
     def accept(self, generation: int, members: Iterable[int]) -> bool:
         """What stands in a record. Whether it is newer than what was known."""
         if generation <= self.generation:

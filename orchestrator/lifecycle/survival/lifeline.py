@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.lifecycle.survival.agreement import Agreement, Members
-from orchestrator.lifecycle.survival.links import Link, Peer, connect, greeted
+from orchestrator.lifecycle.survival.links import Link, Peer, connect, greeted, refuses
 from orchestrator.lifecycle.survival.record import GenerationRecord
 
 BEAT_S = 1.0
@@ -25,6 +25,7 @@ LOOK_S = 0.2
 SETTLE_S = 0.05
 """How long a proposer waits for further losses: what dies together should cost one generation."""
 STOOD_STILL = 3.0  # beats; then this process itself stood still, and cannot judge others
+LATE = 1.5  # beats; then a rank may be silent with another, and both should cost one generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Lifeline:
         self._strangers: set[Link] = set()
         self._up: Link | None = None  # to whom this rank follows
         self._tried = self._noticed = 0.0  # since when the proposer does not answer; when lost
-        self._probed = 0.0
+        self._probed, self._judged = 0.0, (0.0, False)
         self._ended: str | None = None  # the word that this rank ends with
         self._news = threading.Condition()
         self._latest = Generation(agreement.generation, agreement.members, 0.0)
@@ -83,7 +84,7 @@ class Lifeline:
 
     @property
     def latest(self) -> Generation:
-        """The newest generation that this rank knows of."""
+        """The newest that this rank knows of."""
         return self._latest
 
     @property
@@ -208,8 +209,7 @@ class Lifeline:
         rank = link.rank
         self._close(link)
         if rank is not None:
-            self._look_at_record()
-            self._lose(rank)
+            self._drop_unreached(rank)
 
     def _lose(self, rank: int) -> None:
         if not self._agreement.left and self._agreement.lose(rank):
@@ -219,11 +219,9 @@ class Lifeline:
                 self._close(self._links[rank])
 
     def _lose_silent(self, now: float) -> None:
-        for link in self._all():
-            if link.rank is not None and now - link.heard > self._silence_s:
+        for link in [*self._all(), *self._strangers]:
+            if now - link.heard > self._silence_s:
                 self._drop(link)
-        for link in [one for one in self._strangers if now - one.heard > self._silence_s]:
-            self._close(link)
 
     def _follow(self, now: float) -> None:
         """See that this rank is connected to its proposer, where that is another."""
@@ -255,25 +253,32 @@ class Lifeline:
             return
         self._probed = now
         for rank in self._agreement.awaited:
-            peer = self._peers[rank]
-            try:
-                socket.create_connection((peer.address, peer.port), timeout=LOOK_S).close()
-            except ConnectionRefusedError:
-                self._lose(rank)
-            except OSError:
-                pass  # not reached: it counts as silent below
-            if now - self._noticed > self._silence_s:
+            silent = now - self._noticed > self._silence_s
+            if refuses(self._peers[rank], LOOK_S) or silent:
                 self._lose(rank)
 
     def _propose(self, now: float) -> None:
         members = self._agreement.proposal
-        if members is None or now - self._noticed < SETTLE_S:
+        late = any(now - link.heard > LATE * BEAT_S for link in self._links.values())
+        if members is None or now - self._noticed < SETTLE_S or late:  # lost or heard of soon
+            return
+        if now - self._noticed < self._silence_s and self._outnumbered():
+            self._look_at_record()
             return
         found = self._record.publish(
             self._agreement.generation + 1, members,
             gone=sorted(self._agreement.gone), time=time.time(),
         )  # fmt: skip
         self._accept(found["generation"], tuple(found["members"]))
+
+    def _outnumbered(self) -> bool:
+        """Looked at once a loss, since each look may last."""
+        if self._judged[0] != self._noticed:
+            gone = [self._peers[rank] for rank in self._agreement.gone]
+            many = 2 * len(gone) > len(self._agreement.members)
+            alive = sum(not refuses(peer, LOOK_S) for peer in gone) if many else 0
+            self._judged = (self._noticed, self._agreement.outnumbered(alive))
+        return self._judged[1]
 
     def _look_at_record(self) -> None:
         while found := self._record.read(self._agreement.generation + 1):

@@ -114,3 +114,16 @@ def greeted(message: dict[str, Any], *, secret: str, me: int) -> int | None:
         return None
     ours = sign(secret, rank, me)
     return rank if hmac.compare_digest(said.encode(), ours.encode()) else None
+
+
+def refuses(peer: Peer, timeout_s: float) -> bool:
+    """Whether nobody listens there any more: a rank that is only silent, or cut off, does not
+    refuse.
+    """
+    try:
+        socket.create_connection((peer.address, peer.port), timeout=timeout_s).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -106,6 +106,23 @@ def test_one_that_was_stopped_is_given_up_and_finds_itself_left_out_when_it_wake
     assert ranks.heard(0) == (1, 2, 3)
 
 
+def test_the_larger_part_goes_first_where_nobody_has_died(ranks):
+    settled(ranks)
+    for rank in (1, 2, 3):
+        ranks.kill(rank, signal.SIGSTOP)
+    assert ranks.heard(0, 1.8) is None, "alone, it waits for the others to go on without it"
+    for rank in (1, 2, 3):
+        ranks.kill(rank, signal.SIGCONT)
+    assert {ranks.heard(rank) for rank in ranks.pids} == {(1, 2, 3)}
+
+
+def test_the_smaller_part_goes_on_at_once_where_the_larger_one_has_died(ranks):
+    settled(ranks)
+    for rank in (0, 1, 2):
+        ranks.kill(rank)
+    assert ranks.heard(3, 1.0) == (3,)
+
+
 def test_who_ends_in_order_is_no_loss_and_garbage_on_the_port_changes_nothing(ranks):
     settled(ranks)
     for sent in (b"GET / HTTP/1.1\r\n\r\n", b'{"rank": 1, "sign": "no"}\n', b"\0" * 5000, b"{"):
