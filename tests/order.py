@@ -26,6 +26,7 @@ LONG = (
         )
     ),
     "tests/engine/mindspore/test_runs.py",
+    "tests/engine/mindspore/test_ends.py",
     "tests/end_to_end/test_runs.py",
     "tests/engine/mindspore/comm/test_groups.py",
     "tests/end_to_end/test_failures.py",
@@ -48,7 +49,9 @@ CALM = (
     *(f"tests/{name}" for name in ("doctor", "hostile", "jobs", "laws", "outcome", "page", "plan")),
     *(f"tests/{name}" for name in ("report", "run_folder", "scheduler", "snapshot")),
     *(f"tests/engine/{name}" for name in ("common", "mindspore/comm", "torch")),
-    *("tests/engine/mindspore/test_engine.py", "tests/third_party", "tests/mutants"),
+    *(f"tests/engine/mindspore/test_{name}.py" for name in ("engine", "programs", "runs")),
+    *("tests/callbacks", "tests/end_to_end/test_reproducible_runs.py"),
+    *("tests/third_party", "tests/mutants"),
 )
 """What computes, and would not notice if it stood still for a few seconds."""
 

@@ -148,7 +148,7 @@ def under_torchrun(folder):
     """What PLAIN, the folder's train.py, prints on four of torchrun's ranks."""
     peer = helpers.call(
         "--standalone", "--nproc-per-node=4", "train.py",
-        module="torch.distributed.run", cwd=folder, timeout=170, GLOO_SOCKET_IFNAME="lo",
+        module="torch.distributed.run", cwd=folder, timeout=390, GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
     assert peer.returncode == 0, peer.stderr
     return peer.stdout

@@ -20,14 +20,14 @@ def plain(tmp_path_factory):
     script(folder, PLAIN)
     failed = helpers.call(
         "run", f"run.dir={folder / 'run'}", "--", "train.py", "--die",
-        module="orchestrator", cwd=folder, timeout=170,
+        module="orchestrator", cwd=folder, timeout=390,
     )  # fmt: skip
     assert failed.returncode == 1, failed.stdout + failed.stderr
     printed = once(tmp_path_factory, "under-torchrun", lambda: under_torchrun(folder))
     return folder / "run", TOLD.findall(printed)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_unmodified_they_end_with_the_losses_that_they_have_under_torchrun(plain):
     run, theirs = plain
     assert {(how, name) for how, name, *_ in theirs} == {

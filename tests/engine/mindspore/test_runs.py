@@ -1,22 +1,13 @@
 """Whole runs of MindSpore jobs, as a user starts them."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 
-import psutil
 import pytest
 
 from tests import helpers
 from tests.docs.scripts import shell_block
-
-LINE = (
-    "job=line", "cluster.nodes=2", "cluster.ranks_per_node=1", "tracker=none", "train.epochs=null",
-    "train.updates=200", "train.checkpoint_every=10", "train.evaluate_every=0",
-)  # fmt: skip
 
 
 def rank_logs(run):
@@ -36,7 +27,7 @@ def test_line_recovers_slope_and_intercept(tmp_path):
     assert "compile_s" not in helpers.records(run)[-1]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_eight_workers_on_two_nodes_learn_digits_with_a_log_each(tmp_path):
     run = tmp_path / "run"
     # Fewer, larger updates of a narrower net than the job's own: eight ranks share two cores.
@@ -44,7 +35,7 @@ def test_eight_workers_on_two_nodes_learn_digits_with_a_log_each(tmp_path):
         "cluster.nodes=2", "cluster.ranks_per_node=4", "tracker=none", "train.evaluate_every=0",
         "job.layers=[784,64,10]", "accumulation.steps=8",
     )  # fmt: skip
-    done = helpers.call("job=digits_mindspore", *shape, f"run.dir={run}", timeout=390)
+    done = helpers.call("job=digits_mindspore", *shape, f"run.dir={run}", timeout=590)
     assert done.returncode == 0, done.stdout + done.stderr
     assert helpers.result(run)["metrics"]["accuracy"] >= 0.9
     assert len(rank_logs(run)) == 8
@@ -54,6 +45,7 @@ def test_eight_workers_on_two_nodes_learn_digits_with_a_log_each(tmp_path):
         assert "micro-step 200: loss" in text
 
 
+@pytest.mark.timeout(400)
 def test_both_engines_agree_from_the_same_start(tmp_path):
     """The block of docs/mindspore.md, with a narrower net."""
     block = shell_block("mindspore.md", "orchestrator compare")
@@ -61,7 +53,7 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     commands = block.replace("784,512,512,10", "784,48,10").replace("python -m", "$PYTHON -m")
     done = subprocess.run(
         ["bash", "-eu", "-c", commands],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=170,
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=390,
         env=helpers.environment(PYTHON=sys.executable),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -76,64 +68,3 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     told = helpers.verb("compare", ours, start, "--at-most", "1e-5")
     assert told.returncode == 1
     assert "more than --at-most 1e-05" in told.stderr
-
-
-def victim_of(run, which):
-    if which != "scheduler":
-        return helpers.rank_pid(run, which)
-    children = psutil.Process(helpers.rank_pid(run, 0)).children()
-    return next(c.pid for c in children if "scheduler_process.py" in " ".join(c.cmdline()))
-
-
-@pytest.mark.timeout(300)
-def test_killed_processes_are_named_within_five_seconds_and_cost_no_bit(tmp_path):
-    """A worker, rank 0 and the scheduler's process, one after the other, in one run."""
-    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
-    reference = helpers.begin(*LINE, f"run.dir={undisturbed}")
-    process = helpers.begin(*LINE, f"run.dir={run}", "run.max_restarts=3")
-    words = {1: "rank 1 on node1", 0: "rank 0 on node0", "scheduler": "MindSpore's scheduler"}
-    for attempt, which in enumerate(words):
-        helpers.until(
-            lambda n=attempt: len([r for r in helpers.records(run) if r["attempt"] == n]) > 15,
-            what="training",
-        )
-        doomed = helpers.processes_of(run)
-        began = time.monotonic()
-        os.kill(victim_of(run, which), signal.SIGKILL)
-        next_one = run / "attempts" / f"{attempt + 1:03d}"
-        helpers.until(next_one.exists, 10, f"the next attempt after {which}")
-        assert time.monotonic() - began < 5, which
-        left = [p for p in doomed if helpers.name_of(p).startswith("rank")]
-        assert not left, which
-    for one in (reference, process):
-        output, _ = one.communicate(timeout=120)
-        assert one.returncode == 0, output
-    assert not helpers.processes_of(run)
-    found = helpers.result(run)
-    assert len(found["restarts"]) == len(words)
-    for note, word in zip(found["restarts"], words.values(), strict=True):
-        assert word in note["why"]
-        assert note["resumed_from"] > 0
-    assert found["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
-
-
-def test_a_rank_that_drifts_from_the_other_is_named(tmp_path):
-    run = tmp_path / "run"
-    drifting = "job._target_=tests.engine.mindspore.jobs.Drifting"
-    done = helpers.call(*LINE, drifting, f"run.dir={run}", "engine.mode=pynative")
-    assert done.returncode == 1, done.stdout + done.stderr
-    found = helpers.result(run)
-    assert (found["state"], found["culprit"]["rank"]) == ("failed", 1)
-    assert "the weights of rank 1 are no longer those of rank 0" in found["culprit"]["cause"]
-    assert "between the start of update 2 and the step of update 3" in found["culprit"]["cause"]
-
-
-def test_one_signal_stops_all_ranks_at_a_boundary(tmp_path):
-    run = tmp_path / "run"
-    process = helpers.begin(*LINE, f"run.dir={run}")
-    helpers.until(lambda: len(helpers.records(run)) > 5, what="training")
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 3, output
-    assert helpers.result(run)["state"] == "stopped"
-    assert not helpers.processes_of(run)
