@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from orchestrator.errors import Interrupted
 
 
 class Interrupts:
@@ -27,6 +30,16 @@ class Interrupts:
     ) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
+
+    def ending(self, tell: Callable[[str], None]) -> Callable[[str], None]:
+        """`tell`, for what waits and says so: after an interrupt it raises `Interrupted`."""
+
+        def tell_or_end(sentence: str) -> None:
+            if self.count:
+                raise Interrupted("interrupted")
+            tell(sentence)
+
+        return tell_or_end
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del number, frame

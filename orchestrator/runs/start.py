@@ -150,6 +150,7 @@ def begun(
     run, cluster = RunDir(new_folder(config)), _cluster(config, manner)
     request, admission = _admitted(cluster, run, 0, manner)
     with _counted(interrupts) as interrupts:
+        cluster.tell = interrupts.ending(cluster.tell)
         run.create()
         cluster.trust(run)
         for sentence in () if manner.quiet else plan.warnings:
@@ -217,6 +218,7 @@ def resumed(
         say(manner.console, f"warning: {asked.warning}", "yellow", prose=True)
     with at_home(run), _counted(interrupts) as interrupts, writing(run), held(run):
         cluster = _cluster(config, manner)
+        cluster.tell = interrupts.ending(cluster.tell)
         told = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
         for sentence in told:
             say(manner.console, f"warning: {sentence}", "yellow")

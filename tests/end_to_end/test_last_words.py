@@ -19,7 +19,7 @@ HANG = ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=8")
 WORDLESS = r"exited with code {} before its training had ended"
 WAITED = r".*; rank {} waited for it \d+ s at the boundary of update \d, for {}"
 BUCKET = r"bucket 1 of 1 of the gradient, all_reduce_sum"
-IN_VAIN = r"the others waited in vain: it was still at {}.*\(.*lively_jobs.py, line \d+\)"
+IN_VAIN = r"the others waited in vain: it was still at {}.*\(.*acting_job.py, line \d+\)"
 HANGS = r"it hangs: it has been at {} for \d+ s {}"
 
 # act, where, in which ranks, settings -> the culprit (None: any), its cause, a line of its stack
@@ -32,19 +32,19 @@ ROWS = {
         "exit3", "evaluate", 0, (), 0, WORDLESS.format(3), ""),
     "a rank hangs in its loader": (
         "sleep", "loader", 1, HANG, 1,
-        HANGS.format("micro-step .*", r"without using.*; in <lambda> \(.*lively_jobs.py, line")
+        HANGS.format("micro-step .*", r"without using.*; in <lambda> \(.*acting_job.py, line")
         + WAITED.format(0, BUCKET), "__getitem__"),
     "a process that fetches samples hangs": (
         "sleep", "loader", 1, ("train.loader_workers=1", *HANG), 1,
         HANGS.format("micro-step .*", r"without using.*; in its DataLoader, which waits for samples"
-        r" \(.*; its process \d+ is in <lambda> \(.*lively_jobs.py, line \d+"), ""),
+        r" \(.*; its process \d+ is in <lambda> \(.*acting_job.py, line \d+"), ""),
     "a rank is stopped": (
         "stop", "forward", 1, ("cluster.heartbeat_timeout_s=3",), 1,
         r"it was frozen \(SIGSTOP\) for 3 s .*; it was last seen at .* update \d.*, in .*line \d+\)"
         + WAITED.format(0, BUCKET), ""),
     "a rank sleeps in the kernel with the interpreter in its hands": (
         "kernel", "forward", 1, ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=5"), 1,
-        r"it slept in kernel_clone for 5 s .*; it is in _sleep_in_the_kernel \(.*lively_jobs.py"
+        r"it slept in kernel_clone for 5 s .*; it is in _sleep_in_the_kernel \(.*acting_job.py"
         + WAITED.format(0, BUCKET), "in loss"),
     "two ranks wait for each other": (
         "other", "forward", 1, WAIT, None,
@@ -55,7 +55,7 @@ ROWS = {
         HANGS.format("micro-step .*", r"and its child process \d+ is stopped"), "in loss"),
     "a rank is deadlocked with the interpreter in its hands": (
         "interpreter", "forward", 1, ("cluster.heartbeat_timeout_s=3",), 1,
-        r"it gave no sign of life for 3 s .*; it is in .*\(.*lively_jobs.py, line \d+"
+        r"it gave no sign of life for 3 s .*; it is in .*\(.*acting_job.py, line \d+"
         + WAITED.format(0, BUCKET), "in loss"),
     "the rank that evaluates is deadlocked, and the other gives up": (
         "deadlock", "evaluate", 0, WAIT, 0, IN_VAIN.format("what follows update 2"), "evaluate"),

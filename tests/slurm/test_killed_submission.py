@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 
 import pytest
 
@@ -10,7 +11,7 @@ from orchestrator.launch import run_app
 from orchestrator.run_folder import rundir
 from orchestrator.scheduler.client import SlurmClient
 from orchestrator.scheduler.jobs import accounted_scripts
-from tests.helpers import begin, call, result, until
+from tests.helpers import TINY, begin, call, result, until
 from tests.slurm import runs
 from tests.slurm.test_submission import HELD
 
@@ -23,15 +24,26 @@ MOMENTS = {
 }
 
 
+def wrapped_sbatch(folder, steps):
+    """An `sbatch` that takes these steps of a shell where something is to be submitted."""
+    wrapper = folder / "bin" / "sbatch"
+    wrapper.parent.mkdir()
+    asked = '[ "$1" = --parsable ] || exec sbatch "$@"'  # whether it could run, for one
+    real = [step.replace("sbatch", shutil.which("sbatch")) for step in (asked, *steps)]
+    wrapper.write_text("\n".join(["#!/bin/bash", *real, ""]))
+    wrapper.chmod(0o755)
+    return wrapper
+
+
+def handles(sweep):
+    """The elements that the points of a sweep have noted."""
+    return [runs.job_of(folder.parent) for folder in sorted(sweep.glob("*/handle.json"))]
+
+
 def killed_while_submitting(folder, moment, *line):
     """Type a line whose command is killed by -9 in a moment of sbatch's; what lets sbatch go on."""
-    wrapper, go = folder / "bin" / "sbatch", folder / "go"
-    wrapper.parent.mkdir()
-    real = shutil.which("sbatch")
-    asked = '[ "$1" = --parsable ] || exec sbatch "$@"'  # whether it could run, for one
-    steps = [s.replace("{go}", str(go)).replace("sbatch", real) for s in (asked, *MOMENTS[moment])]
-    wrapper.write_text("\n".join(["#!/bin/bash", *steps, ""]))
-    wrapper.chmod(0o755)
+    go = folder / "go"
+    wrapper = wrapped_sbatch(folder, [step.replace("{go}", str(go)) for step in MOMENTS[moment]])
     typed = begin(*line, PATH=f"{wrapper.parent}:/usr/bin:/bin")
     said, _ = typed.communicate(timeout=60)
     assert typed.returncode == -9, said
@@ -112,7 +124,7 @@ def test_all_of_a_sweep_is_on_the_disk_before_sbatch_is_asked(slurm, tmp_path, m
     spied(rundir, "wait_for_disk", lambda _: seen.append(files()))
     spied(os, "fsync", lambda fd: synced.add(os.fstat(fd).st_ino))
     spied(_Asking, "_ask", lambda _: seen.append(files()))
-    assert run_app(["-q", "-m", *runs.overrides(slurm, sweep, *POINTS)]) == 0
+    assert run_app(["-q", "-m", *runs.overrides(slurm, sweep, TINY, *POINTS)]) == 0
     made, laid_out, asked, _ = seen
     assert made < laid_out < asked
     assert {file.stem for file, _ in made} >= {"config", "plan", "submission"}
@@ -120,3 +132,34 @@ def test_all_of_a_sweep_is_on_the_disk_before_sbatch_is_asked(slurm, tmp_path, m
     assert {script.stat().st_ino for script in (sweep / "arrays").glob("*.sh")} < synced
     assert len(synced) < 12, "no point waits for the disk by itself"
     slurm.command("scancel", runs.job_of(sweep / "0").split("_")[0])
+
+
+def test_a_controller_that_goes_between_two_arrays_leaves_what_was_queued_and_no_more(
+    mended, tmp_path
+):
+    """And a Ctrl-C, typed while the command tries again. Two arrays: one for each size."""
+    sweep = tmp_path / "sweep"
+    points = ("cluster.nodes=1,2", "cluster.ranks_per_node=1", "accumulation.steps=1,2", HELD)
+    line = ("-m", *runs.overrides(mended, sweep, *points))
+    controller = mended.status().daemons["slurmctld"]
+    wrapper = wrapped_sbatch(tmp_path, ['sbatch "$@"', f"kill -9 {controller}"])
+    typed = begin(*line, PATH=f"{wrapper.parent}:/usr/bin:/bin")
+    said = []
+    for told in typed.stdout:
+        said.append(told)
+        if "trying again" in told:
+            break
+    typed.send_signal(signal.SIGINT)
+    said = "".join(said) + typed.communicate(timeout=30)[0]  # it would try for a minute
+    assert typed.returncode == 2, said
+    assert "not submitted: interrupted" in said
+    assert "2 points of 4 are queued; the same line again submits the others" in said
+    mended.up()
+    assert len(handles(sweep)) == 2
+    assert len({job.split("_")[0] for job in handles(sweep)}) == 1
+    done = call(*line, **runs.QUIET)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(set(handles(sweep))) == 4
+    assert queued(mended, sweep) == {job.split("_")[0] for job in handles(sweep)}
+    assert len(queued(mended, sweep)) == 2
+    assert runs.verb("cancel", sweep).returncode == 0

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.errors import ClusterError
+from orchestrator.errors import ClusterError, Interrupted
 from orchestrator.scheduler.client import SchedulerDown
 
 PATIENCE_S = 60.0
@@ -17,7 +17,11 @@ UNLIKE = ("job-name", "output")  # what differs between a sweep's points, and no
 def patiently(
     action: Callable[[], Any], *, patience_s: float = PATIENCE_S, tell: Callable[[str], None]
 ) -> Any:
-    """Do what needs a scheduler; while none answers, again and again for a bounded time."""
+    """Do what needs a scheduler; while none answers, again and again for a bounded time.
+
+    Raises:
+        ClusterError: none has answered, or `tell` has said by `Interrupted` to wait no longer.
+    """
     began, pause = time.monotonic(), 1.0
     while True:
         try:
@@ -28,7 +32,10 @@ def patiently(
                 raise ClusterError(
                     f"{error}\nnot submitted, though tried for {waited:.0f} s"
                 ) from error
-            tell(f"{error}; trying again for up to {patience_s - waited:.0f} s")
+            try:
+                tell(f"{error}; trying again for up to {patience_s - waited:.0f} s")
+            except Interrupted as ended:
+                raise ClusterError(f"{error}\nnot submitted: {ended}") from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

@@ -32,7 +32,7 @@ BUDGET = f"{TPE}budget.gpu_hours=1 cluster.gpus_per_node=1 cluster=slurm "
         (f"{BUDGET}cluster.time_min=60", "5 trials take up to 10 GPU-hours"),
         (f"{TPE}accumulation.steps=1,0", "no trial can have accumulation.steps=0"),
         (f"{TPE}optimizer=sgd,sdg", "no trial can have optimizer=sdg"),
-        (f"{TPE}sweep.trials=5,6", "cannot be swept"),
+        (f"{TPE}sweep.seed=5,6", "cannot be swept"),
         (f"{TPE}train.updtes=3", "did you mean"),
     ],
 )
