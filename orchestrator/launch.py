@@ -47,15 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: in place of the process's own.
     """
-    signal.signal(signal.SIGINT, _leave)
-    from orchestrator.cli.application import Messages
-    from orchestrator.report.terminal import while_somebody_reads
+    before = signal.signal(signal.SIGINT, _leave)
+    try:
+        from orchestrator.cli.application import Messages
+        from orchestrator.report.terminal import while_somebody_reads
 
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    with Messages(given) as messages:
-        standing_somewhere()
-        with while_somebody_reads():
-            return run_app(given)
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        with Messages(given) as messages:
+            standing_somewhere()
+            with while_somebody_reads():
+                return run_app(given)
+    finally:
+        signal.signal(signal.SIGINT, before)  # whoever called this goes on
     return messages.exit_code
 
 

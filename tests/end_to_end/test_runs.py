@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -49,7 +50,9 @@ def test_a_run_does_as_planned_and_says_so(tmp_path, capsys):
     asked = [TINY, "train.epochs=2", "accumulation.global_batch=50", f"run.dir={run}"]
     done = helpers.call(*asked)
     assert done.returncode == 0, done.stdout + done.stderr
+    before = signal.getsignal(signal.SIGINT)
     assert launch.main([*asked, "--cfg", "job"]) == 0
+    assert signal.getsignal(signal.SIGINT) is before, "it is its caller's again"
     written = (run / "config.yaml").read_text()
     assert capsys.readouterr().out == written.rpartition("# run ")[0], "all but the seal"
     plan = json.loads((run / "plan.json").read_text())
