@@ -17,7 +17,8 @@ from tests.once import SHARED
 from tests.order import CALM
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTEST = (sys.executable, "-m", "pytest", "--dist", "loadfile")
+# Where a worker has died and another takes its place, pytest waits at its end for ever.
+PYTEST = (sys.executable, "-m", "pytest", "--dist", "loadfile", "--max-worker-restart=0")
 SLURM = ("tests/slurm", "-n", "2")
 REST = ("tests", "-n", "3", "--ignore=tests/slurm", *(f"--ignore={path}" for path in CALM))
 BESIDE = {
