@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 
@@ -14,14 +12,10 @@ def main() -> None:
     parser.add_argument("--attempt", type=int, default=0)
     arguments = parser.parse_args()
 
-    from orchestrator.rank.entry import be_rank
+    from orchestrator.lifecycle.forks import leave
+    from orchestrator.rank.entry import main_of
 
-    code = be_rank(arguments.run, arguments.attempt)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A group of a lost peer would wait in its destructor for operations that can never end
-    # (docs/architecture.md, at its end), so interpreter shutdown is skipped.
-    os._exit(code)
+    leave(main_of(arguments.run)(arguments.run, arguments.attempt))
 
 
 if __name__ == "__main__":

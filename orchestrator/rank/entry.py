@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.config.program_section import is_program
@@ -9,15 +10,17 @@ from orchestrator.errors import OrchestratorError
 from orchestrator.run_folder.rundir import RunDir
 
 
-def be_rank(run: Path, attempt: int) -> int:
-    """Be one rank of the run in `run`; give its exit code. Only what is needed is imported."""
+def main_of(run: Path) -> Callable[[Path, int], int]:
+    """What to call, with the run and the attempt, to be one rank of the run in `run`; it gives the
+    exit code. Only what is needed is imported.
+    """
     if _names_program(RunDir(run)):
         from orchestrator.rank.program.parent import run_program
 
-        return run_program(run, attempt)
+        return run_program
     from orchestrator.rank.main import run_rank
 
-    return run_rank(run, attempt)
+    return run_rank
 
 
 def _names_program(run: RunDir) -> bool:

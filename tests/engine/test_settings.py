@@ -8,7 +8,7 @@ from orchestrator.engine.settings import AccumulationOptions, EngineSettings
 from orchestrator.engine.torch import Accumulator, TorchGroup
 from orchestrator.errors import ConfigError
 from orchestrator.job import Job
-from orchestrator.rank.main import engine_settings
+from orchestrator.rank.setup import engine_settings
 
 
 def _built(*options, **keywords):

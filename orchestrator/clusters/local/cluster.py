@@ -1,8 +1,9 @@
 """The local cluster: pretended nodes on this machine, each with its name and its loopback address.
 
 Every rank is a real process with the environment that SLURM would give it, so a job that runs here
-runs there. The first rank that dies ends the run; whatever happens to the launcher, no process is
-left (see `supervisor`).
+runs there: a fork of its node, which is one of a process that has imported the framework, which
+`Nodes` starts (`preloaded`). The first rank that dies ends the run; whatever happens to the
+launcher, no process is left (see `supervisor`).
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class LocalHandle(Handle):
         self._nodes.command("kill")
 
     def _read(self, timeout_s: float) -> None:
-        for node, news in self._nodes.news(timeout_s):
+        for key, _ in self._nodes.told.select(timeout_s):  # here the launcher waits
+            node, news = key.data, self._nodes.news_of(key.data)
             if news is None:
                 self._node_ended(node)
             for event in news or ():

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, Any, cast
 
@@ -59,11 +59,14 @@ class Nodes:
 
     Args:
         environments: each node's, whole.
+
+    Attributes:
+        told: selects the nodes that have told something, as the keys' data.
     """
 
     def __init__(self, request: Request, environments: list[Mapping[str, str]]) -> None:
         self._run = RunDir(request.run)
-        self._selector = selectors.DefaultSelector()
+        self.told = selectors.DefaultSelector()
         self.all: list[Node] = []
         theirs: list[dict[str, Any]] = []
         width = request.ranks_per_node
@@ -72,7 +75,7 @@ class Nodes:
             (commands, own_commands), (own_events, events) = os.pipe(), os.pipe()
             node = Node(f"node{index}", ranks, own_commands, own_events)
             self.all.append(node)
-            self._selector.register(own_events, selectors.EVENT_READ, node)
+            self.told.register(own_events, selectors.EVENT_READ, node)
             theirs.append(
                 {
                     "name": node.name,
@@ -115,13 +118,12 @@ class Nodes:
             pass
         return process
 
-    def news(self, timeout_s: float) -> Iterator[tuple[Node, list[dict[str, Any]] | None]]:
-        """What nodes told within `timeout_s`; None of one that has ended."""
-        for key, _ in self._selector.select(timeout_s):
-            news = key.data.read()
-            if news is None:
-                self._selector.unregister(key.fd)
-            yield key.data, news
+    def news_of(self, node: Node) -> list[dict[str, Any]] | None:
+        """What a node that was selected told; None when it has ended."""
+        news = node.read()
+        if news is None:
+            self.told.unregister(node.events)
+        return news
 
     def command(self, word: str) -> None:
         for node in self.all:

@@ -8,6 +8,9 @@ node, with a session, a log and an environment of its own. All have this process
 
 `python -m orchestrator.clusters.local.preloaded RUN`, with what the nodes are on standard input.
 Afterwards it only waits for their ends, and writes them to standard output, a JSON line each.
+
+A fork goes on where it was forked and comes back to `_live`, as `os.fork` does, so that a rank has
+nothing of its node on its stack.
 """
 
 from __future__ import annotations
@@ -18,55 +21,47 @@ import json
 import os
 import signal
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from orchestrator.clusters.local.supervisor import serve
-from orchestrator.lifecycle.forks import fork
+from orchestrator.lifecycle.forks import branch, ending
 from orchestrator.lifecycle.prctl import die_with, name_process
 from orchestrator.rank.preload import draw_other_numbers, preload
 from orchestrator.run_folder.files import APPENDING, open_regular
 from orchestrator.run_folder.rundir import RunDir
 
 
-def _be_node(order: dict[str, Any], node: dict[str, Any]) -> int:
+def _live(order: dict[str, Any]) -> int:
+    """This process to its end, a node's and a rank's to theirs; gives the exit status."""
     run = RunDir(Path(order["run"]))
-    for other in order["nodes"]:
-        if other is not node:
-            _close_pipes(other)
-    log = open_regular(run.node_log(node["name"]), APPENDING)
-    for standard, descriptor in enumerate((*node["pipes"], log)):
-        os.dup2(descriptor, standard)
-        os.close(descriptor)
-    os.environ.update(node["environment"])
-    name_process(node["name"])
-    be = partial(_be_rank, run.path, order["attempt"])
-    serve(node["ranks"], be, silence_s=order["silence_s"], hang_s=order["hang_s"])
-    return 0
-
-
-def _be_rank(run: Path, attempt: int, rank: int) -> int:
-    from orchestrator.rank.entry import be_rank
+    die_with(order["launcher"])
+    faulthandler.register(signal.SIGQUIT)  # when an import hangs, the launcher asks where
+    preload(run)
+    faulthandler.unregister(signal.SIGQUIT)
+    gc.freeze()  # what was imported is no garbage; to look at it again would copy its pages
+    node = _forked(order)
+    if node is None:
+        return 0
+    _become(node, order, run)
+    rank = serve(node["ranks"], silence_s=order["silence_s"], hang_s=order["hang_s"])
+    if rank is None:
+        return 0
+    from orchestrator.rank.entry import main_of
 
     name_process(f"rank {rank}")
     draw_other_numbers()
-    return be_rank(run, attempt)
+    return main_of(run.path)(run.path, order["attempt"])
 
 
-def _close_pipes(node: dict[str, Any]) -> None:
-    for end in node["pipes"]:
-        os.close(end)
-
-
-def main() -> None:
-    order: dict[str, Any] = json.load(sys.stdin)
-    die_with(order["launcher"])
-    faulthandler.register(signal.SIGQUIT)  # when an import hangs, the launcher asks where
-    preload(RunDir(Path(order["run"])))
-    faulthandler.unregister(signal.SIGQUIT)
-    gc.freeze()  # what was imported is no garbage; to look at it again would copy its pages
-    nodes = {fork(partial(_be_node, order, node)): node for node in order["nodes"]}
+def _forked(order: dict[str, Any]) -> dict[str, Any] | None:
+    """Fork the nodes; gives each of them what it is. Here, once all have ended, None."""
+    nodes: dict[int, dict[str, Any]] = {}
+    for node in order["nodes"]:
+        pid = branch()
+        if not pid:
+            return cast("dict[str, Any]", node)
+        nodes[pid] = node
     for node in nodes.values():
         _close_pipes(node)
     # From now on nodes see for themselves that the launcher is gone, and leave nothing behind:
@@ -76,6 +71,30 @@ def main() -> None:
         pid, status = os.wait()
         end = {"node": nodes.pop(pid)["name"], "status": os.waitstatus_to_exitcode(status)}
         print(json.dumps(end), flush=True)  # noqa: T201  # for the launcher
+    return None
+
+
+def _become(node: dict[str, Any], order: dict[str, Any], run: RunDir) -> None:
+    """In a node's process: its pipes, log, environment and name."""
+    for other in order["nodes"]:
+        if other is not node:
+            _close_pipes(other)
+    log = open_regular(run.node_log(node["name"]), APPENDING)
+    for standard, descriptor in enumerate((*node["pipes"], log)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.environ.update(node["environment"])
+    name_process(node["name"])
+
+
+def _close_pipes(node: dict[str, Any]) -> None:
+    for end in node["pipes"]:
+        os.close(end)
+
+
+def main() -> None:
+    with ending() as end:
+        end.code = _live(json.load(sys.stdin))
 
 
 if __name__ == "__main__":

@@ -17,14 +17,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import psutil
 
-from orchestrator.lifecycle.forks import fork
+from orchestrator.lifecycle.forks import branch
 from orchestrator.lifecycle.prctl import adopt_orphans
 from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch
 from orchestrator.lifecycle.signs.processes import asleep_in, state_of
@@ -56,21 +54,25 @@ class Node:
         self._watch = NodeWatch(silence_s, hang_s)
         self.links: dict[socket.socket, int] = {}  # to ranks
 
-    def start(self, ranks: list[int], be: Callable[[int], int]) -> None:
-        """Fork the ranks. SIGTERM and SIGCHLD have to be blocked."""
+    def start(self, ranks: list[int]) -> int | None:
+        """Fork the ranks; gives each of them its number, and the node None. SIGTERM and SIGCHLD
+        have to be blocked.
+        """
         for local_rank, rank in enumerate(ranks):
             mine, theirs = socket.socketpair()
             mine.setblocking(False)
             self.links[mine] = rank
-            pid = fork(partial(self._become, rank, local_rank, theirs, be))
+            pid = branch()
+            if not pid:
+                self._become(rank, local_rank, theirs)
+                return rank
             theirs.close()
             self._watch.joined(rank, pid)
             self._ranks[pid] = rank
             _report("started", rank=rank, pid=pid)
+        return None
 
-    def _become(
-        self, rank: int, local_rank: int, link: socket.socket, be: Callable[[int], int]
-    ) -> int:
+    def _become(self, rank: int, local_rank: int, link: socket.socket) -> None:
         """In the fork: leave the node behind. SIGTERM stays blocked: a stop that comes before the
         rank has its handler waits until it has.
         """
@@ -83,7 +85,6 @@ class Node:
         os.dup2(2, 1)  # the node's log
         os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"] = str(rank), str(local_rank)
         os.environ[LINK_VARIABLE] = str(link.detach())
-        return be(rank)
 
     def hear(self, link: socket.socket) -> bool:
         """Read what a rank said. Returns whether there may be more later."""
@@ -177,17 +178,17 @@ class Node:
             time.sleep(0.005)  # between two looks at processes that were just killed
 
 
-def serve(ranks: list[int], be: Callable[[int], int], *, silence_s: float, hang_s: float) -> None:
-    """Be a node until its ranks have ended.
-
-    Args:
-        be: all that the process of a rank does, called there with its number; gives its status.
+def serve(ranks: list[int], *, silence_s: float, hang_s: float) -> int | None:
+    """Be a node until its ranks have ended. Returns in the process of each rank, too, at once: with
+    its number there, and None in the node.
     """
     waiting = [signal.SIGCHLD, signal.SIGTERM]
     signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     node = Node(silence_s, hang_s)
-    node.start(ranks, be)
+    rank = node.start(ranks)
+    if rank is not None:
+        return rank
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write)
@@ -221,3 +222,4 @@ def serve(ranks: list[int], be: Callable[[int], int], *, silence_s: float, hang_
         node.lose_silent()
     node.kill_everything()
     _report("ended")
+    return None

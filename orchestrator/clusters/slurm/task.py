@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +47,10 @@ class Task:
         here, so submitit's handlers and result files play no part: ours says how the run ended.
         """
         signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would only talk
+        from orchestrator.lifecycle.forks import leave
         from orchestrator.lifecycle.topology import Topology
-        from orchestrator.rank.entry import be_rank
+        from orchestrator.rank.entry import main_of
 
-        code = be_rank(Path(self.run), Topology.from_env(os.environ).attempt)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(EXIT_FINISHED if code == EXIT_STOPPED else code)
+        run = Path(self.run)
+        code = main_of(run)(run, Topology.from_env(os.environ).attempt)
+        leave(EXIT_FINISHED if code == EXIT_STOPPED else code)

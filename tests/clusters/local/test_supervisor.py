@@ -14,6 +14,7 @@ from tests.helpers import environment, until
 NODE = """
 import json, os, random, signal, sys, time
 from orchestrator.clusters.local.supervisor import serve
+from orchestrator.lifecycle.forks import ending
 from orchestrator.rank.preload import draw_other_numbers
 
 def leaves_a_child(rank):
@@ -49,7 +50,9 @@ def raises(rank):
 what = sys.argv[1]
 if what == "tells":
     import numpy, torch
-serve([4] if what == "leaves_a_child" else [4, 5], globals()[what], silence_s=20.0, hang_s=300.0)
+with ending() as end:
+    rank = serve([4] if what == "leaves_a_child" else [4, 5], silence_s=20.0, hang_s=300.0)
+    end.code = 0 if rank is None else globals()[what](rank)
 """
 
 

@@ -1,0 +1,216 @@
+"""What a rank makes before its first window: its job, its group, its engine, the plan of what it is
+to do, and the state that it goes on from.
+
+Given back as one value, `Training`; whatever is wrong with any of it is raised here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.frameworks import check_installed, check_tracker
+from orchestrator.config.job_source import check_target
+from orchestrator.config.reading import read_config
+from orchestrator.config.schema import Config
+from orchestrator.engine.api import Engine, GroupSpec
+from orchestrator.engine.common.waiting import for_others
+from orchestrator.engine.framework import Framework
+from orchestrator.engine.settings import EngineSettings
+from orchestrator.errors import JobError, RunFolderError
+from orchestrator.extensions import FRAMEWORKS, shadowed
+from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
+from orchestrator.lifecycle import checkpoint
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
+from orchestrator.lifecycle.topology import Topology
+from orchestrator.plan.parts import Known
+from orchestrator.plan.plan import Plan
+from orchestrator.rank.agreed.dataset import agreed_samples
+from orchestrator.rank.agreed.devices_asked import devices_asked
+from orchestrator.rank.agreed.environment import describe_environment
+from orchestrator.rank.agreed.rates import own_rates
+from orchestrator.rank.agreed.stated_facts import compare_facts
+from orchestrator.rank.attendance import Attendance
+from orchestrator.rank.loop import Outcome
+from orchestrator.rank.preflight import preflight
+from orchestrator.rank.survivors import Survivors
+from orchestrator.rank.training import Training
+from orchestrator.report.tables.computed_with import warnings_of
+from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.run_warnings import warn
+from orchestrator.snapshot.code_state import code_state, folder_of
+
+
+def set_up(
+    run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
+) -> Training:
+    """Make all that the rank trains with, and stand where the run does. Collective."""
+    config = read_config(run.existing().read_config())
+    attendance.begin(config)
+    spec = _group_spec(config, run.attempt(attempt), topology, stop)
+    _start_ahead(config, spec)
+    job = build_job(config.job)
+    framework = FRAMEWORKS.make(framework_of(job, config), Framework)
+    with for_others("their group to form"):
+        group = framework.form_group(spec)
+    engine = framework.build_engine(job, engine_settings(config, job), group)
+    preflight(run, attempt, config, topology, engine)
+    planned = _planned(config, job, engine, topology.nodes)
+    assert planned.updates is not None  # noqa: S101  # the data set is known here
+    training = Training(
+        run=run, attempt=attempt, config=config, engine=engine, group=group, planned=planned,
+        rates=own_rates(job, config.schedule, engine, planned.updates),
+    )  # fmt: skip
+    _restore(run, engine, outcome := training.outcome, topology.rank)
+    checkpoint.refuse_beyond(run, outcome.updates, planned.updates)
+    if config.train.initial_weights is not None and not outcome.updates:
+        checkpoint.check_initial(run)
+        engine.load_weights(run.initial_weights)
+    if topology.rank == 0:
+        copied = run.submitted_code(attempt) if topology.scheduled and config.run.snapshot else None
+        code = copied or code_state(folder_of(type(job)))
+        environment = describe_environment(framework.versions(), group.transport, code)
+        _write_down(run, environment, engine, planned)
+        training.write()
+    if config.run.survive and group.size > 1:
+        survivors = Survivors(spec, config.cluster, topology, framework, engine, group)
+        attendance.goes_on_with(survivors)
+        training.others = survivors
+    return training
+
+
+def build_job(settings: Mapping[str, Any]) -> Job:
+    """Import the class that `job._target_` names and call it. Raises `JobError`."""
+    dotted = str(settings["_target_"])
+    module, _, name = dotted.rpartition(".")
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise JobError(f"job._target_={dotted}: {error}") from error
+    except AttributeError as error:
+        raise JobError(f"job._target_={dotted}: {module} has no '{name}'") from error
+    missing = [method for method in REQUIRED_METHODS if not callable(getattr(target, method, None))]
+    if missing == ["loss"] and is_coupled(target):
+        missing = []
+    if missing:
+        raise JobError(f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)}")
+    return target(**{key: value for key, value in settings.items() if key != "_target_"})
+
+
+def framework_of(job: Job, config: Config) -> str:
+    """The engine to use. Raises `JobError` when the job was written for another one."""
+    own = getattr(job, "framework", "torch")
+    asked = config.engine.framework
+    if asked not in ("auto", own):
+        raise JobError(
+            f"engine.framework={asked}, but {type(job).__name__} is written for {own}; "
+            f"leave engine.framework out, or choose another job"
+        )
+    if refusal := FRAMEWORKS.refusal(own):
+        raise JobError(refusal.replace(FRAMEWORKS.key, f"{type(job).__name__}.framework", 1))
+    return own
+
+
+def engine_settings(config: Config, job: Job) -> EngineSettings:
+    """What of the configuration an engine needs: what has the same name in both is the same."""
+    own: dict[str, Any] = {
+        "leaf_size": config.accumulation.micro_batch,
+        "optimizer": config.optimizer,
+        "metric_names": tuple(getattr(job, "metric_names", ())),
+        "jit_level": None if config.engine.jit_level == "auto" else config.engine.jit_level,
+        "survive": config.run.survive,
+    }
+    same: dict[str, Any] = {
+        setting.name: getattr(section, setting.name)
+        for section in (config.train, config.accumulation, config.engine)
+        for setting in fields(EngineSettings)
+        if hasattr(section, setting.name)
+    }
+    return EngineSettings(**same | own)
+
+
+def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag) -> GroupSpec:
+    place = ("rank", "size", "local_rank", "node", "address")
+    return GroupSpec(
+        **{name: getattr(topology, name) for name in place},
+        folder=folder,
+        transport=config.transport,
+        timeout_s=config.cluster.rendezvous_timeout_s,
+        collective_timeout_s=config.cluster.collective_timeout_s,
+        devices_asked=devices_asked(config.cluster, os.environ, scheduled=topology.scheduled),
+        stop_requested=lambda: stop.requested,
+    )
+
+
+def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
+    """The plan, now that the model and the data set are known; raises what `compare_facts` does
+    where the configuration said something else of them. Collective.
+    """
+
+    def plan_with(parameters: int | None, samples: int | None) -> Plan:
+        known = Known(
+            nodes=nodes,
+            dataset_samples=samples,
+            parameters=parameters,
+            metric_count=len(getattr(job, "metric_names", ())),
+            framework=framework_of(job, config),
+            collectives_beside=engine.collectives_beside(),
+            own_rate=has_own_rate(job),
+        )
+        return Plan.of(config, known)
+
+    planned = plan_with(engine.parameter_count(), agreed_samples(engine, job.dataset()))
+    compare_facts(config.facts, planned, plan_with)
+    return planned
+
+
+def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
+    """Load the newest sound checkpoint, the same on every rank: rank 0 chooses."""
+    own = run.identity
+    if rank == 0:
+        checkpoint.make_again(run.checkpoints)
+        checkpoint.remove_partial(run.checkpoints)
+    found, passed_over = checkpoint.newest(run.checkpoints, own) if rank == 0 else (None, [])
+    for sentence in passed_over:
+        warn(sentence)
+    if (updates := int(engine.gather([found.updates if found else -1])[0][0])) < 0:
+        return
+    chosen = found or checkpoint.load(checkpoint.folder_of(run.checkpoints, updates), own)
+    engine.load_state(chosen.folder, chosen.extra)
+    outcome.updates, outcome.samples = chosen.updates, chosen.samples
+
+
+def _environment_before(run: RunDir) -> dict[str, Any] | None:
+    """What the attempt before computed with; None, and a warning, where that cannot be read."""
+    try:
+        return run.read_environment()
+    except RunFolderError as error:
+        warn(f"{error}; so nobody can tell whether this start computes with the same")
+        return None
+
+
+def _write_down(run: RunDir, environment: dict[str, Any], engine: Engine, planned: Plan) -> None:
+    """Rank 0's part before training: what it is computed with, the plan, and what to know of it."""
+    environment["optimizer"] = engine.optimizer_used()
+    changed = [*shadowed(), *warnings_of(environment, _environment_before(run))]
+    micro_batches = sum(map(len, planned.split.micro_batches))
+    for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
+        warn(sentence)
+    write_json(run.environment, environment)
+    run.write_own(run.plan, planned.to_json())
+
+
+def _start_ahead(config: Config, spec: GroupSpec) -> None:
+    """Let the framework start what takes time before the job is imported, if the job's source says
+    which framework that is. Raises `JobError` when it is not installed as it must be, `ConfigError`
+    when the tracker's package is not.
+    """
+    named = check_target(config.job).framework
+    check_installed(named)
+    check_tracker(config.tracker.kind)
+    if named is not None and FRAMEWORKS.refusal(named) is None:
+        FRAMEWORKS.make(named, Framework).ahead(spec)
