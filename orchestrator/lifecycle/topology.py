@@ -14,6 +14,13 @@ from orchestrator.errors import UsageError
 from orchestrator.lifecycle.address import own_address
 from orchestrator.scheduler.environment import own_job_id
 
+PLACE_VARIABLES = {
+    "rank": "SLURM_PROCID",
+    "size": "SLURM_NTASKS",
+    "local_rank": "SLURM_LOCALID",
+    "node_index": "SLURM_NODEID",
+    "nodes": "SLURM_JOB_NUM_NODES",
+}
 BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
 BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"
 # Node and folder in which the batch script goes on with the ranks' copy of the code after them.
@@ -79,15 +86,12 @@ class Topology:
             return int(text)
 
         node = env.get("SLURMD_NODENAME") or socket.gethostname()
-        node_index, nodes = number("SLURM_NODEID"), number("SLURM_JOB_NUM_NODES")
+        place = {name: number(variable) for name, variable in PLACE_VARIABLES.items()}
+        where = {name: place[name] for name in ("node_index", "nodes")}
         return cls(
-            rank=number("SLURM_PROCID"),
-            size=number("SLURM_NTASKS"),
-            local_rank=number("SLURM_LOCALID"),
-            node_index=node_index,
-            nodes=nodes,
+            **place,
             node=node,
-            address=own_address(env, node=node, node_index=node_index, nodes=nodes),
+            address=own_address(env, node=node, **where),
             job_id=own_job_id(env),
             restarts=number("SLURM_RESTART_COUNT", 0),
             base_attempt=(number(BASE_ATTEMPT_VARIABLE) if BASE_ATTEMPT_VARIABLE in env else None),

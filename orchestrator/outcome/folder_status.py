@@ -119,42 +119,62 @@ def from_folder(run: RunDir) -> RunStatus:
     plan = run.read_plan()
     result = run.read_result()
     handle = run.read_handle() or {}
+    return RunStatus(
+        folder=run.path,
+        cluster=_kind(run, handle),
+        job_id=handle.get("job_id"),
+        program=" ".join(map(str, plan["program"]["words"])) if plan.get("program") else None,
+        **_end(run, result),
+        **_progress(run, plan.get("updates"), result),
+        **_attempts(run),
+    )
+
+
+def _end(run: RunDir, result: dict[str, Any] | None) -> dict[str, Any]:
+    """What result.json says, where there is one."""
+    if result is None:
+        return {"state": "running"}
+    pruned = run.read(run.pruned) if result["state"] == "stopped" else None
+    culprit: dict[str, Any] = result.get("culprit") or {}
+    return {
+        "state": _state_of(result, pruned),
+        "reason": culprit.get("cause") or result.get("why") or (pruned or {}).get("why"),
+        "culprit": _named(culprit),
+    }
+
+
+def _progress(run: RunDir, total: int | None, result: dict[str, Any] | None) -> dict[str, Any]:
+    """How far it has come, and how fast, by its latest records."""
     records = recent_records(run.metrics)
     updates = updates_of(records)
     last = updates[-1] if updates else {}
     evaluations = [record["evaluation"] for record in records if record.get("evaluation")]
-    pace = seconds_per_update(updates)
     samples = [r["samples"] for r in updates if r.get("samples")]
-    notes = run.restarts()
-    culprit: dict[str, Any] = (result or {}).get("culprit") or {}
-    ended = result is not None
-    stopped = result is not None and result["state"] == "stopped"
-    pruned = run.read(run.pruned) if stopped else None
+    pace, ended = seconds_per_update(updates), result is not None
     done = int(result["updates"]) if result else (last["update"] + 1 if last else 0)
-    total, attempts = plan.get("updates"), run.attempts_made()
-    return RunStatus(
-        folder=run.path,
-        state=_state_of(result, pruned) if result else "running",
-        cluster=_kind(run, handle),
-        job_id=handle.get("job_id"),
-        updates=done,
-        total=total,
-        loss=last.get("loss"),
-        learning_rate=last.get("learning_rate"),
-        evaluation=dict(evaluations[-1]) if evaluations else {},
-        samples_per_second=sum(samples) / len(samples) / pace if samples and pace else None,
-        seconds_left=(total - done) * pace if total and pace and not ended else None,
-        boundary_age_s=None if ended else _age_s(run),
-        attempts=attempts,
-        restarts=_restarts(run, notes, attempts),
-        survived=GenerationRecord(run.attempt(attempts - 1)).newest() if attempts else 0,
-        lost_updates=sum(int(note["lost_updates"]) for note in notes),
-        why=next((str(note["why"]) for note in reversed(notes) if note["why"] != RESUMED), None),
-        reason=culprit.get("cause") or (result or {}).get("why") or (pruned or {}).get("why"),
-        culprit=_named(culprit),
-        program=" ".join(map(str, plan["program"]["words"])) if plan.get("program") else None,
-        warnings=_warnings(run, attempts),
-    )
+    return {
+        "updates": done,
+        "total": total,
+        "loss": last.get("loss"),
+        "learning_rate": last.get("learning_rate"),
+        "evaluation": dict(evaluations[-1]) if evaluations else {},
+        "samples_per_second": sum(samples) / len(samples) / pace if samples and pace else None,
+        "seconds_left": (total - done) * pace if total and pace and not ended else None,
+        "boundary_age_s": None if ended else _age_s(run),
+    }
+
+
+def _attempts(run: RunDir) -> dict[str, Any]:
+    """What became of its starts."""
+    made, notes = run.attempts_made(), run.restarts()
+    return {
+        "attempts": made,
+        "restarts": _restarts(run, notes, made),
+        "survived": GenerationRecord(run.attempt(made - 1)).newest() if made else 0,
+        "lost_updates": sum(int(note["lost_updates"]) for note in notes),
+        "why": next((str(n["why"]) for n in reversed(notes) if n["why"] != RESUMED), None),
+        "warnings": _warnings(run, made),
+    }
 
 
 def _named(culprit: dict[str, Any]) -> str | None:

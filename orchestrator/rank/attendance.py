@@ -113,15 +113,13 @@ class Attendance:
         """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
         begins, writes = outcome.done is None, isinstance(inner, Recorder)
         self.leads = writes
-        guarded = self._guarded(inner, outcome.updates, outcome.samples, begins=begins)
+        guarded = self._guarded(inner, outcome, begins=begins)
         times = RankTimes(self._run.timeline(self._attempt) if writes else None)
         return Placed(guarded, self._life, times, waits_unmarked=transport in WAITS_UNMARKED)
 
-    def _guarded(
-        self, inner: Recorder | Silent, updates: int, samples: int, *, begins: bool
-    ) -> LoopRecorder:
+    def _guarded(self, inner: Recorder | Silent, outcome: Outcome, *, begins: bool) -> LoopRecorder:
         if isinstance(inner, Recorder) and self._attempt and begins:
-            note = restart_note(self._run, self._attempt, self._topology, updates)
+            note = restart_note(self._run, self._attempt, self._topology, outcome.updates)
             inner.note["restart"] = note
             write_json(self._run.restart(self._attempt), note)
         if not self._topology.scheduled:
@@ -135,8 +133,7 @@ class Attendance:
             stop=self._stop,
             hurry=lambda: self._deadline.grace_s() if self._requeue and not cancelled() else None,
             cancelled=cancelled,
-            updates=updates,
-            samples=samples,
+            outcome=outcome,
         )
 
     @cached_property

@@ -20,7 +20,8 @@ from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
 from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
-from orchestrator.rank.writing.recorder import Recorder
+from orchestrator.rank.loop import Outcome
+from orchestrator.rank.writing.recorder import Recorder, Silent
 from orchestrator.run_warnings import warn
 
 RECENT = 5
@@ -36,7 +37,7 @@ class Guard:
         hurry: gives how long after a stop signal the scheduler waits before it kills, in seconds;
             None when there is no haste.
         cancelled: whether the run was told to stop for good; asked once a second at the most.
-        updates, samples: where the run stands.
+        outcome: where the run stands, as the loop has it.
     """
 
     def __init__(
@@ -47,14 +48,13 @@ class Guard:
         stop: StopFlag,
         hurry: Callable[[], float | None],
         cancelled: Callable[[], bool] = lambda: False,
-        updates: int,
-        samples: int,
+        outcome: Outcome,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._inner, self._fence, self._stop = inner, fence, stop
         self._hurry, self._cancelled, self._clock = hurry, cancelled, clock
         self._looked = -LOOK_S
-        self._updates, self._samples = updates, samples
+        self._outcome = outcome
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._save_s = LEAST_SAVE_S
         self._began = clock()
@@ -71,11 +71,11 @@ class Guard:
         grace_s = self._hurry()
         if grace_s is None or not self._too_late(done, steps, self._stop.time + grace_s):
             return
-        lost = ""
-        if self._updates and self._inner.can_save():
-            self.checkpoint(self._updates, self._samples)
+        lost, there = "", self._outcome
+        if there.updates and self._inner.can_save():
+            self.checkpoint(there.updates, there.samples)
             self._inner.settle()
-        elif self._updates:
+        elif there.updates:
             lost = "; what came after the newest checkpoint is lost, since the optimizer is sharded"
         raise StopRequested(
             f"left inside update {update}: its boundary would have come after the grace of "
@@ -106,7 +106,6 @@ class Guard:
     ) -> None:
         self._fence.check()
         self._inner.boundary(window, report, epoch=epoch, update_s=update_s)
-        self._updates, self._samples = window.update + 1, self._samples + window.samples
         self._recent.append(update_s)
         grace_s = self._hurry() if not self._warned else None
         if grace_s is not None and update_s > grace_s:
@@ -132,7 +131,7 @@ class Guard:
         return max(self._save_s, self._inner.save_s)
 
 
-class Follower:
+class Follower(Silent):
     """Every other rank's: leaves inside a window once rank 0 has."""
 
     def __init__(self, stop: StopFlag, departure: Path) -> None:
@@ -141,9 +140,3 @@ class Follower:
     def micro_step(self, update: int, done: int, steps: int) -> None:
         if self._stop.requested and done < steps and self._departure.exists():
             raise StopRequested(f"left inside update {update}, as rank 0 did")
-
-    def boundary(
-        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
-    ) -> None: ...
-    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None: ...
-    def checkpoint(self, updates: int, samples: int) -> None: ...

@@ -14,6 +14,8 @@ from typing import Any
 
 from orchestrator.report.metrics import Record
 
+TRAFFIC = ("collectives", "bytes_on_wire")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
@@ -42,19 +44,25 @@ def summarize(result: Mapping[str, Any] | None, updates: Sequence[Record]) -> Su
         updates=count,
         samples=_first(result.get("samples"), total(updates, "samples")),
         seconds=result.get("seconds") or None,  # no update was made, or none was told of
-        seconds_per_update=seconds_per_update(updates),
-        samples_per_second=_samples_per_second(result, updates),
-        time_shares=time_shares(updates),
-        collectives_per_update=_per_update(result, updates, "collectives"),
-        bytes_on_wire_per_update=_per_update(result, updates, "bytes_on_wire"),
-        peak_memory_bytes=_peak(result, updates),
-        memory_bytes={
-            name: size
-            for name, size in (result.get("memory") or {}).items()
-            if size is not None and name != "peak"
-        },
+        **_pace(result, updates),
+        **{f"{name}_per_update": _per_update(result, updates, name) for name in TRAFFIC},
+        **_memory(result, updates),
         metrics=dict(result.get("metrics") or {}),
     )
+
+
+def _pace(result: Mapping[str, Any], updates: Sequence[Record]) -> dict[str, Any]:
+    return {
+        "seconds_per_update": seconds_per_update(updates),
+        "samples_per_second": _samples_per_second(result, updates),
+        "time_shares": time_shares(updates),
+    }
+
+
+def _memory(result: Mapping[str, Any], updates: Sequence[Record]) -> dict[str, Any]:
+    told = (result.get("memory") or {}).items()
+    parts = {name: size for name, size in told if size is not None and name != "peak"}
+    return {"peak_memory_bytes": _peak(result, updates), "memory_bytes": parts}
 
 
 def seconds_per_update(updates: Sequence[Record]) -> float | None:

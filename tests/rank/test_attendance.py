@@ -28,6 +28,7 @@ from orchestrator.lifecycle.stopping.departure import (
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.fenced_recorder import Follower, Guard
+from orchestrator.rank.loop import Outcome
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 from tests.helpers import ROOT, until
 
@@ -204,7 +205,7 @@ def guard_of(run, grace_s, clock, *, whole=True):
     record, stop = Record(whole), StopFlag()
     guard = Guard(
         record, fence=Fence(run.newest_attempt, 0), stop=stop, hurry=lambda: grace_s,
-        updates=7, samples=70, clock=clock,
+        outcome=Outcome(updates=7, samples=70), clock=clock,
     )  # fmt: skip
     return guard, record, stop
 

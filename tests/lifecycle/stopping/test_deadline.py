@@ -14,6 +14,7 @@ from orchestrator.lifecycle.stopping.departure import depart, script_is_gone
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
 from orchestrator.rank.fenced_recorder import Guard
+from orchestrator.rank.loop import Outcome
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 from orchestrator.scheduler.jobs import Standing
 from tests.helpers import until
@@ -128,8 +129,8 @@ class Record:
 
 def guard_of(run, stop, clock, *, whole=True, **more):
     return Guard(
-        Record(whole=whole), fence=Fence(run.newest_attempt, 0), stop=stop, updates=7, samples=70,
-        clock=clock, **more,
+        Record(whole=whole), fence=Fence(run.newest_attempt, 0), stop=stop,
+        outcome=Outcome(updates=7, samples=70), clock=clock, **more,
     )  # fmt: skip
 
 
