@@ -119,7 +119,11 @@ class AtBoundary:
     def begin(self, *, steps: int | None, leaves: int | None) -> None:
         """Start from nothing."""
         del steps, leaves
-        _refuse_half_sent(self._sender)
+        if self._sender.started:
+            raise RuntimeError(
+                "a window begins while another one's gradients are on their way: after an error in "
+                "the last backward this rank has to end, since the others wait for it"
+            )
         self._buffers.begin()
 
     def before_backward(self, *, last: bool, leaf: int | None) -> bool:
@@ -143,7 +147,7 @@ class AtBoundary:
         return read_trailer(self._buffers, self._group.size)
 
 
-class EveryStep:
+class EveryStep(AtBoundary):
     """One reduction after each micro-step: what people do by mistake, for comparison.
 
     Every rank takes part in as many reductions as the rank with most micro-steps; one that has run
@@ -151,43 +155,16 @@ class EveryStep:
     and no second buffer is needed.
     """
 
-    def __init__(
-        self,
-        buffers: GradientBuffers,
-        group: BaseGroup,
-        sender: BucketSender,
-        *,
-        overlap: bool = True,
-    ) -> None:
-        self._buffers, self._group, self._overlap = buffers, group, overlap
-        self._sender = sender
-        self._steps = self._begun = self._done = 0
-
-    @property
-    def buffers(self) -> GradientBuffers:
-        """The one set of buffers that there is."""
-        return self._buffers
-
-    @property
-    def buffers_made(self) -> int:
-        """One."""
-        return 1
-
-    @property
-    def records(self) -> bool:
-        """They only have to be in the buffers."""
-        return True
+    _steps = _begun = _done = 0
 
     def begin(self, *, steps: int | None, leaves: int | None) -> None:
         """Start from nothing. Raises `ValueError` without `steps`: ranks have to agree on it."""
-        del leaves
         if steps is None:
             raise ValueError(
                 "sync='every_step' needs begin_window(steps=...): the micro-steps of the rank that "
                 "has most of them, the same number on all ranks"
             )
-        _refuse_half_sent(self._sender)
-        self._buffers.begin()
+        super().begin(steps=steps, leaves=leaves)
         self._steps, self._begun, self._done = max(1, steps), 0, 0
 
     def before_backward(self, *, last: bool, leaf: int | None) -> bool:
@@ -209,19 +186,11 @@ class EveryStep:
         if self._done < self._steps - 1:
             self._reduce()
 
-    def ready(self, parameter: int) -> None:
-        """Send the buckets that this one completes."""
-        self._sender.ready(parameter)
-
     def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
         """Join the reductions that other ranks still have, the last one with the trailer."""
         while self._done < self._steps - 1:
             self._reduce()
-        self._buffers.complete()
-        write_trailer(self._buffers, trailer, self._group.size)
-        self._sender.send_rest()
-        self._sender.wait(arrived)
-        return read_trailer(self._buffers, self._group.size)
+        return super().finish(trailer, arrived)
 
     def _reduce(self) -> None:
         self._buffers.complete()
@@ -230,11 +199,3 @@ class EveryStep:
         self._done += 1
         if self._group.rank != 0:
             self._buffers.begin()
-
-
-def _refuse_half_sent(sender: BucketSender) -> None:
-    if sender.started:
-        raise RuntimeError(
-            "a window begins while another one's gradients are on their way: after an error in the "
-            "last backward this rank has to end, since the others wait for it"
-        )
