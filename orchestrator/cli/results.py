@@ -47,8 +47,8 @@ def compare(
     """Print the largest relative difference between the final weights of two runs."""
     del verbose
     from orchestrator.report import compare as comparing
+    from orchestrator.report.computed_with import differing
     from orchestrator.report.tables.compare_table import print_comparison
-    from orchestrator.report.tables.computed_with import differing
     from orchestrator.run_folder.rundir import RunDir
 
     found = comparing.compare(final_weights(a), final_weights(b))

@@ -39,7 +39,7 @@ from orchestrator.rank.loop import Outcome
 from orchestrator.rank.preflight import preflight
 from orchestrator.rank.survivors import Survivors
 from orchestrator.rank.training import Training
-from orchestrator.report.tables.computed_with import warnings_of
+from orchestrator.report.computed_with import warnings_of
 from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.run_warnings import warn
 from orchestrator.snapshot.code_state import code_state, folder_of

@@ -29,7 +29,6 @@ from orchestrator.run_folder.rundir import ASKED, RunDir, write_atomically
 from orchestrator.runs.resuming.left_behind import refuse_left_behind
 from orchestrator.runs.resuming.rules import (
     Change,
-    Kind,
     changes,
     refuse_another_plan,
     refuse_other_numbers,
@@ -222,8 +221,3 @@ def record(run: RunDir, resumed: Resumption, attempt: int) -> None:
     run.write_own(run.submission, {**run.read_submission(), **cluster.placed})
     if cluster.attended and run.handle.exists():  # the job that it names is over
         run.handle.rename(run.attempt(made - 1) / run.handle.name) if made else run.handle.unlink()
-
-
-def free_of_numbers(key: str) -> bool:
-    """Whether a key may differ between two runs whose numbers are alike up to rounding."""
-    return Change(key=key, before=None, after=None).kind is not Kind.NUMBERS
