@@ -96,6 +96,7 @@ def test_too_few_go_back_to_the_queue_where_whole_nodes_are_gone_and_fail_where_
     said = read_json(run.departure(0))["why"]
     assert said == "nodes n4, n6 went away; 1 node is left, fewer than cluster.nodes.min=2"
     run.srun_log(0).write_text("srun: error: Node failure on n4\n")  # which was survived
+    GenerationRecord(run.attempt(0)).publish(0, range(3))
     run.begin_attempt()
     assert why_restarted(run, 1) == said
 

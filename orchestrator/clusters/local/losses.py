@@ -5,7 +5,7 @@ from __future__ import annotations
 from orchestrator.clusters.request import Request
 from orchestrator.clusters.root_cause import TAKEN_AWAY, End
 from orchestrator.lifecycle.signs.node_watch import FENCED
-from orchestrator.lifecycle.survival.record import GenerationRecord
+from orchestrator.lifecycle.survival.record import GenerationRecord, to_blame
 from orchestrator.run_folder.rundir import RunDir
 
 
@@ -37,9 +37,6 @@ class Losses:
 
     @property
     def blamed(self) -> list[End]:
-        """The ends that the attempt's own can be due to: those that nobody survived, else those
-        that were survived last.
-        """
-        survived, last = self._record.survived(), self._record.gone(self._record.newest())
-        alone = [end for end, ranks in self._ends if not survived.issuperset(ranks)]
-        return alone or [end for end, ranks in self._ends if {*ranks} & {*last}]
+        """The ends that the attempt's own can be due to."""
+        found = to_blame(self._ends, lambda one: one[1], self._record.losses())
+        return [end for end, _ in found]

@@ -25,10 +25,10 @@ from orchestrator.clusters.root_cause import (
 )
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, FENCED_RANK, describe_status
 from orchestrator.lifecycle.signs.heartbeat import read_waits
-from orchestrator.lifecycle.signs.last_word import ended_with, wordless
+from orchestrator.lifecycle.signs.last_word import all_wordless, ended_with
 from orchestrator.lifecycle.signs.node_watch import FINISHED
 from orchestrator.lifecycle.signs.progress import read_progress
-from orchestrator.lifecycle.survival.record import GenerationRecord
+from orchestrator.lifecycle.survival.record import GenerationRecord, to_blame
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.srun_words import TaskEnd, task_ends
 
@@ -79,15 +79,29 @@ def survived(end: TaskEnd) -> bool:
     return end.signal in TAKEN_AWAY or end.words == describe_status(FENCED_RANK)
 
 
-def _unsurvived(run: RunDir, attempt: int, ends: Sequence[TaskEnd]) -> Sequence[TaskEnd]:
+def _unsurvived(record: GenerationRecord, ends: Sequence[TaskEnd]) -> Sequence[TaskEnd]:
     """The ends that the attempt's own can be due to, losses that nobody survived included."""
-    record = GenerationRecord(run.attempt(attempt))
     if not record.begun:
         return ends
-    gone, passed = record.gone(record.newest()), record.survived()
     own = [end for end in ends if not survived(end)]
-    alone = [end for end in ends if end.rank not in passed]
-    return own or alone or [end for end in ends if end.rank in gone] or ends
+    return own or to_blame(ends, lambda end: [end.rank], record.losses()) or ends
+
+
+def _unsaid(
+    run: RunDir, attempt: int, record: GenerationRecord, told: set[int]
+) -> tuple[int, str] | None:
+    """The first rank, and its node, that the attempt's end can be due to, and that ended without a
+    word of anybody: its own, or srun's.
+
+    Args:
+        told: ranks that there is a word of.
+    """
+    silent = all_wordless(run, attempt)
+    if record.begun:
+        both = {**dict.fromkeys(told, ""), **dict(silent)}
+        due = to_blame(both, lambda rank: [rank], record.losses())
+        silent = [one for one in silent if one[0] in due]
+    return next((one for one in silent if one[0] not in told), None)
 
 
 def blame_slurm(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int) -> Culprit:
@@ -116,14 +130,16 @@ def _blamed(run: RunDir, attempt: int, node_of: Mapping[int, str], code: int) ->
     failures = {f["rank"]: f for f in run.failures(attempt)}
     primary = [f for f in failures.values() if not f["secondary"]]
     said = read_said(run, attempt)
-    ends = _unsurvived(run, attempt, task_ends(said))
+    every, record = task_ends(said), GenerationRecord(run.attempt(attempt))
+    ends = _unsurvived(record, every)
     # Those that had no time to say why; those that were only stopped after another come last.
     silent = sorted((e for e in ends if e.rank not in failures), key=lambda e: e.stopped)
     if primary:
         return _reported(run, min(primary, key=lambda f: f["time"]))
     # srun names all whose code is not 0, unless it was killed itself.
-    left = None if code == KILLED and not ends else wordless(run, attempt)
-    if left is not None and left[0] not in (*failures, *(end.rank for end in ends)):
+    told = {*failures, *(end.rank for end in every)}
+    left = None if code == KILLED and not ends else _unsaid(run, attempt, record, told)
+    if left is not None:
         return _left(run, *left)
     stood = run.all_behind(attempt) if failures else []
     if stood and all(end.stopped or end.signal is None for end in silent):

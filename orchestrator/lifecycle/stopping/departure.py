@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from orchestrator.errors import ClusterError, NoWayOn
 from orchestrator.lifecycle.stopping.deadline import Standing
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
+from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
 from orchestrator.run_folder.files import read_end
 from orchestrator.run_folder.rundir import RunDir, write_json
@@ -71,18 +72,22 @@ def why_restarted(run: RunDir, attempt: int) -> str | None:
     if last is None:
         return None
     departure: dict[str, Any] | None = run.read(run.departure(last))
-    failed = _said_by_srun(run, last, NODE_FAILURE)
-    if failed is not None and (departure is None or not _survives(run)):
-        return f"node {failed[1]} failed"
+    record = GenerationRecord(run.attempt(last))
+    failed = _nodes_unsurvived(run, last, record)
+    if failed and (departure is None or not record.begun):
+        return f"node {failed[0]} failed"
     if departure is None:
         return None
     ended = _ended_there(run, last, departure["node"]) if departure.get("node") else None
     return ended or str(departure["why"])
 
 
-def _survives(run: RunDir) -> bool:
-    """Whether it goes on without ranks or nodes that are lost."""
-    return bool(run.read_config()["run"].get("survive"))
+def _nodes_unsurvived(run: RunDir, attempt: int, record: GenerationRecord) -> list[str]:
+    """Nodes that failed, as srun says, but for those that the others went on without."""
+    found = NODE_FAILURE.findall(_said_by_srun(run, attempt))
+    gone = {rank for lost in record.losses() for rank in lost}
+    went = {node for rank, node in run.nodes_of_ranks(attempt).items() if rank in gone}
+    return [node for node in found if node not in went]
 
 
 def _ended_there(run: RunDir, attempt: int, node: str) -> str | None:
@@ -91,8 +96,7 @@ def _ended_there(run: RunDir, attempt: int, node: str) -> str | None:
     """
     from orchestrator.scheduler.srun_words import task_ends
 
-    log, node_of = run.srun_log(attempt), run.nodes_of_ranks(attempt)
-    said = read_end(log, SAID_BYTES).decode("utf-8", "replace") if log.exists() else ""
+    said, node_of = _said_by_srun(run, attempt), run.nodes_of_ranks(attempt)
     first = next((end for end in task_ends(said) if not end.stopped), None)
     if first is None or node_of.get(first.rank) != node:
         return None
@@ -104,16 +108,16 @@ def step_gone(run: RunDir, attempt: int) -> dict[str, Any] | None:
 
     For this attempt's own batch script, where the numbers of nodes still mean the same nodes.
     """
-    gone = _said_by_srun(run, attempt, STEP_GONE)
+    gone = STEP_GONE.search(_said_by_srun(run, attempt))
     return _departure_of_silent(node_name(int(gone[1]))) if gone else None
 
 
-def _said_by_srun(run: RunDir, attempt: int, words: re.Pattern[str]) -> re.Match[str] | None:
+def _said_by_srun(run: RunDir, attempt: int) -> str:
     try:
         said = read_end(run.srun_log(attempt), SAID_BYTES)
     except FileNotFoundError:
-        return None
-    return words.search(said.decode("utf-8", errors="replace"))
+        return ""
+    return said.decode("utf-8", errors="replace")
 
 
 def _departure_of_silent(node: str) -> dict[str, Any]:

@@ -8,12 +8,37 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator.run_folder.rundir import read_json, write_atomically
 from orchestrator.run_folder.seal import sealed_json
+
+Lost = TypeVar("Lost")
+
+
+def to_blame(
+    ends: Iterable[Lost], ranks: Callable[[Lost], Iterable[int]], losses: Sequence[Iterable[int]]
+) -> list[Lost]:
+    """Of the losses of an attempt those that its own end can be due to: those that nobody survived;
+    where all were, the last that were. One that others went on without, and then without others,
+    is never to blame.
+
+    Args:
+        ranks: that an end is of: one, or those of a node.
+        losses: see `GenerationRecord.losses`.
+
+    >>> to_blame([5, 3, 4], lambda rank: [rank], [[5], [3]])
+    [4]
+    >>> to_blame([5, 3], lambda rank: [rank], [[5], [3]]), to_blame([5], lambda r: [r], [[5], [3]])
+    ([3], [])
+    """
+    of = [(end, set(ranks(end))) for end in ends]
+    survived = {rank for gone in losses for rank in gone}
+    last = set(losses[-1]) if losses else set[int]()
+    alone = [end for end, ranks in of if not ranks <= survived]
+    return alone or [end for end, ranks in of if ranks & last]
 
 
 class GenerationRecord:
@@ -59,9 +84,9 @@ class GenerationRecord:
         """The ranks that this generation went on without, of those of the one before it."""
         return (self.read(generation) or {}).get("gone", [])
 
-    def survived(self) -> set[int]:
-        """The ranks that some generation went on without."""
-        return {rank for number in range(1, self.newest() + 1) for rank in self.gone(number)}
+    def losses(self) -> list[list[int]]:
+        """The ranks that each generation went on without, oldest first."""
+        return [self.gone(number) for number in range(1, self.newest() + 1)]
 
     def newest(self) -> int:
         """The number of the newest generation; 0 where nobody was lost."""

@@ -13,6 +13,7 @@ from orchestrator.clusters.slurm.losses import GRACE_S, SAID_S, Step, stand_by
 from orchestrator.clusters.slurm.root_cause import blame_slurm
 from orchestrator.errors import FENCED_RANK
 from orchestrator.lifecycle.signs.script_life import is_silent
+from orchestrator.lifecycle.stopping.departure import why_restarted
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rank.failure import failure_of
 from orchestrator.run_folder.rundir import CONFIG_SECTIONS, RunDir, write_json
@@ -81,6 +82,26 @@ def test_of_losses_only_those_that_nobody_survived_are_blamed(run):
     assert blame_slurm(run, 0, {}, 137).rank == 4
     said(run, "srun: error: n1: task 2: Killed\n")
     assert blame_slurm(run, 0, {}, 137).rank == 2
+
+
+def test_a_node_that_was_survived_is_not_to_blame_for_what_ends_the_attempt_later(run):
+    """Its ranks were killed, and said nothing; later a link is cut, and everybody loses a peer."""
+    record = begin(run) and GenerationRecord(run.attempt(0))
+    record.publish(1, (0, 1, 4, 5), gone=[2, 3])
+    failed = "srun: error: n0: task 0: Exited with exit code 1\n"
+    killed = "srun: error: n1: tasks 2-3: Killed\nsrun: error: Node failure on n1\n"
+    said(run, killed + failed, "2 n1\n3 n1\n")
+    for index, node in enumerate(("n0", "n1", "n2")):
+        write_json(run.node_ranks(0, index), {"node": node, "ranks": [2 * index, 2 * index + 1]})
+    lost = {"time": 1.0, "cause": "rank 0 lost a peer", "usage": False, "secondary": True}
+    write_json(run.failure(0, 0), {**lost, "rank": 0, "node": "n0"})
+    assert blame_slurm(run, 0, run.nodes_of_ranks(0), 1).rank == 0
+    run.begin_attempt()
+    assert why_restarted(run, 1) is None
+    said(run, killed + failed, "2 n1\n3 n1\n4 n2\n")
+    assert blame_slurm(run, 0, run.nodes_of_ranks(0), 1).rank == 4
+    said(run, "srun: error: Node failure on n1\nsrun: error: Node failure on n2\n")
+    assert why_restarted(run, 1) == "node n2 failed"
 
 
 @pytest.mark.parametrize("left", ["a failure", "a result"])
