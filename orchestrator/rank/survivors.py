@@ -27,8 +27,8 @@ from orchestrator.errors import (
     StateLost,
     StopRequested,
 )
-from orchestrator.lifecycle.survival.agreement import Agreement
-from orchestrator.lifecycle.survival.lifeline import Generation, Lifeline
+from orchestrator.lifecycle.survival.agreement import Agreement, Generation
+from orchestrator.lifecycle.survival.lifeline import Lifeline
 from orchestrator.lifecycle.survival.links import Peer
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.lifecycle.topology import Topology

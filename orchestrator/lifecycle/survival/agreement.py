@@ -14,6 +14,15 @@ from dataclasses import dataclass, field
 Members = tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What was agreed. `noticed`: when this rank knew that somebody is gone, monotonic."""
+
+    number: int
+    members: Members
+    noticed: float
+
+
 @dataclass(slots=True)
 class Agreement:
     """One rank's view of a generation.

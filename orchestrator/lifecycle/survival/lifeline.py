@@ -13,12 +13,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.lifecycle.survival.agreement import Agreement, Members
+from orchestrator.lifecycle.survival.agreement import Agreement, Generation, Members
 from orchestrator.lifecycle.survival.links import Link, Peer, connect, greeted, refuses
 from orchestrator.lifecycle.survival.record import GenerationRecord
+from orchestrator.lifecycle.survival.silence import Silences
 
 BEAT_S = 1.0
 LOOK_S = 0.2
@@ -26,15 +26,6 @@ SETTLE_S = 0.05
 """How long a proposer waits for further losses: what dies together should cost one generation."""
 STOOD_STILL = 3.0  # beats; then this process itself stood still, and cannot judge others
 LATE = 1.5  # beats; then a rank may be silent with another, and both should cost one generation
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """What was agreed. `noticed`: when this rank knew that somebody is gone, monotonic."""
-
-    number: int
-    members: Members
-    noticed: float
 
 
 class Lifeline:
@@ -61,6 +52,7 @@ class Lifeline:
     ) -> None:
         self._agreement, self._peers, self._secret = agreement, peers, secret
         self._listener, self._record, self._silence_s = listener, record, silence_s
+        self._silences = Silences(peers, silence_s)
         self._links: dict[int, Link] = {}  # of those that follow this rank
         self._strangers: set[Link] = set()
         self._up: Link | None = None  # to whom this rank follows
@@ -193,8 +185,9 @@ class Lifeline:
         return True
 
     def _tell(self, link: Link) -> None:
-        if self._latest.number:
-            link.send(generation=self._latest.number, members=self._latest.members)
+        """The newest generation, or only that somebody is there."""
+        number, members = self._latest.number, self._latest.members
+        link.send(**({"generation": number, "members": members} if number else {}))
 
     def _say_ended(self, word: str, but: Link | None = None) -> None:
         with self._news:
@@ -220,7 +213,9 @@ class Lifeline:
 
     def _lose_silent(self, now: float) -> None:
         for link in [*self._all(), *self._strangers]:
-            if now - link.heard > self._silence_s:
+            if now - link.heard > self._silences.word_s(answered=link.answered):
+                if link.rank is not None:
+                    self._silences.fell(link.rank)
                 self._drop(link)
 
     def _follow(self, now: float) -> None:
@@ -237,7 +232,8 @@ class Lifeline:
         except ConnectionRefusedError:  # its process is gone, and its port with it
             self._drop_unreached(proposer)
         except OSError:
-            if now - self._tried > self._silence_s:
+            if time.monotonic() - self._tried > self._silences.answer_s(proposer):
+                self._silences.fell(proposer)
                 self._drop_unreached(proposer)
         else:
             self._tried = 0.0
@@ -253,7 +249,7 @@ class Lifeline:
             return
         self._probed = now
         for rank in self._agreement.awaited:
-            silent = now - self._noticed > self._silence_s
+            silent = now - self._noticed > self._silences.come_s
             if refuses(self._peers[rank], LOOK_S) or silent:
                 self._lose(rank)
 
@@ -288,6 +284,7 @@ class Lifeline:
         if not self._agreement.accept(number, members):
             return
         noticed = self._noticed or time.monotonic()
+        self._silences.over()
         for link in [one for rank, one in self._links.items() if rank not in members]:
             self._close(link)
         for link in self._links.values():

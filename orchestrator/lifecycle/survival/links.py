@@ -57,12 +57,15 @@ def sign(secret: str, rank: int, to: int) -> str:
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One connection. `rank`: whose, once that is known. `heard`: when, by the monotonic clock."""
+    """One connection. `rank`: whose, once that is known. `heard`: when, by the monotonic clock;
+    `answered`: whether anything was heard at all.
+    """
 
     socket: socket.socket
     rank: int | None = None
     heard: float = field(default_factory=time.monotonic)
     unread: bytes = b""
+    answered: bool = False
 
     def send(self, **message: Any) -> bool:
         """Whether it could be handed to the kernel."""
@@ -81,7 +84,7 @@ class Link:
             return None
         if not content:
             return None
-        self.heard = time.monotonic()
+        self.heard, self.answered = time.monotonic(), True
         *lines, self.unread = (self.unread + content).split(b"\n")
         most = HELLO_BYTES if self.rank is None else MOST_BYTES
         if max(map(len, (*lines, self.unread))) > most:

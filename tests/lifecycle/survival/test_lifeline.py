@@ -21,9 +21,12 @@ SECRET = "of this test"  # noqa: S105  # and of nobody else
 class Ranks:
     """Processes with nothing but a lifeline each; they tell every new generation in a pipe."""
 
-    def __init__(self, folder, count, silence_s=1.5):
+    def __init__(self, folder, count, silence_s=1.5, on_a_node=1):
         listeners = [listen("127.0.0.1") for _ in range(count)]
-        self.peers = {r: Peer("127.0.0.1", s.getsockname()[1], r) for r, s in enumerate(listeners)}
+        self.peers = {
+            rank: Peer("127.0.0.1", one.getsockname()[1], rank // on_a_node)
+            for rank, one in enumerate(listeners)
+        }
         self.pids, self.pipes, self.commands = {}, {}, {}
         for rank in range(count):
             heard, tell = os.pipe()
@@ -104,6 +107,20 @@ def test_one_that_was_stopped_is_given_up_and_finds_itself_left_out_when_it_wake
     assert 1.0 < time.monotonic() - began < 4.0
     ranks.kill(0, signal.SIGCONT)
     assert ranks.heard(0) == (1, 2, 3)
+
+
+def test_a_node_that_stops_as_a_whole_costs_one_wait_and_little_more(tmp_path):
+    """Its kernel still takes connections: who proposes next is asked, and does not answer."""
+    ranks = Ranks(tmp_path, 6, silence_s=4.0, on_a_node=2)
+    try:
+        settled(ranks)
+        began = time.monotonic()
+        for rank in (0, 1):
+            ranks.kill(rank, signal.SIGSTOP)
+        assert {ranks.heard(rank, 8.0) for rank in (2, 3, 4, 5)} == {(2, 3, 4, 5)}
+        assert 3.0 < time.monotonic() - began < 6.5
+    finally:
+        ranks.end()
 
 
 def test_the_larger_part_goes_first_where_nobody_has_died(ranks):
