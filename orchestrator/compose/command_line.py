@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.program_source import is_this_python
 from orchestrator.config.schema import FREE_SECTIONS, OPTIONS
+from orchestrator.config.user_code.program_source import is_this_python
 from orchestrator.errors import ConfigError, did_you_mean
 
 PRIMARY = "config"

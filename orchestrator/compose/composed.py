@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.compose.hydra_input import guarded
-from orchestrator.config.program_section import is_program
 from orchestrator.config.reading import read_config, unknown_keys
 from orchestrator.config.schema import Config
+from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import ConfigError
 
 

@@ -28,8 +28,8 @@ from orchestrator.compose.hydra_settings import (
     refuse_typed_params,
     refuse_unused,
 )
-from orchestrator.config.job_source import builds_optimizer
 from orchestrator.config.schema import Config
+from orchestrator.config.user_code.job_source import builds_optimizer
 from orchestrator.errors import ConfigError
 
 IDENTITY = {"job": ("_target_",), "optimizer": ("_target_", "name")}

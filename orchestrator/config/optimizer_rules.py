@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from orchestrator.config.class_source import absent, arguments_of
+from orchestrator.config.user_code.class_source import absent, arguments_of
 from orchestrator.errors import ConfigError, did_you_mean
 
 RATES = ("lr", "learning_rate")

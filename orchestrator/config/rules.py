@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from orchestrator.config import program_section, search_rules, survive_rules
+from orchestrator.config import search_rules, survive_rules
 from orchestrator.config.bounds import beyond, plain, value_of
 from orchestrator.config.optimizer_rules import problems
-from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import (
     BOUNDS,
     SLURM_ONLY,
@@ -24,6 +23,8 @@ from orchestrator.config.schema import (
     gpu_count,
     node_range,
 )
+from orchestrator.config.user_code import program_section
+from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.extensions import FRAMEWORKS
 

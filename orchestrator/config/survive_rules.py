@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import Config, gpu_count, node_range
+from orchestrator.config.user_code.program_section import is_program
 
 SURVIVE = "run.survive=true is not available with"
 RESTARTS = "run.max_restarts=3"

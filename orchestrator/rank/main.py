@@ -27,7 +27,7 @@ from orchestrator.lifecycle.address import interface_variables
 from orchestrator.lifecycle.signs.node_watch import FAILED, FENCED, FINISHED, STOPPED
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
-from orchestrator.rank.attendance import Attendance
+from orchestrator.rank.attending.attendance import Attendance
 from orchestrator.rank.failure import exit_code
 from orchestrator.rank.loop import train
 from orchestrator.rank.setup import set_up

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.frameworks import check_installed, check_tracker
-from orchestrator.config.job_source import check_target
 from orchestrator.config.reading import read_config
 from orchestrator.config.schema import Config
+from orchestrator.config.user_code.job_source import check_target
 from orchestrator.engine.api import Engine, GroupSpec
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.framework import Framework
@@ -34,7 +34,7 @@ from orchestrator.rank.agreed.devices_asked import devices_asked
 from orchestrator.rank.agreed.environment import describe_environment
 from orchestrator.rank.agreed.rates import own_rates
 from orchestrator.rank.agreed.stated_facts import compare_facts
-from orchestrator.rank.attendance import Attendance
+from orchestrator.rank.attending.attendance import Attendance
 from orchestrator.rank.loop import Outcome
 from orchestrator.rank.preflight import preflight
 from orchestrator.rank.survivors import Survivors

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from orchestrator.compose.composer import compose
-from orchestrator.config.program_section import is_program
 from orchestrator.config.schema import Config, node_range
+from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.rehearse.connections import check_lending
 from orchestrator.rehearse.drawing import (

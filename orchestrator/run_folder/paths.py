@@ -51,7 +51,7 @@ class RunPaths:
     # A run on a scheduler: where it was placed, the code that it runs, and what it was told.
     handle = Below("handle.json")
     submitting = Below("submitting.json")  # for as long as it may become a job
-    turn = Below("turn.json")  # it is to be queued once there is room: `clusters/slurm/in_turn.py`
+    turn = Below("turn.json")  # to be queued once there is room: `clusters/slurm/queue/in_turn.py`
     code = Below("code")
     submitit = Below("submitit")
     batch_log = Below("logs", "batch.log")
@@ -87,7 +87,7 @@ class RunPaths:
         return self.attempt(attempt) / "progress"
 
     def timeline(self, attempt: int) -> Path:
-        """Where the seconds of a few windows went, on every rank; see `rank/rank_times.py`."""
+        """Where the seconds of a few windows went, by rank; see `rank/attending/rank_times.py`."""
         return self.attempt(attempt) / "timeline.json"
 
     def preflight(self, attempt: int) -> Path:

@@ -6,7 +6,7 @@ What is drawn while one waits is imported here and not by `start`: a submission 
 from __future__ import annotations
 
 from orchestrator.clusters.api import POLL_S, Culprit, Handle, State
-from orchestrator.config.program_section import is_program
+from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import EXIT_INTERRUPTED, UsageError
 from orchestrator.extensions import CLUSTERS
 from orchestrator.outcome.how_it_stops import how_it_stops

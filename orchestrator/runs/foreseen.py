@@ -6,7 +6,7 @@ from typing import Any
 
 from orchestrator.clusters.api import Request, cluster_of
 from orchestrator.config.frameworks import notes
-from orchestrator.config.job_source import check_target
+from orchestrator.config.user_code.job_source import check_target
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError
 from orchestrator.plan.plan import Plan

@@ -6,7 +6,7 @@ import os
 from datetime import datetime
 from pathlib import Path
 
-from orchestrator.config.program_section import short_name
+from orchestrator.config.user_code.program_section import short_name
 from orchestrator.config.schema import Config
 
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
 from orchestrator.config.rules import refuse_schedule, refuse_unsupported
-from orchestrator.config.job_source import check_target
+from orchestrator.config.user_code.job_source import check_target
 from orchestrator.config.optimizer_rules import check_builder
-from orchestrator.config.program_section import is_program, program_of
-from orchestrator.config.program_source import check_program
+from orchestrator.config.user_code.program_section import is_program, program_of
+from orchestrator.config.user_code.program_source import check_program
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFailed, RunFolderError, UsageError

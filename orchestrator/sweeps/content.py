@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.bounds import plain
-from orchestrator.config.program_section import target_of
 from orchestrator.config.schema import Config
+from orchestrator.config.user_code.program_section import target_of
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.resuming.rules import changes, flat
 from orchestrator.snapshot.code_copy import digests_of_code

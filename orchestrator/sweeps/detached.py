@@ -7,8 +7,8 @@ import time
 from collections.abc import Generator, Sequence
 
 from orchestrator.clusters.api import class_of
-from orchestrator.config.class_source import read_once
 from orchestrator.config.rules import at_once
+from orchestrator.config.user_code.class_source import read_once
 from orchestrator.errors import ClusterError, ConfigError, Interrupted, UsageError
 from orchestrator.extensions import CLUSTERS
 from orchestrator.outcome.folder_status import ENDED_STATES

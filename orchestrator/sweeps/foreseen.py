@@ -11,8 +11,8 @@ from rich.table import Table
 
 from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_sweep import points_of
-from orchestrator.config.class_source import read_once
 from orchestrator.config.schema import node_range
+from orchestrator.config.user_code.class_source import read_once
 from orchestrator.errors import ConfigError
 from orchestrator.report.terminal import literal, say
 from orchestrator.report.units import UNKNOWN, format_number, format_seconds, plural

@@ -12,9 +12,9 @@ from orchestrator.clusters.api import class_for, cluster_of
 from orchestrator.compose.command_line import key_of
 from orchestrator.compose.composed import Composed
 from orchestrator.config.bounds import plain
-from orchestrator.config.class_source import read_once
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config
+from orchestrator.config.user_code.class_source import read_once
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import named_numbers

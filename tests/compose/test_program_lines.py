@@ -11,8 +11,8 @@ from orchestrator import launch
 from orchestrator.compose.command_line import program_overrides, read_command_line
 from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_sweep import points_of
-from orchestrator.config.program_section import program_of
 from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.config.user_code.program_section import program_of
 from orchestrator.plan.program import plan_of_program
 from orchestrator.run_folder.strict_yaml import load_table
 from tests.programs import script

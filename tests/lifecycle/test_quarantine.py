@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from orchestrator.__main__ import app
-from orchestrator.clusters.slurm.batch_script import Here, all_options, batch_script
-from orchestrator.clusters.slurm.quarantined import told
+from orchestrator.clusters.slurm.request.batch_script import Here, all_options, batch_script
+from orchestrator.clusters.slurm.request.quarantined import told
 from orchestrator.compose.composer import compose
 from orchestrator.errors import RunFolderError, UsageError
 from orchestrator.lifecycle import quarantine

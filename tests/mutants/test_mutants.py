@@ -28,7 +28,9 @@ def mutant(
 )
 def test_only_a_change_of_several_words_is_one_of_words(was, now, words_only):
     assert mutant(was, now).words_only == words_only
-    assert not mutant(was, now, file="orchestrator/clusters/slurm/batch_script.py").words_only
+    assert not mutant(
+        was, now, file="orchestrator/clusters/slurm/request/batch_script.py"
+    ).words_only
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from orchestrator.lifecycle.stopping.departure import (
 )
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
-from orchestrator.rank.fenced_recorder import Follower, Guard
+from orchestrator.rank.attending.fenced_recorder import Follower, Guard
 from orchestrator.rank.loop import Outcome
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 from tests.helpers import ROOT, until
@@ -141,7 +141,7 @@ import os, sys, time
 from pathlib import Path
 from orchestrator.config.schema import Config
 from orchestrator.run_folder.rundir import RunDir
-from orchestrator.rank.attendance import Attendance
+from orchestrator.rank.attending.attendance import Attendance
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 

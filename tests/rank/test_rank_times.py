@@ -6,7 +6,7 @@ import torch
 
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.torch import run_in_threads
-from orchestrator.rank.rank_times import RankTimes
+from orchestrator.rank.attending.rank_times import RankTimes
 
 
 class Gathers:

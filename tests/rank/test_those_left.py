@@ -16,8 +16,8 @@ from orchestrator.lifecycle.stopping.departure import await_verdict, leave_witho
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.lifecycle.topology import Topology
+from orchestrator.rank.attending.hung_neighbour import Limits, Lost
 from orchestrator.rank.failure import failure_of
-from orchestrator.rank.hung_neighbour import Limits, Lost
 from orchestrator.rank.those_left import ThoseLeft
 from orchestrator.run_folder.rundir import CONFIG_SECTIONS, RunDir, read_json, write_json
 from tests.helpers import until

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from orchestrator.clusters.slurm.queueing import _Asking
+from orchestrator.clusters.slurm.queue.sbatch import _Asking
 from orchestrator.launch import run_app
 from orchestrator.run_folder import rundir
 from orchestrator.scheduler.client import SlurmClient

@@ -42,7 +42,7 @@ def test_submission_imports_no_framework_and_leaves_one_archive_of_the_code(slur
         env=environment(), capture_output=True, text=True, check=True,
     )  # fmt: skip
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
-    assert {"submitit", "orchestrator.clusters.slurm.submission"} <= imported
+    assert {"submitit", "orchestrator.clusters.slurm.queue.executor"} <= imported
     unwanted = {"torch", "mindspore", "numpy", "sklearn", "rich.progress", "rich.table"}
     assert not unwanted & imported
     # beside the archive, what it is a copy of, its digest, and what unpacks it on each node

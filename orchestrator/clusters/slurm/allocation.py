@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from orchestrator.clusters.api import Admission, Handle, Request
 from orchestrator.clusters.slurm.admission.partitions import Gres, read_gres
-from orchestrator.clusters.slurm.batch_script import Here, step_script
 from orchestrator.clusters.slurm.on_slurm import OnSlurm
+from orchestrator.clusters.slurm.request.batch_script import Here, step_script
 from orchestrator.clusters.slurm.step import StepHandle
 from orchestrator.clusters.slurm.task import Task
 from orchestrator.config.schema import ClusterConfig, gpu_count, node_range
@@ -88,7 +88,7 @@ class CurrentAllocation(OnSlurm):
 
     def submit(self, request: Request) -> Handle:
         """Start the step."""
-        from orchestrator.clusters.slurm.submission import Executor
+        from orchestrator.clusters.slurm.queue.executor import Executor
 
         run = RunDir(request.run)
         self.lay_out(request)

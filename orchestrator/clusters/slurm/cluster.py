@@ -12,11 +12,11 @@ from pathlib import Path
 from orchestrator.clusters.api import Admission, Cluster, Request
 from orchestrator.clusters.slurm.admission.checks import Verdict, check_request, too_slow
 from orchestrator.clusters.slurm.admission.limits import wanted
-from orchestrator.clusters.slurm.arrays import submit_as_arrays
-from orchestrator.clusters.slurm.batch_script import Here, batch_script
 from orchestrator.clusters.slurm.on_slurm import OnSlurm
-from orchestrator.clusters.slurm.quarantined import left_out, told
-from orchestrator.clusters.slurm.scripts import UNLIKE, patiently, script_name
+from orchestrator.clusters.slurm.queue.arrays import submit_as_arrays
+from orchestrator.clusters.slurm.queue.scripts import UNLIKE, patiently, script_name
+from orchestrator.clusters.slurm.request.batch_script import Here, batch_script
+from orchestrator.clusters.slurm.request.quarantined import left_out, told
 from orchestrator.clusters.slurm.task import Task, write_task
 from orchestrator.clusters.slurm.watch import SlurmHandle
 from orchestrator.config.schema import Config, node_range
@@ -82,8 +82,8 @@ class SlurmCluster(OnSlurm):
 
     def submit(self, request: Request) -> SlurmHandle:
         """Queue it; the run folder then holds the job's id, so that anyone can follow it."""
-        from orchestrator.clusters.slurm.queueing import queue
-        from orchestrator.clusters.slurm.submission import Executor
+        from orchestrator.clusters.slurm.queue.executor import Executor
+        from orchestrator.clusters.slurm.queue.sbatch import queue
 
         run = RunDir(request.run)
         self.lay_out(request)
@@ -101,20 +101,20 @@ class SlurmCluster(OnSlurm):
     def submit_all(
         cls, placed: Sequence[tuple[Cluster, Request]], at_once: int | None = None
     ) -> None:
-        """As arrays, see `arrays.py`."""
+        """As arrays, see `queue/arrays.py`."""
         submit_as_arrays([(c, r) for c, r in placed if isinstance(c, SlurmCluster)], at_once)
 
     @classmethod
     def adopt(cls, folder: RunDir) -> str:
-        """See `queueing.py`."""
-        from orchestrator.clusters.slurm.queueing import adopt
+        """See `queue/sbatch.py`."""
+        from orchestrator.clusters.slurm.queue.sbatch import adopt
 
         return adopt(folder)
 
     @classmethod
     def cancel_all(cls, runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
-        """By one scancel; see `cancelling.py`."""
-        from orchestrator.clusters.slurm.cancelling import cancel_all
+        """By one scancel; see `queue/cancelling.py`."""
+        from orchestrator.clusters.slurm.queue.cancelling import cancel_all
 
         return cancel_all(runs, now=now)
 

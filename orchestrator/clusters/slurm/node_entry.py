@@ -43,7 +43,7 @@ def _first_of_node(path: Path) -> None:
     watcher.
     """
     from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
-    from orchestrator.rank.watcher import start_watcher
+    from orchestrator.rank.attending.watcher import start_watcher
     from orchestrator.run_folder.rundir import RunDir, write_json
 
     attempt = int(os.environ[BASE_ATTEMPT_VARIABLE]) + int(os.environ.get(RESTARTS_VARIABLE, "0"))
@@ -56,7 +56,7 @@ def _first_of_node(path: Path) -> None:
 
 def watch(*words: str) -> None:
     """The process that watches a node's first rank."""
-    from orchestrator.rank.watcher import watch
+    from orchestrator.rank.attending.watcher import watch
 
     watch(*words)
 

@@ -9,19 +9,19 @@ from collections.abc import Collection
 from pathlib import Path
 
 from orchestrator.clusters.api import Cluster, Request
-from orchestrator.clusters.slurm.batch_script import Here, all_options
-from orchestrator.clusters.slurm.quarantined import left_out
-from orchestrator.clusters.slurm.safe_values import (
+from orchestrator.clusters.slurm.request.batch_script import Here, all_options
+from orchestrator.clusters.slurm.request.quarantined import left_out
+from orchestrator.clusters.slurm.request.safe_values import (
     check_clusters,
     check_defaults,
     check_preamble,
     check_values,
     quoted,
 )
-from orchestrator.clusters.slurm.sbatch_defaults import read_defaults
+from orchestrator.clusters.slurm.request.sbatch_defaults import read_defaults
 from orchestrator.clusters.slurm.trust import client_of, remember
-from orchestrator.config.program_section import target_of
 from orchestrator.config.schema import Config, node_range
+from orchestrator.config.user_code.program_section import target_of
 from orchestrator.lifecycle.signs.last_word import SCRIPT, after_rank
 from orchestrator.run_folder.rundir import RunDir, write_atomically
 from orchestrator.snapshot import code_copy as snapshot

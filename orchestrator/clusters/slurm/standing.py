@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from orchestrator.clusters.slurm.ending.settle import dismiss_held, settle_ended
-from orchestrator.clusters.slurm.in_turn import look_at_turns
+from orchestrator.clusters.slurm.queue.in_turn import look_at_turns
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.errors import ClusterError

@@ -12,8 +12,8 @@ from typing import Any
 
 from orchestrator.clusters.api import Culprit, Handle, State
 from orchestrator.clusters.root_cause import tail
-from orchestrator.clusters.slurm.cancelling import UNSENT, cancel_all, end, stop
 from orchestrator.clusters.slurm.news import News
+from orchestrator.clusters.slurm.queue.cancelling import UNSENT, cancel_all, end, stop
 from orchestrator.clusters.slurm.root_cause import blame_slurm
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, RunFolderError, describe_status

@@ -13,13 +13,13 @@ from mindspore import Tensor
 
 from orchestrator.config.optimizer_rules import chosen, described
 from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
-from orchestrator.engine.common.boundary_sums import said_by
+from orchestrator.engine.common.boundary.boundary_sums import said_by
+from orchestrator.engine.common.boundary.packed_sums import STOP, Trailer
+from orchestrator.engine.common.boundary.update_policy import UpdatePolicy
 from orchestrator.engine.common.clock import Clock
 from orchestrator.engine.common.evaluation_figures import checked_figures
 from orchestrator.engine.common.hyperparameters import Hyperparameters, refuse_scheduler
-from orchestrator.engine.common.packed_sums import STOP, Trailer
 from orchestrator.engine.common.seeding import derived_seed
-from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.mindspore import state
 from orchestrator.engine.mindspore.accumulator import Accumulator
 from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup

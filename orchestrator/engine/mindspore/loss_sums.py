@@ -7,7 +7,7 @@ from typing import Any
 
 from mindspore import Tensor
 
-from orchestrator.engine.common.loss_sums import LossSums
+from orchestrator.engine.common.boundary.loss_sums import LossSums
 
 
 def as_float(value: Any) -> float:

@@ -10,8 +10,8 @@ from typing import Any
 
 from mindspore import Tensor, ops
 
-from orchestrator.engine.common.packed_sums import Trailer
-from orchestrator.engine.common.update_policy import UpdatePolicy
+from orchestrator.engine.common.boundary.packed_sums import Trailer
+from orchestrator.engine.common.boundary.update_policy import UpdatePolicy
 from orchestrator.engine.mindspore.accumulator import Accumulator
 from orchestrator.engine.mindspore.bucket_layout import Layout
 from orchestrator.engine.mindspore.loss_sums import Tally

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from orchestrator.engine.api import BoundaryReport
-from orchestrator.engine.common.boundary_sums import said_by
-from orchestrator.engine.common.packed_sums import STOP, Trailer
+from orchestrator.engine.common.boundary.boundary_sums import said_by
+from orchestrator.engine.common.boundary.packed_sums import STOP, Trailer
 from orchestrator.engine.torch.accumulator_parts import AccumulatorParts
 from orchestrator.engine.torch.checks.at_start.arguments import number
 from orchestrator.engine.torch.gradients.gradient_norm import GradientNorm

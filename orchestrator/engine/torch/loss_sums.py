@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.engine.common.loss_sums import LossSums
+from orchestrator.engine.common.boundary.loss_sums import LossSums
 from orchestrator.engine.common.metric_names import check_metric_names
 from orchestrator.engine.torch.checks.in_window.mean_or_sum import averaged_by
 from orchestrator.errors import JobError

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from orchestrator.engine.common.packed_sums import Trailer
-from orchestrator.engine.common.update_policy import UpdatePolicy
+from orchestrator.engine.common.boundary.packed_sums import Trailer
+from orchestrator.engine.common.boundary.update_policy import UpdatePolicy
 from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.comm.gathered import numbers_of_all

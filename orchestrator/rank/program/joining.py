@@ -18,7 +18,7 @@ import time
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.errors import RankHangs
 from orchestrator.lifecycle.signs.node_watch import AT_WORK
-from orchestrator.rank.attendance import Attendance
+from orchestrator.rank.attending.attendance import Attendance
 from orchestrator.rank.program import processes
 from orchestrator.rank.program.meeting_place import MeetingPlace
 from orchestrator.run_warnings import warn

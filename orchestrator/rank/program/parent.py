@@ -16,9 +16,9 @@ import time
 import traceback
 from pathlib import Path
 
-from orchestrator.config.program_section import Program, program_of
 from orchestrator.config.reading import read_config
 from orchestrator.config.schema import Config
+from orchestrator.config.user_code.program_section import Program, program_of
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import (
     EXIT_FAILED,
@@ -37,7 +37,7 @@ from orchestrator.lifecycle.signs.processes import descendants
 from orchestrator.lifecycle.signs.stacks import told_by
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import OUTER_UMASK_VARIABLE, Topology
-from orchestrator.rank.attendance import Attendance
+from orchestrator.rank.attending.attendance import Attendance
 from orchestrator.rank.failure import exit_code
 from orchestrator.rank.program import meeting_place, processes
 from orchestrator.rank.program.ending import LOOKED_AT_BYTES, describe_end, error_of

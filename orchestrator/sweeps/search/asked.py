@@ -14,12 +14,12 @@ from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_input import guarded
 from orchestrator.compose.hydra_loader import OF_A_SEARCH
 from orchestrator.compose.search_space import Axis, Space, space_of
-from orchestrator.config.class_source import read_once
-from orchestrator.config.job_source import check_target
-from orchestrator.config.program_section import is_program
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import SweepConfig
 from orchestrator.config.search_rules import SMALL_IS_GOOD
+from orchestrator.config.user_code.class_source import read_once
+from orchestrator.config.user_code.job_source import check_target
+from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import ConfigError, UsageError, did_you_mean
 from orchestrator.sweeps.budget import gpu_hours
 from orchestrator.sweeps.points import Point, telling, trial

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.clusters.slurm.batch_script import Here, all_options, batch_script
-from orchestrator.clusters.slurm.safe_values import (
+from orchestrator.clusters.slurm.request.batch_script import Here, all_options, batch_script
+from orchestrator.clusters.slurm.request.safe_values import (
     OWN_FLAGS,
     OWN_SRUN_FLAGS,
     check_clusters,
@@ -20,7 +20,7 @@ from orchestrator.clusters.slurm.safe_values import (
     check_preamble,
     check_values,
 )
-from orchestrator.clusters.slurm.sbatch_defaults import OPTION_OF, Default, read_defaults
+from orchestrator.clusters.slurm.request.sbatch_defaults import OPTION_OF, Default, read_defaults
 from orchestrator.compose.composer import compose
 from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError

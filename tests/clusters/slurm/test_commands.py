@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 
-from orchestrator.clusters.slurm.queueing import queue
+from orchestrator.clusters.slurm.queue.sbatch import queue
 from orchestrator.errors import ClusterError
 from orchestrator.run_folder.rundir import write_json
 from orchestrator.runs.status import statuses

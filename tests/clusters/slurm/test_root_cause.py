@@ -19,8 +19,8 @@ from orchestrator.clusters.slurm.admission.limits import (
     wanted,
 )
 from orchestrator.clusters.slurm.admission.partitions import read_partitions
+from orchestrator.clusters.slurm.queue.scripts import patiently
 from orchestrator.clusters.slurm.root_cause import blame_slurm, task_ends
-from orchestrator.clusters.slurm.scripts import patiently
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError

@@ -1,6 +1,11 @@
 """The loss scale: halves at an overflow, doubles after a calm time, and a checkpoint holds both."""
 
-from orchestrator.engine.common.loss_scale import FIRST_SCALE, GROW_AFTER, LARGEST_SCALE, LossScale
+from orchestrator.engine.common.boundary.loss_scale import (
+    FIRST_SCALE,
+    GROW_AFTER,
+    LARGEST_SCALE,
+    LossScale,
+)
 
 
 def after(scale, windows):

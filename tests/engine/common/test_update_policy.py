@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from orchestrator.engine.common.loss_scale import LossScale
-from orchestrator.engine.common.loss_sums import LossSums
-from orchestrator.engine.common.update_policy import UpdatePolicy
+from orchestrator.engine.common.boundary.loss_scale import LossScale
+from orchestrator.engine.common.boundary.loss_sums import LossSums
+from orchestrator.engine.common.boundary.update_policy import UpdatePolicy
 from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 

@@ -19,7 +19,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from orchestrator.engine.api import GroupSpec, MicroBatch, Window
-from orchestrator.engine.common.loss_scale import FIRST_SCALE
+from orchestrator.engine.common.boundary.loss_scale import FIRST_SCALE
 from orchestrator.engine.conformance import CHECKS
 from orchestrator.engine.mindspore import build_engine, form_group
 from orchestrator.engine.mindspore.comm.collectives import AllGather, AllReduceMean, AllReduceSum

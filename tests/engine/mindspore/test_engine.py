@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from orchestrator import Loss
 from orchestrator.engine.api import GroupSpec, MicroBatch, Window
-from orchestrator.engine.common.loss_scale import FIRST_SCALE
+from orchestrator.engine.common.boundary.loss_scale import FIRST_SCALE
 from orchestrator.engine.mindspore import build_engine, versions
 from orchestrator.engine.mindspore.comm.devices import choose_transport
 from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup

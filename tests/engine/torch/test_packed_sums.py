@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.engine.common.packed_sums import (
+from orchestrator.engine.common.boundary.packed_sums import (
     DIGEST_BITS,
     MOST_RANKS,
     NARROW,

@@ -13,7 +13,7 @@ from orchestrator.lifecycle.stopping.deadline import Deadline, Notice, killed_at
 from orchestrator.lifecycle.stopping.departure import depart, script_is_gone
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
-from orchestrator.rank.fenced_recorder import Guard
+from orchestrator.rank.attending.fenced_recorder import Guard
 from orchestrator.rank.loop import Outcome
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 from orchestrator.scheduler.jobs import Standing

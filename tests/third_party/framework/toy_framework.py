@@ -13,16 +13,16 @@ from safetensors.numpy import load_file, save_file
 from toy_letters import Letters
 
 from orchestrator.engine.api import BoundaryReport
-from orchestrator.engine.common.boundary_sums import said_by
+from orchestrator.engine.common.boundary.boundary_sums import said_by
+from orchestrator.engine.common.boundary.loss_scale import LossScale
+from orchestrator.engine.common.boundary.loss_sums import LossSums
+from orchestrator.engine.common.boundary.packed_sums import STOP, Trailer
+from orchestrator.engine.common.boundary.update_policy import UpdatePolicy
 from orchestrator.engine.common.clock import Clock
 from orchestrator.engine.common.evaluation_figures import checked_figures
-from orchestrator.engine.common.loss_scale import LossScale
-from orchestrator.engine.common.loss_sums import LossSums
 from orchestrator.engine.common.metric_names import check_metric_names
-from orchestrator.engine.common.packed_sums import STOP, Trailer
 from orchestrator.engine.common.replicas import Replicas
 from orchestrator.engine.common.seeding import derived_seed
-from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.common.weights_fit import check_fits
 from orchestrator.engine.framework import Framework
 from orchestrator.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import Parameter, Tensor, amp, ops
 
-from orchestrator.engine.common.loss_scale import LossScale
+from orchestrator.engine.common.boundary.loss_scale import LossScale
 from orchestrator.errors import ConfigError
 
 HALVES = {"float16": ms.float16, "bfloat16": ms.bfloat16}

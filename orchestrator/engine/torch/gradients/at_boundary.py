@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from orchestrator.engine.common.packed_sums import Trailer, limb_bits
+from orchestrator.engine.common.boundary.packed_sums import Trailer, limb_bits
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.gradients.bucket_sender import BucketSender
 from orchestrator.engine.torch.gradients.buffer import GradientBuffers

@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from orchestrator.engine.common.packed_sums import WIDE, Trailer
+from orchestrator.engine.common.boundary.packed_sums import WIDE, Trailer
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.gradients.addition_order import (
     Range,

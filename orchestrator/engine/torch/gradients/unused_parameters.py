@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from orchestrator.engine.common.packed_sums import USES_ALL, USES_CHANGED, Trailer
+from orchestrator.engine.common.boundary.packed_sums import USES_ALL, USES_CHANGED, Trailer
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from orchestrator.engine.common.loss_scale import LossScale
+from orchestrator.engine.common.boundary.loss_scale import LossScale
 from orchestrator.errors import ConfigError, did_you_mean
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}

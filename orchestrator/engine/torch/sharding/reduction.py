@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from orchestrator.engine.common.packed_sums import WIDE, Trailer
+from orchestrator.engine.common.boundary.packed_sums import WIDE, Trailer
 from orchestrator.engine.torch.comm.base_group import BaseGroup, Work
 from orchestrator.engine.torch.gradients.at_boundary import AtBoundary
 from orchestrator.engine.torch.gradients.bucket_sender import BucketSender

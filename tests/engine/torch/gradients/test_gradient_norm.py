@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.engine.common.clipping import EPSILON, factor_for
+from orchestrator.engine.common.boundary.clipping import EPSILON, factor_for
 from orchestrator.engine.torch.gradients.gradient_norm import GradientNorm
 
 positive = st.floats(1e-6, 1e6)

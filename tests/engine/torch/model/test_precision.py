@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.engine.common.clipping import factor_for
-from orchestrator.engine.common.loss_scale import FIRST_SCALE, GROW_AFTER
+from orchestrator.engine.common.boundary.clipping import factor_for
+from orchestrator.engine.common.boundary.loss_scale import FIRST_SCALE, GROW_AFTER
 from orchestrator.engine.torch import Accumulator, Loss, TorchGroup, run_in_threads
 from orchestrator.engine.torch.gradients.gradient_norm import GradientNorm
 from orchestrator.engine.torch.model.precision import Precision

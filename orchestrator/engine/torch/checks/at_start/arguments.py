@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from orchestrator.engine.common.packed_sums import MOST_RANKS
+from orchestrator.engine.common.boundary.packed_sums import MOST_RANKS
 from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.errors import ConfigError

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]  # the common base
 
-from orchestrator.engine.common.packed_sums import Trailer
+from orchestrator.engine.common.boundary.packed_sums import Trailer
 from orchestrator.engine.torch.batch_norm.modes import listed
 from orchestrator.job import Loss
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from orchestrator.engine.common.packed_sums import Trailer
+from orchestrator.engine.common.boundary.packed_sums import Trailer
 from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.engine.torch.checks.in_window.invariants import WindowWatch
 from orchestrator.engine.torch.checks.in_window.likely_slips import Habits

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
 from orchestrator.engine.api import MicroBatch, Window
-from orchestrator.engine.common.packed_sums import DIGEST_BITS, NARROW, WIDE, Trailer
+from orchestrator.engine.common.boundary.packed_sums import DIGEST_BITS, NARROW, WIDE, Trailer
 from orchestrator.engine.common.replicas import MOST_SHARES, Piece, shares_of
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import build_engine, run_in_threads

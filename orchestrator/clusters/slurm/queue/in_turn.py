@@ -22,8 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.slurm.elements import ARRAYS, NUMBER
-from orchestrator.clusters.slurm.queueing import BeyondLimit, adopt, queue
+from orchestrator.clusters.slurm.queue.elements import ARRAYS, NUMBER
+from orchestrator.clusters.slurm.queue.sbatch import BeyondLimit, adopt, queue
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, spans
 from orchestrator.outcome.folder_status import RunStatus

@@ -17,7 +17,7 @@ from orchestrator.lifecycle.prctl import die_with
 from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch, Seen
 from orchestrator.lifecycle.signs.processes import state_of
 from orchestrator.lifecycle.stopping.departure import requeues
-from orchestrator.rank.hung_neighbour import Limits, Lost
+from orchestrator.rank.attending.hung_neighbour import Limits, Lost
 from orchestrator.run_folder.rundir import RunDir
 
 LINE_BYTES = 65536

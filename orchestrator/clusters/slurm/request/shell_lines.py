@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from orchestrator.clusters.slurm.safe_values import quoted
+from orchestrator.clusters.slurm.request.safe_values import quoted
 from orchestrator.lifecycle.topology import BATCH_COPY_VARIABLE, BATCH_PID_VARIABLE
 
 STOP_SIGNALS = "TERM INT HUP USR1 USR2"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.class_source import (
+from orchestrator.config.user_code.class_source import (
     Lineage,
     SourceClass,
     absent,
@@ -24,8 +24,8 @@ from orchestrator.config.class_source import (
     no_module,
     once,
 )
-from orchestrator.config.job_slips import refuse_slips
-from orchestrator.config.returned import DEFINITIONS, figures_of, no_table
+from orchestrator.config.user_code.job_slips import refuse_slips
+from orchestrator.config.user_code.returned import DEFINITIONS, figures_of, no_table
 from orchestrator.errors import JobError, did_you_mean
 from orchestrator.job import COUPLED_METHODS, REQUIRED_METHODS
 

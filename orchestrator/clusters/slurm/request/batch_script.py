@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from orchestrator.clusters.slurm.safe_values import quoted
-from orchestrator.clusters.slurm.sbatch_defaults import obeyed
-from orchestrator.clusters.slurm.shell_lines import (
+from orchestrator.clusters.slurm.request.safe_values import quoted
+from orchestrator.clusters.slurm.request.sbatch_defaults import obeyed
+from orchestrator.clusters.slurm.request.shell_lines import (
     SRUN_LOG,
     heeding,
     owning,
@@ -22,9 +22,9 @@ from orchestrator.clusters.slurm.shell_lines import (
     unless_stopped,
     waiting,
 )
-from orchestrator.clusters.slurm.srun_lines import Here, srun_lines
-from orchestrator.config.program_section import short_name
+from orchestrator.clusters.slurm.request.srun_lines import Here, srun_lines
 from orchestrator.config.schema import SIGNAL_AHEAD_S, Config, gpu_count, node_range
+from orchestrator.config.user_code.program_section import short_name
 from orchestrator.lifecycle.address import INTERFACE_VARIABLE
 from orchestrator.lifecycle.topology import (
     BASE_ATTEMPT_VARIABLE,

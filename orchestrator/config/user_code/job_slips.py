@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
-from orchestrator.config.returned import DEFINITIONS, NOTHING, no_table
+from orchestrator.config.user_code.returned import DEFINITIONS, NOTHING, no_table
 from orchestrator.errors import JobError
 from orchestrator.job import COUPLED_METHODS, REQUIRED_METHODS
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.clusters.slurm.safe_values import quoted
-from orchestrator.clusters.slurm.sbatch_defaults import Default
+from orchestrator.clusters.slurm.request.safe_values import quoted
+from orchestrator.clusters.slurm.request.sbatch_defaults import Default
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count
 from orchestrator.lifecycle.signs.last_word import SCRIPT
 from orchestrator.run_folder.rundir import RunDir

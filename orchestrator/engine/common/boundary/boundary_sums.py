@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.engine.common.packed_sums import STOP, Trailer
+from orchestrator.engine.common.boundary.packed_sums import STOP, Trailer
 
 
 def said_by(totals: Trailer, metric_names: Sequence[str]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from orchestrator.engine.api import BoundaryReport, Engine, Window
 from orchestrator.lifecycle.signs.signs_of_life import Life
+from orchestrator.rank.attending.rank_times import RankTimes
 from orchestrator.rank.loop import Recorder
-from orchestrator.rank.rank_times import RankTimes
 
 
 class Placed:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from orchestrator.engine.common.packed_sums import BAD_WEIGHT, NON_FINITE, Trailer
+from orchestrator.engine.common.boundary.packed_sums import BAD_WEIGHT, NON_FINITE, Trailer
 
 
 class LossSums(ABC):

@@ -9,8 +9,8 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 
 from orchestrator.clusters.api import State
-from orchestrator.clusters.slurm.elements import is_element
-from orchestrator.clusters.slurm.in_turn import take_away
+from orchestrator.clusters.slurm.queue.elements import is_element
+from orchestrator.clusters.slurm.queue.in_turn import take_away
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
 from orchestrator.outcome.how_it_stops import how_it_stops

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.config.returned import DEFINITIONS
+from orchestrator.config.user_code.returned import DEFINITIONS
 from orchestrator.errors import JobError, did_you_mean
 
 Answer = TypeVar("Answer")

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 from orchestrator.clusters.api import Handle, Request
-from orchestrator.clusters.slurm.elements import ARRAYS, NUMBER
-from orchestrator.clusters.slurm.in_turn import (
+from orchestrator.clusters.slurm.queue.elements import ARRAYS, NUMBER
+from orchestrator.clusters.slurm.queue.in_turn import (
     alone_at,
     next_name,
     queue_next,
@@ -28,11 +28,11 @@ from orchestrator.clusters.slurm.in_turn import (
     tightest,
     wait_turn,
 )
-from orchestrator.clusters.slurm.safe_values import quoted
-from orchestrator.clusters.slurm.scripts import UNLIKE, script_name
+from orchestrator.clusters.slurm.queue.scripts import UNLIKE, script_name
+from orchestrator.clusters.slurm.request.safe_values import quoted
 from orchestrator.clusters.slurm.task import write_task
-from orchestrator.config.program_section import target_of
 from orchestrator.config.schema import Config
+from orchestrator.config.user_code.program_section import target_of
 from orchestrator.errors import ClusterError, spans
 from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import (
@@ -123,7 +123,7 @@ def _beyond_limits(
 
 def _queue(sweep: Path, arrays: Sequence[Array], at_once: int | None, *, in_turn: bool) -> None:
     """Queue the arrays of one sweep; from the first for which there is no room, in turn."""
-    from orchestrator.clusters.slurm.queueing import BeyondLimit, queue
+    from orchestrator.clusters.slurm.queue.sbatch import BeyondLimit, queue
 
     with alone_at(sweep):
         left = list(arrays)

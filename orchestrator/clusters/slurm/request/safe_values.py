@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.slurm.sbatch_defaults import Default
+from orchestrator.clusters.slurm.request.sbatch_defaults import Default
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 

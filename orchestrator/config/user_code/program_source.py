@@ -11,8 +11,8 @@ import sys
 import warnings
 from pathlib import Path
 
-from orchestrator.config.class_source import find_module, load_module
-from orchestrator.config.program_section import Program
+from orchestrator.config.user_code.class_source import find_module, load_module
+from orchestrator.config.user_code.program_section import Program
 from orchestrator.errors import JobError, nearest
 
 ELF = b"\x7fELF"

@@ -40,14 +40,14 @@ from orchestrator.lifecycle.stopping.departure import (
 )
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
-from orchestrator.rank.ended_by_signal import heed_signals
+from orchestrator.rank.attending.ended_by_signal import heed_signals
+from orchestrator.rank.attending.fenced_recorder import Follower, Guard
+from orchestrator.rank.attending.hung_neighbour import Limits, look_beside
+from orchestrator.rank.attending.place_in_loop import Placed
+from orchestrator.rank.attending.rank_times import RankTimes
 from orchestrator.rank.failure import failure_of, write_failure
-from orchestrator.rank.fenced_recorder import Follower, Guard
-from orchestrator.rank.hung_neighbour import Limits, look_beside
 from orchestrator.rank.loop import Attended, Outcome
 from orchestrator.rank.loop import Recorder as LoopRecorder
-from orchestrator.rank.place_in_loop import Placed
-from orchestrator.rank.rank_times import RankTimes
 from orchestrator.rank.those_left import Left, ThoseLeft
 from orchestrator.rank.writing.recorder import Recorder, Silent
 from orchestrator.rank.writing.restart_note import restart_note

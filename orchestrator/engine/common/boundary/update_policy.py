@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from orchestrator.engine.common.clipping import factor_for
-from orchestrator.engine.common.loss_scale import LossScale
-from orchestrator.engine.common.loss_sums import LossSums
-from orchestrator.engine.common.packed_sums import BAD_WEIGHT, NON_FINITE, Trailer
+from orchestrator.engine.common.boundary.clipping import factor_for
+from orchestrator.engine.common.boundary.loss_scale import LossScale
+from orchestrator.engine.common.boundary.loss_sums import LossSums
+from orchestrator.engine.common.boundary.packed_sums import BAD_WEIGHT, NON_FINITE, Trailer
 from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 

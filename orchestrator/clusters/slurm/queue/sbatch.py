@@ -19,8 +19,8 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.slurm.elements import NUMBER
-from orchestrator.clusters.slurm.scripts import patiently
+from orchestrator.clusters.slurm.queue.elements import NUMBER
+from orchestrator.clusters.slurm.queue.scripts import patiently
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, RunFolderError, describe_status
 from orchestrator.run_folder.files import open_regular

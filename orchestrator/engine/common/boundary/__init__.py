@@ -1,0 +1,1 @@
+"""What an update boundary comes to: the sums of all ranks, and what they decide."""
