@@ -17,6 +17,7 @@ from orchestrator.compose.command_line import CommandLine, read_command_line
 from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_input import check_arguments
 from orchestrator.compose.wording import no_such_key
+from orchestrator.config.pack_rules import refuse_without_sweep
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FINISHED, ConfigError, OrchestratorError, plainly_said
@@ -56,7 +57,9 @@ def read(arguments: Sequence[str]) -> Asked:
     found = composer.compose()
     if found.sweeps:
         return Asked(manner=manner, sweep=composer)
-    return Asked(manner=manner, config=found.config(), overrides=found.overrides)
+    config = found.config()
+    refuse_without_sweep(config)
+    return Asked(manner=manner, config=config, overrides=found.overrides)
 
 
 def show_config(composer: Composer) -> int:
@@ -99,6 +102,7 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
 def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> None:
     from orchestrator.runs.foreseen import describe, plan_and_notes
 
+    refuse_without_sweep(config)
     made = plan_and_notes(config)
     request, said = describe(config)
     if as_json:

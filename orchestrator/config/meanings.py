@@ -77,6 +77,8 @@ MEANINGS = {
     "run.preflight": "Each node is looked at before training; null: on SLURM, not here (slurm.md)",
     "sweep.parallel": "Points of a sweep at once, at the most; auto: as many as this machine has cores, memory "
     "and GPUs for, on a scheduler as it likes",
+    "sweep.pack": "Points that share an allocation on SLURM, each on its share of it; true: as many as a node has "
+    "room for, or a number, at the most (sweeps.md)",
     "sweep.force": "Run also those points of a sweep that are done (as --force does)",
     "sweep.objective": "The figure of result.json that a search is told of a point",
     "sweep.search": "Our own search: how it chooses the next trial by what came of earlier ones (sweeps.md)",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from orchestrator.config import search_rules, survive_rules
+from orchestrator.config import pack_rules, search_rules, survive_rules
 from orchestrator.config.bounds import beyond, plain, value_of
 from orchestrator.config.optimizer_rules import problems
 from orchestrator.config.schema import (
@@ -109,6 +109,7 @@ def _any_job(config: Config) -> Iterator[str]:
     gpu_count(config.cluster.gpus_per_node)
     at_once(config.sweep.parallel)
     yield from search_rules.anywhere(config.sweep)
+    yield from pack_rules.anywhere(config)
     yield from _reproducible(config)
     yield from _only_on_slurm(config)
     in_queue = config.cluster.allocation == "new"

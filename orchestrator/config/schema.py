@@ -175,11 +175,14 @@ class SweepConfig:
 
     parallel: at once, at the most; `auto`: as many as this machine has cores, memory and GPUs for
     (one where their speeds are compared), on a scheduler as it likes.
+    pack: points share allocations of a scheduler; true: as many as a node has room for, or a
+    number, at the most.
     force: also those that are done. objective: of result.json, what a search is told of a point.
     search and all below it are those of our own search, whose points are trials.
     """
 
     parallel: Any = free(PARSED, "auto")
+    pack: Any = free(PARSED, False)
     force: bool = False
     objective: str = free("a figure's name, judged by what a run measured", "loss")
     search: str = choice("none", "tpe", "random", "grid")

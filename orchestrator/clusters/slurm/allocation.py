@@ -15,6 +15,7 @@ from orchestrator.clusters.api import Admission, Handle, Request
 from orchestrator.clusters.slurm.admission.partitions import Gres, read_gres
 from orchestrator.clusters.slurm.on_slurm import OnSlurm
 from orchestrator.clusters.slurm.request.batch_script import Here, step_script
+from orchestrator.clusters.slurm.request.srun_lines import shape_of
 from orchestrator.clusters.slurm.step import StepHandle
 from orchestrator.clusters.slurm.task import Task
 from orchestrator.config.schema import ClusterConfig, gpu_count, node_range
@@ -55,13 +56,13 @@ class CurrentAllocation(OnSlurm):
 
     def script(self, run: RunDir, attempt: int, place: Here) -> str:
         beside = ["--overlap"] if STEP in os.environ else []  # with the step that this shell is
-        shape = [*_shape(self.config.cluster), *beside]
+        shape = [*shape_of(self.config.cluster), *beside]
         return step_script(self.config, run, attempt, place, shape)
 
     def check(self, request: Request) -> Admission:  # noqa: ARG002  # the configuration has it all
         """Raises `ClusterError` where there is no allocation, or one that is too small."""
         asked, job = self.config.cluster, os.environ.get(JOB)
-        begin = " ".join(["salloc", *_shape(asked), f"--cpus-per-task={asked.cpus_per_rank}"])
+        begin = " ".join(["salloc", *shape_of(asked), f"--cpus-per-task={asked.cpus_per_rank}"])
         if not job:
             raise ClusterError(
                 f"cluster.allocation=current starts the ranks in an allocation that one is in, and "
@@ -99,18 +100,6 @@ class CurrentAllocation(OnSlurm):
         )
         own = {**client.environment("srun"), JOB: os.environ[JOB]}
         return StepHandle(request, run.submitit / f"{name}.sh", own)
-
-
-def _shape(asked: ClusterConfig) -> Iterator[str]:
-    """Options of srun, and of salloc, that say what the ranks take."""
-    nodes = node_range(asked.nodes)[1]
-    yield f"--nodes={nodes}"
-    yield f"--ntasks={nodes * asked.ranks_per_node}"
-    yield f"--ntasks-per-node={asked.ranks_per_node}"
-    if gpu_count(asked.gpus_per_node):
-        yield f"--gpus-per-node={asked.gpus_per_node}"
-    if asked.memory_gib is not None:
-        yield f"--mem={round(asked.memory_gib * 1024)}M"
 
 
 def _too_small(asked: ClusterConfig, job: str, shares: Mapping[str, Share]) -> Iterator[str]:

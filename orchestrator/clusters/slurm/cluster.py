@@ -12,11 +12,13 @@ from pathlib import Path
 from orchestrator.clusters.api import Admission, Cluster, Request
 from orchestrator.clusters.slurm.admission.checks import Verdict, check_request, too_slow
 from orchestrator.clusters.slurm.admission.limits import wanted
-from orchestrator.clusters.slurm.on_slurm import OnSlurm
+from orchestrator.clusters.slurm.on_slurm import OnSlurm, here
 from orchestrator.clusters.slurm.queue.arrays import submit_as_arrays
+from orchestrator.clusters.slurm.queue.packing.shares import all_memory, refuse_uncounted, step_of
 from orchestrator.clusters.slurm.queue.scripts import UNLIKE, patiently, script_name
-from orchestrator.clusters.slurm.request.batch_script import Here, batch_script
+from orchestrator.clusters.slurm.request.batch_script import Here, batch_script, share_script
 from orchestrator.clusters.slurm.request.quarantined import left_out, told
+from orchestrator.clusters.slurm.request.srun_lines import shape_of
 from orchestrator.clusters.slurm.task import Task, write_task
 from orchestrator.clusters.slurm.watch import SlurmHandle
 from orchestrator.config.schema import Config, node_range
@@ -36,6 +38,13 @@ class SlurmCluster(OnSlurm):
     def script(self, run: RunDir, attempt: int, place: Here) -> str:
         return batch_script(self.config, run, attempt, place)
 
+    def share_script(self, run: Path, attempt: int, copy: Path | None = None) -> str:
+        """The script of a run in an allocation that others share, see `packing/`."""
+        folder = RunDir(run)
+        place = here(self.config, copy or folder.snapshot(attempt))
+        shape = [*step_of(run.name), *shape_of(self.config.cluster), *all_memory(self.config)]
+        return share_script(self.config, folder, attempt, place, shape)
+
     @classmethod
     def chosen(cls, config: Config) -> type[Cluster]:
         if config.cluster.allocation == "new":
@@ -51,6 +60,7 @@ class SlurmCluster(OnSlurm):
         """
         cluster, options = self.config.cluster, request.details["options"]
         alike = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
+        refuse_uncounted(self.config, options)
         if alike not in _said:
             client = SlurmClient(cluster.slurm_conf)
             job = wanted(

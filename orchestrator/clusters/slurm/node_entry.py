@@ -1,5 +1,6 @@
 """What the batch script starts: `node_entry.py rank FOLDER | beside RUN ATTEMPT PID | after RUN
-ATTEMPT CODE TOLD`; and a node's first rank: `node_entry.py watch …`.
+ATTEMPT CODE TOLD`; where runs share the job `share RUN ATTEMPT CODE TOLD | again SWEEP ATTEMPT RUNS
+KILLED`; and a node's first rank: `node_entry.py watch …`.
 
 Run as a file, so that the first entry of Python's path is this file's folder, which is taken away:
 with `-m` it would be the folder where the person stood, whose files may have been edited since.
@@ -86,6 +87,30 @@ def after(run: str, attempt: str, code: str, told: str) -> None:
     sys.exit(0 if ended and ended["state"] != "failed" else 1)
 
 
+def share(run: str, attempt: str, code: str, told: str) -> None:
+    """The same for a run that shares its job: the script of that hands it back to the queue."""
+    from orchestrator.clusters.slurm.ending.after_srun import finish
+    from orchestrator.clusters.slurm.queue.packing.script import AGAIN
+    from orchestrator.run_folder.rundir import RunDir
+
+    try:
+        once_more = finish(Path(run), int(attempt), int(code), told, again=lambda: None)
+    finally:
+        _leave_copy()
+    ended = RunDir(Path(run)).read_result()
+    sys.exit(AGAIN if once_more else 0 if ended and ended["state"] != "failed" else 1)
+
+
+def again(sweep: str, first: str, runs: str, killed: str) -> None:
+    """Hand a job that runs share back to the queue, for those that are to start again."""
+    from orchestrator.clusters.slurm.ending.shared_job import start_again
+
+    try:
+        start_again(Path(sweep), int(first), runs.split(), killed.split())
+    finally:
+        _leave_copy()
+
+
 def _leave_copy() -> None:
     """Remove this node's copy of the code, unless a rank still runs from it."""
     if LOCK_VARIABLE not in os.environ:
@@ -99,4 +124,8 @@ def _leave_copy() -> None:
 if __name__ == "__main__":
     if sys.path[0] == str(Path(__file__).resolve().parent):
         del sys.path[0]
-    {"rank": rank, "watch": watch, "beside": beside, "after": after}[sys.argv[1]](*sys.argv[2:])
+    verbs = {
+        "rank": rank, "watch": watch, "beside": beside, "after": after, "share": share,
+        "again": again,
+    }  # fmt: skip
+    verbs[sys.argv[1]](*sys.argv[2:])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from orchestrator.clusters.slurm.ending.settle import dismiss_held, settle_ended
 from orchestrator.clusters.slurm.queue.in_turn import look_at_turns
+from orchestrator.clusters.slurm.queue.packing.members import is_over, others_left
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.errors import ClusterError
@@ -103,7 +104,8 @@ def _open(status: RunStatus) -> bool:
 
 def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[str]:
     """Take the scheduler's word on a run's job; finish what its batch script could not."""
-    if (not job.alive and _open(found[run.path])) or (job.held and not _open(found[run.path])):
+    over = not _open(found[run.path])
+    if (not job.alive and not over) or (job.held and over and not others_left(run)):
         try:
             sentence = dismiss_held(run, job) if job.held else settle_ended(run, job)
         except DAMAGE as error:  # a scheduler that is silent again, a folder that is not whole
@@ -122,6 +124,8 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
     """The folder's word and the scheduler's, together; a job that lives is the later word."""
     status = replace(status, nodes=job.nodes)
     ended = status.state in ENDED_STATES
+    if ended and job.alive and is_over(run):  # others go on in its job
+        return status
     if ended and not job.alive:
         cancelled = status.state == "stopped" and job.state == "CANCELLED"
         return replace(status, state="cancelled") if cancelled else status

@@ -14,6 +14,7 @@ from orchestrator.clusters.api import Culprit, Handle, State
 from orchestrator.clusters.root_cause import tail
 from orchestrator.clusters.slurm.news import News
 from orchestrator.clusters.slurm.queue.cancelling import UNSENT, cancel_all, end, stop
+from orchestrator.clusters.slurm.queue.packing.members import is_over
 from orchestrator.clusters.slurm.root_cause import blame_slurm
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, RunFolderError, describe_status
@@ -144,6 +145,7 @@ class SlurmHandle(Handle):
         self._ask(ended=result is not None)
         if result is not None:
             over = self.silent_since is not None or (self.job is not None and not self.job.alive)
+            over = over or is_over(self._run)  # others may go on in its job
             return State(result["state"]) if over else State.RUNNING
         if self.job is None:
             return State.PENDING
@@ -208,7 +210,8 @@ class SlurmHandle(Handle):
 
     def in_progress(self) -> str:
         job = self._asked_now()
-        return f"{self.title}, {job.state.lower()}" if job is not None and job.alive else ""
+        lives = job is not None and job.alive and not is_over(self._run)
+        return f"{self.title}, {job.state.lower()}" if job is not None and lives else ""
 
     def cancel(self, run: RunDir, *, now: bool) -> str:
         said = cancel_all([run], now=now).get(run.path)

@@ -8,9 +8,9 @@ from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.ending.after_srun import (
     FRUITLESS,
     KILLED,
-    _culprit,
     _cut_short,
     conclude,
+    culprit_of,
     finish,
 )
 from orchestrator.clusters.slurm.watch import CAUSES
@@ -210,12 +210,12 @@ def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, to
 
 def test_ranks_that_all_ended_in_order_without_a_result_are_nobodys_fault(run):
     attempts(run, 1)
-    in_order = _culprit(run, 0, 0)
+    in_order = culprit_of(run, 0, 0)
     assert (in_order.rank, in_order.node) == (None, "batch")
     assert "none wrote a result" in in_order.cause
     run.srun_log(0).write_text("srun: error: n1: task 1: Exited with exit code 5\n")
     write_json(run.node_ranks(0, 0), {"node": "gpu1", "ranks": [0, 1]})
-    assert (_culprit(run, 0, 5).rank, _culprit(run, 0, 5).node) == (1, "gpu1")
+    assert (culprit_of(run, 0, 5).rank, culprit_of(run, 0, 5).node) == (1, "gpu1")
 
 
 class Scheduler:

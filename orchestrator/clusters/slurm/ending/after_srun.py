@@ -34,7 +34,7 @@ from orchestrator.lifecycle.stopping.departure import ask_for_requeue, step_gone
 from orchestrator.outcome.folder_status import recent_updates
 from orchestrator.outcome.restart_policy import rule
 from orchestrator.outcome.run_result import write_end
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.run_folder.rundir import RunDir, read_json, write_json
 from orchestrator.scheduler.client import SchedulerDown, SlurmClient
 from orchestrator.scheduler.environment import own_job_id
 from orchestrator.scheduler.jobs import Standing, standing
@@ -45,7 +45,7 @@ LONGEST_PAUSE_S = 30.0
 FRUITLESS = 10
 
 
-def _job(client: SlurmClient, job_id: str) -> Standing | None:
+def ask_job(client: SlurmClient, job_id: str) -> Standing | None:
     """What the controller says of this job. Waits for as long as it does not answer: without it
     nobody else could use these nodes either, and what is known would be lost.
     """
@@ -63,39 +63,50 @@ def cancelled_by_scheduler() -> Culprit:
     return Culprit(rank=None, node="scheduler", cause=CAUSES["CANCELLED"])
 
 
-def finish(path: Path, attempt: int, code: int, told: str) -> None:
+def finish(
+    path: Path, attempt: int, code: int, told: str, again: Callable[[], None] | None = None
+) -> bool:
     """Finish what the ranks could not.
 
     Args:
         code: srun's exit code.
         told: the first signal that the batch script got, or "".
+        again: has the run start again, where its job is not its own; None: the job is requeued.
+
+    Returns:
+        Whether it starts again.
     """
     run = RunDir(path)
     if Fence(run.newest_attempt, attempt).superseded or run.read_result() is not None:
-        return
+        return False
     job_id = own_job_id(os.environ)
-    job = _job(SlurmClient(), job_id)
+    job = ask_job(SlurmClient(), job_id)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     departure = run.read(run.departure(attempt))
     if departure and job and job.restarts == restarts + 1:  # taken back while the ranks left
         _note(run, attempt, departure, job, restarts)
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
-        return
-    if job.cancelled:
+        return False
+    if job.cancelled or (again is not None and _ended_alone(run)):
         write_end(run, State.STOPPED, cancelled_by_scheduler())
-        return
+        return False
     departure = departure or step_gone(run, attempt)
     if departure is None and (why := _cut_short(run, attempt, code, told)):
         departure = {"why": why, "updates": None, "time": time.time()}
-    conclude(
+    return conclude(
         run,
         attempt,
         code,
         job,
         departure=departure,
-        culprit=lambda: _culprit(run, attempt, code),
-        again=lambda: ask_for_requeue(SlurmClient(), job_id),
+        culprit=lambda: culprit_of(run, attempt, code),
+        again=again or (lambda: ask_for_requeue(SlurmClient(), job_id)),
     )
+
+
+def _ended_alone(run: RunDir) -> bool:
+    """Whether a person had its step ended at once, and not its job."""
+    return (read_json(run.cancel) or {}).get("how") == "now"
 
 
 def others_next(run: RunDir) -> None:
@@ -197,7 +208,7 @@ def _stuck(run: RunDir, attempt: int) -> str | None:
     )
 
 
-def _culprit(run: RunDir, attempt: int, code: int) -> Culprit:
+def culprit_of(run: RunDir, attempt: int, code: int) -> Culprit:
     if code == EXIT_FINISHED and wordless(run, attempt) is None:
         return Culprit(
             rank=None, node="batch", cause="all ranks ended in order, but none wrote a result"

@@ -10,15 +10,12 @@ The code is copied once an array, beside the runs.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from orchestrator.clusters.api import Handle, Request
-from orchestrator.clusters.slurm.queue.elements import ARRAYS, NUMBER
+from orchestrator.clusters.slurm.queue.elements import ARRAYS
 from orchestrator.clusters.slurm.queue.in_turn import (
     alone_at,
     next_name,
@@ -28,40 +25,19 @@ from orchestrator.clusters.slurm.queue.in_turn import (
     tightest,
     wait_turn,
 )
-from orchestrator.clusters.slurm.queue.scripts import UNLIKE, script_name
+from orchestrator.clusters.slurm.queue.laid_out import Placed, alike, lay_out, number_of
+from orchestrator.clusters.slurm.queue.packing.submit import submit_packed
+from orchestrator.clusters.slurm.queue.scripts import script_name
+from orchestrator.clusters.slurm.request.batch_script import option_line
 from orchestrator.clusters.slurm.request.safe_values import quoted
-from orchestrator.clusters.slurm.task import write_task
-from orchestrator.config.schema import Config
-from orchestrator.config.user_code.program_section import target_of
 from orchestrator.errors import ClusterError, spans
 from orchestrator.report.units import plural
-from orchestrator.run_folder.rundir import (
-    RunDir,
-    code_state_beside,
-    write_atomically,
-    written_together,
-)
+from orchestrator.run_folder.rundir import RunDir, write_atomically
 from orchestrator.scheduler.client import SlurmClient
 
 LIMITED_BY = ("account", "qos", "partition", "reservation")  # which limits hold for a job
-CODE = "code"  # a folder beside the runs
 MAX_ARRAY_SIZE = re.compile(r"^MaxArraySize\s*=\s*(\d+)", re.MULTILINE)
 MAX_ARRAY_TASKS = re.compile(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", re.MULTILINE)
-
-
-class Member(Protocol):
-    """What is asked of a `SlurmCluster` here."""
-
-    config: Config
-    tell: Callable[[str], None]
-
-    def request(self, run: Path, attempt: int, copy: Path | None = None) -> Request: ...
-    def submit(self, request: Request) -> Handle: ...
-    def copy_code(self, run: Path, into: Path) -> None: ...
-    def write_epilog(self, run: RunDir) -> None: ...
-
-
-Placed = tuple[Member, Request]
 
 
 def submit_as_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
@@ -72,6 +48,9 @@ def submit_as_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
         ClusterError: the scheduler refuses one of the submissions, or is gone. Those before it are
             queued, and nothing is left of the others but their folders.
     """
+    placed = submit_packed(placed)
+    if not placed:
+        return
     if len(placed) == 1:
         placed[0][0].submit(placed[0][1])
         return
@@ -80,10 +59,10 @@ def submit_as_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
     full = _beyond_limits(placed, most)
     for sweep, members in _by_sweep(placed):
         arrays: list[Array] = []
-        for group in _alike(members):
+        for group in alike(members):
             may = most[group[0][0].config.cluster.slurm_conf]
             for part in _parts(group, may):
-                if _number(part[0]) is None or (len(part) == 1 and sweep not in full):
+                if number_of(part[0]) is None or (len(part) == 1 and sweep not in full):
                     part[0][0].submit(part[0][1])
                 else:
                     arrays.append(_prepared(part, at_once, may))
@@ -155,22 +134,6 @@ def _queue_in_turn(sweep: Path, arrays: Sequence[Array], at_once: int | None) ->
     )
 
 
-def _alike(placed: Sequence[Placed]) -> list[list[Placed]]:
-    """Those that one array can hold, in order."""
-    groups: dict[object, list[Placed]] = {}
-    for number, (cluster, request) in enumerate(placed):
-        options = request.details["options"]
-        numbered = NUMBER.fullmatch(request.run.name)
-        key: object = (
-            cluster.config.cluster.slurm_conf,
-            request.run.parent,
-            request.attempt,
-            tuple((k, v) for k, v in options.items() if k not in UNLIKE),
-        )
-        groups.setdefault(key if numbered else number, []).append((cluster, request))
-    return list(groups.values())
-
-
 def _most(conf: str | None) -> tuple[int, int]:
     """How many indices an array may have (MaxArraySize is one more than the highest), and how many
     elements.
@@ -191,14 +154,9 @@ def _parts(group: list[Placed], most: tuple[int, int]) -> Iterator[list[Placed]]
         return
     parts: dict[int, list[Placed]] = {}
     for member in group:
-        parts.setdefault((_number(member) or 0) // indices, []).append(member)
+        parts.setdefault((number_of(member) or 0) // indices, []).append(member)
     for part in parts.values():
         yield from (part[n : n + tasks] for n in range(0, len(part), tasks))
-
-
-def _number(member: Placed) -> int | None:
-    """Its folder's, where that is called by one."""
-    return int(member[1].run.name) if NUMBER.fullmatch(member[1].run.name) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,18 +174,9 @@ def _prepared(part: Sequence[Placed], at_once: int | None, most: tuple[int, int]
     """One array, of runs that are alike: all that it is made of is written."""
     cluster, request = part[0]
     sweep, attempt = request.run.parent, request.attempt
-    copies: dict[object, Path] = {}
-    for member, _ in part:
-        target = target_of(member.config.job)
-        key = target if isinstance(target, str) else target.command
-        if member.config.run.snapshot and key not in copies:
-            copies[key] = next_name(sweep / CODE)
-            member.copy_code(sweep, copies[key])
-    with written_together([sweep]):
-        for member, asked in part:
-            target = target_of(member.config.job)
-            copy = copies.get(target if isinstance(target, str) else target.command)
-            _lay_out(member, asked, copy)
+    lay_out(
+        sweep, part, lambda member, asked, copy: member.request(asked.run, asked.attempt, copy).text
+    )
     largest, _ = most
     script = next_name(sweep / ARRAYS).with_suffix(".sh")
     write_atomically(script, array_script(part, at_once, largest))
@@ -238,20 +187,6 @@ def _prepared(part: Sequence[Placed], at_once: int | None, most: tuple[int, int]
         conf=cluster.config.cluster.slurm_conf,
         tell=cluster.tell,
     )
-
-
-def _lay_out(member: Member, asked: Request, copy: Path | None) -> None:
-    """Into the run's folder: what its element starts, and which code that is."""
-    run = RunDir(asked.run)
-    member.write_epilog(run)
-    write_task(run)
-    text = member.request(asked.run, asked.attempt, copy).text
-    write_atomically(run.submitit / f"{script_name(asked.attempt)}.sh", text)
-    if copy is not None:  # which code it is, for whoever reads this run alone
-        run.code.mkdir(mode=0o700, exist_ok=True)
-        state = code_state_beside(run.snapshot(asked.attempt))
-        state.unlink(missing_ok=True)
-        os.link(code_state_beside(copy), state)
 
 
 def array_script(part: Sequence[Placed], at_once: int | None, largest: int) -> str:
@@ -273,10 +208,7 @@ def array_script(part: Sequence[Placed], at_once: int | None, largest: int) -> s
     run = quoted(sweep) + ("/$SLURM_ARRAY_TASK_ID" if not offset else "/$number")
     return "\n".join([
         "#!/bin/bash",
-        *(
-            f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={quoted(str(value))}"
-            for name, value in stated.items()
-        ),
+        *(option_line(name, value) for name, value in stated.items()),
         "",
         "umask 077",
         *([f"number=$((SLURM_ARRAY_TASK_ID + {offset}))"] if offset else []),

@@ -11,6 +11,8 @@ from pathlib import Path
 from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm.queue.elements import is_element
 from orchestrator.clusters.slurm.queue.in_turn import take_away
+from orchestrator.clusters.slurm.queue.packing.cancel import end_parts, of_whole_jobs
+from orchestrator.clusters.slurm.queue.packing.members import is_over, is_packed_in
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
 from orchestrator.outcome.how_it_stops import how_it_stops
@@ -56,7 +58,7 @@ def _cancel(
     stops: dict[RunDir, Job] = {}
     for run, job_id in members:
         job = jobs.get(job_id)
-        if job is None or not job.alive:
+        if job is None or not job.alive or is_over(run):
             continue
         if not is_ours(run, job):
             found[run.path] = (
@@ -91,11 +93,15 @@ def _send(client: SlurmClient, jobs: Mapping[RunDir, str], how: str, *flags: str
     with contextlib.ExitStack() as marks:
         for run in jobs:
             marks.enter_context(_marked_cancelled(run, how))
-        answer = client.ask("scancel", *flags, *jobs.values())
+        whole = of_whole_jobs(jobs)
+        end_parts(client, {run: job for run, job in jobs.items() if job not in whole}, *flags)
+        if not whole:
+            return
+        answer = client.ask("scancel", *flags, *sorted(whole))
         # of many, some may have ended in this moment: they are over, and the others heard it
         lines = [line for line in answer.words.lower().splitlines() if line.strip()]
         over = [line for line in lines if any(words in line for words in IS_OVER)]
-        if answer.code and not (len(jobs) > 1 and lines == over):
+        if answer.code and not (len(whole) > 1 and lines == over):
             raise ClusterError(f"scancel: {answer.words}")
 
 
@@ -118,7 +124,7 @@ def is_ours(run: RunDir, job: Job) -> bool:
     """Whether a job's batch script, as the scheduler knows it, is one in this run's folder."""
     script = Path(os.path.realpath(job.command))
     own = script.is_relative_to(os.path.realpath(run.submitit))
-    return own or is_element(run.path, script, job.id)
+    return own or is_element(run.path, script, job.id) or is_packed_in(run, script, job.id)
 
 
 def _await_the_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
@@ -128,7 +134,9 @@ def _await_the_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
     while left and time.monotonic() < deadline:
         known = queued(client, [job.id for job in left.values()])
         for run, job in list(left.items()):
-            if job.id not in known or not known[job.id].alive:
+            if run.result.exists():  # its job waits on, for others
+                del left[run]
+            elif job.id not in known or not known[job.id].alive:
                 write_end(run, State.STOPPED)
                 del left[run]
         if left:

@@ -39,6 +39,8 @@ def queue(
     attempt: int,
     slurm_conf: str | None,
     elements: Mapping[str, str] = ALONE,
+    *,
+    pack: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Have a batch script queued, and note the job's id in the runs that it is of; give the id.
@@ -46,6 +48,7 @@ def queue(
     Args:
         folder: of the run, or of the sweep.
         elements: the index in the array of each run, by its folder's name.
+        pack: they are no elements, but share the job; their indices are "".
 
     Raises:
         ClusterError: the scheduler refuses it, or is silent. Where it is not known which, the note
@@ -54,7 +57,7 @@ def queue(
     before = (folder.read_handle() or {}).get("job_id", "") if elements is ALONE else ""
     note = {
         "kind": "slurm", "script": str(script), "attempt": attempt, "slurm_conf": slurm_conf,
-        "elements": dict(elements), "before": before, "time": time.time(),
+        "elements": dict(elements), "pack": pack, "before": before, "time": time.time(),
     }  # fmt: skip
     with _noted(folder, note) as lock:
         asking = _Asking(SlurmClient(slurm_conf), note, lock)
@@ -192,7 +195,8 @@ def _check(folder: RunDir, note: Mapping[str, Any]) -> None:
     """A note leads to no other folder, whatever it says."""
     names, indices = note["elements"].keys(), note["elements"].values()
     alone = dict(note["elements"]) == ALONE
-    if not alone and not all(NUMBER.fullmatch(str(word)) for word in (*names, *indices)):
+    words = names if note.get("pack") else (*names, *indices)
+    if not alone and not all(NUMBER.fullmatch(str(word)) for word in words):
         raise RunFolderError(f"{folder.submitting} is damaged: it names no runs of this folder")
 
 
@@ -202,11 +206,14 @@ def _write_down(folder: RunDir, note: Mapping[str, Any], job: str) -> None:
         for name, index in note["elements"].items():
             handle = {
                 "kind": "slurm",
-                "job_id": f"{job}_{index}" if index else job,
+                "job_id": f"{job}_{index}" if index and not note.get("pack") else job,
                 "attempt": note["attempt"],
                 "slurm_conf": note["slurm_conf"],
                 "time": time.time(),
             }
+            if note.get("pack"):
+                names = list(note["elements"])
+                handle["pack"] = {"script": Path(note["script"]).name, "runs": names}
             if (folder.path / name).is_dir():
                 write_json(RunDir(folder.path / name).handle, handle)
                 RunDir(folder.path / name).turn.unlink(missing_ok=True)

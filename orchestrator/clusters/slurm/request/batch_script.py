@@ -18,6 +18,7 @@ from orchestrator.clusters.slurm.request.shell_lines import (
     heeding,
     owning,
     settling,
+    settling_a_share,
     unless_ended,
     unless_stopped,
     waiting,
@@ -88,10 +89,10 @@ def _from_environment(config: Config, run: RunDir, here: Here) -> Iterator[str]:
     if taken:
         yield f"# as set in the environment: {', '.join(default.variable for default in taken)}"
     for default in taken:
-        yield _option(default.option, default.value)
+        yield option_line(default.option, default.value)
 
 
-def _option(name: str, value: object) -> str:
+def option_line(name: str, value: object) -> str:
     return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={quoted(value)}"
 
 
@@ -127,10 +128,10 @@ def _our_environment(config: Config, here: Here, attempt: int) -> Iterator[str]:
         yield f'export {OUTER_PATH_VARIABLE}="$PYTHONPATH"'
         yield f'export {OUTER_UMASK_VARIABLE}="$outer_umask"'
         yield f"export {COPIES_VARIABLE}={quoted(copies)}"
-    yield from _search_path(here)
+    yield from search_path(here)
 
 
-def _search_path(here: Here) -> Iterator[str]:
+def search_path(here: Here) -> Iterator[str]:
     """The run's own code comes before any other; what is in its copy, where that is unpacked."""
     path = ":".join(str(folder) for folder in here.path if not here.in_copy(folder))
     if path:
@@ -158,7 +159,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
     """
     lines = [
         "#!/bin/bash",
-        *(_option(name, value) for name, value in options(config, run, here)),
+        *(option_line(name, value) for name, value in options(config, run, here)),
         *_from_environment(config, run, here),
         "",
         *_step(config, run, attempt, here),
@@ -174,19 +175,39 @@ def step_script(config: Config, run: RunDir, attempt: int, here: Here, shape: Se
     Args:
         shape: options of srun that say which part of the allocation the ranks take.
     """
-    step = _step(config, run, attempt, here, shape)
+    step = _step(config, run, attempt, here, shape, held=True)
     return "\n".join(["#!/bin/bash", *step, "exit $code"]) + "\n"
 
 
+def share_script(
+    config: Config, run: RunDir, attempt: int, here: Here, shape: Sequence[str]
+) -> str:
+    """The same in an allocation that the run shares with others, for the script of that (see
+    `packing/script.py`), which heeds this one's code.
+    """
+    lines = [
+        "#!/bin/bash",
+        *_step(config, run, attempt, here, shape),
+        *settling_a_share([here.python, *here.starter]),
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def _step(
-    config: Config, run: RunDir, attempt: int, here: Here, shape: Sequence[str] | None = None
+    config: Config,
+    run: RunDir,
+    attempt: int,
+    here: Here,
+    shape: Sequence[str] = (),
+    *,
+    held: bool = False,
 ) -> Iterator[str]:
     """From the checks on the node to srun's `code`; no `shape` where the job is the run's own."""
-    held = shape is not None
     yield from (
         *(["outer_umask=$(umask)"] if here.copies is not None else []),
         "umask 077",
-        *heeding(held=held),
+        *heeding(held=held, shared=bool(shape) and not held),
         f"run={quoted(run.path)}",
         *owning(),
         'if ! [ -w "$run/attempts" ]; then',
@@ -200,14 +221,14 @@ def _step(
         f'exec {SRUN_LOG}>>"$run/attempts/$attempt/srun.log"',
         *_sound_code(here),
         *(["outer_path=${PYTHONPATH-}"] if here.copies is not None else []),
-        *_search_path(here),
+        *search_path(here),
         "(  # whatever is set, trapped or ended in here, what follows it is done",
         *unless_stopped(),
         *_environment(config),
         *(['export PYTHONPATH="$outer_path"'] if here.copies is not None else []),
         *_preamble(config),
         *_our_environment(config, here, attempt),
-        *srun_lines(config, here, run, shape or (), f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
+        *srun_lines(config, here, run, shape, f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
         ") &",
         *waiting(held=held, beside=[here.python, *here.starter] if config.run.survive else []),
     )

@@ -16,13 +16,17 @@ STOP_SIGNALS = "TERM INT HUP USR1 USR2"
 SRUN_LOG = 9  # the descriptor of its log, open before anything of the person's runs
 
 
-def heeding(*, held: bool = False) -> Iterator[str]:
+def heeding(*, held: bool = False, shared: bool = False) -> Iterator[str]:
     """Signals are noted and passed on: one that the script alone gets (scancel --batch) is meant
     for the ranks. srun takes USR2 for its tasks; of TERM it ends them, which only a launcher wants
     that holds the script (`allocation.py`).
+
+    Args:
+        shared: the job is not the run's own, and its script says which process it is.
     """
-    yield f"{BATCH_PID_VARIABLE}=$$"
-    yield f"export {BATCH_PID_VARIABLE}"
+    if not shared:
+        yield f"{BATCH_PID_VARIABLE}=$$"
+        yield f"export {BATCH_PID_VARIABLE}"
     if not held:
         yield f'{BATCH_COPY_VARIABLE}="$SLURMD_NODENAME:${{TMPDIR-}}"'
         yield f"export {BATCH_COPY_VARIABLE}"
@@ -98,6 +102,13 @@ def settling(starter: Sequence[str], *, survive: bool) -> Iterator[str]:
     yield f"trap '' {STOP_SIGNALS}"
     after = f'{_words(starter)} after "$run" "$attempt" "$code" "$told"'
     yield f"{after} && code=0" if survive else after
+
+
+def settling_a_share(starter: Sequence[str]) -> Iterator[str]:
+    """The same in a job that others share; the code says whether this run is to start again."""
+    yield f"trap '' {STOP_SIGNALS}"
+    yield f'{_words(starter)} share "$run" "$attempt" "$code" "$told"'
+    yield "code=$?"
 
 
 def _words(words: Sequence[str]) -> str:

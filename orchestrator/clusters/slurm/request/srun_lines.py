@@ -8,7 +8,7 @@ from pathlib import Path
 
 from orchestrator.clusters.slurm.request.safe_values import quoted
 from orchestrator.clusters.slurm.request.sbatch_defaults import Default
-from orchestrator.config.schema import ClusterConfig, Config, gpu_count
+from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
 from orchestrator.lifecycle.signs.last_word import SCRIPT
 from orchestrator.run_folder.rundir import RunDir
 
@@ -53,6 +53,18 @@ class Here:
             return ["-u", str(program)]
         inside = program.relative_to(self.unpacked) if self.in_copy(program) else program
         return ["-I", f"{self.unpacked}.py", str(self.unpacked), str(inside)]
+
+
+def shape_of(asked: ClusterConfig) -> Iterator[str]:
+    """Options of srun, and of salloc, that say what a run's ranks take of an allocation."""
+    nodes = node_range(asked.nodes)[1]
+    yield f"--nodes={nodes}"
+    yield f"--ntasks={nodes * asked.ranks_per_node}"
+    yield f"--ntasks-per-node={asked.ranks_per_node}"
+    if gpu_count(asked.gpus_per_node):
+        yield f"--gpus-per-node={asked.gpus_per_node}"
+    if asked.memory_gib is not None:
+        yield f"--mem={round(asked.memory_gib * 1024)}M"
 
 
 def srun_lines(

@@ -1,0 +1,1 @@
+"""Many small runs in one allocation, each on its share of every node of it (`sweep.pack`)."""
