@@ -24,7 +24,7 @@ UPDATES, EVERY, PAUSE_S, RANKS = 40, 5, 0.04, 2
 PLAN = (
     "job._target_=tests.tiny_job.Tiny", "tracker=none", "accumulation.global_batch=32",
     "accumulation.steps=4", "cluster.nodes=2", "cluster.ranks_per_node=1",
-    f"train.updates={UPDATES}",
+    f"train.updates={UPDATES}", "run.survive=false",
 )  # fmt: skip
 
 

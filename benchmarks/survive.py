@@ -253,11 +253,15 @@ def goodput(rounds: int, update_s: float, every_s: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def costs(updates: int, count: int, warm_up: int = 1) -> list[dict[str, Any]]:
+    """What it costs while nobody is lost: whole runs by turns, with and without."""
+    ways = {way: partial(seconds_of, way, updates) for way in (WITHOUT, WITH)}
+    return rows_of(interleaved(ways, count, warm_up=warm_up), WITHOUT)
+
+
 def main(*, quick: bool = False) -> None:
     """All of it; some fifteen minutes, or three."""
-    updates, count = (60, 2) if quick else (100, 10)
-    ways = {way: partial(seconds_of, way, updates) for way in (WITHOUT, WITH)}
-    cost = rows_of(interleaved(ways, count, warm_up=0 if quick else 1), WITHOUT)
+    cost = costs(60, 2, warm_up=0) if quick else costs(100, 10)
     digest, update_s = undisturbed(60)
     victims = itertools.islice(itertools.cycle(range(RANKS)), 2 if quick else 12)
     found = [one for v in victims for one in disturbed(60, [v], 0.0, digest)["losses"]]

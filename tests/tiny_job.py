@@ -91,3 +91,15 @@ class OwnRate(Tiny):
 
     def learning_rate(self, update):
         return 0.01 / (1 + update)
+
+
+class Talking(Tiny):
+    """Its loss may call collectives."""
+
+    talks_in_window = True
+
+
+class Hidden(Tiny):
+    """What it is for nobody sees who does not run it."""
+
+    framework = "TORCH".lower()

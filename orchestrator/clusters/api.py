@@ -12,13 +12,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from orchestrator.clusters.request import Admission, Request, Share
 from orchestrator.config.options import NoOptions, options_of
 from orchestrator.config.schema import Config, node_range
+from orchestrator.config.survive_rules import Survival, planned, with_survival
 from orchestrator.errors import ClusterError
 from orchestrator.extensions import CLUSTERS
 from orchestrator.outcome.folder_status import (
@@ -114,6 +115,16 @@ class Cluster(ABC):
         """
         self.config, self.tell = config, tell
         self.options = options_of(self.Options, config.cluster.options, "cluster.options")
+
+    @cached_property
+    def survival(self) -> Survival:
+        """Whether ranks go on there without those that are lost. Raises `JobError` for no job."""
+        return planned(self.config)
+
+    @property
+    def decided(self) -> Config:
+        """The configuration, with `run.survive` as it will be."""
+        return with_survival(self.config, on=self.survival.on)
 
     def refuse(self, plan: Plan, framework: str | None) -> None:  # nothing, by default
         """Raise a `UsageError` for a plan that could never run there; nothing is asked for it."""

@@ -1,20 +1,94 @@
-"""What `run.survive=true` cannot be had with, and what can be done instead (docs/surviving.md)."""
+"""Whether ranks go on without those that are lost: what that cannot be had with is refused where it
+was asked for, and told where nobody has said (docs/surviving.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from orchestrator.config.schema import Config, gpu_count, node_range
+from orchestrator.config.user_code.job_source import TargetFacts, check_target
 from orchestrator.config.user_code.program_section import is_program
 
 SURVIVE = "run.survive=true is not available with"
 RESTARTS = "run.max_restarts=3"
+ON = (
+    "a rank or a node that is lost does not end the run: the others redo its update and go on "
+    "(run.survive)"
+)
+OFF = "a rank that is lost ends the run: "
+SHARDS = (
+    "engine.shard_optimizer=true needs each shard twice for that, which costs memory and bytes; "
+    "run.survive=true does it"
+)
+UNKNOWN = "the job's source does not say which framework it is for; run.survive=true insists"
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """Whether the others go on, and what a person is told of it; "" where there is nothing to."""
+
+    on: bool
+    words: str = ""
+
+
+def planned(config: Config) -> Survival:
+    """What was asked for; where nothing was, on wherever it can be had on more than one node.
+
+    The job's source is read for that. Raises `JobError` as `check_target` does.
+    """
+    asked = config.run.survive
+    if asked is not None:
+        return Survival(asked, ON if asked else "")
+    if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
+        return Survival(False)
+    against = next(_against(config), None)
+    return Survival(True, ON) if against is None else Survival(False, OFF + against)
+
+
+def with_survival(config: Config, *, on: bool) -> Config:
+    """The same, where whoever reads it needs not ask again."""
+    return replace(config, run=replace(config.run, survive=on))
+
+
+def _against(config: Config) -> Iterator[str]:
+    """Why it is off where nobody has said, the first reason first."""
+    yield from _anywhere(config)
+    yield from _with(config, check_target(config.job))
+    if config.engine.shard_optimizer:
+        yield SHARDS
+
+
+def _with(config: Config, facts: TargetFacts) -> Iterator[str]:
+    if facts.framework == "torch":
+        yield from _torch(config)
+        if facts.talks_in_window:
+            yield f"{SURVIVE} talks_in_window: nobody could break those collectives off"
+    elif facts.framework == "mindspore":
+        yield from _mindspore()
+    elif facts.framework is None:
+        yield UNKNOWN
+    else:
+        yield f"{SURVIVE} {facts.framework}; try {RESTARTS}"
 
 
 def anywhere(config: Config) -> Iterator[str]:
-    """Whatever the job is written for."""
-    if not config.run.survive:
-        return
+    """What was asked for and cannot be had, whatever the job is written for."""
+    return _anywhere(config) if config.run.survive else iter(())
+
+
+def with_torch(config: Config) -> Iterator[str]:
+    """The same of a job for torch."""
+    return _torch(config) if config.run.survive else iter(())
+
+
+def with_mindspore(config: Config) -> Iterator[str]:
+    """The same of a job for MindSpore."""
+    return _mindspore() if config.run.survive else iter(())
+
+
+def _anywhere(config: Config) -> Iterator[str]:
     if is_program(config.job):
         yield (
             "run.survive=true means nothing to a program, whose updates nobody else can redo; try "
@@ -45,9 +119,7 @@ def anywhere(config: Config) -> Iterator[str]:
         )
 
 
-def with_torch(config: Config) -> Iterator[str]:
-    if not config.run.survive:
-        return
+def _torch(config: Config) -> Iterator[str]:
     if config.transport not in ("auto", "gloo"):
         yield (
             f"{SURVIVE} transport={config.transport}, whose collectives cannot be left when a peer "
@@ -57,9 +129,8 @@ def with_torch(config: Config) -> Iterator[str]:
         yield f"{SURVIVE} engine.norm=exact; try engine.norm=group or frozen"
 
 
-def with_mindspore(config: Config) -> Iterator[str]:
-    if config.run.survive:
-        yield (
-            f"{SURVIVE} MindSpore, whose ranks end when a peer is gone; try {RESTARTS}, which "
-            "begins again from the newest checkpoint"
-        )
+def _mindspore() -> Iterator[str]:
+    yield (
+        f"{SURVIVE} MindSpore, whose ranks end when a peer is gone; try {RESTARTS}, which begins "
+        "again from the newest checkpoint"
+    )

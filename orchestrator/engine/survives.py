@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from orchestrator.engine.api import Group
+
+BREAKABLE = ("gloo", "threads")
+"""Transports whose collectives can be left when a peer is gone."""
+
+
+def against(job: Any, group: Group) -> str:
+    """Why the ranks of `group` cannot go on without those that are lost; "" where they can."""
+    if group.size > 1 and group.transport not in BREAKABLE:
+        return (
+            f"run.survive=true needs transport=gloo: a collective of {group.transport} cannot "
+            "be left when a peer is gone; leave run.survive out, and use run.max_restarts"
+        )
+    if getattr(job, "talks_in_window", False):
+        return (
+            f"run.survive=true is not available for {type(job).__name__}, whose loss calls "
+            "collectives of its own (talks_in_window): nobody could break them off"
+        )
+    return ""
 
 
 class Survives(Protocol):

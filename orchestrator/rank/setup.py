@@ -34,9 +34,10 @@ from orchestrator.rank.agreed.devices_asked import devices_asked
 from orchestrator.rank.agreed.environment import describe_environment
 from orchestrator.rank.agreed.rates import own_rates
 from orchestrator.rank.agreed.stated_facts import compare_facts
+from orchestrator.rank.agreed.survival import agreed_survival
 from orchestrator.rank.attending.attendance import Attendance
-from orchestrator.rank.loop import Outcome
 from orchestrator.rank.preflight import preflight
+from orchestrator.rank.restoring import restore
 from orchestrator.rank.survivors import Survivors
 from orchestrator.rank.training import Training
 from orchestrator.report.computed_with import warnings_of
@@ -57,6 +58,7 @@ def set_up(
     framework = FRAMEWORKS.make(framework_of(job, config), Framework)
     with for_others("their group to form"):
         group = framework.form_group(spec)
+    config = agreed_survival(config, job, group)
     engine = framework.build_engine(job, engine_settings(config, job), group)
     preflight(run, attempt, config, topology, engine)
     planned = _planned(config, job, engine, topology.nodes)
@@ -65,7 +67,7 @@ def set_up(
         run=run, attempt=attempt, config=config, engine=engine, group=group, planned=planned,
         rates=own_rates(job, config.schedule, engine, planned.updates),
     )  # fmt: skip
-    _restore(run, engine, outcome := training.outcome, topology.rank)
+    restore(run, engine, outcome := training.outcome, topology.rank)
     checkpoint.refuse_beyond(run, outcome.updates, planned.updates)
     if config.train.initial_weights is not None and not outcome.updates:
         checkpoint.check_initial(run)
@@ -76,7 +78,7 @@ def set_up(
         environment = describe_environment(framework.versions(), group.transport, code)
         _write_down(run, environment, engine, planned)
         training.write()
-    if config.run.survive and group.size > 1:
+    if config.run.survive:
         survivors = Survivors(spec, config.cluster, topology, framework, engine, group)
         attendance.goes_on_with(survivors)
         training.others = survivors
@@ -166,22 +168,6 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
     planned = plan_with(engine.parameter_count(), agreed_samples(engine, job.dataset()))
     compare_facts(config.facts, planned, plan_with)
     return planned
-
-
-def _restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> None:
-    """Load the newest sound checkpoint, the same on every rank: rank 0 chooses."""
-    own = run.identity
-    if rank == 0:
-        checkpoint.make_again(run.checkpoints)
-        checkpoint.remove_partial(run.checkpoints)
-    found, passed_over = checkpoint.newest(run.checkpoints, own) if rank == 0 else (None, [])
-    for sentence in passed_over:
-        warn(sentence)
-    if (updates := int(engine.gather([found.updates if found else -1])[0][0])) < 0:
-        return
-    chosen = found or checkpoint.load(checkpoint.folder_of(run.checkpoints, updates), own)
-    engine.load_state(chosen.folder, chosen.extra)
-    outcome.updates, outcome.samples = chosen.updates, chosen.samples
 
 
 def _environment_before(run: RunDir) -> dict[str, Any] | None:

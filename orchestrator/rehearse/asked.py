@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from orchestrator.compose.composer import compose
 from orchestrator.config.schema import Config, node_range
+from orchestrator.config.survive_rules import planned
 from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.rehearse.connections import check_lending
@@ -64,7 +65,7 @@ class Asked:
         are rounded otherwise, unless they are reproducible.
         """
         least, most = node_range(self.config.cluster.nodes)
-        same_ranks = not self.config.run.survive and least == most
+        same_ranks = not planned(self.config).on and least == most
         return same_ranks or self.config.accumulation.reduction == "reproducible"
 
     @property

@@ -153,8 +153,7 @@ def begun(
         cluster.tell = interrupts.ending(cluster.tell)
         run.create()
         cluster.trust(run)
-        for sentence in () if manner.quiet else plan.warnings:
-            say(manner.console, f"warning: {sentence}", "yellow")
+        manner.foretell(plan.warnings, cluster.survival.words)
         try:
             with writing(run):
                 run.write_config(to_yaml(config))

@@ -1,15 +1,20 @@
-"""What `run.survive=true` cannot be had with is refused before anything starts, with a way out."""
+"""What `run.survive=true` cannot be had with is refused before anything starts, with a way out;
+where nobody has said, it is on where it can be had on more than one node, and else told why not.
+"""
 
 import pytest
 
 from orchestrator.config.rules import check, refuse_unsupported
 from orchestrator.config.schema import Config
+from orchestrator.config.survive_rules import OFF, ON, planned
 from orchestrator.errors import ConfigError
 
+TINY, LIGHT = {"_target_": "tests.tiny_job.Tiny"}, {"_target_": "tests.light_job.Light"}
 
-def config(**values):
-    made = Config(job={"_target_": "tests.tiny_job.Tiny"}, optimizer={"name": "adam"})
-    made.run.survive = True
+
+def config(*, survive=True, **values):
+    made = Config(job=TINY, optimizer={"name": "adam"})
+    made.run.survive = survive
     for dotted, value in values.items():
         section, _, name = dotted.rpartition("__")
         setattr(getattr(made, section) if section else made, name, value)
@@ -47,3 +52,49 @@ def test_what_cannot_survive_is_refused_with_what_can_be_done(values, framework,
 @pytest.mark.parametrize("kind", ["local", "slurm"])
 def test_what_can_survive_is_let_through(kind):
     refuse(config(cluster__kind=kind), "torch")
+
+
+REFUSED = (
+    ({"transport": "nccl"}, "transport=gloo"),
+    ({"engine__norm": "exact"}, "engine.norm=group"),
+    ({"cluster__kind": "slurm", "cluster__allocation": "current"}, "leave one of them"),
+    ({"cluster__gpus_per_node": 4}, "transport=gloo"),
+    ({"cluster__kind": "elsewhere"}, "not available on a elsewhere cluster"),
+    ({"engine__shard_optimizer": True}, "run.survive=true does it"),
+    ({"job": {"_target_": "jobs.digits_mindspore.DigitsMindSpore"}}, "run.max_restarts=3"),
+    ({"job": LIGHT}, "not available with numpy"),
+    ({"job": {"_target_": "tests.tiny_job.Talking"}}, "talks_in_window"),
+    ({"job": {"_target_": "tests.tiny_job.Hidden"}}, "does not say which framework"),
+)
+
+
+@pytest.mark.parametrize(("values", "said"), REFUSED)
+def test_where_nobody_has_said_what_stands_against_it_is_told_and_it_is_off(values, said):
+    found = planned(config(survive=None, **values))
+    assert not found.on
+    assert found.words.startswith(OFF)
+    assert said in found.words
+
+
+@pytest.mark.parametrize(
+    ("values", "on"),
+    [
+        ({}, True),
+        ({"cluster__kind": "slurm"}, True),
+        ({"cluster__nodes": {"min": 1, "max": 2}}, True),
+        ({"cluster__nodes": 2, "cluster__ranks_per_node": 1}, True),
+        ({"cluster__nodes": 1}, False),
+        ({"job": {"command": ["train.py"]}}, False),
+    ],
+)
+def test_where_nobody_has_said_it_is_on_where_more_than_one_node_is_planned(values, on):
+    made = config(survive=None, **values)
+    assert planned(made).on is on
+    assert planned(made).words == ON * on
+    assert made.run.survive is None, "what was asked for is kept as it was"
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_what_was_said_holds(stated):
+    for values in ({}, {"cluster__nodes": 1}, {"engine__shard_optimizer": True}):
+        assert planned(config(survive=stated, **values)).on is stated

@@ -11,7 +11,7 @@ from tests.helpers import SMALL, TINY, call, result, verb
 OLD = Path(__file__).parent.parent / "data" / "run_of_f3b2971"
 SHAPE = (
     TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "accumulation.steps=2",
-    "train.updates=12", "train.checkpoint_every=4",
+    "train.updates=12", "train.checkpoint_every=4", "run.survive=false",
 )  # fmt: skip
 
 

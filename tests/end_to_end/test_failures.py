@@ -10,7 +10,10 @@ import pytest
 from tests import helpers
 from tests.helpers import SMALL, TINY
 
-SLOW = (TINY, "job.pause_s=0.05", "train.updates=400", "accumulation.global_batch=40")
+SLOW = (
+    TINY, "job.pause_s=0.05", "train.updates=400", "accumulation.global_batch=40",
+    "run.survive=false",
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tests.helpers import SMALL
 LIVELY = "job._target_=tests.lively_jobs.Lively"
 COMMON = (
     "tracker=none", "train.updates=4", "accumulation.global_batch=40", "accumulation.steps=2",
-    "train.evaluate_every=2",
+    "train.evaluate_every=2", "run.survive=false",
 )  # fmt: skip
 WAIT = ("cluster.collective_timeout_s=8", "cluster.hang_timeout_s=600")
 HANG = ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=8")

@@ -11,7 +11,10 @@ import pytest
 from tests import helpers
 from tests.helpers import SMALL, TINY
 
-FEW = (TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "train.checkpoint_every=5")
+FEW = (
+    TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "train.checkpoint_every=5",
+    "run.survive=false",
+)  # fmt: skip
 
 
 def notes(run):
@@ -54,7 +57,7 @@ def test_a_run_with_a_sharded_optimizer_survives_a_killed_rank_as_planned(tmp_pa
     more = (
         TINY, "engine.shard_optimizer=true", "engine.bucket_mib=0.0005", "job.dropout=0.5",
         "tracker=none", "accumulation.global_batch=40", "train.updates=12",
-        "train.checkpoint_every=4",
+        "train.checkpoint_every=4", "run.survive=false",
     )  # fmt: skip
     fault = ("job.fault=kill", "job.fault_rank=3", "job.fault_after=45", "run.max_restarts=1")
     for folder, faults in ((run, fault), (undisturbed, ())):

@@ -1,4 +1,6 @@
-"""Ranks and nodes die in mid-window; the others end the run, with an undisturbed one's bits."""
+"""Ranks and nodes die in mid-window; the others end the run, with an undisturbed one's bits. Where
+more than one node is planned that needs no key.
+"""
 
 import json
 import os
@@ -12,7 +14,7 @@ from tests.helpers import TINY
 RUN = (
     TINY, "job.dropout=0.2", "job.pause_s=0.02", "accumulation.reduction=reproducible",
     "accumulation.micro_batch=4", "accumulation.global_batch=48", "train.updates=12",
-    "train.evaluate_every=2", "tracker=none", "run.survive=true",
+    "train.evaluate_every=2", "tracker=none",
 )  # fmt: skip
 SHAPE = ("cluster.nodes=3", "cluster.ranks_per_node=2")
 
@@ -60,6 +62,7 @@ def test_the_node_of_rank_0_dies_and_then_one_rank_does_and_one_is_stopped(tmp_p
 
     code, output = disturbed(run, kill, "cluster.heartbeat_timeout_s=4")
     assert code == 0, output
+    assert "the others redo its update and go on (run.survive)" in " ".join(output.split())
     check_whole(run, undisturbed)
     notes = [r["survived"] for r in helpers.records(run) if "survived" in r]
     assert sorted(rank for note in notes for rank in note["gone"]) == [0, 1, 2, 5]
@@ -89,7 +92,7 @@ def test_shards_outlive_a_node_and_come_from_the_newest_checkpoint_when_too_many
 
     code, output = disturbed(
         run, kill, "accumulation.reduction=fast", "engine.shard_optimizer=true",
-        "train.checkpoint_every=5", "run.max_restarts=1",
+        "run.survive=true", "train.checkpoint_every=5", "run.max_restarts=1",
     )  # fmt: skip
     assert code == 0, output
     assert "nobody has the part of rank" in output
@@ -105,7 +108,7 @@ def test_shards_outlive_a_node_and_come_from_the_newest_checkpoint_when_too_many
 
 def test_an_exception_in_the_job_is_not_survived(tmp_path):
     run = tmp_path / "run"
-    done = helpers.call(*RUN, "cluster.nodes=1", "job.fault=raise", f"run.dir={run}", "-q")
+    done = helpers.call(*RUN, "cluster.nodes=2", "job.fault=raise", f"run.dir={run}", "-q")
     assert done.returncode == 1
     culprit = helpers.result(run)["culprit"]
     assert culprit["rank"] == 1

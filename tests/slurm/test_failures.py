@@ -79,7 +79,8 @@ def standing(slurm, tmp_path_factory):
     return folder
 
 
-KILLED = ("train.updates=4", "train.checkpoint_every=1")  # so each attempt does two of them
+KILLED = ("train.updates=4", "train.checkpoint_every=1", "run.survive=false")
+"""So each attempt does two of them."""
 
 
 @pytest.fixture(scope="module")

@@ -68,7 +68,7 @@ def test_a_stop_that_cannot_wait_for_the_boundary_loses_its_window_only(slurm, t
 
 
 def test_a_requeue_by_hand_and_a_node_set_down_are_survived(mended, tmp_path):
-    run, more = tmp_path / "run", (TINY, "train.updates=60")
+    run, more = tmp_path / "run", (TINY, "train.updates=60", "run.survive=false")
     job = runs.submit(mended, run, *more, "job.pause_s=0.05")
     runs.wait_for_update(run, 5)
     mended.command("scontrol", "requeue", job)

@@ -224,7 +224,7 @@ class LocalCluster(Cluster):
         details = {
             "gpus": gpus,
             "silence_s": self.config.cluster.heartbeat_timeout_s,
-            "survive": self.config.run.survive,
+            "survive": self.survival.on,
             "hang_s": self.config.cluster.hang_timeout_s,
         }
         return replace(asked, details=details)

@@ -36,7 +36,7 @@ class SlurmCluster(OnSlurm):
     attended = False
 
     def script(self, run: RunDir, attempt: int, place: Here) -> str:
-        return batch_script(self.config, run, attempt, place)
+        return batch_script(self.decided, run, attempt, place)
 
     def share_script(self, run: Path, attempt: int, copy: Path | None = None) -> str:
         """The script of a run in an allocation that others share, see `packing/`."""
@@ -81,7 +81,7 @@ class SlurmCluster(OnSlurm):
 
     def _survives(self) -> str:
         """What becomes of losses, in words, where they do not end the job."""
-        if not self.config.run.survive:
+        if not self.survival.on:
             return ""
         nodes = self.config.cluster.nodes
         least = plural(1 if isinstance(nodes, int) else node_range(nodes)[0], "node")

@@ -71,7 +71,7 @@ class OnSlurm(Cluster):
         Args:
             copy: where the copy of the code is that it shares with others; None: in its own folder.
         """
-        config, folder = self.config, RunDir(run)
+        config, folder = self.decided, RunDir(run)
         check_values(config, run, Path.cwd())
         place = here(config, copy or folder.snapshot(attempt))
         check_clusters(os.environ)
@@ -115,5 +115,5 @@ class OnSlurm(Cluster):
         """What srun starts after each rank, in the folder of all that SLURM starts."""
         run.submitit.mkdir(mode=0o700, exist_ok=True)
         script = run.submitit / SCRIPT
-        write_atomically(script, after_rank(run, quoted(run.path), every=self.config.run.survive))
+        write_atomically(script, after_rank(run, quoted(run.path), every=self.survival.on))
         script.chmod(0o700)

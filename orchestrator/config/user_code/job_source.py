@@ -32,13 +32,16 @@ from orchestrator.job import COUPLED_METHODS, REQUIRED_METHODS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetFacts:
-    """What the source says of a job; None where it does not say. `figures`: that it evaluates."""
+    """What the source says of a job; None where it does not say. `figures`: that it evaluates.
+    `talks_in_window`: that its loss calls collectives.
+    """
 
     framework: str | None = None
     metric_count: int | None = None
     coupled: bool = False
     own_optimizer: bool | None = None
     own_rate: bool = False
+    talks_in_window: bool = False
     figures: tuple[str, ...] | None = None
     source: Path | None = None
 
@@ -171,6 +174,7 @@ def _check_class(dotted: str, found: SourceClass, job: Mapping[str, Any]) -> Tar
         coupled=coupled,
         own_optimizer=_own_optimizer(lineage),
         own_rate=isinstance(members.get("learning_rate"), DEFINITIONS),
+        talks_in_window=bool(_constant(members, "talks_in_window")),
         figures=_figures(lineage),
         source=found.module.source,
     )

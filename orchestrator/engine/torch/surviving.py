@@ -19,6 +19,7 @@ from torch import Tensor
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.engine.common.hyperparameters import Hyperparameters
 from orchestrator.engine.settings import EngineSettings
+from orchestrator.engine.survives import against
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.checks.at_start.same_start import spread
 from orchestrator.engine.torch.comm.base_group import BaseGroup
@@ -29,7 +30,7 @@ from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.optimizers import hyperparameters_of
 from orchestrator.engine.torch.sharding.mirrors import mirror_distance
 from orchestrator.engine.torch.state import pack, unpack
-from orchestrator.errors import ConfigError, JobError
+from orchestrator.errors import ConfigError
 from orchestrator.job import Job
 
 
@@ -37,21 +38,13 @@ class SurvivingEngine(TorchEngine):
     """See `Survives`; the arguments are `TorchEngine`'s.
 
     Raises:
-        ConfigError: the group's transport cannot leave a collective whose peers are gone.
-        JobError: the job calls collectives of its own.
+        ConfigError: the group's transport cannot leave a collective whose peers are gone, or the
+            job calls collectives of its own.
     """
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
-        if group.size > 1 and group.transport not in ("gloo", "threads"):
-            raise ConfigError(
-                f"run.survive=true needs transport=gloo: a collective of {group.transport} cannot "
-                "be left when a peer is gone; leave run.survive out, and use run.max_restarts"
-            )
-        if getattr(job, "talks_in_window", False):
-            raise JobError(
-                f"run.survive=true is not available for {type(job).__name__}, whose loss calls "
-                "collectives of its own (talks_in_window): nobody could break them off"
-            )
+        if refusal := against(job, group):
+            raise ConfigError(refusal)
         mirrors = _mirrors(group) if settings.shard_optimizer else 0
         super().__init__(job, replace(settings, mirror_shards=mirrors), group)
         self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups

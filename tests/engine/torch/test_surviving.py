@@ -94,6 +94,20 @@ def survivors_of(ranks, left, before, job=Curve, settings=SETTINGS):
 DONE = ()
 
 
+@pytest.mark.parametrize("reduction", ["fast", "reproducible"])
+def test_while_nobody_is_lost_nothing_is_other_than_without(reduction):
+    settings = replace(SETTINGS, reduction=reduction)
+
+    def rank(group, kind):
+        engine = kind(Normed(), settings, group)
+        train(engine, group.rank, group.size, range(4))
+        return digest(engine), group.counters
+
+    assert run_in_threads(4, partial(rank, kind=SurvivingEngine)) == run_in_threads(
+        4, partial(rank, kind=TorchEngine)
+    )
+
+
 def test_a_window_that_broke_off_is_redone_by_fewer_ranks_with_the_same_bits():
     def before(engine, rank):
         train(engine, rank, 4, range(2))
