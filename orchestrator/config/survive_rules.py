@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from orchestrator.config.pack_rules import packing
 from orchestrator.config.schema import Config, gpu_count, node_range
 from orchestrator.config.user_code.job_source import TargetFacts, check_target
 from orchestrator.config.user_code.program_section import is_program
@@ -54,6 +55,11 @@ def with_survival(config: Config, *, on: bool) -> Config:
 
 def _against(config: Config) -> Iterator[str]:
     """Why it is off where nobody has said, the first reason first."""
+    if packing(config.sweep.pack) is not None:
+        yield (
+            f"{SURVIVE} sweep.pack: a node that is lost takes all points of its allocation back to "
+            "the queue"
+        )
     yield from _anywhere(config)
     yield from _with(config, check_target(config.job))
     if config.engine.shard_optimizer:
