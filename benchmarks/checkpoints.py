@@ -93,7 +93,7 @@ class Training:
     def __init__(self) -> None:
         group = TorchGroup.alone()
         settings = EngineSettings(optimizer={"name": "adam"})
-        self._engine, self._update = build_engine(Net(), settings, group, 0), 0
+        self._engine, self._update = build_engine(Net(), settings, group), 0
 
     def stands_still(self, way: str) -> float:
         """For how many seconds, for one checkpoint. `way`: how it is written."""

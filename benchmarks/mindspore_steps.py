@@ -73,7 +73,7 @@ class Ours:
 
     def __init__(self, mode: str) -> None:
         group = MindSporeGroup(rank=0, size=1, transport="mccl")
-        self.engine = build_engine(Mlp(), EngineSettings(mode=mode), group, 0)
+        self.engine = build_engine(Mlp(), EngineSettings(mode=mode), group)
         self.batches = batches()
         self.update = 0
 

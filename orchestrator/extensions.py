@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import traceback
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -153,11 +153,11 @@ TRACKERS = Seam(
 SEAMS = (CLUSTERS, TRANSPORTS, FRAMEWORKS, TRACKERS)
 
 
-def shadowed(seams: Iterable[Seam] = SEAMS) -> list[str]:
+def shadowed() -> list[str]:
     """A sentence for each entry point that is never used, since its name is one of ours."""
     return [
         f"{_package(entry)} registers {seam.key}={entry.name}, which is ours: its own is not used"
-        for seam in seams
+        for seam in SEAMS
         for entry in _entry_points(seam.group)
         if entry.name in seam.ours or entry.name in seam.besides
     ]

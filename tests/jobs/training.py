@@ -32,7 +32,7 @@ def train(job, ranks, *, samples, updates, cap, leaves=False, **settings):
 
     def be(group):
         # A job belongs to one rank: elsewhere each has a process of its own.
-        engine = build_engine(copy.copy(job), EngineSettings(**given), group, 0)
+        engine = build_engine(copy.copy(job), EngineSettings(**given), group)
         mine = list(
             windows(group.rank, ranks, samples=samples, updates=updates, cap=cap, leaves=leaves)
         )

@@ -14,6 +14,7 @@ from orchestrator.errors import JobError
 
 Values = Mapping[tuple[int, str], Any]
 """By parameter group and name; what compares with `==`."""
+RATES = ("lr", "initial_lr")  # the second is a scheduler's mark
 
 
 class Hyperparameters:
@@ -21,12 +22,10 @@ class Hyperparameters:
 
     Args:
         read: gives them as they are now.
-        rate: the name of the learning rate among them.
     """
 
-    def __init__(self, read: Callable[[], Values], rate: str = "lr") -> None:
-        self._read, self._rates = read, (rate, f"initial_{rate}")  # the second: a scheduler's mark
-        self._kept = read()
+    def __init__(self, read: Callable[[], Values]) -> None:
+        self._read, self._kept = read, read()
 
     def keep(self) -> None:
         """They are as they should be: the engine, or the optimizer's own step, has set them."""
@@ -51,7 +50,7 @@ class Hyperparameters:
             )
         for group, name in sorted(found.keys() | self._kept.keys()):
             before, after = (held.get((group, name)) for held in (self._kept, found))
-            if before != after and not (jobs_turn and name not in self._rates):
+            if before != after and not (jobs_turn and name not in RATES):
                 raise JobError(self._told(group, name, before, after, when))
         self._kept = found
 
@@ -60,7 +59,7 @@ class Hyperparameters:
             f"{name} of the optimizer's parameter group {group} was changed from {before!r:.40} to "
             f"{after!r:.40} {when}, behind the engine's back"
         )
-        if name in self._rates:
+        if name in RATES:
             return (
                 f"{changed}, where it would have no effect: each update sets the rate. Let the job "
                 "define learning_rate(self, update) in the place of a scheduler, or use schedule.*"

@@ -36,16 +36,13 @@ def check_settings(settings: EngineSettings) -> None:
         )
 
 
-def build_engine(
-    job: Job, settings: EngineSettings, group: MindSporeGroup, local_rank: int = 0
-) -> Engine:
+def build_engine(job: Job, settings: EngineSettings, group: MindSporeGroup) -> Engine:
     """Build the job's model, the same on every rank, and all that trains it. Collective.
 
     Raises:
         ConfigError: settings that this engine does not have.
         JobError: `model()` or `dataset()` do not give what the contract says, or replicas differ.
     """
-    del local_rank  # the group has picked the device
     check_installed("mindspore")
     check_settings(settings)
     if settings.style == "framework":

@@ -52,16 +52,13 @@ from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job, is_coupled
 
 
-def build_engine(
-    job: Job, settings: EngineSettings, group: BaseGroup, local_rank: int = 0
-) -> TorchEngine:
+def build_engine(job: Job, settings: EngineSettings, group: BaseGroup) -> TorchEngine:
     """Build the job's model, the same on every rank, and all that trains it. Collective.
 
     Raises:
         JobError: `model()` or `dataset()` give what they must not, or replicas differ.
         ConfigError: settings that cannot be used.
     """
-    del local_rank  # the group has picked the device
     return TorchEngine(job, settings, group)
 
 

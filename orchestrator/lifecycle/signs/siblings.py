@@ -13,8 +13,6 @@ import errno
 import mmap
 import os
 import struct
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from orchestrator.lifecycle.signs.node_watch import NodeWatch
@@ -102,12 +100,11 @@ class Siblings:
         hang_s: float,
         *,
         folder: Path = SHARED,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._beats, self._local = Beats(folder / name, len(ranks)), local_rank
         self._next = (local_rank + 1) % len(ranks)
         self._rank, self._heard = ranks[self._next], 0
-        self._watch = NodeWatch(silence_s, hang_s, clock)
+        self._watch = NodeWatch(silence_s, hang_s)
 
     def beat(self, words: str = "") -> tuple[int, int, str] | None:
         """Beat, and look at the next: its rank, process id and last words when it has just become

@@ -139,7 +139,7 @@ def _split(rank, size, samples, steps, update=0, lopsided=False):
 def _updates(group, *, updates=1, steps=3, lopsided=False, job=None, stop=False, **settings):
     job = job or Weighted()
     settings = {"metric_names": job.metric_names, **settings}
-    engine = build_engine(job, EngineSettings(**settings), group, 0)
+    engine = build_engine(job, EngineSettings(**settings), group)
     before = [p.asnumpy().copy() for p in engine._model.trainable_params()]
     report = None
     for update in range(updates):
@@ -270,7 +270,7 @@ class Unequal(Weighted):
 
 def unequal_models_are_refused(group):
     try:
-        build_engine(Unequal(), EngineSettings(metric_names=("error",)), group, 0)
+        build_engine(Unequal(), EngineSettings(metric_names=("error",)), group)
     except JobError as error:
         if "differ from rank 0" not in str(error):
             raise

@@ -35,7 +35,7 @@ def alone():
 
 def built(job=None, **settings):
     job = job or jobs.Weighted()
-    return build_engine(job, EngineSettings(metric_names=job.metric_names, **settings), alone(), 0)
+    return build_engine(job, EngineSettings(metric_names=job.metric_names, **settings), alone())
 
 
 def weights(engine):

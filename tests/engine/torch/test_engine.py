@@ -84,7 +84,7 @@ def _run(engine, windows):
 def _train(split, job=None, **settings):
     def be(group):
         engine = build_engine(
-            job or Curve(), EngineSettings(metric_names=Curve.metric_names, **settings), group, 0
+            job or Curve(), EngineSettings(metric_names=Curve.metric_names, **settings), group
         )
         reports = _run(engine, _windows(split, group.rank))
         engine.accumulator.close()
@@ -143,7 +143,7 @@ def test_a_run_goes_on_with_the_same_bits_from_its_saved_state(tmp_path, precisi
     )
 
     def undisturbed(group):
-        engine = build_engine(Curve(), settings, group, 0)
+        engine = build_engine(Curve(), settings, group)
         _run(engine, _windows(split, group.rank, updates=4))
         return engine.weights_sha256()
 
@@ -151,11 +151,11 @@ def test_a_run_goes_on_with_the_same_bits_from_its_saved_state(tmp_path, precisi
         folder = tmp_path / str(group.rank)
         folder.mkdir()
         windows = list(_windows(split, group.rank, updates=4))
-        engine = build_engine(Curve(), settings, group, 0)
+        engine = build_engine(Curve(), settings, group)
         _run(engine, windows[:2])
         extra = json.loads(json.dumps(engine.save_state(folder)))
         saved, scale = engine.weights_sha256(), engine.accumulator.precision.state()
-        engine = build_engine(Curve(), settings, group, 0)
+        engine = build_engine(Curve(), settings, group)
         assert engine.weights_sha256() != saved
         engine.load_state(folder, extra)
         assert engine.weights_sha256() == saved
@@ -197,7 +197,7 @@ def test_small_questions_have_plain_answers():
 
 def test_numbers_are_gathered_exactly():
     def be(group):
-        engine = build_engine(Curve(), EngineSettings(metric_names=Curve.metric_names), group, 0)
+        engine = build_engine(Curve(), EngineSettings(metric_names=Curve.metric_names), group)
         return engine.gather([group.rank + 1e-12, 2.0**52 + group.rank])
 
     wanted = [[rank + 1e-12, 2.0**52 + rank] for rank in range(3)]
@@ -220,7 +220,7 @@ def test_replicas_that_differ_at_the_start_are_named_by_all():
         job = Odd()
         job.rank = group.rank
         with pytest.raises(JobError, match="rank 2 differs from the others"):
-            build_engine(job, EngineSettings(metric_names=Curve.metric_names), group, 0)
+            build_engine(job, EngineSettings(metric_names=Curve.metric_names), group)
 
     run_in_threads(4, be)
 
@@ -245,7 +245,7 @@ class Normed(Curve):
 
 def test_batch_norm_and_sparse_gradients_are_warned_about_with_remedies():
     engine = build_engine(
-        Normed(), EngineSettings(metric_names=Curve.metric_names), TorchGroup.alone(), 0
+        Normed(), EngineSettings(metric_names=Curve.metric_names), TorchGroup.alone()
     )
     norm, sparse = engine.warnings()
     assert norm.startswith("batch norm in 1 sees one micro-batch at a time")
@@ -278,9 +278,7 @@ class Constant(Mean):
 @pytest.mark.parametrize(("kind", "what"), [(Mean, "total"), (Constant, "weight")])
 def test_a_loss_that_is_not_a_sum_is_warned_about_before_training(kind, what):
     job = kind()
-    engine = build_engine(
-        job, EngineSettings(metric_names=Curve.metric_names), TorchGroup.alone(), 0
-    )
+    engine = build_engine(job, EngineSettings(metric_names=Curve.metric_names), TorchGroup.alone())
     [sentence] = engine.warnings()
     assert sentence.startswith(f"Loss.{what} does not grow with the number of samples")
     assert "reduction='sum'" in sentence
@@ -304,7 +302,7 @@ def test_a_job_that_talks_in_mid_window_has_to_declare_it():
     def be(group, kind):
         job = kind()
         job.group = group
-        engine = build_engine(job, EngineSettings(metric_names=Curve.metric_names), group, 0)
+        engine = build_engine(job, EngineSettings(metric_names=Curve.metric_names), group)
         return _run(engine, _windows(assign([15, 14], steps=2), group.rank))[0].collectives
 
     with pytest.raises(SilenceError, match="talks_in_window = True"):
@@ -336,7 +334,7 @@ class Backwards(Curve):
 def test_buckets_fill_up_in_the_order_in_which_gradients_come():
     def be(group, order):
         job, settings = Backwards(), EngineSettings(metric_names=Curve.metric_names)
-        engine = build_engine(job, replace(settings, bucket_bytes=100), group, 0)
+        engine = build_engine(job, replace(settings, bucket_bytes=100), group)
         assert engine.model.calls == 0
         assert engine.model.counts.num_batches_tracked == 0
         assert engine.model.training
@@ -414,7 +412,7 @@ class NoTorchOptimizer(Curve):
 )
 def test_jobs_and_settings_that_cannot_be_used_are_refused(job, settings, kind, message):
     with pytest.raises(kind, match=message):
-        build_engine(job, EngineSettings(**settings), TorchGroup.alone(), 0)
+        build_engine(job, EngineSettings(**settings), TorchGroup.alone())
 
 
 class Duck:
@@ -432,7 +430,7 @@ class Duck:
 
 
 def test_a_job_need_not_derive_from_job():
-    engine = build_engine(Duck(), EngineSettings(precision="float64"), TorchGroup.alone(), 0)
+    engine = build_engine(Duck(), EngineSettings(precision="float64"), TorchGroup.alone())
     [report] = _run(engine, list(_windows(assign([4], steps=2), 0, updates=1)))
     assert report.weight == 4.0
     assert engine.evaluate() == {}
@@ -465,7 +463,7 @@ class Twisted(Job):
 
 def test_float64_reaches_complex_parameters_too():
     settings = EngineSettings(precision="float64", optimizer={"name": "adam"})
-    engine = build_engine(Twisted(), settings, TorchGroup.alone(), 0)
+    engine = build_engine(Twisted(), settings, TorchGroup.alone())
     [report] = _run(engine, list(_windows(assign([4], steps=2), 0, updates=1)))
     assert engine.model.weight.dtype == torch.complex128
     assert engine.model.count.dtype == torch.int64
@@ -524,7 +522,7 @@ class Nonsense(Curve):
     ],
 )
 def test_a_loss_that_is_none_is_told_what_it_should_be(make, told):
-    engine = build_engine(Nonsense(make), EngineSettings(), TorchGroup.alone(), 0)
+    engine = build_engine(Nonsense(make), EngineSettings(), TorchGroup.alone())
     with pytest.raises(JobError) as refused:
         _run(engine, _windows(assign([SAMPLES], steps=1), 0, updates=1))
     assert told in str(refused.value)

@@ -69,7 +69,7 @@ MOMENTS = {
 
 def _trained(job):
     engine = build_engine(
-        job, EngineSettings(metric_names=Curve.metric_names, optimizer={}), TorchGroup.alone(), 0
+        job, EngineSettings(metric_names=Curve.metric_names, optimizer={}), TorchGroup.alone()
     )
     first, second = _windows(assign([29], steps=1), 0, updates=2)
     _run(engine, [first])

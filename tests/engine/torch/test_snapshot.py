@@ -54,7 +54,7 @@ def compare(group, optimizer, folder, **more):
     settings = EngineSettings(
         optimizer=OPTIMIZERS[optimizer], metric_names=Wide.metric_names, **more
     )
-    engine, ranks = build_engine(Wide(), settings, group, 0), group.size
+    engine, ranks = build_engine(Wide(), settings, group), group.size
     train(engine, group.rank, ranks, range(2))
     engine.gather_state()
     if group.rank:

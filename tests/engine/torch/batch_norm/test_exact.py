@@ -230,7 +230,7 @@ class Sometimes(Nested):
 )
 def test_what_it_cannot_be_had_with_is_refused_with_what_can(job, more, kind, words):
     with pytest.raises(kind, match=words) as caught:
-        build_engine(job, EngineSettings(norm="exact", **more), TorchGroup.alone(), 0)
+        build_engine(job, EngineSettings(norm="exact", **more), TorchGroup.alone())
     assert "group or frozen" in str(caught.value)
 
 

@@ -56,7 +56,7 @@ def test_frozen_group_and_exact_norms_give_one_update_for_any_split(norm, exact)
     ],
 )
 def test_the_layers_are_named(norm, words):
-    engine = build_engine(Pictures(), EngineSettings(norm=norm), TorchGroup.alone(), 0)
+    engine = build_engine(Pictures(), EngineSettings(norm=norm), TorchGroup.alone())
     assert len(engine.warnings()) == 1
     assert words in engine.warnings()[0]
 

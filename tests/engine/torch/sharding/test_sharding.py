@@ -396,7 +396,7 @@ def _engine(group, optimizer, *, shard, precision="float32"):
         metric_names=Curve.metric_names, optimizer=optimizer, precision=precision,
         shard_optimizer=shard, bucket_bytes=64,
     )  # fmt: skip
-    return build_engine(Curve(dropout=0.0), settings, group, 0)
+    return build_engine(Curve(dropout=0.0), settings, group)
 
 
 def _windows_of(group, first, last):
@@ -502,7 +502,7 @@ def test_another_models_state_is_refused(tmp_path):
     def be(group):
         settings = EngineSettings(metric_names=Curve.metric_names, optimizer=ADAM,
                                   shard_optimizer=True)  # fmt: skip
-        engine = build_engine(Wider(), settings, group, 0)
+        engine = build_engine(Wider(), settings, group)
         with pytest.raises(RunFolderError, match="is of another model"):
             engine.load_state(tmp_path, extra)
         other = _stepped(Curve().model()).state_dict()

@@ -97,7 +97,7 @@ def _trained(job_of, updates, **settings):
     """What each rank raised, or None; and how many updates it did before."""
 
     def be(group):
-        engine = build_engine(job_of(group.rank), EngineSettings(**settings), group, 0)
+        engine = build_engine(job_of(group.rank), EngineSettings(**settings), group)
         done = 0
         try:
             windows = [_window(group.rank, update) for update in range(updates)]
