@@ -6,10 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from orchestrator.config.reading import unknown_keys
 from orchestrator.errors import ConfigError
 
 
@@ -29,6 +25,12 @@ def options_of(schema: type, values: Mapping[str, Any], key: str) -> Any:
     """
     if schema is NoOptions and not values:
         return NoOptions()
+    # Not above: `status` and its like ask clusters where runs stand, and read no options.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from orchestrator.config.reading import unknown_keys
+
     if sentences := unknown_keys(values, schema, f"{key}."):
         raise ConfigError("\n".join(sentences))
     try:

@@ -6,12 +6,15 @@ import re
 from pathlib import Path
 
 from orchestrator.inside.variables import STOP_AFTER, STOP_ASKED
-from orchestrator.run_folder.files import is_folder, names_in
+from orchestrator.run_folder.files import check_folders, is_folder, names_in
 
 RANKS_A_FOLDER = 512
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 ATTEMPT = re.compile(r"[0-9]{1,6}")
 OF_RANKS = re.compile(r"ranks-[0-9]+")
+OWN_FOLDERS = (
+    "logs", "checkpoints", "attempts", "tensorboard", "mlruns", "wandb", "code", "submitit",
+)  # fmt: skip
 
 
 class Below:
@@ -188,11 +191,10 @@ class RunPaths:
         """How many attempts were begun, judged by their folders."""
         return max(self.attempt_numbers(), default=-1) + 1
 
-    def own_folders(self) -> list[Path]:
-        """Folders that a run writes in; a link in their place would lead its writes elsewhere."""
-        own = [
-            self.logs, self.checkpoints, self.attempts, self.tensorboard, self.mlflow, self.wandb,
-            self.code, self.submitit,
-        ]  # fmt: skip
-        own += [self.attempts / name for name in names_in(self.attempts) if name.isdigit()]
-        return own + [self.logs / name for name in names_in(self.logs) if OF_RANKS.fullmatch(name)]
+    def check_own_folders(self) -> None:
+        """Raises `RunFolderError` where something else stands for a folder that a run writes in: a
+        link would lead its writes elsewhere.
+        """
+        check_folders(self.path, OWN_FOLDERS.__contains__)
+        check_folders(self.attempts, str.isdigit)
+        check_folders(self.logs, OF_RANKS.fullmatch)

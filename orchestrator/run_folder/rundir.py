@@ -21,7 +21,6 @@ from orchestrator.run_folder.claim import Claim
 from orchestrator.run_folder.files import (
     PRIVATE_FILE,
     check_writable,
-    is_folder,
     make_folder,
     names_in,
     read_text,
@@ -37,7 +36,6 @@ from orchestrator.run_folder.seal import (
     unsealed_json,
 )
 from orchestrator.run_folder.shapes import RESUMES, SHAPES, check_shape
-from orchestrator.run_folder.strict_yaml import load_table
 
 CONFIG_BYTES = 1 << 20
 RESUMED = "resumed"  # why an attempt was needed, when a person asked for it
@@ -187,8 +185,7 @@ class RunDir(Claim):
                 raise RunFolderError(
                     f"{self.path} is not a run folder: it has no {self.config.name}"
                 )
-            for folder in self.own_folders():
-                is_folder(folder)
+            self.check_own_folders()
         except OSError as error:
             raise RunFolderError(f"{self.path} cannot be read: {error.strerror}") from error
         return self
@@ -205,6 +202,8 @@ class RunDir(Claim):
         Raises:
             RunFolderError: it is damaged.
         """
+        from orchestrator.run_folder.strict_yaml import load_table  # `status` needs no YAML
+
         text = self._config_text()
         self._identity_in(text)
         return load_table(self.config, text, needed=CONFIG_SECTIONS)
@@ -234,7 +233,8 @@ class RunDir(Claim):
     @property
     def sealed(self) -> bool:
         """Whether the files of this run have to have seals: all that were made since they exist."""
-        return self.config.exists() and self.identity is not None
+        known = "identity" in self.__dict__ or self.config.exists()
+        return known and self.identity is not None
 
     def read(self, path: Path) -> Any | None:
         """`read_json` of a table in this run's folder, which has a seal if the run has any."""
