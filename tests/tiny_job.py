@@ -1,6 +1,7 @@
 """A small job for tests: quick, exact, and able to fail in many ways at a chosen moment."""
 
 import os
+from pathlib import Path
 
 import torch
 from torch.utils.data import TensorDataset
@@ -58,6 +59,18 @@ class Tiny(Faulty, Job):
     def after_update(self, model, update):
         if self.now("drift"):
             model[0].weight[0, 0] += 1e-6
+
+
+class Unhurried(Tiny):
+    """Pauses in its micro-steps only until a file is there: a run lasts as long as its test."""
+
+    def __init__(self, until, **more):
+        super().__init__(**more)
+        self._until, self._slow_s = Path(until), self.pause_s
+
+    def loss(self, model, batch):
+        self.pause_s = 0.0 if self._until.exists() else self._slow_s
+        return super().loss(model, batch)
 
 
 class Threads(Tiny):

@@ -119,6 +119,7 @@ def _any_job(config: Config) -> Iterator[str]:
             "handed back to the queue"
         )
     yield from survive_rules.anywhere(config)
+    yield from survive_rules.replacements(config)
     if is_program(config.job):
         yield from program_section.problems(config, Config())
     elif not isinstance(config.job.get("_target_"), str):

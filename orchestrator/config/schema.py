@@ -156,6 +156,8 @@ class RunConfig:
     """Where the run is kept and how it is followed. `watch` null: local yes, SLURM no.
 
     max_restarts: how often a run that failed begins again by itself, from its newest checkpoint.
+    max_replacements: how many lost ranks get another process while the others go on; null: 16 on
+    pretended nodes, none on SLURM.
     survive: when a rank dies in mid-window, the others redo it and go on (docs/surviving.md); null:
     wherever that can be had on more than one node, see `survive_rules.py`.
     preflight: nodes are looked at before training; null: SLURM's are, pretended ones are not.
@@ -167,6 +169,7 @@ class RunConfig:
     snapshot: bool = True
     max_restarts: int = number(0, least=0, most=10**6)
     survive: bool | None = None
+    max_replacements: int | None = number(None, least=0, most=10**6)
     preflight: bool | None = None
 
 

@@ -140,3 +140,17 @@ def _mindspore() -> Iterator[str]:
         f"{SURVIVE} MindSpore, whose ranks end when a peer is gone; try {RESTARTS}, which begins "
         "again from the newest checkpoint"
     )
+
+
+def replacements(config: Config) -> Iterator[str]:
+    """What `run.max_replacements` cannot be had with."""
+    if not config.run.max_replacements:
+        return
+    told = f"run.max_replacements={config.run.max_replacements}"
+    if config.cluster.kind != "local":
+        yield (
+            f"{told} is for pretended nodes: on a {config.cluster.kind} cluster ranks that are "
+            f"lost are not started again while the others go on; leave it out, or try {RESTARTS}"
+        )
+    elif config.run.survive is False:
+        yield f"{told} needs ranks that go on meanwhile; try run.survive=true, or {RESTARTS}"

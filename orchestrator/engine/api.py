@@ -150,6 +150,7 @@ class BoundaryReport:
         metrics: the job's sums divided by the weight.
         applied: False when the update was skipped (an overflow under float16, agreed by all).
         stop_requested: some rank was asked to stop; all ranks see it in the same update.
+        newcomers: ranks wait to be let in (docs/surviving.md); as `stop_requested`.
         gradient_norm: of the averaged gradient, before clipping; None when not computed.
         loss_scale: the float16 loss scale used in this window; 1 otherwise.
         micro_steps: this rank's.
@@ -168,6 +169,7 @@ class BoundaryReport:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     applied: bool = True
     stop_requested: bool = False
+    newcomers: bool = False
     gradient_norm: float | None = None
     loss_scale: float = 1.0
     micro_steps: int = 0

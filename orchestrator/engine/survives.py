@@ -1,4 +1,4 @@
-"""What an engine has beside `Engine`, so that a run can go on in a smaller group."""
+"""What an engine has beside `Engine`, so that a run can go on in a smaller or larger group."""
 
 from __future__ import annotations
 
@@ -26,16 +26,26 @@ def against(job: Any, group: Group) -> str:
 
 
 class Survives(Protocol):
-    """An engine whose group may lose ranks (docs/surviving.md)."""
+    """An engine whose group may lose ranks, and get others (docs/surviving.md)."""
+
+    def newcomers_wait(self, waiting: bool) -> None:  # it is all that is said
+        """Whether the next boundary is to tell all ranks that newcomers wait. Not collective."""
+        ...
+
+    def before_growth(self) -> None:
+        """Keep on every rank what newcomers cannot help to put together. Collective, between
+        windows, over the group that newcomers are not in yet.
+        """
+        ...
 
     def catch_up(self, group: Group, updates: int, standing: str) -> str | None:
         """See that all of `group` stand after the same update. Collective, over the new group.
 
-        Some may have ended an update that others have not. These get the state of the lowest rank
-        that has; a window under way is forgotten.
+        Some may have ended an update that others have not; newcomers have ended none. These get the
+        state of the lowest rank that has; a window under way is forgotten.
 
         Args:
-            updates: how many this rank has applied.
+            updates: how many this rank has applied; 0 of a newcomer.
             standing: what this rank knows of them, for those that have applied fewer.
 
         Returns:

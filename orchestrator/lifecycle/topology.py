@@ -27,6 +27,8 @@ BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"
 BATCH_COPY_VARIABLE = "ORCHESTRATOR_BATCH_COPY"
 COPIES_VARIABLE = "ORCHESTRATOR_COPIES"
 """Each folder whose code was copied at submission, and its copy, as JSON; for programs."""
+REPLACES_VARIABLE = "ORCHESTRATOR_REPLACES"
+"""How many processes have had this rank's place before, where it takes the place of one."""
 OUTER_PATH_VARIABLE = "ORCHESTRATOR_OUTER_PYTHONPATH"
 """PYTHONPATH as it was before ours came first; for programs."""
 OUTER_UMASK_VARIABLE = "ORCHESTRATOR_OUTER_UMASK"
@@ -45,6 +47,7 @@ class Topology:
         address: an IP address of the node that the other nodes reach.
         job_id: the scheduler's (or the local launcher's) id of the run.
         restarts: how often the scheduler started this job before.
+        replaces: how many processes had this rank's place before in this attempt.
         base_attempt: the run's attempt that this job's first start was; None when no scheduler
             placed it.
     """
@@ -58,6 +61,7 @@ class Topology:
     address: str
     job_id: str
     restarts: int = 0
+    replaces: int = 0
     base_attempt: int | None = None
 
     @property
@@ -94,5 +98,6 @@ class Topology:
             address=own_address(env, node=node, **where),
             job_id=own_job_id(env),
             restarts=number("SLURM_RESTART_COUNT", 0),
+            replaces=number(REPLACES_VARIABLE, 0),
             base_attempt=(number(BASE_ATTEMPT_VARIABLE) if BASE_ATTEMPT_VARIABLE in env else None),
         )

@@ -47,7 +47,8 @@ class RunStatus:
         seconds_left: until the last update, at the recent pace; time_left_s: of the job's limit.
         boundary_age_s: since the last update boundary.
         restarts: attempts that began by themselves; what a person asked for (resume) is none.
-        survived: how often the latest attempt's ranks agreed on a smaller group.
+        survived: how often the latest attempt's ranks agreed on a smaller group; came_back: how
+            many ranks were let in again.
         lost_updates: over all attempts; why: of the latest restart.
         reason: why it is pending, why it failed, or why it cannot be read.
         culprit: which rank failed first, and on which node.
@@ -71,6 +72,7 @@ class RunStatus:
     attempts: int = 0
     restarts: int = 0
     survived: int = 0
+    came_back: int = 0
     lost_updates: int = 0
     why: str | None = None
     time_left_s: float | None = None
@@ -167,10 +169,12 @@ def _progress(run: RunDir, total: int | None, result: dict[str, Any] | None) -> 
 def _attempts(run: RunDir) -> dict[str, Any]:
     """What became of its starts."""
     made, notes = run.attempts_made(), run.restarts()
+    record = GenerationRecord(run.attempt(made - 1)) if made else None
     return {
         "attempts": made,
         "restarts": _restarts(run, notes, made),
-        "survived": GenerationRecord(run.attempt(made - 1)).newest() if made else 0,
+        "survived": len(record.losses()) if record else 0,
+        "came_back": len(record.came()) if record else 0,
         "lost_updates": sum(int(note["lost_updates"]) for note in notes),
         "why": next((str(n["why"]) for n in reversed(notes) if n["why"] != RESUMED), None),
         "warnings": _warnings(run, made),

@@ -57,6 +57,8 @@ class Outcome:
 
     Attributes:
         done: the last update of this attempt.
+        newcomers: the loop was left after it for others to be let in; nothing but its record has
+            followed it yet.
         recorded, evaluated: how many updates this rank has recorded, and when it evaluated last.
     """
 
@@ -70,6 +72,7 @@ class Outcome:
     done: Done | None = None
     recorded: int = 0
     evaluated: int = 0
+    newcomers: bool = False
 
     def take(self, done: Done) -> None:
         """One more update was applied."""
@@ -104,17 +107,18 @@ def train(
     rank: int,
     outcome: Outcome,
 ) -> Outcome:
-    """Train from the `updates` of `outcome` up to `updates`, or until all ranks agree to stop.
+    """Train from the `updates` of `outcome` up to `updates`, or until all ranks agree to stop, or
+    to let newcomers in.
 
     Args:
-        outcome: where the run stands; it is filled on and given back. Survivors that train on in a
-            smaller group come with the one that they had.
+        outcome: where the run stands; it is filled on and given back. Survivors that train on in
+            another group come with the one that they had.
     """
     follow_up = _FollowUp(engine, windows, recorder, settings, updates, rank, outcome)
     batches = engine.batches(_work(windows, outcome.updates, updates))
     if outcome.done is not None:  # a rank that is gone may have been about to
         follow_up.of(outcome.done, again=True)
-    while outcome.updates < updates and outcome.state != "stopped":
+    while outcome.updates < updates and outcome.state != "stopped" and not outcome.newcomers:
         update, began = outcome.updates, time.perf_counter()
         window = windows.window(update)
         engine.begin_window(window)
@@ -125,7 +129,12 @@ def train(
         report = engine.boundary(stop=stop.requested)
         applied = Done(window, report, time.perf_counter() - began)
         outcome.take(applied)
-        follow_up.of(applied)
+        more = outcome.updates < updates and not report.stop_requested
+        outcome.newcomers = report.newcomers and more
+        if outcome.newcomers:
+            follow_up.record(applied)
+        else:
+            follow_up.of(applied)
     return outcome
 
 
@@ -145,9 +154,7 @@ class _FollowUp:
         """Collective. `again`: some ranks have done some of it; what is there is left as it is."""
         outcome, update = self.outcome, done.window.update
         epoch = self.windows.epoch_of(update)
-        if outcome.recorded <= update:
-            self.recorder.boundary(done.window, done.report, epoch=epoch, update_s=done.seconds)
-            outcome.recorded = update + 1
+        self.record(done)
         last = outcome.updates == self.updates
         leaving = done.report.stop_requested and not last
         ends = last or self.windows.epoch_of(update + 1) != epoch
@@ -166,6 +173,14 @@ class _FollowUp:
             self.recorder.checkpoint(outcome.updates, outcome.samples)
         if leaving:
             outcome.state = "stopped"
+
+    def record(self, done: Done) -> None:
+        """Its line, once. Not collective."""
+        update = done.window.update
+        if self.outcome.recorded <= update:
+            epoch = self.windows.epoch_of(update)
+            self.recorder.boundary(done.window, done.report, epoch=epoch, update_s=done.seconds)
+            self.outcome.recorded = update + 1
 
     def _due(self, every: int | None, *, epoch_ends: bool) -> bool:
         return Cadence(every=every).due(self.outcome.updates, epoch_ends=epoch_ends)

@@ -108,7 +108,7 @@ def _train(training: Training, stop: StopFlag, attendance: Attendance) -> dict[s
     """
     engine, planned, others = training.engine, training.planned, training.others
     assert planned.updates is not None  # noqa: S101  # the data set is known here
-    rank, ranks = training.group.rank, training.group.size
+    rank, ranks = others.place if others else (training.group.rank, training.group.size)
     while True:
         recorder = attendance.recorder(
             training.recorder, training.outcome, transport=training.group.transport
@@ -124,15 +124,18 @@ def _train(training: Training, stop: StopFlag, attendance: Attendance) -> dict[s
                 rank=rank,
                 outcome=training.outcome,
             )
-            attendance.at_the_end()
-            return memory_of_ranks(engine)
+            if others is None or not training.outcome.newcomers:
+                attendance.at_the_end()
+                return memory_of_ranks(engine)
+            notes = others.grow(training.outcome)
         except PeerLost as error:
             if others is None:
                 raise
-            note = others.go_on(error, training.outcome)
-            rank, ranks = others.place
-            if rank == 0:
-                training.write_on(note)
-            if why := others.too_few():
-                training.save()
-                raise why from error
+            notes = others.go_on(error, training.outcome)
+        training.outcome.newcomers = False
+        rank, ranks = others.place
+        if rank == 0:
+            training.write_on(notes)
+        if why := others.too_few():
+            training.save()
+            raise why

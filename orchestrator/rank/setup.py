@@ -9,13 +9,15 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
-from dataclasses import fields
+from contextlib import nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.reading import read_config
 from orchestrator.config.schema import Config
+from orchestrator.config.survive_rules import with_survival
 from orchestrator.config.user_code.job_source import check_target
 from orchestrator.engine.api import Engine, GroupSpec
 from orchestrator.engine.common.waiting import for_others
@@ -38,7 +40,7 @@ from orchestrator.rank.agreed.survival import agreed_survival
 from orchestrator.rank.attending.attendance import Attendance
 from orchestrator.rank.preflight import preflight
 from orchestrator.rank.restoring import restore
-from orchestrator.rank.survivors import Survivors
+from orchestrator.rank.surviving.entering import Entering, may_stay_out
 from orchestrator.rank.training import Training
 from orchestrator.report.computed_with import warnings_of
 from orchestrator.run_folder.rundir import RunDir, write_json
@@ -49,24 +51,42 @@ from orchestrator.snapshot.code_state import code_state, folder_of
 def set_up(
     run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
 ) -> Training:
-    """Make all that the rank trains with, and stand where the run does. Collective."""
+    """Make all that the rank trains with, and stand where the run does. Collective; of a rank that
+    takes the place of one that is gone, only once the others let it in.
+    """
+    with may_stay_out() if topology.replaces else nullcontext():
+        return _set_up(run, attempt, topology, stop, attendance)
+
+
+def _set_up(
+    run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
+) -> Training:
     config = read_config(run.existing().read_config())
     attendance.begin(config)
     spec = _group_spec(config, run.attempt(attempt), topology, stop)
     _start_ahead(config, spec)
     job = build_job(config.job)
     framework = FRAMEWORKS.make(framework_of(job, config), Framework)
+    alone = topology.replaces > 0
     with for_others("their group to form"):
-        group = framework.form_group(spec)
-    config = agreed_survival(config, job, group)
+        group = framework.form_group(replace(spec, rank=0, size=1) if alone else spec)
+    config = with_survival(config, on=True) if alone else agreed_survival(config, job, group)
     engine = framework.build_engine(job, engine_settings(config, job), group)
-    preflight(run, attempt, config, topology, engine)
+    if not alone:
+        preflight(run, attempt, config, topology, engine)
     planned = _planned(config, job, engine, topology.nodes)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     training = Training(
         run=run, attempt=attempt, config=config, engine=engine, group=group, planned=planned,
         rates=own_rates(job, config.schedule, engine, planned.updates),
     )  # fmt: skip
+    survives = config.run.survive
+    entering = Entering(spec, config.cluster, topology, framework, engine) if survives else None
+    if alone and entering is not None:
+        training.others = survivors = entering.alone(job, lambda: stop.requested)
+        survivors.enter(training.outcome)
+        attendance.goes_on_with(survivors)
+        return training
     restore(run, engine, outcome := training.outcome, topology.rank)
     checkpoint.refuse_beyond(run, outcome.updates, planned.updates)
     if config.train.initial_weights is not None and not outcome.updates:
@@ -78,10 +98,9 @@ def set_up(
         environment = describe_environment(framework.versions(), group.transport, code)
         _write_down(run, environment, engine, planned)
         training.write()
-    if config.run.survive:
-        survivors = Survivors(spec, config.cluster, topology, framework, engine, group)
+    if entering is not None:
+        training.others = survivors = entering.together(job, group)
         attendance.goes_on_with(survivors)
-        training.others = survivors
     return training
 
 

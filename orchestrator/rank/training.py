@@ -17,9 +17,10 @@ from orchestrator.run_folder.rundir import RunDir
 
 
 class WayOn(Protocol):
-    """What becomes of a rank whose peer is gone; see `Survivors`."""
+    """What becomes of a rank where others are gone, or come; see `Survivors`."""
 
     def go_on(self, error: PeerLost, outcome: Outcome) -> dict[str, Any]: ...
+    def grow(self, outcome: Outcome) -> dict[str, Any]: ...
     def too_few(self) -> PeerLost | None: ...
     def watched(self, inner: Attended) -> Attended: ...
     @property
@@ -64,9 +65,9 @@ class Training:
         )
         return self.recorder
 
-    def write_on(self, note: dict[str, Any]) -> None:
-        """On the rank that writes after a loss, of which it notes this: what the one before it did
-        not come to follows.
+    def write_on(self, notes: dict[str, Any]) -> None:
+        """On the rank that writes in the next group, of which it notes this: what the one before it
+        did not come to follows.
         """
         recorder = self.recorder
         if isinstance(recorder, Silent):
@@ -78,4 +79,4 @@ class Training:
                 if record["update"] == update:
                     self.outcome.evaluated = update + 1
                     self.outcome.evaluation = record["evaluation"]
-        recorder.note["survived"] = note
+        recorder.note.update(notes)

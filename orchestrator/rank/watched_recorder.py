@@ -9,12 +9,13 @@ from orchestrator.rank.loop import Attended
 
 
 class Checks(Protocol):
-    """What it asks; both raise `PeerLost` when there is a newer generation."""
+    """What it asks; the first two raise `PeerLost` when there is a newer generation."""
 
     place: tuple[int, int]
 
     def check(self) -> None: ...
     def check_record(self) -> None: ...
+    def tell_newcomers(self) -> None: ...
 
 
 class Watched:
@@ -25,6 +26,8 @@ class Watched:
 
     def micro_step(self, update: int, done: int, steps: int) -> None:
         self._survivors.check()
+        if done == steps:
+            self._survivors.tell_newcomers()
         self._inner.micro_step(update, done, steps)
 
     def boundary(

@@ -128,11 +128,9 @@ class Outside(ABC):
 
     def noticed(self, since: float, attempt: int) -> bool:
         """Whether the run, in this attempt or by another one, has taken note of a loss."""
-        record, generation = GenerationRecord(self.run.attempt(attempt)), 1
-        while found := record.read(generation):
-            if found["time"] >= since:
-                return True
-            generation += 1
+        generations = GenerationRecord(self.run.attempt(attempt)).since()
+        if any(found["time"] >= since and found.get("gone") for found in generations):
+            return True
         return self.run.attempts_made() > attempt + 1 or self.run.departure(attempt).exists()
 
     # ------------------------------------------------------------------ its ranks

@@ -32,6 +32,9 @@ RESTART: Shape = {"attempt!": WHOLE, "why!": TEXT, "resumed_from!": WHOLE, "lost
 SURVIVED: Shape = {
     "generation!": WHOLE, "gone!": LIST, "ranks!": WHOLE, "nodes": WHOLE, "seconds!": NUMBER,
 }  # fmt: skip
+JOINED: Shape = {
+    "generation!": WHOLE, "came!": LIST, "ranks!": WHOLE, "nodes": WHOLE, "seconds!": NUMBER,
+}  # fmt: skip
 SHAPES: dict[str, Shape] = {
     "result.json": {
         "state!": STATES, "updates!": WHOLE, "samples": WHOLE, "loss": MAYBE_NUMBER,
@@ -39,6 +42,7 @@ SHAPES: dict[str, Shape] = {
         "collectives": MAYBE_WHOLE, "bytes_on_wire": MAYBE_WHOLE, "seconds": NUMBER,
         "planned_updates": MAYBE_WHOLE, "planned_collectives_per_update": MAYBE_WHOLE,
         "culprit?": CULPRIT, "restarts": [RESTART], "why": TEXT, "survived": [SURVIVED],
+        "joined": [JOINED],
     },
     "plan.json": {
         "updates": MAYBE_WHOLE, "nodes": WHOLE, "ranks": WHOLE, "dataset_samples": MAYBE_WHOLE,
@@ -80,7 +84,7 @@ UPDATE: Shape = {
     "collectives": WHOLE, "exchanges": WHOLE, "bytes_on_wire": WHOLE, "compute_s": NUMBER,
     "wait_s": NUMBER, "optimizer_s": NUMBER, "update_s": NUMBER, "peak_memory_bytes": WHOLE,
     "gradient_norm": MAYBE_NUMBER, "loss_scale": NUMBER, "metrics": TABLE, "evaluation?": TABLE,
-    "restart": RESTART, "survived": SURVIVED,
+    "restart": RESTART, "survived": SURVIVED, "joined": JOINED,
 }  # fmt: skip
 
 

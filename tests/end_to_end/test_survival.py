@@ -14,7 +14,7 @@ from tests.helpers import TINY
 RUN = (
     TINY, "job.dropout=0.2", "job.pause_s=0.02", "accumulation.reduction=reproducible",
     "accumulation.micro_batch=4", "accumulation.global_batch=48", "train.updates=12",
-    "train.evaluate_every=2", "tracker=none",
+    "train.evaluate_every=2", "tracker=none", "run.max_replacements=0",
 )  # fmt: skip
 SHAPE = ("cluster.nodes=3", "cluster.ranks_per_node=2")
 

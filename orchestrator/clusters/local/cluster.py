@@ -17,6 +17,7 @@ from typing import Any
 from orchestrator.clusters.api import Cluster, Culprit, Handle, Request, State
 from orchestrator.clusters.local.losses import Losses
 from orchestrator.clusters.local.nodes import Node, Nodes
+from orchestrator.clusters.local.replacements import Replacements, most_of
 from orchestrator.clusters.local.standing import Standing
 from orchestrator.clusters.machine import visible_gpus
 from orchestrator.clusters.request import Share
@@ -25,7 +26,7 @@ from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.schema import node_range
 from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import ClusterError, TransportError
-from orchestrator.lifecycle.signs.node_watch import FINISHED, STOPPED
+from orchestrator.lifecycle.signs.node_watch import FENCED, FINISHED, STOPPED
 from orchestrator.lifecycle.signs.stacks import STACK_S
 from orchestrator.plan.plan import Plan
 from orchestrator.run_folder.rundir import RunDir
@@ -59,6 +60,8 @@ class LocalHandle(Handle):
         self._words: dict[int, str] = {}  # the last of those that ended
         self._failures: list[dict[str, Any]] = []
         self._losses = Losses(self._run, request)
+        self._replacements = Replacements(self._run, request)
+        self._living: set[int] = set()
         details = request.details
         self._standing = Standing(self._run, details["silence_s"], details["hang_s"])
         self._give_up_at: float | None = None
@@ -81,7 +84,10 @@ class LocalHandle(Handle):
             return self._state
         if self._give_up_at is not None:
             timeout_s = max(0.0, min(timeout_s, self._give_up_at - time.monotonic()))
+        if (wait_s := self._replacements.wait_s) is not None:
+            timeout_s = min(timeout_s, wait_s)
         self._read(timeout_s)
+        self._replace()
         for culprit in self._standing.too_long_frozen():
             self._lose(culprit)
         if not self.pids and self.culprit is None and self._nodes.import_hangs():
@@ -97,6 +103,7 @@ class LocalHandle(Handle):
         return self._state
 
     def stop(self) -> None:
+        self._no_more()
         self._nodes.command("stop")
 
     def kill(self) -> None:
@@ -104,6 +111,28 @@ class LocalHandle(Handle):
         while not self._nodes.ended:
             self._read(1.0)
         self._settle()
+
+    def _replace(self) -> None:
+        """Start again whose time has come, where its node still is."""
+        for rank, process in self._replacements.due():
+            node = self._node_of(rank)
+            if not node.ended:
+                self._losses.ranks.discard(rank)
+                self._living.add(rank)
+                node.command(f"start {rank} {process}")
+
+    def _no_more(self) -> None:
+        """No rank is started again, or let in: nodes end with those that they have."""
+        if self._replacements.over:
+            return
+        self._replacements.stop()
+        self._nodes.command("close")
+        for rank in self._living:
+            if not self._replacements.let_in(rank):
+                self._node_of(rank).command(f"end {rank}")
+
+    def _node_of(self, rank: int) -> Node:
+        return self._nodes.all[rank // self._request.ranks_per_node]
 
     def _end_all(self) -> None:
         self._ending = True
@@ -123,12 +152,14 @@ class LocalHandle(Handle):
         self._standing.heed(node.name, event)
         if event["event"] == "started":
             self.pids[event["rank"]] = event["pid"]
+            self._living.add(event["rank"])
         elif event["event"] == "exit":
             self._ended(node.name, event)
         elif event["event"] == "silent":
             self._lose(self._standing.silent(node.name, event))
 
     def _node_ended(self, node: Node) -> None:
+        self._living.difference_update(node.ranks)
         if any(rank not in self._words.keys() | self._losses.ranks for rank in node.ranks):
             status = self._nodes.status_of(node)
             end = End(time=time.monotonic(), node=node.name, rank=None, status=status)
@@ -138,40 +169,51 @@ class LocalHandle(Handle):
         """One rank. An end without a last word is a failure, whatever its status."""
         rank, word = event["rank"], event["word"]
         self._words[rank] = word
-        if event["failure"] is not None:
+        self._living.discard(rank)
+        if event["failure"] is not None and word != FENCED:
             self._failures.append(event["failure"])
-        if word not in (FINISHED, STOPPED):
+        if word in (FINISHED, STOPPED):
+            self._no_more()
+        else:
             end = End(time=event["time"], node=node, rank=rank, status=event["status"])
             self._ended_badly(end, [rank], word)
 
     def _ended_badly(self, end: End, ranks: list[int], word: str = "") -> None:
         """A failure, or a loss that the other ranks survive."""
-        if self._ending or not self._losses.take(end, ranks, word):
+        members = {rank: self._replacements.member(rank) for rank in ranks}
+        out = len(ranks) == 1 and not self._replacements.let_in(ranks[0])
+        if self._ending or not self._losses.take(end, members, FENCED if out else word):
             self._failed(end)
             return
         for rank in ranks:
             self._words.pop(rank, None)
+            if not self._node_of(rank).ended and (why_not := self._replacements.lost(rank)):
+                self._warn_of(rank, why_not)
+        if not self._replacements.anybody_trains(self._living):
+            self._no_more()
 
     def _lose(self, culprit: Culprit) -> None:
         """One that hangs: the run fails of it, or the others go on without it. Its end is then a
         loss like others.
         """
         if culprit.rank is not None and self._losses.survived:
-            nodes = enumerate(self._nodes.all)
-            index, node = next((i, node) for i, node in nodes if culprit.rank in node.ranks)
             told = self._standing.told(culprit).cause
-            path = self._run.warnings(self._request.attempt, index)
-            warn_of(path, culprit.rank, f"{told}; it is ended, and the others go on without it")
-            node.command(f"end {culprit.rank}")
+            self._warn_of(culprit.rank, f"{told}; it is ended, and the others go on without it")
+            self._node_of(culprit.rank).command(f"end {culprit.rank}")
         elif self.culprit is None and not self._ends:
             self.culprit = culprit
             self._nodes.command("where stacks")
             self._give_up_at = time.monotonic() + STACK_S
 
+    def _warn_of(self, rank: int, sentence: str) -> None:
+        index = rank // self._request.ranks_per_node
+        warn_of(self._run.warnings(self._request.attempt, index), rank, sentence)
+
     def _failed(self, end: End) -> None:
         """Note a failure; give the other ranks a moment to write down theirs."""
         if self._ending:  # it was us who ended this one
             return
+        self._no_more()
         self._ends.append(end)
         if self._give_up_at is None:
             hangs = any(failure.get("hangs") for failure in self._failures)
@@ -225,6 +267,7 @@ class LocalCluster(Cluster):
             "gpus": gpus,
             "silence_s": self.config.cluster.heartbeat_timeout_s,
             "survive": self.survival.on,
+            "replacements": most_of(self.config.run) if self.survival.on else 0,
             "hang_s": self.config.cluster.hang_timeout_s,
         }
         return replace(asked, details=details)

@@ -19,7 +19,7 @@ class Losses:
     def __init__(self, run: RunDir, request: Request) -> None:
         self._asked = bool(request.details["survive"])
         self._record = GenerationRecord(run.attempt(request.attempt))
-        self._ends: list[tuple[End, list[int]]] = []
+        self._ends: list[tuple[End, list[int]]] = []  # with the numbers of the members
         self.ranks: set[int] = set()
 
     @property
@@ -27,12 +27,16 @@ class Losses:
         """Whether the others go on when a rank is gone: they have begun to train."""
         return self._asked and self._record.begun
 
-    def take(self, end: End, ranks: list[int], word: str) -> bool:
-        """Whether this end, of these ranks, is one that the others survive."""
+    def take(self, end: End, members: dict[int, int], word: str) -> bool:
+        """Whether this end is one that the others survive.
+
+        Args:
+            members: the number of each rank's process (`lifecycle/survival/members.py`).
+        """
         if word != FENCED and (word or -end.status not in TAKEN_AWAY or not self.survived):
             return False
-        self._ends.append((end, ranks))
-        self.ranks.update(ranks)
+        self._ends.append((end, list(members.values())))
+        self.ranks.update(members)
         return True
 
     @property

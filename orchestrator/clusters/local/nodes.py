@@ -90,6 +90,7 @@ class Nodes:
             "attempt": request.attempt,
             "silence_s": request.details["silence_s"],
             "hang_s": request.details["hang_s"],
+            "replaces": request.details["replacements"] > 0,
             "nodes": theirs,
         }
         hang_s = request.details["hang_s"]

@@ -44,7 +44,8 @@ def _live(order: dict[str, Any]) -> int:
     if node is None:
         return 0
     _become(node, order, run)
-    rank = serve(node["ranks"], silence_s=order["silence_s"], hang_s=order["hang_s"])
+    patience = {name: order[name] for name in ("silence_s", "hang_s")}
+    rank = serve(node["ranks"], **patience, stays=order["replaces"])
     if rank is None:
         return 0
     from orchestrator.rank.entry import main_of

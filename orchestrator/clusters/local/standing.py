@@ -47,7 +47,7 @@ class Standing:
             self._frozen[rank] = (node, time.monotonic() + self._silence_s)
         elif kind in ("thawed", "exit"):
             self._frozen.pop(rank, None)
-        elif kind == "behind" and event["behind"] is None:
+        elif kind == "started" or (kind == "behind" and event["behind"] is None):  # again, perhaps
             self.behind.pop(rank, None)
         elif kind == "behind":
             self.behind[rank] = behind_of(rank, node, event["behind"])

@@ -1,8 +1,8 @@
 """One pretended node: starts its ranks, reports their ends, and leaves no process behind.
 
 A process of its own, as slurmstepd is on a real node: a fork of `preloaded.py`, as its ranks are of
-it. Commands come on standard input (`stop`, `kill`,
-`end` and a rank), events go to standard output as JSON lines.
+it. Commands come on standard input (`stop`, `kill`, `end` and a rank, `start` and a rank whose
+process has ended, with the next one's number, `close`), events go to standard output as JSON lines.
 When its input ends, because the launcher died, however it died, everything below it is killed. It
 is a sub-reaper: what a dead rank leaves behind (loader workers, say) becomes its child and is ended
 too. It hears each rank's signs of life (`lifecycle/signs/node_watch.py`) and tells what they say.
@@ -27,8 +27,10 @@ from orchestrator.lifecycle.prctl import adopt_orphans
 from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch
 from orchestrator.lifecycle.signs.processes import asleep_in, state_of
 from orchestrator.lifecycle.signs.stacks import ASKS, catches
+from orchestrator.lifecycle.topology import REPLACES_VARIABLE
 
 KILL_DEADLINE_S = 5.0
+WAITING = (signal.SIGCHLD, signal.SIGTERM)
 
 
 def _report(event: str, **values: Any) -> None:
@@ -51,31 +53,67 @@ class Node:
     def __init__(self, silence_s: float, hang_s: float) -> None:
         adopt_orphans()
         self._ranks: dict[int, int] = {}  # pid -> rank
+        self._first = 0
         self._watch = NodeWatch(silence_s, hang_s)
         self.links: dict[socket.socket, int] = {}  # to ranks
+        self.selector = selectors.DefaultSelector()
+        self._wake, wake_write = self._pipe = os.pipe()
+        os.set_blocking(wake_write, False)
+        self.selector.register(0, selectors.EVENT_READ)
+        self.selector.register(self._wake, selectors.EVENT_READ)
 
     def start(self, ranks: list[int]) -> int | None:
         """Fork the ranks; gives each of them its number, and the node None. SIGTERM and SIGCHLD
         have to be blocked.
         """
-        for local_rank, rank in enumerate(ranks):
-            mine, theirs = socket.socketpair()
-            mine.setblocking(False)
-            self.links[mine] = rank
-            pid = branch()
-            if not pid:
-                self._become(rank, local_rank, theirs)
+        self._first = ranks[0]
+        for rank in ranks:
+            if self._forked(rank, 0):
                 return rank
-            theirs.close()
-            self._watch.joined(rank, pid)
-            self._ranks[pid] = rank
-            _report("started", rank=rank, pid=pid)
         return None
 
-    def _become(self, rank: int, local_rank: int, link: socket.socket) -> None:
+    def start_again(self, rank: int, process: int) -> bool:
+        """Fork the `process`-th process of a rank whose last one has ended. Whether this is it."""
+        for link in [link for link, of in self.links.items() if of == rank]:
+            self._let_go(link)
+            del self.links[link]
+            link.close()
+        signal.pthread_sigmask(signal.SIG_BLOCK, WAITING)
+        if self._forked(rank, process):
+            return True
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITING)
+        return False
+
+    def _let_go(self, link: socket.socket) -> None:
+        if link in self.selector.get_map():
+            self.selector.unregister(link)
+
+    def _forked(self, rank: int, process: int) -> bool:
+        """Whether this is the rank's process."""
+        mine, theirs = socket.socketpair()
+        mine.setblocking(False)
+        self.links[mine] = rank
+        pid = branch()
+        if not pid:
+            self._become(rank, process, theirs)
+            return True
+        theirs.close()
+        self.selector.register(mine, selectors.EVENT_READ)
+        self._watch.joined(rank, pid)
+        self._ranks[pid] = rank
+        _report("started", rank=rank, pid=pid)
+        return False
+
+    def _become(self, rank: int, process: int, link: socket.socket) -> None:
         """In the fork: leave the node behind. SIGTERM stays blocked: a stop that comes before the
         rank has its handler waits until it has.
         """
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.selector.close()
+        for end in self._pipe:
+            os.close(end)
         for siblings in self.links:
             siblings.close()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
@@ -83,8 +121,30 @@ class Node:
         os.dup2(nothing, 0)
         os.close(nothing)
         os.dup2(2, 1)  # the node's log
-        os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"] = str(rank), str(local_rank)
+        os.environ["SLURM_PROCID"] = str(rank)
+        os.environ["SLURM_LOCALID"] = str(rank - self._first)
+        os.environ[REPLACES_VARIABLE] = str(process)
         os.environ[LINK_VARIABLE] = str(link.detach())
+
+    def wake_by_signals(self) -> None:
+        """From now on a child's end, or a stop, lets `news` return."""
+        signal.set_wakeup_fd(self._pipe[1])
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: self.signal_ranks(signal.SIGTERM))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITING)
+
+    def commands(self, timeout_s: float) -> list[bytes]:
+        """Wait for news, hear ranks, give what the launcher wants; `kill` where it is gone."""
+        found: list[bytes] = []
+        for key, _ in self.selector.select(timeout_s):
+            if isinstance(key.fileobj, socket.socket):
+                if not self.hear(key.fileobj):
+                    self._let_go(key.fileobj)
+                continue
+            content = os.read(key.fd, 4096)
+            if key.fd != self._wake:
+                found += content.splitlines() or [b"kill"]
+        return found
 
     def hear(self, link: socket.socket) -> bool:
         """Read what a rank said. Returns whether there may be more later."""
@@ -120,6 +180,17 @@ class Node:
 
     def _seen(self, rank: int) -> dict[str, Any]:
         return asdict(self._watch.ranks[rank].seen)
+
+    def obey(self, word: str, more: list[str]) -> None:
+        """Do what the launcher wants of the ranks that there are."""
+        if word == "kill":
+            self.kill_everything()
+        elif word == "stop":
+            self.signal_ranks(signal.SIGTERM)
+        elif word == "where":
+            self.tell_where(stacks="stacks" in more)
+        elif word == "end":
+            self.end_rank(int(more[0]))
 
     def signal_ranks(self, number: int) -> None:
         for pid in self._ranks:
@@ -178,46 +249,27 @@ class Node:
             time.sleep(0.005)  # between two looks at processes that were just killed
 
 
-def serve(ranks: list[int], *, silence_s: float, hang_s: float) -> int | None:
+def serve(ranks: list[int], *, silence_s: float, hang_s: float, stays: bool = False) -> int | None:
     """Be a node until its ranks have ended. Returns in the process of each rank, too, at once: with
     its number there, and None in the node.
+
+    Args:
+        stays: ranks may be started again (`start RANK PROCESS`), until there is the word `close`.
     """
-    waiting = [signal.SIGCHLD, signal.SIGTERM]
-    signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
+    signal.pthread_sigmask(signal.SIG_BLOCK, WAITING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     node = Node(silence_s, hang_s)
     rank = node.start(ranks)
     if rank is not None:
         return rank
-    wake_read, wake_write = os.pipe()
-    os.set_blocking(wake_write, False)
-    signal.set_wakeup_fd(wake_write)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGTERM, lambda *_: node.signal_ranks(signal.SIGTERM))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, waiting)
-    selector = selectors.DefaultSelector()
-    selector.register(0, selectors.EVENT_READ)
-    selector.register(wake_read, selectors.EVENT_READ)
-    for link in node.links:
-        selector.register(link, selectors.EVENT_READ)
-    while node.running:
-        for key, _ in selector.select(BEAT_S):
-            if isinstance(key.fileobj, socket.socket):
-                if not node.hear(key.fileobj):
-                    selector.unregister(key.fileobj)
-                continue
-            content = os.read(key.fd, 4096)
-            if key.fd == wake_read:
-                continue
-            if not content or b"kill" in content:
-                node.kill_everything()
-            elif b"stop" in content:
-                node.signal_ranks(signal.SIGTERM)
-            elif b"where" in content:
-                node.tell_where(stacks=b"where stacks" in content)
-            for line in content.splitlines():
-                if line.startswith(b"end "):
-                    node.end_rank(int(line[4:]))
+    node.wake_by_signals()
+    while node.running or stays:
+        for command in node.commands(BEAT_S):
+            word, *numbers = command.decode().split()
+            if word == "start" and node.start_again(*map(int, numbers)):
+                return int(numbers[0])
+            stays = stays and word not in ("kill", "close")
+            node.obey(word, numbers)
         node.reap()
         node.lose_silent()
     node.kill_everything()

@@ -19,7 +19,7 @@ from typing import Any
 
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.boundary.boundary_sums import said_by
-from orchestrator.engine.common.boundary.packed_sums import STOP, Trailer
+from orchestrator.engine.common.boundary.packed_sums import NEWCOMERS, STOP, Trailer
 from orchestrator.engine.torch.accumulator_parts import AccumulatorParts
 from orchestrator.engine.torch.checks.at_start.arguments import number
 from orchestrator.engine.torch.gradients.gradient_norm import GradientNorm
@@ -224,6 +224,7 @@ class Accumulator(AccumulatorParts):
                 trailer = self._tally.trailer()
             with self.clock.wait():
                 trailer.flags[STOP] = int(stop)
+                trailer.flags[NEWCOMERS] = int(self.newcomers_wait)
                 self._used.flag(trailer)
                 self._checks.tell(trailer, update, self._told())
                 totals = self._reduction.finish(trailer, norm_of_sum.add)

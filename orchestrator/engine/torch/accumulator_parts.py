@@ -76,6 +76,7 @@ class AccumulatorParts:
         if options.advise:
             weakref.finalize(self, _say_left_over, self._window, self._tally)
         self._expected = 1.0
+        self.newcomers_wait = False  # this rank knows of some, and every rank's report will say so
         self._mark = group.mark()
         self.clock = Clock()
         self._ears = listen(self, trained)

@@ -1,9 +1,12 @@
-"""An engine that can go on in a smaller group, in the middle of a window (docs/surviving.md).
+"""An engine that can go on in another group, in the middle of a window (docs/surviving.md).
 
 Weights and optimizer change in the optimizer's step alone, so a window that broke off has left them
 as they were. What a forward changes (batch norm's statistics) and what a boundary may have changed
 before it broke off (float16's scale) goes back to what it was when the window began. An optimizer
 in shards is mirrored (`sharding/pieces.py`): each rank has what the one before it has, too.
+
+A newcomer's engine was built alone. It stands behind all others, and gets what they get who are
+behind; and the order of buckets, which those that began together have agreed on.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ class SurvivingEngine(TorchEngine):
         mirrors = _mirrors(group) if settings.shard_optimizer else 0
         super().__init__(job, replace(settings, mirror_shards=mirrors), group)
         self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups
+        self._order: list[int] | None = None  # of buckets, as those who began together agreed
         self._scale_before: dict[str, float] | None = None  # None between windows
         self._before: dict[str, tuple[int, Tensor]] = {}  # buffers: their version, and a copy
 
@@ -77,6 +81,14 @@ class SurvivingEngine(TorchEngine):
 
     # ------------------------------------------------------------------ another group
 
+    def newcomers_wait(self, waiting: bool) -> None:  # it is all that is said
+        self._accumulator.newcomers_wait = waiting
+
+    def before_growth(self) -> None:
+        if self._accumulator.options.shard_optimizer:
+            self._taken.wait()
+            self._whole_state = self._accumulator.optimizer_state_among(self._group, ended=False)
+
     def catch_up(self, group: BaseGroup, updates: int, standing: str) -> str | None:
         self._undo()
         self._taken.wait()
@@ -94,13 +106,16 @@ class SurvivingEngine(TorchEngine):
                 if whole is None:
                     self._accumulator.load_optimizer_state(found["optimizer"])
                 self._accumulator.precision.load(found["precision"])
+                self._order = found["order"]
                 told = said
         self._whole_state = whole  # now that the weights are those that it belongs to
         return told
 
     def _standing_state(self) -> dict[str, Any]:
         """What those that are behind lack; of an optimizer in shards nobody lacks more."""
+        order = self._accumulator.options.order
         state: dict[str, Any] = {
+            "order": None if order is None else list(order),
             "model": dict(self._model.state_dict()),
             "precision": self._accumulator.precision.state(),
         }
@@ -154,6 +169,8 @@ class SurvivingEngine(TorchEngine):
         # Batch norms' statistics are each rank's own; all go on with the writer's, as at a resume.
         spread(group, [buffer for _, buffer in self._model.named_buffers()])
         options = earlier.options
+        if self._order is not None:
+            options = options.but({"order": self._order})
         if options.shard_optimizer:
             options = options.but({"mirror_shards": _mirrors(group)})
         self._accumulator = Accumulator(self._model, earlier.optimizer, group, options)

@@ -4,12 +4,17 @@ Everybody follows the lowest member that it does not know to be gone, its *propo
 proposes once all members follow it, or are gone. What was proposed counts only once it stands in
 the generation's record, which exactly one proposal gets into (`record.py`), so any number of
 proposers does no harm.
+
+Newcomers ask to be let in; only the proposer's word counts there, too. It takes them into the next
+generation at a boundary, once every member stands there and waits for it, and nobody is gone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from orchestrator.lifecycle.survival.members import rank_of
 
 Members = tuple[int, ...]
 
@@ -27,23 +32,30 @@ class Generation:
 class Agreement:
     """One rank's view of a generation.
 
-    Ranks are known by their numbers at the start of the attempt, which never change.
+    Whom it speaks of as ranks are members (`members.py`): processes, each with a number of its own.
 
     Attributes:
         me: this rank.
         members: of this generation, in order.
+        ranks: how many there were at the start of the attempt; 0: as many as `members`.
         generation: its number.
         gone: members that ended without a word, or fell silent.
         following: members that have told this rank that they follow it.
+        ready: members that stand at a boundary, and wait for newcomers to be let in.
         left: some member has ended in order, or failed of itself: there is nothing to go on with.
     """
 
     me: int
     members: Members
+    ranks: int = 0
     generation: int = 0
     gone: set[int] = field(default_factory=set[int])
     following: set[int] = field(default_factory=set[int])
+    ready: set[int] = field(default_factory=set[int])
     left: bool = False
+
+    def __post_init__(self) -> None:
+        self.ranks = self.ranks or len(self.members)
 
     @property
     def fenced(self) -> bool:
@@ -83,6 +95,17 @@ class Agreement:
             return None
         return tuple(rank for rank in self.members if rank not in self.gone)
 
+    def grown(self, newcomers: Iterable[int]) -> Members | None:
+        """Who should be in the next generation, `newcomers` with the members; None while some
+        member is not ready. Of a rank's processes the latest comes in, and none beside a member.
+        """
+        wait = self.left or self.fenced or self.gone or self.proposer != self.me
+        if wait or not self.ready.issuperset(self.members):
+            return None
+        latest = {rank_of(one, self.ranks): one for one in sorted(newcomers)}
+        of_rank = latest | {rank_of(one, self.ranks): one for one in self.members}
+        return tuple(sorted(of_rank.values()))
+
     def outnumbered(self, beyond_reach: int) -> bool:
         """Whether the others may be about to go on without this side: more of them are only beyond
         reach, and not known to have died, than it has itself.
@@ -96,4 +119,5 @@ class Agreement:
         self.generation, self.members = generation, tuple(members)
         self.gone &= set(self.members)
         self.following &= set(self.members)
+        self.ready.clear()
         return True

@@ -7,8 +7,6 @@ main thread is not needed for any of it: it may compute, or wait for what will n
 
 from __future__ import annotations
 
-import os
-import selectors
 import socket
 import threading
 import time
@@ -16,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.lifecycle.survival.agreement import Agreement, Generation, Members
+from orchestrator.lifecycle.survival.connections import Connections
 from orchestrator.lifecycle.survival.links import Link, Peer, connect, greeted, refuses
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.lifecycle.survival.silence import Silences
@@ -38,6 +37,7 @@ class Lifeline:
         secret: of this attempt.
         record: what counts.
         silence_s: after how long without a beat a rank is gone.
+        up: of a newcomer, the link over which it was let in.
     """
 
     def __init__(
@@ -49,28 +49,25 @@ class Lifeline:
         secret: str,
         record: GenerationRecord,
         silence_s: float,
+        up: Link | None = None,
     ) -> None:
-        self._agreement, self._peers, self._secret = agreement, peers, secret
-        self._listener, self._record, self._silence_s = listener, record, silence_s
-        self._silences = Silences(peers, silence_s)
-        self._links: dict[int, Link] = {}  # of those that follow this rank
-        self._strangers: set[Link] = set()
-        self._up: Link | None = None  # to whom this rank follows
+        self._agreement, self._peers, self._secret = agreement, dict(peers), secret
+        self._record, self._silence_s = record, silence_s
+        self._silences = Silences(self._peers, silence_s)
+        self._of = Connections(listener, up)
+        self._ready, self._updates = -1, 0  # the generation in which it waits for newcomers
+        self._said_ready: Link | None = None
         self._tried = self._noticed = 0.0  # since when the proposer does not answer; when lost
         self._probed, self._judged = 0.0, (0.0, False)
         self._ended: str | None = None  # the word that this rank ends with
         self._news = threading.Condition()
         self._latest = Generation(agreement.generation, agreement.members, 0.0)
         self._interrupt: Callable[[], None] = lambda: None
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = os.pipe()
         self._thread = threading.Thread(target=self._run, name="lifeline", daemon=True)
 
     # ------------------------------------------------------------------ the main thread's side
 
     def start(self) -> Lifeline:
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread.start()
         return self
 
@@ -83,6 +80,19 @@ class Lifeline:
     def hopeless(self) -> bool:
         """Some rank failed of itself, or has ended in order: there will be no next generation."""
         return self._agreement.left
+
+    @property
+    def asked(self) -> bool:
+        """Whether newcomers wait for this rank to let them in."""
+        agreement = self._agreement
+        return agreement.proposer == agreement.me and bool(self._of.newcomers.members)
+
+    def ready(self, generation: int, updates: int) -> None:
+        """This rank stands at a boundary of that generation, after so many updates, and waits for
+        the next one, in which there will be newcomers.
+        """
+        self._updates, self._ready = updates, generation
+        self._of.wake()
 
     def await_newer(self, than: int, timeout_s: float) -> Generation | None:
         """A generation after `than`; None when there will be none, or none came in time."""
@@ -101,7 +111,7 @@ class Lifeline:
         if self._ended is not None:
             return
         self._ended = word
-        os.write(self._woken, b"x")
+        self._of.wake()
         self._thread.join(timeout=2.0)
 
     # ------------------------------------------------------------------ the thread
@@ -109,56 +119,32 @@ class Lifeline:
     def _run(self) -> None:
         beat = looked = time.monotonic()
         while self._ended is None:
-            ready = self._selector.select(LOOK_S if not self._agreement.gone else SETTLE_S / 2)
+            news = list(self._of.news(LOOK_S if not self._agreement.gone else SETTLE_S / 2))
             now = time.monotonic()
             if now - looked > STOOD_STILL * BEAT_S:
-                self._forgive(now - looked)
+                self._of.forgive(now - looked)
             looked = now
-            for key, _ in ready:
-                self._heed(key.fileobj, key.data)
+            for link in news:
+                self._heed(link)
             if now - beat >= BEAT_S:
                 beat = now
-                for link in self._all():
-                    link.send()
+                self._of.say()
             self._lose_silent(now)
             self._follow(now)
             self._probe(now)
             self._propose(now)
-        for link in self._all():
-            link.send(ended=self._ended)
+            self._grow()
+        self._of.say(ended=self._ended)
 
-    def _all(self) -> list[Link]:
-        return [*self._links.values(), *([self._up] if self._up else [])]
-
-    def _forgive(self, seconds: float) -> None:
-        for link in self._all():
-            link.heard += seconds
-
-    def _heed(self, source: Any, link: Link | None) -> None:
-        if source is self._listener:
-            accepted, _ = self._listener.accept()
-            self._take(Link(accepted))
-        elif link is not None:
-            messages = link.receive()
-            for message in messages or ():
-                if not self._hear(link, message):
-                    return
-            if messages is None:
-                self._drop(link)
-
-    def _take(self, link: Link) -> None:
-        self._selector.register(link.socket, selectors.EVENT_READ, link)
-        if link.rank is None:
-            self._strangers.add(link)
-
-    def _close(self, link: Link) -> None:
-        self._selector.unregister(link.socket)
-        link.close()
-        self._strangers.discard(link)
-        if link is self._up:
-            self._up = None
-        elif link.rank is not None and self._links.get(link.rank) is link:
-            del self._links[link.rank]
+    def _heed(self, link: Link) -> None:
+        if link.socket.fileno() < 0:  # closed because of what another one said
+            return
+        messages = link.receive()
+        for message in messages or ():
+            if not self._hear(link, message):
+                return
+        if messages is None:
+            self._drop(link)
 
     def _hear(self, link: Link, message: dict[str, Any]) -> bool:
         """Take in one message. Whether the link is still open."""
@@ -166,20 +152,23 @@ class Lifeline:
             return self._greet(link, message)
         if "ended" in message:
             self._say_ended(str(message["ended"]), but=link)
+        elif message.get("ready") == self._agreement.generation:
+            self._agreement.ready.add(link.rank)
         elif "generation" in message:
             self._accept(int(message["generation"]), tuple(message["members"]))
         return True
 
     def _greet(self, link: Link, message: dict[str, Any]) -> bool:
         rank = greeted(message, secret=self._secret, me=self._agreement.me)
+        known = rank is None or rank in self._peers
+        if not known and self._of.newcomers.take(link, message):
+            self._of.strangers.discard(link)
+            self._tell(link)
+            return True
         if rank is None or rank not in self._agreement.members or rank in self._agreement.gone:
-            self._close(link)  # nobody of ours, or one that was given up
+            self._of.close(link)  # nobody of ours, or one that was given up
             return False
-        link.rank = rank
-        self._strangers.discard(link)
-        if rank in self._links:
-            self._close(self._links[rank])
-        self._links[rank] = link
+        self._of.follow(link, rank)
         self._agreement.follow(rank)
         self._tell(link)
         return True
@@ -193,14 +182,12 @@ class Lifeline:
         with self._news:
             self._agreement.left = True
             self._news.notify_all()
-        for link in self._all():
-            if link is not but:
-                link.send(ended=word)
+        self._of.say(but=but, ended=word)
 
     def _drop(self, link: Link) -> None:
         """The other end is closed: who it was is gone, unless the others went on without us."""
         rank = link.rank
-        self._close(link)
+        self._of.close(link)
         if rank is not None:
             self._drop_unreached(rank)
 
@@ -208,27 +195,26 @@ class Lifeline:
         if not self._agreement.left and self._agreement.lose(rank):
             self._noticed = time.monotonic()
             self._tried = 0.0
-            if rank in self._links:
-                self._close(self._links[rank])
+            self._of.keep(set(self._of.followers) - {rank})
 
     def _lose_silent(self, now: float) -> None:
-        for link in [*self._all(), *self._strangers]:
+        for link in [*self._of.all(), *self._of.strangers]:
             if now - link.heard > self._silences.word_s(answered=link.answered):
-                if link.rank is not None:
+                if link.rank in self._peers:
                     self._silences.fell(link.rank)
                 self._drop(link)
 
     def _follow(self, now: float) -> None:
         """See that this rank is connected to its proposer, where that is another."""
         proposer = self._agreement.proposer
-        if self._up is not None and self._up.rank != proposer:
-            self._close(self._up)
-        if self._up is not None or proposer == self._agreement.me or self._agreement.fenced:
+        if self._of.up is not None and self._of.up.rank != proposer:
+            self._of.close(self._of.up)
+        if self._of.up is not None or proposer == self._agreement.me or self._agreement.fenced:
             return
         self._tried = self._tried or now
         try:
             me = self._agreement.me
-            self._up = connect(self._peers[proposer], secret=self._secret, rank=me, to=proposer)
+            self._of.up = connect(self._peers[proposer], secret=self._secret, rank=me, to=proposer)
         except ConnectionRefusedError:  # its process is gone, and its port with it
             self._drop_unreached(proposer)
         except OSError:
@@ -237,7 +223,7 @@ class Lifeline:
                 self._drop_unreached(proposer)
         else:
             self._tried = 0.0
-            self._take(self._up)
+            self._of.take(self._of.up)
 
     def _drop_unreached(self, rank: int) -> None:
         self._look_at_record()
@@ -255,16 +241,30 @@ class Lifeline:
 
     def _propose(self, now: float) -> None:
         members = self._agreement.proposal
-        late = any(now - link.heard > LATE * BEAT_S for link in self._links.values())
+        late = any(now - link.heard > LATE * BEAT_S for link in self._of.followers.values())
         if members is None or now - self._noticed < SETTLE_S or late:  # lost or heard of soon
             return
         if now - self._noticed < self._silence_s and self._outnumbered():
             self._look_at_record()
             return
-        found = self._record.publish(
-            self._agreement.generation + 1, members,
-            gone=sorted(self._agreement.gone), time=time.time(),
-        )  # fmt: skip
+        self._publish(members, gone=sorted(self._agreement.gone))
+
+    def _grow(self) -> None:
+        """Where this rank is ready: let others know; as the proposer, let newcomers in."""
+        agreement = self._agreement
+        if self._ready != agreement.generation:
+            return
+        agreement.ready.add(agreement.me)
+        if self._of.up is not None and self._said_ready is not self._of.up:
+            self._said_ready = self._of.up
+            self._of.up.send(ready=agreement.generation)
+        if members := agreement.grown(self._of.newcomers.members):
+            joined = self._of.newcomers.peers_of(members)
+            self._publish(members, joined=joined, updates=self._updates)
+
+    def _publish(self, members: Members, **more: Any) -> None:
+        number = self._agreement.generation + 1
+        found = self._record.publish(number, members, **more, time=time.time())
         self._accept(found["generation"], tuple(found["members"]))
 
     def _outnumbered(self) -> bool:
@@ -285,10 +285,14 @@ class Lifeline:
             return
         noticed = self._noticed or time.monotonic()
         self._silences.over()
-        for link in [one for rank, one in self._links.items() if rank not in members]:
-            self._close(link)
-        for link in self._links.values():
+        if not self._peers.keys() >= set(members):
+            self._peers |= self._record.peers()
+        self._of.followers |= self._of.newcomers.let_in(members)
+        self._agreement.following |= self._of.followers.keys() & set(members)
+        self._of.keep(members)
+        for link in self._of.followers.values():
             link.send(generation=number, members=members)
+        self._said_ready = None
         with self._news:
             self._latest = Generation(number, members, noticed)
             self._noticed = time.monotonic() if self._agreement.gone else 0.0

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-HELLO_BYTES = 256
+HELLO_BYTES = 512
 MOST_BYTES = 1 << 24  # a list of a million ranks
 CONNECT_S = 0.5
 SEND_S = 1.0
@@ -50,9 +50,12 @@ class Peer:
         return cls(str(kind(number)), port, node)
 
 
-def sign(secret: str, rank: int, to: int) -> str:
-    """What shows that `rank`, who speaks to `to`, may read the run folder."""
-    return hmac.new(secret.encode(), f"{rank} {to}".encode(), hashlib.sha256).hexdigest()
+def sign(secret: str, rank: int, to: int, joins: Sequence[float] = ()) -> str:
+    """What shows that `rank`, who speaks to `to`, may read the run folder; a newcomer says where it
+    listens.
+    """
+    said = " ".join(map(str, map(int, (rank, to, *joins))))
+    return hmac.new(secret.encode(), said.encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass(slots=True, eq=False)
@@ -99,12 +102,13 @@ class Link:
         self.socket.close()
 
 
-def connect(peer: Peer, *, secret: str, rank: int, to: int) -> Link:
-    """Follow rank `to`. Raises `ConnectionRefusedError` where nobody listens any more, another
-    `OSError` where it cannot be reached.
+def connect(peer: Peer, *, secret: str, rank: int, to: int, joins: Sequence[float] = ()) -> Link:
+    """Follow rank `to`, or ask it to be let in. Raises `ConnectionRefusedError` where nobody
+    listens any more, another `OSError` where it cannot be reached.
     """
     link = Link(socket.create_connection((peer.address, peer.port), timeout=CONNECT_S), rank=to)
-    if not link.send(rank=rank, sign=sign(secret, rank, to)):
+    more = {"joins": list(joins)} if joins else {}
+    if not link.send(rank=rank, sign=sign(secret, rank, to, joins), **more):
         link.close()
         raise ConnectionResetError
     return link
@@ -112,11 +116,17 @@ def connect(peer: Peer, *, secret: str, rank: int, to: int) -> Link:
 
 def greeted(message: dict[str, Any], *, secret: str, me: int) -> int | None:
     """The rank that a first message is of; None where it does not prove it."""
-    rank, said = message.get("rank"), message.get("sign")
-    if not isinstance(rank, int) or not isinstance(said, str):
+    rank, said, joins = message.get("rank"), message.get("sign"), message.get("joins", [])
+    if not isinstance(rank, int) or not isinstance(said, str) or not _numbers(joins):
         return None
-    ours = sign(secret, rank, me)
+    ours = sign(secret, rank, me, joins)
     return rank if hmac.compare_digest(said.encode(), ours.encode()) else None
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, int | float) and abs(one) < 2**_WORD_BITS for one in value
+    )
 
 
 def refuses(peer: Peer, timeout_s: float) -> bool:

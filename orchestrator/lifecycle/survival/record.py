@@ -1,5 +1,13 @@
 """The record of generations: files in the attempt's folder, each of which comes into being once.
 
+| in a file | what |
+|---|---|
+| `generation`, `members` | its number, who is in it (numbers of `members.py`) |
+| `gone`, `joined` | who is not in it any more; newcomers, and where they listen |
+| `updates` | of one with newcomers: that were done when they came |
+| `secret`, `peers` | in the first one: what members sign with, and where they listen |
+| `code` | in the first one: the ranks' own modules (`rank/surviving/same_code.py`) |
+
 `link` either makes the name, with all its content, or finds that somebody else's is there. That is
 all of the consensus: whoever comes second obeys. It holds on NFS, too (unlike O_EXCL of old).
 """
@@ -8,10 +16,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from orchestrator.lifecycle.survival.links import Peer
 from orchestrator.run_folder.rundir import read_json, write_atomically
 from orchestrator.run_folder.seal import sealed_json
 
@@ -80,17 +90,29 @@ class GenerationRecord:
         """Whether the ranks train, and go on without one that is gone from now on."""
         return self.path(0).exists()
 
-    def gone(self, generation: int) -> list[int]:
-        """The ranks that this generation went on without, of those of the one before it."""
-        return (self.read(generation) or {}).get("gone", [])
+    def since(self, generation: int = 1) -> Iterator[dict[str, Any]]:
+        """All generations from this one on that there are, in order."""
+        while (found := self.read(generation)) is not None:
+            yield found
+            generation += 1
 
     def losses(self) -> list[list[int]]:
-        """The ranks that each generation went on without, oldest first."""
-        return [self.gone(number) for number in range(1, self.newest() + 1)]
+        """The members that generations went on without, of those of the one before it: of each
+        generation that lost some, the oldest first.
+        """
+        return [found["gone"] for found in self.since() if found.get("gone")]
 
-    def newest(self) -> int:
-        """The number of the newest generation; 0 where nobody was lost."""
-        number = 0
-        while self.path(number + 1).exists():
-            number += 1
-        return number
+    def came(self) -> list[int]:
+        """All newcomers that were let in."""
+        return [int(member) for found in self.since() for member in found.get("joined", ())]
+
+    def peers(self) -> dict[int, Peer]:
+        """Where each process that ever was a member listens, or has listened."""
+        told: dict[str, list[float]] = {}
+        for found in self.since(0):
+            told |= found.get("peers", {}) | found.get("joined", {})
+        return {int(member): Peer.of(numbers) for member, numbers in told.items()}
+
+    def newest(self) -> dict[str, Any] | None:
+        """The newest generation; None before the first."""
+        return next(iter(deque(self.since(0), maxlen=1)), None)

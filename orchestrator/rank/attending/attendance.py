@@ -71,7 +71,8 @@ class Attendance:
         self._heartbeat: Heartbeat | None = None
         self._requeue, self._timeout_s, self._ahead_s = True, 0.0, 0.0
         self._left = ThoseLeft(run, attempt, topology)
-        self.leads = topology.rank == 0  # writes, and decides what one rank has to
+        # Writes, and decides what one rank has to.
+        self.leads = topology.rank == 0 and not topology.replaces
         self._asking = threading.Lock()  # held while the scheduler is asked to start us again
 
     def begin(self, config: Config) -> None:

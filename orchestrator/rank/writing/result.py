@@ -33,7 +33,9 @@ def result_of(
         memory: of all ranks; `memory` in the result is that of the largest, in bytes.
     """
     history = read_metrics(run.metrics).updates  # of all attempts
-    survived = [record["survived"] for record in history if "survived" in record]
+    changes = {
+        key: [record[key] for record in history if key in record] for key in ("survived", "joined")
+    }
     outcome.collectives = sum(record.get("collectives", 0) for record in history)
     outcome.bytes_on_wire = sum(record.get("bytes_on_wire", 0) for record in history)
     return {
@@ -53,5 +55,5 @@ def result_of(
         "planned_collectives_per_update": planned.traffic.collectives,
         "culprit": None,
         "restarts": run.restarts(),
-        **({"survived": survived} if survived else {}),
+        **{key: notes for key, notes in changes.items() if notes},
     }

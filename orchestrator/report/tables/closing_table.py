@@ -87,7 +87,7 @@ def _rows(
     for name, value in summary.metrics.items():
         rows.append((f"held-out {name}", format_number(value), "bold"))
     rows += _restarts(result.get("restarts") or [])
-    rows += _survived(result.get("survived") or [])
+    rows += _survived(result)
     rows += [
         ("time", format_seconds(summary.seconds), ""),
         ("speed", format_rate(summary.samples_per_second), ""),
@@ -141,14 +141,21 @@ def _skipped(updates: Sequence[Record]) -> list[tuple[str, str, str]]:
     return [("  not applied", f"{plural(count, 'update')}, not finite{scale}", "yellow")]
 
 
-def _survived(notes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Who went away while the others went on, each time redoing the update under way."""
+def _survived(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Who went away while the others went on, each time redoing the update under way; who came
+    back.
+    """
+    notes, joined = result.get("survived") or [], result.get("joined") or []
     if not notes:
         return []
     gone = [str(rank) for note in notes for rank in note["gone"]]
+    came = [str(rank) for note in joined for rank in note["came"]]
     lost = f"rank{'s' * (len(gone) > 1)} {', '.join(gone)} lost"
-    left = f"{plural(notes[-1]['ranks'], 'rank')} went on"
-    return [("survived", f"{lost}; {plural(len(notes), 'update')} redone; {left}", "yellow")]
+    again = f"; rank{'s' * (len(came) > 1)} {', '.join(came)} came back" if came else ""
+    at_the_end = len(result.get("peak_memory_bytes") or ()) or notes[-1]["ranks"]
+    left = f"{plural(at_the_end, 'rank')} went on"
+    told = f"{lost}; {plural(len(notes), 'update')} redone{again}; {left}"
+    return [("survived", told, "yellow")]
 
 
 def _restarts(

@@ -69,6 +69,8 @@ class Shown(Protocol):
     @property
     def survived(self) -> int: ...
     @property
+    def came_back(self) -> int: ...
+    @property
     def lost_updates(self) -> int: ...
     @property
     def why(self) -> str | None: ...
@@ -125,7 +127,8 @@ def remark(run: Shown) -> str | None:
         said = run.reason.replace(f"{run.folder}/", "").replace(str(run.folder), "it")
         return f"{run.culprit}: {said}" if run.culprit else said
     if run.survived:
-        return f"ranks were lost {plural(run.survived, 'time')}, and the others went on"
+        lost = f"ranks were lost {plural(run.survived, 'time')}, and the others went on"
+        return f"{lost}; {plural(run.came_back, 'rank')} came back" if run.came_back else lost
     if run.restarts and run.why:
         lost = f", {plural(run.lost_updates, 'update')} done again" if run.lost_updates else ""
         return f"last restart: {run.why}{lost}"

@@ -24,5 +24,5 @@ def test_of_all_that_are_lost_those_that_nobody_survived_are_blamed(lost, blamed
     losses = Losses(run, Request(run=tmp_path, attempt=0, ranks_per_node=1, nodes=6,
                                  details={"survive": True}))  # fmt: skip
     for time, rank in enumerate(lost):
-        assert losses.take(End(time=time, node="n", rank=rank, status=-9), [rank], "")
+        assert losses.take(End(time=time, node="n", rank=rank, status=-9), {rank: rank}, "")
     assert [end.rank for end in losses.blamed] == blamed

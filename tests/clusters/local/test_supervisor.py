@@ -36,6 +36,7 @@ def tells(rank):
     opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
     print(json.dumps({
         "rank": [rank, os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]],
+        "replaces": os.environ["ORCHESTRATOR_REPLACES"],
         "leads its session": os.getsid(0) == os.getpid(),
         "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
         "handled": [int(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGCHLD)],
@@ -51,7 +52,8 @@ what = sys.argv[1]
 if what == "tells":
     import numpy, torch
 with ending() as end:
-    rank = serve([4] if what == "leaves_a_child" else [4, 5], silence_s=20.0, hang_s=300.0)
+    ranks, stays = [4] if what == "leaves_a_child" else [4, 5], "stays" in sys.argv
+    rank = serve(ranks, silence_s=20.0, hang_s=300.0, stays=stays)
     end.code = 0 if rank is None else globals()[what](rank)
 """
 
@@ -85,18 +87,31 @@ def test_what_a_rank_leaves_behind_belongs_to_the_node_while_the_rank_lives(tmp_
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_rank_has_nothing_of_its_node_and_draws_numbers_of_its_own():
-    with node("tells", stderr=subprocess.PIPE) as process:
-        events = events_of(process)
+def started_again(process):
+    """Its events to the end, where rank 5 gets another process after both have ended."""
+    events = []
+    for line in process.stdout:
+        events.append(json.loads(line))
+        ends = sum(event["event"] == "exit" for event in events)
+        if events[-1]["event"] == "exit" and ends > 1:
+            process.stdin.write("start 5 1\n" if ends == 2 else "close\n")
+            process.stdin.flush()
+    return events
+
+
+def test_a_rank_has_nothing_of_its_node_and_draws_numbers_of_its_own_started_again_or_not():
+    with node("tells", "stays", stderr=subprocess.PIPE) as process:
+        events = started_again(process)
         told = sorted(map(json.loads, process.stderr), key=lambda one: one["rank"])
-    assert sorted(e["status"] for e in events if e["event"] == "exit") == [4, 5]
-    assert [one["rank"] for one in told] == [[4, "4", "0"], [5, "5", "1"]]
+    assert sorted(e["status"] for e in events if e["event"] == "exit") == [4, 5, 5]
+    assert [one["rank"] for one in told] == [[4, "4", "0"], [5, "5", "1"], [5, "5", "1"]]
+    assert sorted(one["replaces"] for one in told) == ["0", "0", "1"]
     for one in told:
         assert one["leads its session"]
         assert one["blocked"] == [signal.SIGTERM]
         assert one["handled"] == [signal.SIG_DFL, signal.SIG_DFL]
         assert one["opened"] == ["/dev/null", "pipe", "pipe", "socket"]
-    assert not {*told[0]["drawn"]} & {*told[1]["drawn"]}
+    assert len({number for one in told for number in one["drawn"]}) == 9
 
 
 def test_a_rank_that_raises_before_it_has_a_log_ends_with_its_traceback_in_the_nodes():

@@ -147,6 +147,59 @@ def test_who_had_not_ended_an_update_gets_it_from_one_who_had(monkeypatch):
     assert {bits for _, bits in found} == {undisturbed(5)}
 
 
+def joined_by_one(settings):
+    """Three ranks train two updates, a fourth, built alone, comes in, and they train three more."""
+    engines = {}
+
+    def first(group):
+        engine = engines[group.rank] = SurvivingEngine(Curve(), settings, group)
+        train(engine, group.rank, group.size, range(2))
+        engine.before_growth()
+
+    def alone(group):
+        engines[3] = SurvivingEngine(Curve(), settings, group)
+
+    def then(group):
+        engine = engines[group.rank]
+        told = engine.catch_up(group, 0 if group.rank == 3 else 2, f"standing of {group.rank}")
+        engine.regroup(group)
+        train(engine, group.rank, group.size, range(2, 5))
+        return told, digest(engine)
+
+    run_in_threads(3, first)
+    run_in_threads(1, alone)
+    return run_in_threads(4, then)
+
+
+def test_a_newcomer_gets_what_it_lacks_and_the_bits_are_those_of_as_many_from_the_start():
+    found = joined_by_one(SETTINGS)
+    assert [told for told, _ in found] == [None, None, None, "standing of 0"]
+    assert {bits for _, bits in found} == {undisturbed(5)}
+
+
+def test_a_newcomer_takes_the_order_of_buckets_that_the_others_have_agreed_on():
+    found = joined_by_one(replace(SETTINGS, reduction="fast", leaf_size=None, bucket_bytes=64))
+    assert len({bits for _, bits in found}) == 1
+
+
+def test_all_hear_at_the_boundary_that_newcomers_wait_for_one_of_them():
+    def rank(group):
+        engine = SurvivingEngine(Curve(), SETTINGS, group)
+        heard = []
+        for update, waiting in enumerate((False, True, False)):
+            engine.newcomers_wait(waiting and group.rank == 1)
+            one = window(update, group.rank, group.size)
+            engine.begin_window(one)
+            for batch, mine in zip(
+                engine.batches(one.micro_batches), one.micro_batches, strict=True
+            ):
+                engine.micro_step(batch, mine)
+            heard.append(engine.boundary().newcomers)
+        return heard
+
+    assert run_in_threads(3, rank) == [[False, True, False]] * 3
+
+
 def flat(state):
     return [((n, k), v) for n, one in state["state"].items() for k, v in one.items()]
 
@@ -227,6 +280,24 @@ def test_shards_of_the_dead_come_from_their_neighbours(tmp_path, left, breaks_of
     found = survivors_of(4, left, before, settings=SHARDED)
     expected = of_a_checkpoint(tmp_path, len(left), 2, updates=5)
     assert found == [(None, expected)] * len(left)
+
+
+def test_shards_are_cut_anew_for_a_newcomer(tmp_path):
+    def save(group):
+        engine = SurvivingEngine(Curve(), SHARDED, group)
+        train(engine, group.rank, group.size, range(2))
+        engine.gather_state()
+        return engine.save_state(tmp_path) if group.rank == 0 else None
+
+    saved = run_in_threads(3, save)[0]
+
+    def load(group):
+        engine = SurvivingEngine(Curve(), SHARDED, group)
+        engine.load_state(tmp_path, saved)
+        train(engine, group.rank, group.size, range(2, 5))
+        return digest(engine)
+
+    assert {bits for _, bits in joined_by_one(SHARDED)} == {run_in_threads(4, load)[0]}
 
 
 def test_who_lacks_the_weights_of_a_sharded_update_gets_them_and_keeps_its_state(

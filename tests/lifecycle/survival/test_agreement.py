@@ -1,9 +1,14 @@
-"""Laws of the agreement under crashes in any order: one list for each generation, and an end."""
+"""Laws of the agreement under crashes and with newcomers in any order: one list for each
+generation, nobody in one that was left out of an earlier one, and an end.
+"""
+
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.lifecycle.survival.agreement import Agreement
+from orchestrator.lifecycle.survival.members import member_of
 
 
 class World:
@@ -14,6 +19,7 @@ class World:
         self.ranks = {r: Agreement(r, everyone) for r in everyone}
         self.record = {0: everyone}
         self.accepted = {}
+        self.size, self.waiting, self.processes = ranks, set(), {}
 
     def accept(self, rank, generation):
         self.ranks[rank].accept(generation, self.record[generation])
@@ -45,6 +51,33 @@ class World:
             self.accept(rank, me.generation + 1)
             for other in reached & me.following & self.ranks.keys():
                 self.accept(other, me.generation)
+
+    def come(self, rank):
+        """Another process of a rank that nobody is of any more asks to be let in."""
+        if not any(one % self.size == rank for one in (*self.ranks, *self.waiting)):
+            self.processes[rank] = self.processes.get(rank, 0) + 1
+            self.waiting.add(member_of(rank, self.processes[rank], self.size))
+
+    def boundary(self, reached):
+        """The members in `reached` stand at one, and wait there for those that have come."""
+        newest = max(self.record)
+        at_work = {r for r, one in self.ranks.items() if one.generation == newest} - self.fenced
+        for proposer in {self.ranks[r].proposer for r in at_work} & at_work:
+            one = self.ranks[proposer]
+            one.ready |= {other for other in at_work if other % self.size in reached}
+            grown = one.grown(self.waiting)
+            if grown is None:
+                continue
+            self.record.setdefault(newest + 1, grown)
+            self.accept(proposer, newest + 1)
+            for new in self.waiting & {*self.record[newest + 1]}:
+                self.waiting.discard(new)
+                members = self.record[newest + 1]
+                self.ranks[new] = Agreement(new, members, self.size, newest + 1)
+
+    @property
+    def fenced(self):
+        return {rank for rank, one in self.ranks.items() if one.fenced}
 
     def settle(self):
         for _ in range(6 * len(self.ranks)):
@@ -91,6 +124,51 @@ def test_ranks_that_wrongly_think_each_other_gone_never_go_on_in_two_groups(rank
     assert going_on <= set(world.record[newest])
     for one in world.ranks.values():
         assert one.members == world.record[one.generation]
+
+
+acts = st.lists(
+    st.tuples(
+        st.sampled_from(["look", "look", "boundary", "come", "crash"]),
+        st.integers(0, 3),
+        st.sets(st.integers(0, 3)),
+    ),
+    max_size=60,
+)
+
+
+@given(st.integers(2, 4), acts)
+def test_newcomers_come_in_once_and_whoever_was_left_out_stays_out(size, acts):
+    world = World(size)
+    for act, rank, reached in acts:
+        if act == "come":
+            world.come(rank)
+        elif act == "boundary":
+            world.boundary(reached)
+        else:
+            alive = sorted(world.ranks)
+            one = alive[rank % len(alive)]
+            if act == "crash" and len(alive) > 1:
+                world.ranks.pop(one)
+            else:
+                world.step(one, {other for other in alive if other % size in reached})
+    world.settle()
+    assert {one.members for one in world.ranks.values()} == {tuple(sorted(world.ranks))}
+    lists = [set(world.record[number]) for number in sorted(world.record)]
+    for earlier, later in pairwise(lists):
+        left_out = set().union(*lists[: lists.index(earlier) + 1]) - earlier
+        assert not left_out & later
+        assert len({one % size for one in later}) == len(later), "two processes of one rank"
+
+
+def test_newcomers_wait_until_every_member_stands_at_the_boundary_and_nobody_is_gone():
+    one = Agreement(0, (0, 1, 2), 4)
+    one.ready |= {0, 1}
+    assert one.grown([7]) is None
+    one.ready.add(2)
+    assert one.grown([7]) == (0, 1, 2, 7)
+    assert one.grown([7, 11, 6]) == (0, 1, 2, 11)  # the latest of rank 3; rank 2 is there
+    one.lose(2)
+    assert one.grown([7]) is None
 
 
 def test_nobody_proposes_while_nobody_is_gone_or_somebody_has_ended_in_order():

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from orchestrator.engine.common.boundary.packed_sums import STOP, Trailer
+from orchestrator.engine.common.boundary.packed_sums import NEWCOMERS, STOP, Trailer
 
 
 def said_by(totals: Trailer, metric_names: Sequence[str]) -> dict[str, Any]:
-    """`loss`, `weight`, `metrics` and `stop_requested` of a `BoundaryReport`.
+    """`loss`, `weight`, `metrics`, `stop_requested` and `newcomers` of a `BoundaryReport`.
 
     Args:
         totals: of all ranks; its weight is above 0.
@@ -22,4 +22,5 @@ def said_by(totals: Trailer, metric_names: Sequence[str]) -> dict[str, Any]:
         "weight": weight,
         "metrics": {name: total.value / weight for name, total in metrics},
         "stop_requested": totals.flags[STOP] > 0,
+        "newcomers": totals.flags[NEWCOMERS] > 0,
     }

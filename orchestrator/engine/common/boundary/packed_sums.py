@@ -31,10 +31,10 @@ MOST_RANKS = 65536
 _UNIT_BITS_OF = {WIDE: UNIT_BITS, NARROW: 40}
 _PLACES_OF = {WIDE: Struct(f"<{LIMBS}H"), NARROW: Struct(f"<{LIMBS}B")}
 
-STOP, NON_FINITE, BAD_WEIGHT, USES_ALL, USES_CHANGED = range(5)
+STOP, NON_FINITE, BAD_WEIGHT, USES_ALL, USES_CHANGED, NEWCOMERS = range(6)
 """Flags, each a number of ranks: asked to stop; a loss that is not finite; a weight that is
 negative or not finite; every parameter had a gradient; the set of those that had differs from the
-last one told. The sixth is spare."""
+last one told; newcomers ask to be let in."""
 
 
 DIGEST_BITS = 26

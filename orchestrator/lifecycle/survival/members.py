@@ -1,0 +1,35 @@
+"""Members: the processes of an attempt, each with a number that no other one ever has.
+
+The first process of rank r is member r; the k-th that takes its place is member r + k * ranks. So
+whoever was given up stays out, whatever has come in its place since, and a newcomer is never the
+lowest while one of the first is left.
+"""
+
+from __future__ import annotations
+
+
+def member_of(rank: int, process: int, ranks: int) -> int:
+    """The number of a rank's `process`-th process, counted from 0.
+
+    >>> member_of(2, 0, 4), member_of(2, 1, 4), member_of(2, 2, 4)
+    (2, 6, 10)
+    """
+    return rank + process * ranks
+
+
+def rank_of(member: int, ranks: int) -> int:
+    """Whose place it has.
+
+    >>> rank_of(6, 4), rank_of(3, 4)
+    (2, 3)
+    """
+    return member % ranks
+
+
+def process_of(member: int, ranks: int) -> int:
+    """Which of its rank's processes it is.
+
+    >>> process_of(6, 4), process_of(3, 4)
+    (1, 0)
+    """
+    return member // ranks

@@ -1,0 +1,294 @@
+"""How a rank goes on when others are gone or have come, in a group of those that are there.
+
+What happens, and why no number changes: docs/surviving.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from orchestrator.config.schema import ClusterConfig, node_range
+from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.common.waiting import for_others
+from orchestrator.engine.framework import Framework
+from orchestrator.engine.survives import Survives
+from orchestrator.errors import (
+    Fenced,
+    NoWayOn,
+    PeerLost,
+    RendezvousError,
+    StateLost,
+    StopRequested,
+)
+from orchestrator.lifecycle.survival.agreement import Generation, Members
+from orchestrator.lifecycle.survival.lifeline import Lifeline
+from orchestrator.lifecycle.survival.members import rank_of
+from orchestrator.lifecycle.survival.record import GenerationRecord
+from orchestrator.rank.loop import Attended, Outcome
+from orchestrator.rank.surviving import standing
+from orchestrator.rank.surviving.next_group import formed
+from orchestrator.rank.watched_recorder import Watched
+from orchestrator.run_warnings import warn
+
+SILENCE_S = 5.0
+"""After which a rank that says nothing is gone, where cluster.heartbeat_timeout_s is not less."""
+MARGIN_S = 3.0
+MOST_TRIES = 3
+"""So many groups may begin one update; what kills a fourth is in the update."""
+
+
+def silence_s(cluster: ClusterConfig) -> float:
+    """For how long a rank may be silent where the others would go on without it."""
+    return min(cluster.heartbeat_timeout_s, SILENCE_S)
+
+
+def least_nodes(cluster: ClusterConfig) -> int:
+    """How many nodes have to be left: the range's least; one where a number was asked for."""
+    return 1 if isinstance(cluster.nodes, int) else node_range(cluster.nodes)[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What one rank has its part with, among those that survive.
+
+    Attributes:
+        me: its number (`lifecycle/survival/members.py`).
+        spec: that of the attempt's first group; `spec.size` ranks are what all began with.
+        nodes: the number of each rank's node.
+        least_nodes: so many have to be left.
+    """
+
+    me: int
+    spec: GroupSpec
+    framework: Framework
+    engine: Survives
+    nodes: Mapping[int, int]
+    least_nodes: int
+    silence_s: float
+
+
+class Survivors:
+    """One rank's part among them. `entering.py` makes it.
+
+    Args:
+        lifeline: begun.
+        record: of this attempt's generations.
+        members: of the group that this rank is in; of a newcomer, those who let it in.
+        generation: that group's number.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        lifeline: Lifeline,
+        record: GenerationRecord,
+        *,
+        members: Members,
+        generation: int = 0,
+    ) -> None:
+        self._part, self._lifeline, self._record = part, lifeline, record
+        self._engine, self._silence_s = part.engine, part.silence_s
+        self._generation, self._members = generation, members
+        self._tries = (-1, 0)
+        self.place = part.spec.rank, part.spec.size
+
+    def end(self, word: str) -> None:
+        """This rank ends: the others are not to go on without it."""
+        self._lifeline.end(word)
+
+    def watched(self, inner: Attended) -> Attended:
+        """`inner`, left in mid-window when somebody is gone; a rank that was given up writes
+        nothing through it.
+        """
+        return Watched(inner, self)
+
+    def check(self) -> None:
+        """Raises `PeerLost` when there is a newer generation."""
+        if self._lifeline.latest.number > self._generation:
+            raise PeerLost("another rank is gone")
+
+    def check_record(self) -> None:
+        """`check` by the record itself: the thread may have stood still with this rank."""
+        if self._record.read(self._generation + 1) is not None:
+            raise PeerLost("another rank is gone")
+
+    def tell_newcomers(self) -> None:
+        """At the boundary to come all ranks hear of newcomers, where this one knows of some."""
+        self._engine.newcomers_wait(self._lifeline.asked)
+
+    # ------------------------------------------------------------------ the next generation
+
+    def enter(self, outcome: Outcome) -> None:
+        """As a newcomer that was let in: stand where the others do. Collective among all."""
+        self.go_on(PeerLost("this rank takes its place again"), outcome)
+
+    def grow(self, outcome: Outcome) -> dict[str, Any]:
+        """After a boundary at which all heard of newcomers: go on with them. Collective; else as
+        `go_on`.
+        """
+        self._engine.before_growth()
+        self._lifeline.ready(self._generation, outcome.updates)
+        with for_others("newcomers to be let in"):
+            self._lifeline.await_newer(self._generation, self._part.spec.collective_timeout_s)
+        return self.go_on(PeerLost("newcomers are let in"), outcome)
+
+    def go_on(self, error: PeerLost, outcome: Outcome) -> dict[str, Any]:
+        """Meet the others that are left, and stand where they do. Collective among these.
+
+        Args:
+            error: how this rank noticed.
+            outcome: where this rank stands; it is brought up to where the others do.
+
+        Returns:
+            What is to be recorded of it: `survived`, `joined`.
+
+        Raises:
+            Fenced: the others have gone on without this rank.
+            NoWayOn: too many losses came in one update, or a part of the state is lost.
+            PeerLost: nobody is known to be gone.
+        """
+        print(f"note: {error}", flush=True)  # goes to the rank's log
+        noticed = 0.0
+        with for_others("the next group to form"):
+            while True:
+                newer = self._next(error)
+                noticed = noticed or newer.noticed
+                try:
+                    self._join(newer, outcome)
+                except StateLost as lost:
+                    raise self._no_way_on(self._say_lost(lost, newer, outcome)) from lost
+                except (PeerLost, RendezvousError, StopRequested) as again:
+                    error = again if isinstance(again, PeerLost) else PeerLost(str(again))
+                    print(f"note: {error}", flush=True)  # goes to the rank's log
+                else:
+                    return self._told(newer, outcome, time.monotonic() - noticed)
+
+    def _next(self, error: PeerLost) -> Generation:
+        """The next generation. Raises as `go_on` does, once it is known that there is none."""
+        newer = self._lifeline.await_newer(self._generation, self._silence_s + MARGIN_S)
+        if newer is None:
+            raise error
+        self._generation = newer.number
+        if self._part.me not in newer.members:
+            raise Fenced(
+                f"rank {self._part.spec.rank} was silent for {self._silence_s:g} s, and the others "
+                f"have gone on without it (generation {newer.number})"
+            ) from error
+        return newer
+
+    def _join(self, newer: Generation, outcome: Outcome) -> None:
+        members = newer.members
+        rank = members.index(self._part.me)
+        group = self._formed(newer, rank)
+        self._lifeline.on_news(group.interrupt)
+        if self._lifeline.latest.number > newer.number:  # while nobody was there to be interrupted
+            raise PeerLost("one more rank is gone")
+        told = self._engine.catch_up(group, outcome.updates, standing.told(outcome))
+        if told is not None:
+            standing.take(outcome, told)
+        self._engine.regroup(group)
+        self.place = rank, len(members)
+
+    def _formed(self, newer: Generation, rank: int) -> Any:
+        node = self._node_of(self._part.me)
+        beside = [one for one in newer.members if self._node_of(one) == node]
+
+        def given_up() -> bool:
+            return self._lifeline.latest.number > newer.number
+
+        spec = replace(
+            self._part.spec,
+            rank=rank,
+            size=len(newer.members),
+            generation=newer.number,
+            reads=beside[0] == self._part.me,
+            stop_requested=given_up,
+        )
+        return formed(self._part.framework, spec, given_up)
+
+    def _told(self, newer: Generation, outcome: Outcome, seconds: float) -> dict[str, Any]:
+        """The notes; raises `NoWayOn` where losses in this update are too many."""
+        gone, came = self._change_to(newer.members)
+        update, count = outcome.updates + 1, len(newer.members)
+        notes: dict[str, Any] = {}
+        note: dict[str, Any] = {
+            "generation": newer.number, "ranks": count, "nodes": len(self._nodes),
+            "seconds": round(seconds, 3),
+        }  # fmt: skip
+        if came:
+            notes["joined"] = {**note, "came": came}
+            self._say(f"{_ranks(came)} came back; {count} ranks go on with update {update}")
+        if gone:
+            notes["survived"] = {**note, "gone": gone}
+            self._count_try(outcome.updates, _ranks(gone))
+            sentence = f"{_ranks(gone)} went away in update {update}; "
+            self._say(sentence + (self._few() or f"{count} ranks redo it and go on"))
+        print(f"note: generation {newer.number} after {seconds:.2f} s", flush=True)
+        return notes
+
+    def _change_to(self, members: Members) -> tuple[list[int], list[int]]:
+        """The ranks that are not in it any more, and those that have come."""
+        old, new = set(self._members), set(members)
+        self._members = members
+        return self._ranks_of(old - new), self._ranks_of(new - old)
+
+    def _ranks_of(self, members: set[int]) -> list[int]:
+        return sorted(rank_of(one, self._part.spec.size) for one in members)
+
+    def _count_try(self, updates: int, who: str) -> None:
+        self._tries = (updates, 1 + self._tries[1] * (self._tries[0] == updates))
+        if self._tries[1] > MOST_TRIES:
+            raise self._no_way_on(
+                f"{self._tries[1]} groups began update {updates + 1}, and each lost ranks in it, "
+                f"at last {who}: what comes back so often is not survived"
+            )
+
+    def _say(self, sentence: str) -> None:
+        """The lowest one says it to all who look; each in its log."""
+        if self._members[0] == self._part.me:
+            warn(sentence)
+        print(f"note: {sentence}", flush=True)
+
+    def _say_lost(self, lost: StateLost, newer: Generation, outcome: Outcome) -> str:
+        gone, _ = self._change_to(newer.members)
+        told = (
+            f"{_ranks(gone)} went away in update {outcome.updates + 1}; {lost}, since the rank "
+            "that kept it, too, is gone. So the run does not go on from memory, but from its "
+            "newest checkpoint (run.max_restarts, or resume)"
+        )
+        self._say(told)
+        return told
+
+    @property
+    def nodes_gone(self) -> set[int]:
+        """The nodes of which nobody is left."""
+        return set(self._part.nodes.values()) - self._nodes
+
+    @property
+    def _nodes(self) -> set[int]:
+        return {self._node_of(member) for member in self._members}
+
+    def _node_of(self, member: int) -> int:
+        return self._part.nodes[rank_of(member, self._part.spec.size)]
+
+    def _no_way_on(self, why: str) -> NoWayOn:
+        return NoWayOn(why, sorted(self.nodes_gone))
+
+    def too_few(self) -> NoWayOn | None:
+        """Why those that are left must not go on; None where they may."""
+        words = self._few()
+        return self._no_way_on(words) if words else None
+
+    def _few(self) -> str:
+        count, least = len(self._nodes), self._part.least_nodes
+        if count >= least:
+            return ""
+        nodes = "1 node is" if count == 1 else f"{count} nodes are"
+        return f"{nodes} left, fewer than cluster.nodes.min={least}, so the run does not go on"
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

@@ -1,0 +1,105 @@
+"""Ranks that were killed get another process, which comes in at a boundary; nothing is computed
+otherwise for it.
+"""
+
+import json
+import os
+import signal
+from functools import partial
+
+import pytest
+
+from tests import helpers
+
+RUN = (
+    "job._target_=tests.tiny_job.Unhurried", "job.dropout=0.2", "job.pause_s=0.1",
+    "accumulation.reduction=reproducible", "accumulation.micro_batch=4",
+    "accumulation.global_batch=48", "train.evaluate_every=25", "tracker=none", "run.survive=true",
+)  # fmt: skip
+UPDATES = 150
+SHAPE = ("cluster.nodes=2", "cluster.ranks_per_node=2", f"train.updates={UPDATES}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    one = ("cluster.nodes=1", "cluster.ranks_per_node=1", "run.survive=false", "job.until=/")
+    done = helpers.call(*RUN, *SHAPE, *one, f"run.dir={run}", "-q")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return helpers.result(run)
+
+
+def notes(run, key):
+    return [record[key] for record in helpers.records(run) if key in record]
+
+
+def kill_one_after_another(run, victims, *more, in_vain=False):
+    """Each once the one before it has come back; then wait for the end. `in_vain`: the first one's
+    first newcomer is killed on its way in.
+    """
+    hurry = run.with_name("hurry")
+    process = helpers.begin(*RUN, *SHAPE, f"job.until={hurry}", f"run.dir={run}", *more)
+    helpers.until(lambda: len(helpers.records(run)) >= 3, what="training")
+    for number, victim in enumerate(victims):
+        first = helpers.rank_pid(run, victim)
+        os.kill(first, signal.SIGKILL)
+        if in_vain and not number:
+            newcomer = partial(other_process, run, victim, first)
+            os.kill(helpers.until(newcomer, what="a newcomer"), signal.SIGKILL)
+        helpers.until(lambda n=number: len(notes(run, "joined")) > n, what="coming back")
+    hurry.touch()
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    return output
+
+
+def other_process(run, rank, first):
+    """The pid of a process of this rank that is not its first one; None while there is none."""
+    alive = (p.pid for p in helpers.processes_of(run) if helpers.name_of(p) == f"rank {rank}")
+    return next((pid for pid in alive if pid != first), None)
+
+
+def check_whole(run, undisturbed, *, same_bits):
+    found = helpers.result(run)
+    for key in ("state", "updates", "samples", "restarts"):
+        assert found[key] == undisturbed[key], key
+    if same_bits:
+        assert found["weights_sha256"] == undisturbed["weights_sha256"]
+        assert found["metrics"] == undisturbed["metrics"]
+    assert abs(found["loss"] / undisturbed["loss"] - 1) < (1e-12 if same_bits else 1e-5)
+    records = helpers.records(run)
+    assert [record["update"] for record in records] == list(range(UPDATES))
+    assert {record["attempt"] for record in records} == {0}
+    assert not helpers.processes_of(run)
+
+
+def test_killed_ranks_come_back_the_first_one_included_and_the_bits_are_the_same(
+    tmp_path, undisturbed
+):
+    run = tmp_path / "run"
+    output = kill_one_after_another(run, [2, 0])
+    check_whole(run, undisturbed, same_bits=True)
+    changes = [
+        (key, record[key]["ranks"])
+        for record in helpers.records(run)
+        for key in ("survived", "joined")
+        if key in record
+    ]
+    assert changes == [("survived", 3), ("joined", 4)] * 2
+    assert [note["came"] for note in notes(run, "joined")] == [[2], [0]]
+    told = "ranks 2, 0 lost; 2 updates redone; ranks 2, 0 came back; 4 ranks went on"
+    assert told in " ".join(output.split())
+    status = json.loads(helpers.verb("status", run, "--json").stdout)[0]
+    assert (status["survived"], status["came_back"]) == (2, 2)
+
+
+def test_shards_are_handed_on_and_a_newcomer_that_dies_on_its_way_in_hurts_nobody(
+    tmp_path, undisturbed
+):
+    run = tmp_path / "run"
+    kill_one_after_another(
+        run, [2, 1], "accumulation.reduction=fast", "engine.shard_optimizer=true", in_vain=True
+    )
+    check_whole(run, undisturbed, same_bits=False)
+    assert [note["gone"] for note in notes(run, "survived")] == [[2], [1]]
+    assert [(note["came"], note["ranks"]) for note in notes(run, "joined")] == [([2], 4), ([1], 4)]
