@@ -105,6 +105,7 @@ class TorchEngine:
             )
         )  # fmt: skip
         self._window: Window | None = None
+        self._in_window = False  # until its boundary is over
         self._done, self._trains = 0, self._model.training
         self._lines = LossLines(settings.log_every)
         rows = self.gather(as_numbers(machine_digest()))
@@ -140,6 +141,7 @@ class TorchEngine:
     def begin_window(self, window: Window) -> None:
         """Start an update: gradients are zero, the learning rate is set. Not collective."""
         self._window, self._done, self._gathered = window, 0, None
+        self._in_window = True
         self._hyperparameters.check(f"before update {window.update}")
         if self._whole is not None:
             self._whole.begin()
@@ -202,6 +204,7 @@ class TorchEngine:
             self._hyperparameters.check(
                 f"in after_update of update {report.update}", jobs_turn=True
             )
+        self._in_window = False
         return report
 
     # ------------------------------------------------------------------ around updates

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from orchestrator.engine.api import BoundaryReport, Window
+from orchestrator.engine.api import Window
 from orchestrator.engine.common.hyperparameters import Hyperparameters
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.survives import against
@@ -52,7 +52,7 @@ class SurvivingEngine(TorchEngine):
         super().__init__(job, replace(settings, mirror_shards=mirrors), group)
         self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups
         self._order: list[int] | None = None  # of buckets, as those who began together agreed
-        self._scale_before: dict[str, float] | None = None  # None between windows
+        self._scale_before: dict[str, float] = {}
         self._before: dict[str, tuple[int, Tensor]] = {}  # buffers: their version, and a copy
 
     def begin_window(self, window: Window) -> None:
@@ -63,17 +63,12 @@ class SurvivingEngine(TorchEngine):
                 self._before[name] = version, buffer.detach().clone()
         super().begin_window(window)
 
-    def boundary(self, *, stop: bool = False) -> BoundaryReport:
-        report = super().boundary(stop=stop)
-        self._scale_before = None
-        return report
-
     def _undo(self) -> None:
         """Back to the beginning of the window under way, where there is one."""
-        if self._scale_before is None:
+        if not self._in_window:
             return
         self._accumulator.precision.load(self._scale_before)
-        self._scale_before = self._window = None
+        self._in_window, self._window = False, None
         for name, buffer in self._model.named_buffers():
             version, copy = self._before[name]
             if buffer._version != version:  # noqa: SLF001  # no public name
