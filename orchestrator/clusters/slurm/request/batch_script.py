@@ -163,7 +163,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         *_from_environment(config, run, here),
         "",
         *_step(config, run, attempt, here),
-        *settling([here.python, *here.starter], survive=config.run.survive),
+        *settling([here.python, *here.starter], survive=bool(config.run.survive)),
         "exit $code",
     ]
     return "\n".join(lines) + "\n"
