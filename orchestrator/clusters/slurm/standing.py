@@ -13,7 +13,11 @@ from pathlib import Path
 
 from orchestrator.clusters.slurm.ending.settle import dismiss_held, settle_ended
 from orchestrator.clusters.slurm.queue.in_turn import look_at_turns
-from orchestrator.clusters.slurm.queue.packing.members import is_over, others_left
+from orchestrator.clusters.slurm.queue.packing.members import (
+    is_over,
+    others_left,
+    waits_for_others,
+)
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.errors import ClusterError
@@ -33,6 +37,7 @@ from orchestrator.scheduler.jobs import Job, accounted, queue_of_user, queued, r
 from orchestrator.scheduler.shared_queue import SharedQueue
 
 MOMENT_S = 4.0
+WAITS = "it starts again when the other points of its job have ended"
 HELD = (
     "{}: a node could not start it, and it waits until you say `scontrol release {}`; "
     "`sinfo -R` may know which node, and why"
@@ -146,4 +151,6 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
     if ended or job.state == "COMPLETING":
         name = "ending"
     reason = job.standstill or status.reason
+    if name in ("running", "starting") and waits_for_others(run):
+        reason = WAITS
     return replace(status, state=name, reason=reason, time_left_s=job.time_left_s)

@@ -14,7 +14,7 @@ from orchestrator.clusters.api import Culprit, Handle, State
 from orchestrator.clusters.root_cause import tail
 from orchestrator.clusters.slurm.news import News
 from orchestrator.clusters.slurm.queue.cancelling import UNSENT, cancel_all, end, stop
-from orchestrator.clusters.slurm.queue.packing.members import is_over
+from orchestrator.clusters.slurm.queue.packing.members import is_over, title_of
 from orchestrator.clusters.slurm.root_cause import blame_slurm
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, RunFolderError, describe_status
@@ -116,7 +116,7 @@ class SlurmHandle(Handle):
         handle = read_handle(run)
         self._run = run
         self.job_id = str(handle["job_id"])
-        self.title = f"job {self.job_id}"
+        self.title = title_of(run, self.job_id)
         self._news = News()
         self.client = client_of(run, handle.get("slurm_conf"))
         self.job: Job | None = None

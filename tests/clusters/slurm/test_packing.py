@@ -23,9 +23,11 @@ from orchestrator.clusters.slurm.queue.packing.members import is_over, others_le
 from orchestrator.clusters.slurm.queue.packing.script import AGAIN, pack_script
 from orchestrator.clusters.slurm.queue.packing.shares import on_a_node, together
 from orchestrator.clusters.slurm.request.batch_script import Here, share_script
+from orchestrator.clusters.slurm.standing import WAITS, with_job
 from orchestrator.compose.composer import compose
 from orchestrator.config.pack_rules import anywhere
 from orchestrator.errors import ConfigError
+from orchestrator.outcome.folder_status import from_folder
 from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.scheduler.jobs import Job
 from tests.helpers import until
@@ -283,3 +285,19 @@ def test_only_the_job_of_its_own_script_is_a_packed_runs(packed, tmp_path):
     assert not is_ours(packed[0], Job(id="8", state="RUNNING", command=str(script)))
     other = script.with_name("005.sh")
     assert not is_ours(packed[0], Job(id="9", state="RUNNING", command=str(other)))
+
+
+def test_one_that_left_says_that_it_waits_for_the_others_and_one_that_ended_is_over(packed):
+    first, second, third = packed
+    for run in packed:
+        run.begin_attempt()
+    job = Job(id="9", state="RUNNING", nodes="n0")
+    write_json(first.departure(0), {"why": "preempted", "updates": 3, "time": 1.0})
+    found = {run: with_job(run, from_folder(run), job) for run in (first, second)}
+    assert found[first].reason == WAITS
+    assert found[second].reason != WAITS
+    over(third)
+    assert with_job(third, from_folder(third), job).state == "finished"
+    over(second)
+    alone = with_job(first, from_folder(first), job)
+    assert alone.reason != WAITS, "nobody is left to wait for: the job is about to start again"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 from orchestrator.clusters.api import State
-from orchestrator.clusters.slurm.queue.packing.members import pack_of, steps
+from orchestrator.clusters.slurm.queue.packing.members import pack_of, steps, waits_for_others
 from orchestrator.errors import ClusterError
 from orchestrator.outcome.run_result import write_end
 from orchestrator.run_folder.rundir import RunDir
@@ -54,7 +54,7 @@ def end_parts(client: SlurmClient, runs: Mapping[RunDir, str], *flags: str) -> N
         left = {run: job for run, job in left.items() if run not in there}
         for run, job_id in list(left.items()):
             job = jobs.get(job_id)
-            if job is None or job.waiting or not job.alive or _waits_for_others(run):
+            if job is None or job.waiting or not job.alive or waits_for_others(run):
                 write_end(run, State.STOPPED)
             if run.result.exists():
                 del left[run]
@@ -63,8 +63,3 @@ def end_parts(client: SlurmClient, runs: Mapping[RunDir, str], *flags: str) -> N
             raise ClusterError(f"point {names} is about to begin; cancel it again in a moment")
         if left:
             time.sleep(LOOK_S)
-
-
-def _waits_for_others(run: RunDir) -> bool:
-    """Whether its ranks have left in order, and it starts again when the job does."""
-    return run.departure(max(0, run.attempts_made() - 1)).exists()

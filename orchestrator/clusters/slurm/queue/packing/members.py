@@ -63,6 +63,18 @@ def is_over(run: RunDir) -> bool:
     return pack_of(run) is not None and run.read_result() is not None
 
 
+def title_of(run: RunDir, job_id: str) -> str:
+    """What people know it by."""
+    shared = f"point {run.path.name}, in job {job_id}," if pack_of(run) else ""
+    return shared or f"job {job_id}"
+
+
+def waits_for_others(run: RunDir) -> bool:
+    """Whether its ranks have ended, and it starts again when its job does, for all of them."""
+    left = run.departure(max(0, run.attempts_made() - 1)).exists()
+    return left and run.read_result() is None and bool(others_left(run))
+
+
 def others_left(run: RunDir) -> list[RunDir]:
     """Those of a run's job that are not over, without itself."""
     pack = pack_of(run)

@@ -73,7 +73,7 @@ def _count(group: Sequence[Placed], asked: int) -> int:
     if asked > most:
         raise ClusterError(
             f"sweep.pack={asked}, but a node of the partition has room for "
-            f"{plural(most, 'point')} at most, at {job.each.cpus} CPUs each"
+            f"{plural(most, 'point')} at most, at {plural(job.each.cpus, 'CPU')} each"
             + (f" and {job.each.memory_mb} MB" if job.each.memory_mb else "")
             + (f"; try sweep.pack={most}" if most > 1 else "; leave sweep.pack out")
         )
