@@ -1,13 +1,19 @@
-"""The net of `survive` trained by torchft, whose replicas are killed in the same beat."""
+"""The net of `survive` trained by torchft, whose replicas are killed in the same beat.
+
+Its lighthouse and its managers listen on every interface, so all of it runs in a network namespace
+of its own, where there is nothing but a loopback; where none can be made, it does not run.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
-import random
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -20,33 +26,47 @@ from typing import Any
 from benchmarks.measure import wait_for
 
 ABSENT = "not installed (pip install torchft)"
+NO_NAMESPACE = "not run: it listens on every interface, and `unshare -rn` gives no namespace here"
+ALONE = ("unshare", "-rn")
+SET_FLAGS, UP = 0x8914, 1  # SIOCSIFFLAGS, IFF_UP: netdevice(7)
 REPLICAS, MICRO_STEPS, MICRO_BATCH = 4, 4, 16
 PATIENCE_MS = 1000
 """Of its lighthouse: after which a silent replica is out, and for how long one may be waited for.
 Its defaults are 5 s and 60 s, with which each loss would take longer."""
 
 
-def goodput(rounds: int, every_s: float) -> dict[str, Any]:
-    """As `survive.goodput`. A replica that dies stays away."""
-    row: dict[str, Any] = {"name": "torchft", "kills": 0, "useful": None, "equal": "no"}
+def goodput(victims: list[int], every_s: float) -> dict[str, Any]:
+    """As `survive.goodput`; of all replicas together."""
+    row: dict[str, Any] = {"name": "torchft", "kills": 0, "useful": None, "equal": "-"}
     if importlib.util.find_spec("torchft") is None:
-        return {**row, "equal": "-", "why": ABSENT}
-    chance = random.Random(7)  # noqa: S311  # it has to repeat
-    useful, whole = 0.0, 0.0
-    for _ in range(rounds):
-        victims = chance.sample(range(REPLICAS), REPLICAS - 1)
-        steps = _disturbed(victims, every_s)
-        whole += steps[-1]["time"] - steps[0]["time"] + steps[0]["seconds"]
-        # The wait for the next quorum is part of a step that is committed after all.
-        usual = 3 * median(one["seconds"] for one in steps)
-        useful += sum(min(one["seconds"], usual) for one in steps if one["committed"])
-        row["kills"] += len(victims)
-    lost = (whole - useful) / row["kills"]
-    return {**row, "useful": useful / whole, "lost": lost, "why": ""}
+        return {**row, "why": ABSENT}
+    if not shutil.which("unshare") or subprocess.run([*ALONE, "true"], check=False).returncode:
+        return {**row, "why": NO_NAMESPACE}
+    done = subprocess.run(
+        [*ALONE, sys.executable, "-m", __spec__.name, json.dumps([victims, every_s])],
+        check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    of = [steps for steps in json.loads(done.stdout) if steps]
+    whole = sum(steps[-1]["time"] - steps[0]["time"] + steps[0]["seconds"] for steps in of)
+    # The wait for the next quorum is part of a step that is committed after all.
+    usual = 3 * median(one["seconds"] for steps in of for one in steps)
+    counted = (one for steps in of for one in steps if one["committed"])
+    useful = sum(min(one["seconds"], usual) for one in counted)
+    lost = (whole - useful) / len(of) / len(victims)
+    return {**row, "kills": len(victims), "useful": useful / whole, "lost": lost, "equal": "no",
+            "why": ""}  # fmt: skip
 
 
-def _disturbed(victims: list[int], every_s: float) -> list[dict[str, Any]]:
-    """The steps of the replica that is left."""
+def _loopback_up() -> None:
+    """In a namespace of this process's own, where nothing else is; refuses anywhere else."""
+    if [name for _, name in socket.if_nameindex()] != ["lo"]:
+        raise SystemExit("this is no network namespace of its own: there is more than a loopback")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, SET_FLAGS, struct.pack("16sH14x", b"lo", UP))
+
+
+def _disturbed(victims: list[int], every_s: float) -> list[list[dict[str, Any]]]:
+    """The steps of each replica; one that is killed is started again."""
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
@@ -54,14 +74,15 @@ def _disturbed(victims: list[int], every_s: float) -> list[dict[str, Any]]:
         heartbeat_timeout_ms=PATIENCE_MS,
     )  # fmt: skip
     folder = Path(tempfile.mkdtemp(prefix="torchft-"))
-    replicas = [
-        subprocess.Popen(
+
+    def started(n: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, "-m", __spec__.name, lighthouse.address(), str(n), folder],
             env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL,
-            stderr=(folder / f"{n}.log").open("w"),
-        )
-        for n in range(REPLICAS)
-    ]  # fmt: skip
+            stderr=(folder / f"{n}.log").open("a"),
+        )  # fmt: skip
+
+    replicas = [started(n) for n in range(REPLICAS)]
     try:
         for n in range(REPLICAS):
             wait_for(lambda n=n: len(_steps(folder, n)) >= 5, "training")
@@ -69,9 +90,10 @@ def _disturbed(victims: list[int], every_s: float) -> list[dict[str, Any]]:
             if number:
                 time.sleep(every_s)  # the beat of the kills: what is measured
             replicas[victim].send_signal(signal.SIGKILL)
+            replicas[victim].wait()
+            replicas[victim] = started(victim)
         time.sleep(every_s / 2)
-        (left,) = set(range(REPLICAS)) - set(victims)
-        return _steps(folder, left)
+        return [_steps(folder, n) for n in range(REPLICAS)]
     finally:
         for replica in replicas:
             replica.kill()
@@ -108,7 +130,7 @@ def replica(lighthouse: str, number: int, folder: Path) -> None:
     )  # fmt: skip
     optimizer, weights = Optimizer(manager, adam), list(model.parameters())
     data = Work().dataset().tensors[0]
-    with (folder / f"{number}.jsonl").open("w", buffering=1) as file:
+    with (folder / f"{number}.jsonl").open("a", buffering=1) as file:
         while True:
             began, before = time.time(), manager.current_step()
             optimizer.zero_grad()
@@ -127,4 +149,8 @@ def replica(lighthouse: str, number: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 2:  # from `goodput`, in the namespace
+        _loopback_up()
+        print(json.dumps(_disturbed(*json.loads(sys.argv[1]))))  # it reads this
+        sys.exit()
     replica(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
