@@ -31,6 +31,7 @@ from orchestrator.compose import resolvers
 from orchestrator.compose.command_line import CommandLine
 from orchestrator.compose.hydra_input import MOST_POINTS, register_checked_files
 from orchestrator.compose.interpolations import interpolations
+from orchestrator.compose.stated_twice import refuse_twice
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 
@@ -161,29 +162,13 @@ class Loader(ConfigLoaderImpl):
         return parsed
 
     def refuse_twice(self, overrides: Sequence[str]) -> None:
-        """Raise `ConfigError` for a key that is stated twice where one of them is a sweep, or its
-        folder: Hydra would take the last, and the others' points would be missing.
+        """Raise `ConfigError` for a key that is stated twice; see `stated_twice.py`.
 
         Args:
             overrides: as typed, which wins over a file's `hydra.sweeper.params`.
         """
         parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
-        stated: dict[tuple[str, str | None], list[Override]] = {}
-        for one in parsed:
-            if not one.is_delete():
-                stated.setdefault((one.key_or_group.replace("/", "."), one.package), []).append(one)
-        for (key, _), several in stated.items():
-            lines = [str(one.input_line) for one in several]
-            swept = [str(one.input_line) for one in several if one.is_sweep_override()]
-            if len(several) > 1 and (swept or key == "run.dir"):
-                once = swept[-1] if swept else lines[-1]
-                values = ",".join(line.partition("=")[2] for line in lines)
-                if swept and not set(values) & set("([{'\""):
-                    once = f"{key}={','.join(dict.fromkeys(values.split(',')))}"
-                raise ConfigError(
-                    f"{' and '.join(lines)}: {key} is stated {len(several)} times, and only the "
-                    f"last would count; state it once, as in {once}"
-                )
+        refuse_twice(parsed, lambda name: bool(self.repository.group_exists(name)))
 
     def refuse_sweep(self, overrides: Sequence[str]) -> None:
         """Raise `ConfigError` for a sweep over what all its points share, or of no point, or of
