@@ -84,19 +84,24 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
     if not found.sweeps:
         _show_plan_of_one(found.config(), console, as_json=as_json)
         return
-    from orchestrator.sweeps.foreseen import cells_and_plans, print_cells, row_of
+    from orchestrator.sweeps.foreseen import cells_and_plans, foretold, print_cells, row_of
 
     made = cells_and_plans(composer)
+    sentences = foretold([cell for cell, _ in made])
     if as_json:
         _print_json([
             {"overrides": list(cell.point.overrides), "cell": row_of(cell), **plan}
             for cell, plan in made
         ])  # fmt: skip
+        for sentence in sentences:
+            say(Console(stderr=True), f"warning: {sentence}", "yellow")
         return
     for cell, plan in made if len(made) <= MOST_PLANS else ():
         say(console, cell.point.words, "bold")
         _print_plan(plan, console)
     print_cells([cell for cell, _ in made], console)
+    for sentence in sentences:
+        say(console, sentence, "yellow", prose=True)
 
 
 def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> None:

@@ -22,12 +22,7 @@ from orchestrator.config.schema import Config, node_range
 from orchestrator.config.survive_rules import Survival, planned, with_survival
 from orchestrator.errors import ClusterError
 from orchestrator.extensions import CLUSTERS
-from orchestrator.outcome.folder_status import (
-    ENDED_STATES,
-    RunStatus,
-    has_begun,
-    looked_at,
-)
+from orchestrator.outcome.folder_status import ENDED_STATES, RunStatus, has_begun, looked_at
 from orchestrator.outcome.how_it_stops import how_it_stops
 from orchestrator.outcome.lock_holder import is_held, signal_holder
 from orchestrator.outcome.run_state import Culprit, State
@@ -194,6 +189,12 @@ class Cluster(ABC):
             raise ClusterError(f"{cls.__name__} cannot bound how many runs it runs at once")
         for cluster, request in placed:
             cluster.submit(request)
+
+    @classmethod
+    def foresee_all(cls, placed: Sequence[tuple[Cluster, Request]], most: int | None) -> list[str]:
+        """What to know before `submit_all`, which this raises like, as sentences."""
+        del placed, most
+        return []
 
     @classmethod
     def adopt(cls, folder: RunDir) -> str:

@@ -9,11 +9,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from orchestrator.clusters.api import Cluster, Request, class_for, class_of, cluster_of
 from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_sweep import points_of
+from orchestrator.config.rules import at_once
 from orchestrator.config.schema import node_range
 from orchestrator.config.user_code.class_source import read_once
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ClusterError, ConfigError
+from orchestrator.extensions import CLUSTERS
 from orchestrator.report.terminal import literal, say
 from orchestrator.report.units import UNKNOWN, format_number, format_seconds, plural
 from orchestrator.runs.foreseen import with_notes
@@ -41,6 +44,32 @@ def cells_and_plans(composer: Composer) -> list[tuple[Cell, dict[str, Any]]]:
     refuse_beyond(cells)
     with read_once():
         return [(c, with_notes(c.point.plan, c.point.config)) for c in cells]
+
+
+def foretold(cells: Sequence[Cell]) -> list[str]:
+    """What places say of all points together that would be submitted, or why they refuse them: as
+    sentences, for a plan is shown in either case.
+    """
+    asked: dict[str, tuple[Cluster, Request]] = {}  # one for points that ask for the same
+    kinds: dict[str, list[tuple[Cluster, Request]]] = {}
+    for cell in cells:
+        config = cell.point.config
+        if cell.do not in (Do.BEGIN, Do.GO_ON) or class_for(config).attended:
+            continue
+        key = repr(config.cluster)
+        if key not in asked:
+            cluster = cluster_of(config)
+            asked[key] = cluster, cluster.request(cell.run.path, 0)
+        kinds.setdefault(config.cluster.kind, []).append(asked[key])
+    said: list[str] = []
+    for kind, placed in kinds.items():
+        try:
+            with CLUSTERS.told(kind, "to be asked about the points"):
+                most = at_once(cells[0].point.config.sweep.parallel)
+                said += class_of(kind).foresee_all(placed, most)
+        except ClusterError as error:
+            said.append(f"the scheduler would say: {error}")
+    return said
 
 
 def row_of(cell: Cell) -> dict[str, Any]:

@@ -105,10 +105,10 @@ def test_points_beyond_what_one_may_have_queued_follow_in_turn_with_nobody_there
     waits, sweep = tmp_path / "waits.sh", tmp_path / "sweep"
     waits.write_text("until [ -e go ]; do sleep 0.1; done\n")
 
-    def typed(folder):
+    def typed(folder, verb="run"):
         given = runs.overrides(slurm, folder, "cluster.nodes=1", "cluster.account=few")
         kept = [o for o in given if o.startswith(("+cluster", "cluster", "run", "tracker"))]
-        line = ("run", "-m", *kept, "job.style=plain", "job.arguments.x=1,2,3,4")
+        line = (verb, "-m", *kept, "job.style=plain", "job.arguments.x=1,2,3,4")
         return runs.verb(*line, "--", "bash", str(waits), cwd=tmp_path)
 
     few(1)
@@ -116,9 +116,12 @@ def test_points_beyond_what_one_may_have_queued_follow_in_turn_with_nobody_there
     assert refused.returncode == 2
     assert "MaxSubmitJobs=1, of which 0 are taken: 4 points cannot even be" in refused.stderr
     assert not (tmp_path / "none").exists()
+    limit = "MaxSubmitJobs=3, of which 0 are taken"
+    assert "would say: MaxSubmitJobs=1, of which 0" in typed(tmp_path / "none", "plan").stdout
     few(3)
-    done = typed(sweep)
-    assert "MaxSubmitJobs=3, of which 0 are taken: 2 of 4 points are queued now" in done.stdout
+    turns = f"{limit}: 2 of 4 points are queued at first, and 2 in their turn"
+    assert turns in typed(sweep, "plan").stdout
+    assert turns in typed(sweep).stdout
     assert "in progress (pending)" in typed(sweep).stdout, "nothing is queued twice"
     assert "waited its turn" in runs.verb("cancel", sweep / "2").stdout
     assert "MaxSubmitJobs=3" in runs.status(sweep / "3")["reason"]

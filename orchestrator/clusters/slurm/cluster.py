@@ -115,6 +115,13 @@ class SlurmCluster(OnSlurm):
         submit_as_arrays([(c, r) for c, r in placed if isinstance(c, SlurmCluster)], at_once)
 
     @classmethod
+    def foresee_all(cls, placed: Sequence[tuple[Cluster, Request]], most: int | None) -> list[str]:
+        """Which limits of the site they meet, see `queue/foreseen.py`."""
+        from orchestrator.clusters.slurm.queue.foreseen import foreseen
+
+        return foreseen(placed, most)
+
+    @classmethod
     def adopt(cls, folder: RunDir) -> str:
         """See `queue/sbatch.py`."""
         from orchestrator.clusters.slurm.queue.sbatch import adopt

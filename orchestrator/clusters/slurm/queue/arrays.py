@@ -17,12 +17,14 @@ from pathlib import Path
 
 from orchestrator.clusters.slurm.queue.elements import ARRAYS
 from orchestrator.clusters.slurm.queue.in_turn import (
+    SPARE,
     alone_at,
     next_name,
     queue_next,
     refusal,
     room_for,
     tightest,
+    turns,
     wait_turn,
 )
 from orchestrator.clusters.slurm.queue.laid_out import Placed, alike, lay_out, number_of
@@ -31,7 +33,6 @@ from orchestrator.clusters.slurm.queue.scripts import script_name
 from orchestrator.clusters.slurm.request.batch_script import option_line
 from orchestrator.clusters.slurm.request.safe_values import quoted
 from orchestrator.errors import ClusterError, spans
-from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir, write_atomically
 from orchestrator.scheduler.client import SlurmClient
 
@@ -55,7 +56,7 @@ def submit_as_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
         placed[0][0].submit(placed[0][1])
         return
     confs = {cluster.config.cluster.slurm_conf for cluster, _ in placed}
-    most = {conf: _most(conf) for conf in confs}
+    most = {conf: largest_array(conf) for conf in confs}
     full = _beyond_limits(placed, most)
     for sweep, members in _by_sweep(placed):
         arrays: list[Array] = []
@@ -122,19 +123,16 @@ def _queue(sweep: Path, arrays: Sequence[Array], at_once: int | None, *, in_turn
 
 def _queue_in_turn(sweep: Path, arrays: Sequence[Array], at_once: int | None) -> None:
     """Queue as much of them as there is room for, and say what becomes of the others."""
-    limit = tightest(SlurmClient(arrays[0].conf)) or "the limit of submitted jobs"
+    limit = tightest(SlurmClient(arrays[0].conf))
     for one in arrays:
         note = {"attempt": one.attempt, "slurm_conf": one.conf, "at_once": at_once, "limit": limit}
         wait_turn([RunDir(sweep / name) for name in one.elements], one.script, one.elements, note)
-    done = queue_next(sweep, spare=1)
+    done = queue_next(sweep, spare=SPARE)
     total = sum(len(one.elements) for one in arrays)
-    arrays[0].tell(
-        f"{limit}: {done} of {plural(total, 'point')} are queued now, and each that ends queues "
-        f"the next; nobody has to wait for that"
-    )
+    arrays[0].tell(turns(limit, done, total))
 
 
-def _most(conf: str | None) -> tuple[int, int]:
+def largest_array(conf: str | None) -> tuple[int, int]:
     """How many indices an array may have (MaxArraySize is one more than the highest), and how many
     elements.
     """

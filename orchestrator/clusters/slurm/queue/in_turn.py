@@ -29,6 +29,7 @@ from orchestrator.errors import ClusterError, spans
 from orchestrator.outcome.folder_status import RunStatus
 from orchestrator.outcome.run_result import write_end
 from orchestrator.outcome.run_state import State
+from orchestrator.report.units import plural
 from orchestrator.run_folder.files import make_folder, names_in, open_regular, read_text
 from orchestrator.run_folder.rundir import RunDir, read_json, write_atomically, write_json
 from orchestrator.scheduler.client import SlurmClient
@@ -37,6 +38,7 @@ from orchestrator.scheduler.jobs import Job, mine
 ARRAY = re.compile(r"^#SBATCH --array=.*$", re.MULTILINE)
 # Figures of `scontrol show assoc_mgr`: MaxSubmitJobs=20(3), of which 3 are taken; N for no limit.
 SUBMIT_LIMIT = re.compile(r"(\w*SubmitJobs\w*)=(\d+)\((\d+)\)")
+SPARE = 1  # of the room, for a job that queues the next one at its end
 LOOK_S, SHORT_S, LONG_S = 2.0, 30.0, 600.0
 REASON = "it is queued when another point of its sweep has ended: {}"
 LEFT_OVER = "it was to be queued by another point's job, and none of its sweep is left: resume it"
@@ -94,17 +96,30 @@ def room_for(client: SlurmClient, script: str, most: int) -> int:
 
 
 def tightest(client: SlurmClient) -> str:
-    """The limit that leaves least room, as SLURM names it, with what of it is taken; "" where the
-    scheduler does not show it.
+    """The limit that leaves least room, as SLURM names it, with what of it is taken, where the
+    scheduler shows it.
     """
     answer = client.ask(
         "scontrol", "show", "assoc_mgr", f"users={getpass.getuser()}", "flags=assoc,qos"
     )
     found = [(int(m[2]) - int(m[3]), m[1], m[2], m[3]) for m in SUBMIT_LIMIT.finditer(answer.out)]
     if answer.code or not found:
-        return ""
+        return "the limit of submitted jobs"
     _, name, most, taken = min(found)
     return f"{name}={most}, of which {taken} are taken"
+
+
+def turns(limit: str, first: int, total: int) -> str:
+    """What becomes of points for which there is no room at once, in words.
+
+    >>> turns("MaxSubmitJobs=5", 4, 16).partition(",")[0]
+    'MaxSubmitJobs=5: 4 of 16 points are queued at first'
+    """
+    return (
+        f"{limit}: {first} of {plural(total, 'point')} {'is' if first == 1 else 'are'} queued at "
+        f"first, and {total - first} in their turn, each when another has ended; nobody has to "
+        f"wait for that"
+    )
 
 
 def wait_turn(
@@ -260,10 +275,9 @@ def refusal(client: SlurmClient, script: str, wanted: int) -> str | None:
     found = room_for(client, script, min(2, wanted))
     if found >= min(2, wanted):
         return None
-    limit = tightest(client) or "the limit of submitted jobs"
     return (
-        f"{limit}: {wanted} points cannot even be queued in turn, which needs room for 2 jobs, for "
-        f"one still counts while it queues the next. Wait until others of yours have ended; or "
-        f"have one job run the points one after another: salloc, then the same line with "
-        f"cluster.allocation=current"
+        f"{tightest(client)}: {wanted} points cannot even be queued in turn, which needs room "
+        f"for 2 jobs, for one still counts while it queues the next. Wait until others of yours "
+        f"have ended; or have one job run the points one after another: salloc, then the same line "
+        f"with cluster.allocation=current"
     )
