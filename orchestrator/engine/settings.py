@@ -94,6 +94,7 @@ class EngineSettings(AccumulationOptions):
         style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
         norm: "warn", "frozen", "group" or "exact": what torch does about batch norm.
         survive: ranks may have to go on without those that die (docs/surviving.md).
+        memory_checkpoint: a sharded optimizer's shards are mirrored for that.
         log_every: the loss goes to each rank's log every so many micro-steps; 0 never.
     """
 
@@ -106,4 +107,5 @@ class EngineSettings(AccumulationOptions):
     style: str = "own"
     norm: str = "warn"
     survive: bool = False
+    memory_checkpoint: bool = False
     log_every: int = 0

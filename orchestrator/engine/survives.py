@@ -50,6 +50,10 @@ class Survives(Protocol):
 
         Returns:
             None; on a rank that was behind the `standing` of the rank whose state it has now.
+
+        Raises:
+            StateLost: on all alike; a part of the state is gone. They go on after `regroup` and
+                `load_state`.
         """
         ...
 

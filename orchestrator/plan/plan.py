@@ -221,7 +221,7 @@ def _traffic(config: Config, known: Known, split: Split) -> Traffic:
         bucket_bytes=engine.bucket_bytes,
         sync_steps=split.micro_steps if asked.sync == "every_step" else 1,
         wire_itemsize=WIRE_ITEMSIZE[engine.wire],
-        sharded=engine.shard_optimizer * (1 + bool(config.run.survive)),
+        sharded=engine.shard_optimizer * (1 + config.run.memory_checkpoint),
         early=known.framework != "mindspore",
     )
     summed = None if asked.reduction == "reproducible" else parameters

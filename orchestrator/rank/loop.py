@@ -59,6 +59,7 @@ class Outcome:
         done: the last update of this attempt.
         newcomers: the loop was left after it for others to be let in; nothing but its record has
             followed it yet.
+        returned: this attempt went back to a checkpoint, whose last update was done before.
         recorded, evaluated: how many updates this rank has recorded, and when it evaluated last.
     """
 
@@ -70,6 +71,7 @@ class Outcome:
     collectives: int = 0
     bytes_on_wire: int = 0
     done: Done | None = None
+    returned: bool = False
     recorded: int = 0
     evaluated: int = 0
     newcomers: bool = False

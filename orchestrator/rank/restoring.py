@@ -8,6 +8,11 @@ from orchestrator.rank.loop import Outcome
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.run_warnings import warn
 
+GOES_BACK = (
+    "nobody has its part of the optimizer's state, so the run goes back to its newest checkpoint, "
+    "after update {}; "
+)
+
 
 def restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> bool:
     """Load it where there is one; rank 0 chooses. Whether there is. Collective."""

@@ -84,6 +84,7 @@ def _set_up(
     entering = Entering(spec, config.cluster, topology, framework, engine) if survives else None
     if alone and entering is not None:
         training.others = survivors = entering.alone(job, lambda: stop.requested)
+        survivors.back = training.back
         survivors.enter(training.outcome)
         attendance.goes_on_with(survivors)
         return training
@@ -100,6 +101,7 @@ def _set_up(
         training.write()
     if entering is not None:
         training.others = survivors = entering.together(job, group)
+        survivors.back = training.back
         attendance.goes_on_with(survivors)
     return training
 
@@ -144,6 +146,7 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
         "metric_names": tuple(getattr(job, "metric_names", ())),
         "jit_level": None if config.engine.jit_level == "auto" else config.engine.jit_level,
         "survive": config.run.survive,
+        "memory_checkpoint": config.run.memory_checkpoint,
     }
     same: dict[str, Any] = {
         setting.name: getattr(section, setting.name)

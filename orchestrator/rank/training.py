@@ -11,6 +11,7 @@ from orchestrator.engine.api import Engine, Group
 from orchestrator.errors import PeerLost
 from orchestrator.plan.plan import Plan
 from orchestrator.rank.loop import Attended, Outcome
+from orchestrator.rank.restoring import restore
 from orchestrator.rank.writing.recorder import Recorder, Silent
 from orchestrator.report.metrics import read_metrics
 from orchestrator.run_folder.rundir import RunDir
@@ -57,6 +58,21 @@ class Training:
             self.recorder.checkpoint(self.outcome.updates, self.outcome.samples)
             self.recorder.settle()
 
+    def back(self, rank: int) -> int | None:
+        """To the newest checkpoint: how many updates that takes back; None without one. Collective.
+
+        Args:
+            rank: of this one in the group as it is now.
+        """
+        self.recorder.settle()  # what is being written counts
+        outcome, stood = self.outcome, self.outcome.updates
+        if not restore(self.run, self.engine, outcome, rank):
+            return None
+        outcome.done, outcome.returned = None, True
+        outcome.recorded = min(outcome.recorded, outcome.updates)
+        outcome.evaluated = min(outcome.evaluated, outcome.updates)
+        return max(0, stood - outcome.updates)
+
     def write(self) -> Recorder:
         """This rank writes from now on."""
         assert self.planned.updates is not None  # noqa: S101  # the data set is known here
@@ -74,7 +90,8 @@ class Training:
             recorder = self.write()
             there = read_metrics(self.run.metrics)
             update = self.outcome.updates - 1
-            self.outcome.recorded = max((r["update"] + 1 for r in there.updates), default=0)
+            recorded = max((r["update"] + 1 for r in there.updates), default=0)
+            self.outcome.recorded = min(recorded, self.outcome.updates)
             for record in there.evaluations:
                 if record["update"] == update:
                     self.outcome.evaluated = update + 1

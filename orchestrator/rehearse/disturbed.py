@@ -151,7 +151,7 @@ class _Following:
         else:
             return False
         self.row.recovered_s = round(first["time"] - self._at, 2)
-        self.row.redone = sum(_redone(key, note) for key, note, _ in notes)
+        self.row.redone = sum(_redone(note) for _, note, _ in notes)
         if self._fault.kind in ORDERLY:
             self.row.redone = max(0, self.row.redone - 1)
         return True
@@ -194,6 +194,6 @@ def _notes(
     ]
 
 
-def _redone(key: str, note: dict[str, Any]) -> int:
+def _redone(note: dict[str, Any]) -> int:
     """The update that was under way, and those that were thrown away."""
-    return 1 + (note["lost_updates"] if key == "restart" else 0)
+    return 1 + note.get("lost_updates", 0)

@@ -106,7 +106,8 @@ class History:
 
     Of lines for the same update the one with the higher attempt counts, and within an attempt the
     later one. When a later attempt begins at update u, what earlier attempts did from u on was
-    thrown away with their weights, so those lines no longer count even before they are redone.
+    thrown away with their weights, so those lines no longer count even before they are redone; nor
+    do those that survivors of a loss redo from a checkpoint, within an attempt.
 
     >>> history = History([{"update": 0, "attempt": 1}, {"update": 1, "attempt": 1}])
     >>> history.add([{"update": 0, "attempt": 2}])
@@ -134,6 +135,8 @@ class History:
             if attempt > self._attempt:
                 self._forget_from(record["update"])
                 self._attempt = attempt
+            if "lost_updates" in record.get("survived", ()):  # back to a checkpoint in its midst
+                self._forget_from(record["update"])
             self._updates[record["update"]] = record
 
     def _forget_from(self, update: int) -> None:

@@ -74,7 +74,6 @@ REFUSED = (
     ({"cluster__kind": "slurm", "cluster__allocation": "current"}, "leave one of them"),
     ({"cluster__gpus_per_node": 4}, "transport=gloo"),
     ({"cluster__kind": "elsewhere"}, "not available on a elsewhere cluster"),
-    ({"engine__shard_optimizer": True}, "run.survive=true does it"),
     ({"job": {"_target_": "jobs.digits_mindspore.DigitsMindSpore"}}, "run.max_restarts=3"),
     ({"job": LIGHT}, "not available with numpy"),
     ({"cluster__kind": "slurm", "sweep__pack": True}, "not available with sweep.pack"),
@@ -113,3 +112,21 @@ def test_where_nobody_has_said_it_is_on_where_more_than_one_node_is_planned(valu
 def test_what_was_said_holds(stated):
     for values in ({}, {"cluster__nodes": 1}, {"engine__shard_optimizer": True}):
         assert planned(config(survive=stated, **values)).on is stated
+
+
+def test_shards_that_are_kept_once_come_from_a_checkpoint_and_that_is_said():
+    shards = {"engine__shard_optimizer": True}
+    assert "comes from the newest checkpoint" in planned(config(survive=None, **shards)).words
+    kept = config(survive=None, run__memory_checkpoint=True, **shards)
+    assert planned(kept).words == ON
+    refuse(kept, "torch")
+    assert planned(config(survive=None, run__memory_checkpoint=True, cluster__nodes=1)).on
+
+
+@pytest.mark.parametrize(
+    ("survive", "framework", "said"),
+    [(None, "mindspore", "run.memory_checkpoint=true is not"), (False, "torch", "leave one of")],
+)
+def test_copies_that_nobody_could_go_on_from_are_refused(survive, framework, said):
+    with pytest.raises(ConfigError, match=said):
+        refuse(config(survive=survive, run__memory_checkpoint=True), framework)

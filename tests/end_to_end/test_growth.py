@@ -98,7 +98,12 @@ def test_shards_are_handed_on_and_a_newcomer_that_dies_on_its_way_in_hurts_nobod
 ):
     run = tmp_path / "run"
     kill_one_after_another(
-        run, [2, 1], "accumulation.reduction=fast", "engine.shard_optimizer=true", in_vain=True
+        run,
+        [2, 1],
+        "accumulation.reduction=fast",
+        "engine.shard_optimizer=true",
+        "run.memory_checkpoint=true",
+        in_vain=True,
     )
     check_whole(run, undisturbed, same_bits=False)
     assert [note["gone"] for note in notes(run, "survived")] == [[2], [1]]

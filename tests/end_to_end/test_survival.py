@@ -78,7 +78,7 @@ def test_the_node_of_rank_0_dies_and_then_one_rank_does_and_one_is_stopped(tmp_p
     )
 
 
-def test_shards_outlive_a_node_and_come_from_the_newest_checkpoint_when_too_many_die(
+def test_shards_kept_twice_outlive_a_node_and_come_from_the_newest_checkpoint_when_more_die(
     tmp_path, undisturbed
 ):
     run = tmp_path / "run"
@@ -92,17 +92,23 @@ def test_shards_outlive_a_node_and_come_from_the_newest_checkpoint_when_too_many
 
     code, output = disturbed(
         run, kill, "accumulation.reduction=fast", "engine.shard_optimizer=true",
-        "run.survive=true", "train.checkpoint_every=5", "run.max_restarts=1",
+        "run.memory_checkpoint=true", "train.checkpoint_every=5",
     )  # fmt: skip
     assert code == 0, output
-    assert "nobody has the part of rank" in output
+    said = " ".join(output.split())
+    assert "so the run goes back to its newest checkpoint, after update 5; 1 ranks redo" in said
     found, records = helpers.result(run), helpers.records(run)
     assert found["samples"] == undisturbed["samples"]
     assert abs(found["loss"] / undisturbed["loss"] - 1) < 1e-5
-    first = [record for record in records if record["attempt"] == 0]
-    assert [record["update"] for record in first] == list(range(len(first)))
-    assert [record["survived"]["gone"] for record in first if "survived" in record] == [[0, 1]]
-    assert next(record["update"] for record in records if record["attempt"] == 1) == 5
+    one, other = [record for record in records if "survived" in record]
+    assert [one["survived"]["gone"], other["survived"]["gone"]] == [[0, 1], [2, 3, 4]]
+    assert "lost_updates" not in one["survived"]
+    assert other["update"] == 5
+    before = records[: records.index(other)]
+    assert other["survived"]["lost_updates"] == before[-1]["update"] - 4
+    assert [r["update"] for r in before] == list(range(len(before)))
+    assert [r["update"] for r in records[len(before) :]] == list(range(5, 12))
+    assert {record["attempt"] for record in records} == {0}
     assert not helpers.processes_of(run)
 
 

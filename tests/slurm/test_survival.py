@@ -40,7 +40,12 @@ def test_rank_0s_node_is_killed_and_another_set_down_and_the_job_ends_as_if_noth
     more = (*RUN, "run.survive=true", "train.checkpoint_every=0", "cluster.ranks_per_node=2")
     runs.submit(mended, whole, *more, REPRODUCIBLE, "cluster.nodes=3")
     job = runs.submit(
-        mended, shards, *more, "engine.shard_optimizer=true", "cluster.nodes={min: 2, max: 2}"
+        mended,
+        shards,
+        *more,
+        "engine.shard_optimizer=true",
+        "run.memory_checkpoint=true",
+        "cluster.nodes={min: 2, max: 2}",
     )
     undisturbed = tmp_path / "undisturbed"
     digest = runs.reference(

@@ -202,7 +202,12 @@ class AccumulatorParts:
         self._window.close()
         self._step.close()
         self._ears.remove()
-        if self._shard is not None and self.options.mirror_shards:
+
+    def release_shard(self) -> None:
+        """Once it is closed: the optimizer has whole parameters again, where it was in shards, and
+        none of its state.
+        """
+        if self._shard is not None:
             self._shard.release()
 
 

@@ -3,7 +3,7 @@
 Weights and optimizer change in the optimizer's step alone, so a window that broke off has left them
 as they were. What a forward changes (batch norm's statistics) and what a boundary may have changed
 before it broke off (float16's scale) goes back to what it was when the window began. An optimizer
-in shards is mirrored (`sharding/pieces.py`): each rank has what the one before it has, too.
+in shards may be mirrored (`sharding/pieces.py`): each rank has what the one before it has, too.
 
 A newcomer's engine was built alone. It stands behind all others, and gets what they get who are
 behind; and the order of buckets, which those that began together have agreed on.
@@ -12,8 +12,9 @@ behind; and the order of buckets, which those that began together have agreed on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.optimizers import hyperparameters_of
 from orchestrator.engine.torch.sharding.mirrors import mirror_distance
 from orchestrator.engine.torch.state import pack, unpack
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, StateLost
 from orchestrator.job import Job
 
 
@@ -48,11 +49,12 @@ class SurvivingEngine(TorchEngine):
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
         if refusal := against(job, group):
             raise ConfigError(refusal)
-        mirrors = _mirrors(group) if settings.shard_optimizer else 0
+        mirrors = _mirrors(group) if settings.shard_optimizer and settings.memory_checkpoint else 0
         super().__init__(job, replace(settings, mirror_shards=mirrors), group)
         self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups
         self._order: list[int] | None = None  # of buckets, as those who began together agreed
         self._scale_before: dict[str, float] = {}
+        self._incomplete = False  # a part of it was lost, and what is kept is of no use
         self._before: dict[str, tuple[int, Tensor]] = {}  # buffers: their version, and a copy
 
     def begin_window(self, window: Window) -> None:
@@ -87,10 +89,18 @@ class SurvivingEngine(TorchEngine):
     def catch_up(self, group: BaseGroup, updates: int, standing: str) -> str | None:
         self._undo()
         self._taken.wait()
-        applied = [int(row[0]) for row in numbers_of_all(group, [updates])]
+        rows = numbers_of_all(group, [updates, self._incomplete])
+        if incomplete := [rank for rank, row in enumerate(rows) if row[1]]:
+            self._incomplete = True  # who has it again must not give it to who has not
+            raise StateLost(incomplete)
+        applied = [int(row[0]) for row in rows]
         newest, behind = max(applied), updates < max(applied)
         sharded = self._accumulator.options.shard_optimizer
-        whole = self._state_among(group, ended=behind) if sharded else None
+        try:
+            whole = self._state_among(group, ended=behind) if sharded else None
+        except StateLost:
+            self._incomplete = True
+            raise
         told = None
         if min(applied) != newest:
             source = applied.index(newest)
@@ -157,16 +167,23 @@ class SurvivingEngine(TorchEngine):
             spread(group, [tensor.to(group.device)], source)
             yield name, tensor
 
+    def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        super().load_state(folder, extra)
+        self._incomplete = False
+
     def regroup(self, group: BaseGroup) -> None:
         earlier, self._group = self._accumulator, group
         earlier.close()
+        earlier.release_shard()
+        if self._incomplete:  # a step may have come to some; all are to load a checkpoint's anyway
+            spread(group, [parameter.detach() for parameter in self._model.parameters()])
         self._same_rate(earlier)
         # Batch norms' statistics are each rank's own; all go on with the writer's, as at a resume.
         spread(group, [buffer for _, buffer in self._model.named_buffers()])
         options = earlier.options
         if self._order is not None:
             options = options.but({"order": self._order})
-        if options.shard_optimizer:
+        if options.shard_optimizer and self._settings.memory_checkpoint:
             options = options.but({"mirror_shards": _mirrors(group)})
         self._accumulator = Accumulator(self._model, earlier.optimizer, group, options)
         self._accumulator.succeed(earlier)

@@ -112,7 +112,8 @@ class Attendance:
 
     def recorder(self, inner: Recorder | Silent, outcome: Outcome, *, transport: str) -> Attended:
         """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
-        begins, writes = outcome.done is None, isinstance(inner, Recorder)
+        writes = isinstance(inner, Recorder)
+        begins = outcome.done is None and not outcome.returned
         self.leads = writes
         guarded = self._guarded(inner, outcome, begins=begins)
         times = RankTimes(self._run.timeline(self._attempt) if writes else None)

@@ -6,7 +6,7 @@ What happens, and why no number changes: docs/surviving.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from orchestrator.lifecycle.survival.lifeline import Lifeline
 from orchestrator.lifecycle.survival.members import rank_of
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rank.loop import Attended, Outcome
+from orchestrator.rank.restoring import GOES_BACK
 from orchestrator.rank.surviving import standing
 from orchestrator.rank.surviving.next_group import formed
 from orchestrator.rank.watched_recorder import Watched
@@ -94,6 +95,7 @@ class Survivors:
         self._generation, self._members = generation, members
         self._tries = (-1, 0)
         self.place = part.spec.rank, part.spec.size
+        self.back: Callable[[int], int | None] = lambda _: None
 
     def end(self, word: str) -> None:
         """This rank ends: the others are not to go on without it."""
@@ -157,14 +159,14 @@ class Survivors:
                 newer = self._next(error)
                 noticed = noticed or newer.noticed
                 try:
-                    self._join(newer, outcome)
-                except StateLost as lost:
-                    raise self._no_way_on(self._say_lost(lost, newer, outcome)) from lost
+                    lost = self._join(newer, outcome)
+                except NoWayOn:
+                    raise
                 except (PeerLost, RendezvousError, StopRequested) as again:
                     error = again if isinstance(again, PeerLost) else PeerLost(str(again))
                     print(f"note: {error}", flush=True)  # goes to the rank's log
                 else:
-                    return self._told(newer, outcome, time.monotonic() - noticed)
+                    return self._told(newer, outcome, time.monotonic() - noticed, lost)
 
     def _next(self, error: PeerLost) -> Generation:
         """The next generation. Raises as `go_on` does, once it is known that there is none."""
@@ -179,18 +181,26 @@ class Survivors:
             ) from error
         return newer
 
-    def _join(self, newer: Generation, outcome: Outcome) -> None:
+    def _join(self, newer: Generation, outcome: Outcome) -> int | None:
+        """Be in the group. How many updates a lost part of the state takes back; None: no part."""
         members = newer.members
         rank = members.index(self._part.me)
         group = self._formed(newer, rank)
         self._lifeline.on_news(group.interrupt)
         if self._lifeline.latest.number > newer.number:  # while nobody was there to be interrupted
             raise PeerLost("one more rank is gone")
-        told = self._engine.catch_up(group, outcome.updates, standing.told(outcome))
+        self.place = rank, len(members)
+        try:
+            told = self._engine.catch_up(group, outcome.updates, standing.told(outcome))
+        except StateLost as lost:
+            self._engine.regroup(group)
+            if (taken_back := self.back(rank)) is None:
+                raise self._no_way_on(f"{lost}, and there is no checkpoint yet") from lost
+            return taken_back
         if told is not None:
             standing.take(outcome, told)
         self._engine.regroup(group)
-        self.place = rank, len(members)
+        return None
 
     def _formed(self, newer: Generation, rank: int) -> Any:
         node = self._node_of(self._part.me)
@@ -209,10 +219,12 @@ class Survivors:
         )
         return formed(self._part.framework, spec, given_up)
 
-    def _told(self, newer: Generation, outcome: Outcome, seconds: float) -> dict[str, Any]:
+    def _told(
+        self, newer: Generation, outcome: Outcome, seconds: float, lost: int | None
+    ) -> dict[str, Any]:
         """The notes; raises `NoWayOn` where losses in this update are too many."""
         gone, came = self._change_to(newer.members)
-        update, count = outcome.updates + 1, len(newer.members)
+        update, count = outcome.updates + 1 + (lost or 0), len(newer.members)
         notes: dict[str, Any] = {}
         note: dict[str, Any] = {
             "generation": newer.number, "ranks": count, "nodes": len(self._nodes),
@@ -222,9 +234,12 @@ class Survivors:
             notes["joined"] = {**note, "came": came}
             self._say(f"{_ranks(came)} came back; {count} ranks go on with update {update}")
         if gone:
-            notes["survived"] = {**note, "gone": gone}
+            back = {} if lost is None else {"lost_updates": lost}
+            notes["survived"] = {**note, "gone": gone, **back}
             self._count_try(outcome.updates, _ranks(gone))
             sentence = f"{_ranks(gone)} went away in update {update}; "
+            if lost is not None:
+                sentence += GOES_BACK.format(outcome.updates)
             self._say(sentence + (self._few() or f"{count} ranks redo it and go on"))
         print(f"note: generation {newer.number} after {seconds:.2f} s", flush=True)
         return notes
@@ -251,16 +266,6 @@ class Survivors:
         if self._members[0] == self._part.me:
             warn(sentence)
         print(f"note: {sentence}", flush=True)
-
-    def _say_lost(self, lost: StateLost, newer: Generation, outcome: Outcome) -> str:
-        gone, _ = self._change_to(newer.members)
-        told = (
-            f"{_ranks(gone)} went away in update {outcome.updates + 1}; {lost}, since the rank "
-            "that kept it, too, is gone. So the run does not go on from memory, but from its "
-            "newest checkpoint (run.max_restarts, or resume)"
-        )
-        self._say(told)
-        return told
 
     @property
     def nodes_gone(self) -> set[int]:

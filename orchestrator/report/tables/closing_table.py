@@ -154,7 +154,8 @@ def _survived(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     again = f"; rank{'s' * (len(came) > 1)} {', '.join(came)} came back" if came else ""
     at_the_end = len(result.get("peak_memory_bytes") or ()) or notes[-1]["ranks"]
     left = f"{plural(at_the_end, 'rank')} went on"
-    told = f"{lost}; {plural(len(notes), 'update')} redone{again}; {left}"
+    redone = len(notes) + sum(note.get("lost_updates", 0) for note in notes)
+    told = f"{lost}; {plural(redone, 'update')} redone{again}; {left}"
     return [("survived", told, "yellow")]
 
 

@@ -227,8 +227,8 @@ def test_statistics_of_batch_norm_do_not_count_a_micro_step_twice():
 # ------------------------------------------------------------------ an optimizer in shards
 
 SHARDED = EngineSettings(
-    optimizer={"name": "adam"}, shard_optimizer=True, survive=True, clip_norm=1.0,
-    metric_names=Curve.metric_names,
+    optimizer={"name": "adam"}, shard_optimizer=True, survive=True, memory_checkpoint=True,
+    clip_norm=1.0, metric_names=Curve.metric_names,
 )  # fmt: skip
 
 
@@ -343,6 +343,44 @@ def test_one_more_loss_on_the_way_into_the_group_finds_the_state_with_those_who_
         return digest(engine)
 
     assert run_in_threads(2, third) == [of_a_checkpoint(tmp_path, 2, 2, updates=5)] * 2
+
+
+@pytest.mark.parametrize("left", [(0, 2, 3), (1,)], ids=len)
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("breaks_off", [in_the_window, before_weights_come])
+def test_what_nobody_has_comes_from_a_checkpoint_and_until_then_nothing_kept_is_of_use(
+    tmp_path, left, mirrored, breaks_off
+):
+    settings = replace(SHARDED, memory_checkpoint=mirrored)
+    engines, saved = {}, {}
+
+    def first(group):
+        engine = engines[group.rank] = SurvivingEngine(Curve(), settings, group)
+        train(engine, group.rank, 4, range(2))
+        engine.gather_state()
+        if group.rank == 0:
+            saved.update(engine.save_state(tmp_path))
+        breaks_off(engine, group.rank)
+
+    run_in_threads(4, first)
+    if mirrored and len(left) == 3:
+        left = (0, 3)  # 1 kept the part of 0, and 2 that of 1
+
+    def again(group, whole):
+        engine = engines[left[group.rank]]
+        with pytest.raises(StateLost, match="nobody has the part of rank"):
+            engine.catch_up(group, 2, "")
+        engine.regroup(group)
+        if whole or group.rank:  # the first time somebody is lost before all have loaded it
+            engine.load_state(tmp_path, saved)
+        if whole:
+            train(engine, group.rank, group.size, range(2, 5))
+        return digest(engine)
+
+    run_in_threads(len(left), partial(again, whole=False))
+    found = run_in_threads(len(left), partial(again, whole=True))
+    (tmp_path / "again").mkdir()
+    assert set(found) == {of_a_checkpoint(tmp_path / "again", len(left), 2, updates=5)}
 
 
 def states_of_boundary(ranks, distance):
