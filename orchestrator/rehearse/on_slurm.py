@@ -98,8 +98,13 @@ class OnSlurm(Outside):
 
     def end(self) -> None:
         self._let_go()
-        if self.run.read_handle() is None:
-            return
+        try:
+            if self.run.read_handle() is not None:
+                self._cancel()
+        finally:  # also where a person interrupted the rehearsal in the middle of a fault
+            self._own.mend()
+
+    def _cancel(self) -> None:
         self._client.ask("scancel", self._id)
         deadline = time.monotonic() + END_S
         while (job := queued(self._client, [self._id]).get(self._id)) and job.alive:

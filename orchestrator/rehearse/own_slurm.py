@@ -6,7 +6,6 @@ it was named by cluster.slurm_conf. What is broken is mended by `mend`.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import pwd
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.errors import ClusterError
+from orchestrator.lifecycle.address import is_loopback
 from orchestrator.scheduler.client import CONF, SlurmClient
 
 
@@ -35,7 +35,7 @@ def is_own(client: SlurmClient) -> bool:
 
 def _is_loopback(address: str) -> bool:
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return is_loopback(address)
     except ValueError:  # a name; the development cluster has none
         return False
 

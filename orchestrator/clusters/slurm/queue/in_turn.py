@@ -37,7 +37,7 @@ from orchestrator.scheduler.jobs import Job, mine
 
 ARRAY = re.compile(r"^#SBATCH --array=.*$", re.MULTILINE)
 # Figures of `scontrol show assoc_mgr`: MaxSubmitJobs=20(3), of which 3 are taken; N for no limit.
-SUBMIT_LIMIT = re.compile(r"(\w*SubmitJobs\w*)=(\d+)\((\d+)\)")
+FIGURES = re.compile(r"(\w*SubmitJobs\w*)=(\d+)\((\d+)\)")
 SPARE = 1  # of the room, for a job that queues the next one at its end
 LOOK_S, SHORT_S, LONG_S = 2.0, 30.0, 600.0
 REASON = "it is queued when another point of its sweep has ended: {}"
@@ -102,7 +102,7 @@ def tightest(client: SlurmClient) -> str:
     answer = client.ask(
         "scontrol", "show", "assoc_mgr", f"users={getpass.getuser()}", "flags=assoc,qos"
     )
-    found = [(int(m[2]) - int(m[3]), m[1], m[2], m[3]) for m in SUBMIT_LIMIT.finditer(answer.out)]
+    found = [(int(m[2]) - int(m[3]), m[1], m[2], m[3]) for m in FIGURES.finditer(answer.out)]
     if answer.code or not found:
         return "the limit of submitted jobs"
     _, name, most, taken = min(found)
