@@ -1,6 +1,8 @@
 """A fork of the process that has imported the commands does what a new interpreter does."""
 
+import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,21 @@ def test_what_takes_too_long_is_ended_and_the_next_one_is_served(tmp_path):
     helpers.until(lambda: not Path(f"/proc/{pid}").exists(), 10, "its end")
     (tmp_path / "killed.py").write_text("import os; os.kill(os.getpid(), 9)")
     assert warm.call("killed", [], cwd=tmp_path, env={}, timeout=60).returncode == -9
+
+
+def test_nodes_that_are_forks_look_and_compute_as_those_of_a_new_interpreter(tmp_path):
+    line = (helpers.TINY, helpers.SMALL, "tracker=none", "train.updates=4")
+    new = helpers.begin(*line, f"run.dir={tmp_path / 'new'}")
+    with ThreadPoolExecutor(1) as thread:
+        slow = (*line, "job.pause_s=0.3", f"run.dir={tmp_path / 'forked'}")
+        forked = thread.submit(helpers.call, *slow)
+        preloaded = helpers.until(lambda: helpers.preloaded(tmp_path / "forked"))
+        assert preloaded.ppid() != os.getpid()
+        assert os.getsid(preloaded.pid) == preloaded.pid
+        assert [file for file in preloaded.open_files() if "forked" not in file.path] == []
+        assert forked.result().returncode == 0
+    output, _ = new.communicate(timeout=60)
+    assert new.returncode == 0, output
+    found = [helpers.result(tmp_path / name)["weights_sha256"] for name in ("new", "forked")]
+    assert found[0] == found[1]
+    assert helpers.processes_of(tmp_path) == []

@@ -7,6 +7,7 @@ the module as `python -m` does, and ends as a Python ends. What it starts in tur
 it starts as ever. `helpers.begin` and what asks for another PYTHONPATH are new interpreters.
 
 `ranks` does the same with torch for scripts of the documentation, as our own runs do for theirs.
+And what trains here has torch already, so that its nodes can be forks (`warm_nodes.py`).
 """
 
 import array
@@ -27,13 +28,17 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.warm_nodes import ROOM, Popen
+
 ROOT = Path(__file__).resolve().parent.parent
 PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'third_party' / 'framework'}"
 COMMANDS = ("orchestrator.launch", "orchestrator.__main__")
 TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engine.torch.engine")
 OURS = ("compose.composer", "runs.start", "clusters.local.cluster", "clusters.slurm.cluster",
         "report.compare", "runs.status", "runs.resuming.resumption")  # fmt: skip
-IMPORTED = {"commands": (*COMMANDS, *(f"orchestrator.{name}" for name in OURS)), "torch": TORCH}
+NAMES = (*COMMANDS, *(f"orchestrator.{name}" for name in OURS))
+IMPORTED = {"commands": NAMES, "torch": TORCH, "runs": (*NAMES, *TORCH, "orchestrator.rank.main")}
+TRAINING = ("run", "resume", "rehearse")
 
 
 # ------------------------------------------------------------------------- in the tests
@@ -45,7 +50,7 @@ def _server(kind):
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm", str(theirs.fileno()), kind], cwd=ROOT,
+            [sys.executable, "-m", "tests.warm", str(theirs.fileno()), kind, ROOM], cwd=ROOT,
             stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
             env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -58,8 +63,9 @@ def _server(kind):
     return mine
 
 
-def call(module, arguments, *, cwd, env, timeout, kind="commands"):
+def call(module, arguments, *, cwd, env, timeout, kind=None):
     """As `subprocess.run` of `python -m MODULE ARGUMENTS`, with text output."""
+    kind = kind or ("runs" if _may_train(module, arguments) else "commands")
     words = [sys.executable, "-m", module, *arguments]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -84,6 +90,11 @@ def call(module, arguments, *, cwd, env, timeout, kind="commands"):
             file.seek(0)
             texts.append(file.read().decode())
     return subprocess.CompletedProcess(words, int(status), *texts)
+
+
+def _may_train(module, arguments):
+    trains = module == "orchestrator.launch" or arguments[:1] in ([verb] for verb in TRAINING)
+    return trains and not any("slurm" in word or word.startswith("--") for word in arguments)
 
 
 def ranks(module, processes, folder):
@@ -115,8 +126,10 @@ def ranks(module, processes, folder):
 
 def main():
     asked = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # nothing that an import leaves is garbage
     for name in IMPORTED[sys.argv[2]]:
         importlib.import_module(name)
+    gc.enable()
     for name in COMMANDS:
         sys.modules.pop(name, None)  # it is run anew each time
     gc.freeze()
@@ -178,6 +191,8 @@ def _become(order, out, err):
     os.environ.update(asked["env"])
     os.chdir(asked["cwd"])
     sys.path[0] = asked["cwd"]
+    if sys.argv[2] == "runs":
+        subprocess.Popen = Popen
     sys.argv = [asked["module"], *asked["arguments"]]
     runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
     sys.exit()

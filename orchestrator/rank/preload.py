@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import traceback
@@ -20,6 +21,7 @@ def preload(run: RunDir) -> None:
 
     Whatever fails here fails in each rank again, which tells it where a person looks for it.
     """
+    gc.disable()  # what an import leaves is no garbage; to look for some takes a tenth of its time
     try:
         job = read_config(run.existing().read_config()).job
         if is_program(job):
@@ -31,6 +33,8 @@ def preload(run: RunDir) -> None:
             FRAMEWORKS.load(framework, Framework)
     except Exception:  # noqa: BLE001  # see above; this is the node's log
         traceback.print_exc()
+    finally:
+        gc.enable()
 
 
 def draw_other_numbers() -> None:
