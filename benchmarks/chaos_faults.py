@@ -34,7 +34,7 @@ class Scene:
     job: str
     ranks: int
     chance: random.Random
-    verb: Callable[..., None]
+    verb: Callable[..., object]
     notes: dict[str, str] = field(default_factory=dict[str, str])
 
     def any_rank(self) -> int:

@@ -1,4 +1,4 @@
-"""Numbers of MindSpore's tensors; a window's losses (see `engine.common.loss_sums`)."""
+"""Numbers of MindSpore's tensors; a window's losses (see `engine.common.boundary.loss_sums`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loss as its contract says, and the sums of a window's (see `engine.common.loss_sums`)."""
+"""A loss as its contract says; the sums of a window's (`engine.common.boundary.loss_sums`)."""
 
 from __future__ import annotations
 
