@@ -208,8 +208,9 @@ def array_script(part: Sequence[Placed], at_once: int | None, largest: int) -> s
         "#!/bin/bash",
         *(option_line(name, value) for name, value in stated.items()),
         "",
-        "umask 077",
         *([f"number=$((SLURM_ARRAY_TASK_ID + {offset}))"] if offset else []),
+        # A run's own script sets the umask; a program of the user's has the one that it finds here.
+        *([f"(umask 077; : >>{run}/logs/batch.log)"] if offset else []),
         *([f"exec >>{run}/logs/batch.log 2>&1"] if offset else []),
         f"exec bash {run}/submitit/{script_name(request.attempt)}.sh",
         "",
