@@ -22,6 +22,12 @@ def _lock_twice():
     lock.acquire()
 
 
+def _stop_where_it_was_seen():
+    """A rank says once a second where it is."""
+    time.sleep(2.5)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _wait_for_a_stopped_child():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     os.kill(child.pid, signal.SIGSTOP)
@@ -55,7 +61,7 @@ ACTS = {
     "deadlock": _lock_twice,
     "spin": lambda: [None for _ in iter(int, 1)],
     "interpreter": lambda: ctypes.PyDLL(None).sleep(HOURS),  # holds Python's lock meanwhile
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stop": _stop_where_it_was_seen,
     "kernel": _sleep_in_the_kernel,
     "other": _call_another_collective,
     "child": _wait_for_a_stopped_child,

@@ -9,10 +9,10 @@ LONG = (
         f"tests/slurm/test_{name}.py"
         for name in (
             "verbs",
-            "failures",
             "preemption",
             "node_loss",
             "frameworks",
+            "failures",
             "submission",
             "under_fire",
             "allocation",

@@ -15,7 +15,7 @@ TIMES = 5
 @pytest.mark.timeout(420)
 def test_ten_preemptions_at_random_moments_change_nothing(slurm, tmp_path):
     """Two runs beside each other lose their nodes to the same jobs, each five times."""
-    more_than_fit_in_between = "train.updates=100"
+    more_than_fit_in_between = "train.updates=180"
     chance = random.Random(4)
     both = {}
     for name in ("one", "another"):

@@ -169,6 +169,8 @@ class Shared:
             ["bash", script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True,
             env={"PATH": os.environ["PATH"], "SLURM_JOB_ID": "77", **environment},
+            # As a scheduler starts it, and not deaf to INT as a shell's background is.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         )  # fmt: skip
 
 
