@@ -7,7 +7,7 @@ import signal
 import time
 
 from orchestrator.inside.stop import read_number, write_number
-from orchestrator.inside.variables import HEEDS
+from orchestrator.inside.variables import HEEDS, NOT_YET
 from orchestrator.lifecycle.signs.processes import descendants, state_of
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.run_folder.rundir import RunDir
@@ -32,6 +32,7 @@ class PassingOn:
         self._stop, self._number = stop, number
         self._note = run.attempt(attempt) / HEEDS.format(rank)
         self._asked_file = str(run.stop_asked(attempt))
+        self._agreed_file = str(run.stop_after(attempt))
         self._at: float | None = None
         self._told: int | None = None  # which process; all of them, where None
 
@@ -49,7 +50,9 @@ class PassingOn:
             again = max(self._stop.times.values(), default=0.0) > self._at
             if not again or now < self._at + AGAIN_S:
                 return
-        self._at, self._told = now, heeding
+        first, self._at, self._told = self._at is None, now, heeding
+        if first and heeding is not None and read_number(self._agreed_file) != NOT_YET:
+            return  # it knows from the others, or is done: a Python that ends has no handler left
         print(f"asked to stop: {self._number.name} to the program", flush=True)
         write_number(self._asked_file, 0)
         try:
