@@ -145,7 +145,7 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
         "optimizer": config.optimizer,
         "metric_names": tuple(getattr(job, "metric_names", ())),
         "jit_level": None if config.engine.jit_level == "auto" else config.engine.jit_level,
-        "survive": config.run.survive,
+        "survive": bool(config.run.survive),
         "memory_checkpoint": config.run.memory_checkpoint,
     }
     same: dict[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from orchestrator.errors import RunFolderError
@@ -33,9 +33,22 @@ def standing_in(home: Path, asked: Path) -> Generator[None]:
             f"that folder cannot be entered: {error.strerror}"
         ) from error
     before = list(sys.path)
-    sys.path[:] = [str(home) if entry in ("", str(stood)) else entry for entry in before]
+    sys.path[:] = _moved(before, stood, home)
     try:
         yield
     finally:
         sys.path[:] = before
         os.chdir(stood)
+
+
+def _moved(path: Sequence[str], stood: Path, home: Path) -> list[str]:
+    """Python's path, had it been started at `home`: what it has because somebody stands at `stood`
+    is the other folder's; what names `stood` itself (an installed project, a full path in
+    PYTHONPATH) stays.
+    """
+    given = os.environ.get("PYTHONPATH", "")
+    relative = bool(given) and not {"", "."}.isdisjoint(given.split(os.pathsep))
+    return [
+        str(home) if entry == "" or (entry == str(stood) and (place == 0 or relative)) else entry
+        for place, entry in enumerate(path)
+    ]
