@@ -15,11 +15,13 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 # $(call install,EXTRAS): .venv with the project and these extras, in the versions of constraints.txt.
+# pip compiles on one core. What does not compile is for another Python: pip passes over it, too.
 define install
 @$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
     { echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13; try: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 @test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
+@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[$(1)]'
+@$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 @$(BIN)/python -m compileall -q orchestrator jobs slurm
 endef
 
