@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -83,15 +84,20 @@ class RunStatus:
 
     def __post_init__(self) -> None:
         """What was read from files may be of any type. Raises `RunFolderError` when it is wrong."""
-        for place in fields(self):
-            value = getattr(self, place.name)
-            if not isinstance(value, _TYPES[str(place.type)]):
-                raise RunFolderError(f"{self.folder} is damaged: its {place.name} is {value!r:.60}")
+        for name, kinds in _kinds():
+            if not isinstance(value := getattr(self, name), kinds):
+                raise RunFolderError(f"{self.folder} is damaged: its {name} is {value!r:.60}")
         if self.state not in STATES:
             raise RunFolderError(f"{self.folder} is damaged: its state is {self.state!r:.60}")
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "folder": str(self.folder)}
+
+
+@functools.cache
+def _kinds() -> list[tuple[str, Any]]:
+    """What each of them may be."""
+    return [(place.name, _TYPES[str(place.type)]) for place in fields(RunStatus)]
 
 
 def recent_updates(run: RunDir) -> list[Record]:

@@ -90,6 +90,8 @@ class HarmlessStream:
 
 def legible(text: object, console: Console) -> str:
     """`text` made harmless and made of characters that the console's stream can carry."""
+    if (plain := str(text)).isascii() and plain.isprintable():  # a table has thousands of these
+        return plain
     clean = harmless(text)
     encoding = console.encoding
     if console.options.ascii_only:

@@ -21,6 +21,7 @@ PRIVATE = 0o700
 PRIVATE_FILE = 0o600
 LIMIT_BYTES = 64 * 2**20
 BLOCK = 1 << 20
+READ = 1 << 16
 
 APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 _HARMLESS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -89,11 +90,16 @@ def read_bytes(path: Path, *, at_most: int = LIMIT_BYTES) -> bytes:
     """All of a regular file. Raises as `open_regular` does, and when it is larger than `at_most`
     bytes.
     """
-    with os.fdopen(open_regular(path), "rb") as file:
-        content = file.read(at_most + 1)
-    if len(content) > at_most:
+    parts, size, descriptor = list[bytes](), 0, open_regular(path)
+    try:  # no file object: `status` reads thousands of small files
+        while size <= at_most and (part := os.read(descriptor, READ)):
+            parts.append(part)
+            size += len(part)
+    finally:
+        os.close(descriptor)
+    if size > at_most:
         raise RunFolderError(f"{path} is damaged: it is larger than {at_most} bytes")
-    return content
+    return b"".join(parts)
 
 
 def read_text(path: Path, *, at_most: int = LIMIT_BYTES) -> str:
