@@ -222,6 +222,10 @@ for function in (
 def main() -> None:
     """The verbs, as `python -m orchestrator` and as the console script `orchestrator`."""
     script = Path(sys.argv[0]).name == "orchestrator"
+    if script and not sys.flags.safe_path:
+        # A job is looked for where one stands, as ranks do and as with `python -m`; a script has
+        # the folder that it lies in instead.
+        sys.path[0] = str(Path.cwd())
     given = sys.argv[1:]
     if "--" in given and given[0] in WITH_PROGRAM:  # typer would take the dashes away
         _program[:] = given[given.index("--") :]

@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -9,7 +12,7 @@ from typer.testing import CliRunner
 
 from orchestrator import errors
 from orchestrator.__main__ import EXAMPLES, EXIT_CODES, app
-from tests.helpers import ROOT
+from tests.helpers import ROOT, environment
 from tests.page.conftest import made
 
 __all__ = ["made"]
@@ -74,3 +77,21 @@ def test_every_exit_code_is_in_the_help_and_in_the_readme():
     [told] = re.findall(r"Exit codes: (.*?\.)", readme, re.DOTALL)
     for text in (EXIT_CODES, told):
         assert {int(code) for code in re.findall(r"\b\d+\b", text)} == CODES
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_the_installed_command_finds_a_job_where_one_stands_as_python_does(safe, tmp_path):
+    """Unless Python was asked to look for nothing there: then both are told so."""
+    (tmp_path / "own.py").write_text((ROOT / "jobs/digits.py").read_text())
+    script = str(Path(sys.executable).with_name("orchestrator"))
+    said = [
+        subprocess.run(
+            [*command, "plan", "job._target_=own.Digits", "train.updates=3"], cwd=tmp_path,
+            env=environment(**{"PYTHONSAFEPATH": "1"} if safe else {}), capture_output=True,
+            text=True, check=False,
+        )
+        for command in ([script], [sys.executable, "-m", "orchestrator"])
+    ]  # fmt: skip
+    assert {done.returncode for done in said} == {2 if safe else 0}, said
+    assert len({done.stdout for done in said}) == 1
+    assert all(("no module 'own'" in done.stderr) is safe for done in said)
