@@ -52,6 +52,20 @@ def _call_another_collective():
         group.barrier()
 
 
+def _burn(seconds):
+    """Hold Python's interpreter, and use a processor, as one long call of C code does."""
+    before, until = sys.getswitchinterval(), time.monotonic() + seconds
+    sys.setswitchinterval(HOURS)
+    while time.monotonic() < until:
+        pass
+    sys.setswitchinterval(before)
+
+
+FOR_SECONDS = {
+    "slow": time.sleep,
+    "hold": lambda seconds: ctypes.PyDLL(None).usleep(int(seconds * 1e6)),
+    "burn": _burn,
+}
 ACTS = {
     "exit0": lambda: os._exit(0),
     "exit3": lambda: os._exit(3),
@@ -95,8 +109,8 @@ class Acting:
         mine = self.ranks in ("all", os.environ["SLURM_PROCID"])
         if place != self.place or not mine:
             return
-        if self.act == "slow":
-            time.sleep(self.seconds)
+        if self.act in FOR_SECONDS:
+            FOR_SECONDS[self.act](self.seconds)
         else:
             ACTS[self.act]()
 

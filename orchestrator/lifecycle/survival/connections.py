@@ -91,5 +91,5 @@ class Connections:
 
     def forgive(self, seconds: float) -> None:
         """This process stood still for so long, and cannot have heard anybody."""
-        for link in self.all():
+        for link in [*self.all(), *self.strangers]:
             link.heard += seconds

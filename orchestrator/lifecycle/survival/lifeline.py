@@ -16,15 +16,15 @@ from typing import Any
 from orchestrator.lifecycle.survival.agreement import Agreement, Generation, Members
 from orchestrator.lifecycle.survival.connections import Connections
 from orchestrator.lifecycle.survival.links import Link, Peer, connect, greeted, refuses
+from orchestrator.lifecycle.survival.reach import LOOK_S, Reach
 from orchestrator.lifecycle.survival.record import GenerationRecord
-from orchestrator.lifecycle.survival.silence import Silences
+from orchestrator.lifecycle.survival.silence import Borne, Silences
+from orchestrator.lifecycle.survival.vouchers import Vouchers
 
 BEAT_S = 1.0
-LOOK_S = 0.2
 SETTLE_S = 0.05
 """How long a proposer waits for further losses: what dies together should cost one generation."""
 STOOD_STILL = 3.0  # beats; then this process itself stood still, and cannot judge others
-LATE = 1.5  # beats; then a rank may be silent with another, and both should cost one generation
 
 
 class Lifeline:
@@ -36,7 +36,7 @@ class Lifeline:
         listener: this rank's own.
         secret: of this attempt.
         record: what counts.
-        silence_s: after how long without a beat a rank is gone.
+        borne: after how long without a beat a rank is gone.
         up: of a newcomer, the link over which it was let in.
     """
 
@@ -48,17 +48,19 @@ class Lifeline:
         *,
         secret: str,
         record: GenerationRecord,
-        silence_s: float,
+        borne: Borne,
         up: Link | None = None,
     ) -> None:
         self._agreement, self._peers, self._secret = agreement, dict(peers), secret
-        self._record, self._silence_s = record, silence_s
-        self._silences = Silences(self._peers, silence_s)
+        self._record, self._silence_s = record, borne.silence_s
+        self._silences = Silences(self._peers, borne.silence_s)
+        self._vouchers = Vouchers(agreement, self._peers, self._silences, secret, borne.vouched_s)
+        self._reach = Reach(agreement, self._peers)
         self._of = Connections(listener, up)
         self._ready, self._updates = -1, 0  # the generation in which it waits for newcomers
         self._said_ready: Link | None = None
         self._tried = self._noticed = 0.0  # since when the proposer does not answer; when lost
-        self._probed, self._judged = 0.0, (0.0, False)
+        self._probed = self._awake = 0.0  # when others were; since when this process can judge
         self._ended: str | None = None  # the word that this rank ends with
         self._news = threading.Condition()
         self._latest = Generation(agreement.generation, agreement.members, 0.0)
@@ -78,7 +80,7 @@ class Lifeline:
 
     @property
     def hopeless(self) -> bool:
-        """Some rank failed of itself, or has ended in order: there will be no next generation."""
+        """Some rank failed of itself, or has ended in order."""
         return self._agreement.left
 
     @property
@@ -88,17 +90,18 @@ class Lifeline:
         return agreement.proposer == agreement.me and bool(self._of.newcomers.members)
 
     def ready(self, generation: int, updates: int) -> None:
-        """This rank stands at a boundary of that generation, after so many updates, and waits for
-        the next one, in which there will be newcomers.
-        """
+        """This rank stands at a boundary of that generation, and waits for one with newcomers."""
         self._updates, self._ready = updates, generation
         self._of.wake()
 
     def await_newer(self, than: int, timeout_s: float) -> Generation | None:
         """A generation after `than`; None when there will be none, or none came in time."""
         with self._news:
-            self._news.wait_for(lambda: self._latest.number > than or self.hopeless, timeout_s)
+            self._vouchers.wait(self._news, lambda: self._known(than), timeout_s)
             return self._latest if self._latest.number > than else None
+
+    def _known(self, than: int) -> bool:
+        return self._latest.number > than or self.hopeless
 
     def on_news(self, interrupt: Callable[[], None]) -> None:
         """Call this, from the thread, when there is a newer generation: the main thread may wait
@@ -117,18 +120,19 @@ class Lifeline:
     # ------------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        beat = looked = time.monotonic()
+        beat = looked = self._awake = time.monotonic()
         while self._ended is None:
             news = list(self._of.news(LOOK_S if not self._agreement.gone else SETTLE_S / 2))
             now = time.monotonic()
             if now - looked > STOOD_STILL * BEAT_S:
                 self._of.forgive(now - looked)
+                self._awake = now
             looked = now
             for link in news:
                 self._heed(link)
             if now - beat >= BEAT_S:
                 beat = now
-                self._of.say()
+                self._of.say(**self._vouchers.beat)
             self._lose_silent(now)
             self._follow(now)
             self._probe(now)
@@ -152,6 +156,8 @@ class Lifeline:
             return self._greet(link, message)
         if "ended" in message:
             self._say_ended(str(message["ended"]), but=link)
+        elif "waits" in message:
+            self._vouchers.others_wait()
         elif message.get("ready") == self._agreement.generation:
             self._agreement.ready.add(link.rank)
         elif "generation" in message:
@@ -199,7 +205,7 @@ class Lifeline:
 
     def _lose_silent(self, now: float) -> None:
         for link in [*self._of.all(), *self._of.strangers]:
-            if now - link.heard > self._silences.word_s(answered=link.answered):
+            if self._vouchers.no_word(link, now):
                 if link.rank in self._peers:
                     self._silences.fell(link.rank)
                 self._drop(link)
@@ -230,24 +236,26 @@ class Lifeline:
         self._lose(rank)
 
     def _probe(self, now: float) -> None:
-        """As the proposer: whoever has not come, though somebody is gone, may be gone as well."""
-        if not self._agreement.gone or now - max(self._noticed, self._probed) < SETTLE_S:
+        """As the proposer: whoever has not come, at the start or since a loss, may be gone, too."""
+        since, pause_s = max(self._noticed, self._awake), SETTLE_S if self._noticed else BEAT_S
+        if now - max(since, self._probed) < pause_s:
             return
         self._probed = now
         for rank in self._agreement.awaited:
-            silent = now - self._noticed > self._silences.come_s
+            silent = self._vouchers.not_come(rank, since, now)
             if refuses(self._peers[rank], LOOK_S) or silent:
                 self._lose(rank)
 
     def _propose(self, now: float) -> None:
         members = self._agreement.proposal
-        late = any(now - link.heard > LATE * BEAT_S for link in self._of.followers.values())
-        if members is None or now - self._noticed < SETTLE_S or late:  # lost or heard of soon
+        if members is None or now - self._noticed < SETTLE_S:
             return
-        if now - self._noticed < self._silence_s and self._outnumbered():
+        if self._vouchers.late(self._of.followers.values(), now):  # lost or heard of soon
+            return
+        if now - self._noticed < self._silence_s and self._reach.outnumbered(self._noticed):
             self._look_at_record()
-            return
-        self._publish(members, gone=sorted(self._agreement.gone))
+        else:
+            self._publish(members, gone=sorted(self._agreement.gone))
 
     def _grow(self) -> None:
         """Where this rank is ready: let others know; as the proposer, let newcomers in."""
@@ -266,15 +274,6 @@ class Lifeline:
         number = self._agreement.generation + 1
         found = self._record.publish(number, members, **more, time=time.time())
         self._accept(found["generation"], tuple(found["members"]))
-
-    def _outnumbered(self) -> bool:
-        """Looked at once a loss, since each look may last."""
-        if self._judged[0] != self._noticed:
-            gone = [self._peers[rank] for rank in self._agreement.gone]
-            many = 2 * len(gone) > len(self._agreement.members)
-            alive = sum(not refuses(peer, LOOK_S) for peer in gone) if many else 0
-            self._judged = (self._noticed, self._agreement.outnumbered(alive))
-        return self._judged[1]
 
     def _look_at_record(self) -> None:
         while found := self._record.read(self._agreement.generation + 1):

@@ -25,29 +25,32 @@ _WORD_BITS, _WORDS = 32, 4  # of an IPv6 address
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where a rank listens, and on which node (its number in the attempt)."""
+    """Where a rank listens, on which node (its number in the attempt), and at which port there its
+    witness is asked (`witness.py`; 0: it has none).
+    """
 
     address: str
     port: int
     node: int
+    witness: int = 0
 
     def as_numbers(self) -> list[float]:
         """As numbers that a float64 carries.
 
-        >>> Peer.of(Peer("127.0.1.2", 80, 3).as_numbers())
-        Peer(address='127.0.1.2', port=80, node=3)
+        >>> Peer.of(Peer("127.0.1.2", 80, 3, 81).as_numbers())
+        Peer(address='127.0.1.2', port=80, node=3, witness=81)
         """
         ip = ipaddress.ip_address(self.address)
         words = [int(ip) >> (_WORD_BITS * n) & (2**_WORD_BITS - 1) for n in range(_WORDS)]
-        return [float(number) for number in (ip.version, *words, self.port, self.node)]
+        return list(map(float, (ip.version, *words, self.port, self.node, self.witness)))
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Peer:
         """The inverse of `as_numbers`."""
-        version, *words, port, node = map(int, numbers)
+        version, *words, port, node, witness = map(int, numbers)
         number = sum(word << (_WORD_BITS * n) for n, word in enumerate(words))
         kind = ipaddress.IPv4Address if version == 4 else ipaddress.IPv6Address
-        return cls(str(kind(number)), port, node)
+        return cls(str(kind(number)), port, node, witness)
 
 
 def sign(secret: str, rank: int, to: int, joins: Sequence[float] = ()) -> str:

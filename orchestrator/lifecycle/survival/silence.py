@@ -9,6 +9,7 @@ cut off itself does not go on for that: the others are more than it (`Agreement.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from orchestrator.lifecycle.survival.links import CONNECT_S, Peer
 
@@ -17,11 +18,23 @@ ANSWER_S = 1.0
 COME_S = 2.0  # the others see the first silence up to a beat later, and then ask as this rank did
 
 
+@dataclass(frozen=True, slots=True)
+class Borne:
+    """For how long a rank that says nothing is waited for; and one that its witness vouches for."""
+
+    silence_s: float
+    vouched_s: float = 0.0
+
+
 class Silences:
-    """What one rank knows of them since the generation began."""
+    """What one rank knows of them since the generation began.
+
+    Attributes:
+        most_s: no silence is borne for longer.
+    """
 
     def __init__(self, peers: Mapping[int, Peer], silence_s: float) -> None:
-        self._peers, self._silence_s = peers, silence_s
+        self._peers, self.most_s = peers, silence_s
         self._fell: set[int] = set()
 
     def fell(self, rank: int) -> None:
@@ -38,19 +51,19 @@ class Silences:
 
     def word_s(self, *, answered: bool) -> float:
         """Within which the next word of a rank must come. `answered`: one has come."""
-        return self._silence_s if answered or not self._fell else self._soon(ANSWER_S)
+        return self.most_s if answered or not self._fell else self._soon(ANSWER_S)
 
     def answer_s(self, rank: int) -> float:
         """For how long its kernel may not answer."""
         if self.beside(rank):
             return 0.0
-        return self._silence_s if not self._fell else self._soon(2 * CONNECT_S)
+        return self.most_s if not self._fell else self._soon(2 * CONNECT_S)
 
     @property
     def come_s(self) -> float:
         """Within which those that are left must come to the one that proposes."""
         asked = len(self._fell) * ANSWER_S
-        return self._silence_s if not self._fell else self._soon(COME_S + asked)
+        return self.most_s if not self._fell else self._soon(COME_S + asked)
 
     def _soon(self, seconds: float) -> float:
-        return min(seconds, self._silence_s)
+        return min(seconds, self.most_s)

@@ -22,6 +22,8 @@ from orchestrator.lifecycle.survival.lifeline import Lifeline
 from orchestrator.lifecycle.survival.links import Peer
 from orchestrator.lifecycle.survival.members import member_of
 from orchestrator.lifecycle.survival.record import GenerationRecord
+from orchestrator.lifecycle.survival.silence import Borne
+from orchestrator.lifecycle.survival.witness import begin_witness
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.failure import describe
 from orchestrator.rank.surviving.same_code import changed, modules_of
@@ -69,9 +71,9 @@ class Entering:
         self._me = member_of(spec.rank, topology.replaces, spec.size)
         self._record = GenerationRecord(spec.folder)
         self._silence_s = silence_s(cluster)
-        self._listener = listen(spec.address)
-        port = int(self._listener.getsockname()[1])
-        self._mine = Peer(spec.address, port, topology.node_index)
+        self._listener, self._asked = listen(spec.address), listen(spec.address)
+        ports = [int(one.getsockname()[1]) for one in (self._listener, self._asked)]
+        self._mine = Peer(spec.address, ports[0], topology.node_index, ports[1])
 
     def together(self, job: Any, group: Any) -> Survivors:
         """With all others, once the engine stands. Collective."""
@@ -113,9 +115,11 @@ class Entering:
     def _lifeline(self, agreement: Agreement, **more: Any) -> Lifeline:
         first = self._record.read(0)
         assert first is not None  # noqa: S101  # rank 0 has published it
+        self._witness = begin_witness(self._asked, first["secret"], self._me)
         return Lifeline(
             agreement, self._record.peers(), self._listener,
-            secret=first["secret"], record=self._record, silence_s=self._silence_s, **more,
+            secret=first["secret"], record=self._record,
+            borne=Borne(self._silence_s, self._cluster.hang_timeout_s), **more,
         )  # fmt: skip
 
     def _part(self) -> Part:

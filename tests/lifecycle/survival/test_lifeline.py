@@ -14,6 +14,7 @@ from orchestrator.lifecycle.survival.agreement import Agreement
 from orchestrator.lifecycle.survival.lifeline import Lifeline
 from orchestrator.lifecycle.survival.links import Peer
 from orchestrator.lifecycle.survival.record import GenerationRecord
+from orchestrator.lifecycle.survival.silence import Borne
 
 SECRET = "of this test"  # noqa: S105  # and of nobody else
 
@@ -21,7 +22,7 @@ SECRET = "of this test"  # noqa: S105  # and of nobody else
 class Ranks:
     """Processes with nothing but a lifeline each; they tell every new generation in a pipe."""
 
-    def __init__(self, folder, count, silence_s=1.5, on_a_node=1):
+    def __init__(self, folder, count, silence_s=1.5, on_a_node=1, never=None):
         listeners = [listen("127.0.0.1") for _ in range(count)]
         self.peers = {
             rank: Peer("127.0.0.1", one.getsockname()[1], rank // on_a_node)
@@ -39,6 +40,8 @@ class Ranks:
                 for other, listener in enumerate(listeners):
                     if other != rank:
                         listener.close()
+                if rank == never:
+                    signal.pause()  # it listens, and comes to nobody
                 self._be(rank, folder, listeners[rank], silence_s, tell, obey)
             os.close(tell)
             os.close(obey)
@@ -50,7 +53,7 @@ class Ranks:
         agreement = Agreement(rank, tuple(range(len(self.peers))))
         record = GenerationRecord(folder)
         line = Lifeline(
-            agreement, self.peers, listener, secret=SECRET, record=record, silence_s=silence_s
+            agreement, self.peers, listener, secret=SECRET, record=record, borne=Borne(silence_s)
         )
         line.on_news(lambda: os.write(tell, json.dumps(line.latest.members).encode() + b"\n"))
         line.start()
@@ -97,6 +100,16 @@ def test_losses_one_after_another_are_known_to_all_within_a_second_rank_0_includ
         ranks.kill(victim)
         assert {ranks.heard(rank) for rank in left} == {left}
         assert time.monotonic() - began < 1.0
+
+
+def test_one_that_dies_before_it_has_come_to_the_others_is_missed(tmp_path):
+    ranks = Ranks(tmp_path, 3, never=1)
+    try:
+        assert {ranks.heard(rank) for rank in (0, 2)} == {()}
+        ranks.kill(1)
+        assert {ranks.heard(rank, 3.0) for rank in (0, 2)} == {(0, 2)}
+    finally:
+        ranks.end()
 
 
 def test_one_that_was_stopped_is_given_up_and_finds_itself_left_out_when_it_wakes(ranks):
