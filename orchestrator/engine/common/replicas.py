@@ -87,6 +87,8 @@ class Replicas:
             are now; any change of a piece changes its number.
         gather: every rank's numbers, a row for each rank; collective.
         ranks: how many there are; alone, nothing is done.
+        digests_told: numbers for all of some pieces, which change with any of these, where fewer
+            than one for each take less time; by default `digests`.
     """
 
     def __init__(
@@ -98,7 +100,9 @@ class Replicas:
         digests: Callable[[Sequence[Piece]], list[int]],
         gather: Callable[[Sequence[float]], list[list[float]]],
         ranks: int,
+        digests_told: Callable[[Sequence[Piece]], list[int]] | None = None,
     ) -> None:
+        self._digests_told = digests_told or digests
         self._names, self._digests, self._gather, self._ranks = names, digests, gather, ranks
         self._shares = shares_of(sizes, itemsizes)
         self._update = -1  # the latest
@@ -119,7 +123,7 @@ class Replicas:
         self._update, self._agreed = update, agreed or {}
         if self._ranks > 1:
             words = [_bits(number) for number in self._agreed.values()]
-            words += self._digests(self._share(update))
+            words += self._digests_told(self._share(update))
             trailer.tell(folded(words, DIGEST_BITS))
 
     def check(self, totals: Trailer, update: int) -> None:

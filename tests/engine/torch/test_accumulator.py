@@ -335,6 +335,7 @@ def test_zeroing_gradients_between_windows_does_not_matter(to_none):
     assert torch.equal(train(zero=True), train(zero=False))
 
 
+@pytest.mark.usefixtures("first_gradients")
 def test_gradients_set_to_none_in_mid_window_lose_nothing():
     ours, model = _accumulator(TorchGroup.alone())
     ours.backward(_loss(model))
@@ -376,6 +377,7 @@ def test_a_gradient_with_a_graph_is_refused():
         ours.backward(_loss(model))
 
 
+@pytest.mark.usefixtures("first_gradients")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpoints_give_the_same_gradient(reentrant):
     from torch.utils.checkpoint import checkpoint
@@ -463,6 +465,32 @@ def test_buckets_leave_during_the_last_backward_and_not_before():
     for sent, whole in run_in_threads(2, train):
         assert sent[:2] == [0, 0]
         assert 0 < sent[2] < whole
+
+
+@pytest.mark.parametrize(("bucket_bytes", "told"), [(64, True), (10**6, False)])
+def test_where_no_bucket_can_leave_early_nobody_is_told_of_gradients(
+    bucket_bytes, told, monkeypatch
+):
+    heard = []
+    monkeypatch.setattr(Accumulator, "gradient_ready", lambda _, number: heard.append(number))
+
+    def arm(group):
+        ours, _ = _accumulator(group, bucket_bytes=bucket_bytes)
+        asked = ours._reduction.before_backward(last=True, leaf=None)
+        ours.close()
+        return asked
+
+    assert run_in_threads(2, arm) == [told] * 2
+
+    def train(group):
+        ours, model = _accumulator(group, bucket_bytes=10**6)
+        for step in range(2):
+            ours.backward(_loss(model), last=step == 1)
+        ours.boundary()
+        ours.close()
+
+    run_in_threads(2, train)
+    assert not heard
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
@@ -562,6 +590,7 @@ def test_a_collective_in_mid_window_is_refused():
     assert run_in_threads(2, lambda group: train(group, silent=False)) == [2.0, 2.0]
 
 
+@pytest.mark.usefixtures("first_gradients")
 def test_a_parameter_used_by_one_rank_only_is_updated_and_one_used_by_none_is_not():
     def train(group):
         model = nn.ModuleList([nn.Linear(WIDTH, 1) for _ in range(3)])

@@ -78,9 +78,8 @@ def write_trailer(buffers: GradientBuffers, trailer: Trailer, ranks: int) -> Non
 def read_trailer(buffers: GradientBuffers, ranks: int) -> Trailer:
     """The numbers behind the gradients, as a trailer."""
     place = buffers.trailer
-    numbers = place.to("cpu", torch.float64).tolist()
     bits = limb_bits(_MANTISSA_BITS[place.dtype], ranks)
-    return Trailer.of(numbers, buffers.metric_count or 0, bits)
+    return Trailer.of(place.tolist(), buffers.metric_count or 0, bits)
 
 
 class AtBoundary:

@@ -64,6 +64,10 @@ class BucketSender:
             last = buffer == len(buffers.flats) - 1
             if last and end > end_of_gradients and buffers.trailer.numel():
                 self._members[number] += 1  # the trailer, which is never ready before the boundary
+        # Buckets leave in their order: where the first one has the trailer, all wait for that.
+        self._any_early = bool(slices) and self._members[0] <= sum(
+            0 in touched for touched in self._buckets_of
+        )
         self._missing: list[int] | None = None
         self._seen: set[int] = set()
         self._under_way: list[Work] = []
@@ -75,9 +79,10 @@ class BucketSender:
 
     def arm(self) -> bool:
         """Send buckets as gradients become ready from now on: the backward that follows is the
-        last. Alone there is nobody to send to, and it is False.
+        last. Alone there is nobody to send to, and of one bucket that ends in the trailer nothing
+        to send yet: then it is False, and nobody has to be told of gradients as they come.
         """
-        if self._group.size == 1:
+        if self._group.size == 1 or not self._any_early:
             return False
         self._missing = list(self._members)
         self._seen.clear()

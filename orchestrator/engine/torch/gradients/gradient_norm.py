@@ -45,6 +45,8 @@ class GradientNorm:
 
 def _floats(numbers: list[Tensor]) -> list[float]:
     """With one transfer from each device."""
+    if all(number.is_cpu for number in numbers):
+        return [float(number) for number in numbers]
     found: list[float] = []
     for device in dict.fromkeys(number.device for number in numbers):
         found += torch.stack([n for n in numbers if n.device == device]).tolist()

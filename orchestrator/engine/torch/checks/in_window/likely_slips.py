@@ -95,12 +95,12 @@ def divisor_of(total: Tensor) -> float | None:
     """
     node: Any = total.grad_fn
     name = "" if node is None else node.name()
+    if not name.startswith(("Mul", "Div")):
+        return None
     other = getattr(node, "_saved_other", None)
     if not isinstance(other, Tensor) or other.numel() != 1 or other.device.type != "cpu":
         return None
     factor = float(other.detach())
     if name.startswith("Mul") and factor and factor != 0.5:  # half a square is a loss
         factor = round(1 / factor, 9)
-    elif not name.startswith("Div"):
-        return None
     return factor if factor > 1 and factor == int(factor) else None

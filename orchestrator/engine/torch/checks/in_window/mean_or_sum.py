@@ -12,6 +12,7 @@ from torch import Tensor
 
 _MEAN = 1  # as `torch.nn.functional` numbers its reductions
 _ONLY_PASS = ("ToCopy", "Clone", "View", "Squeeze", "Unsqueeze", "Alias", "ReshapeAlias", "Div")
+_SUMS = ("Add", "Sub")
 _DEEPEST = 8
 
 
@@ -36,10 +37,13 @@ def _averaged(node: Any, depth: int) -> str | None:
         return "mean()" if _numbers(node) != 1 else None
     if getattr(node, "_saved_reduction", None) == _MEAN:
         return f"{name}(reduction='mean')"
-    parts = [part for part, _ in node.next_functions if part is not None]
+    if name in _ONLY_PASS or name in _SUMS:
+        parts = [part for part, _ in node.next_functions if part is not None]
+    else:
+        parts = []
     if name in _ONLY_PASS and len(parts) == 1:
         return _averaged(parts[0], depth - 1)
-    if name in ("Add", "Sub") and parts:
+    if name in _SUMS and parts:
         found = [_averaged(part, depth - 1) for part in parts]
         return found[0] if all(found) else None
     return None

@@ -7,7 +7,8 @@ would go to tensors that nobody reduces and no optimizer steps.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import is_
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from orchestrator.errors import JobError
+
+_VALUES = methodcaller("values")
 
 
 class SameModel:
@@ -32,12 +35,24 @@ class SameModel:
                 for table in (layer._modules, layer._parameters):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # to walk it anew would take longer
                     if table:
                         self._tables.append((name, table, tuple(table.values())))
+        self._contents = [table for _, table, _ in self._tables]
+        self._lengths = [len(before) for _, _, before in self._tables]
+        self._values = [value for _, _, before in self._tables for value in before]
         self._trained = trained
         self._addresses = [parameter.data_ptr() for _, parameter in trained]
         self._kinds = [_kind(parameter) for _, parameter in trained]
 
     def check(self) -> None:
         """Raise `JobError` if a layer or parameter is another one, or is kept otherwise."""
+        now = chain.from_iterable(map(_VALUES, self._contents))
+        if [*map(len, self._contents)] != self._lengths or not all(map(is_, now, self._values)):
+            self._check_tables()
+        addresses = [parameter.data_ptr() for _, parameter in self._trained]
+        if addresses != self._addresses:
+            self._check_kinds()
+            self._addresses = addresses
+
+    def _check_tables(self) -> None:
         for name, table, before in self._tables:
             if len(table) != len(before) or not all(map(is_, table.values(), before)):
                 changed = [key for key, value in table.items() if not _is_one_of(value, before)]
@@ -48,10 +63,6 @@ class SameModel:
                     "load_state_dict(assign=True), say). close() this accumulator and build "
                     "another one, with an optimizer of the parameters that there are now"
                 )
-        addresses = [parameter.data_ptr() for _, parameter in self._trained]
-        if addresses != self._addresses:
-            self._check_kinds()
-            self._addresses = addresses
 
     def _check_kinds(self) -> None:
         for (name, parameter), before in zip(self._trained, self._kinds, strict=True):

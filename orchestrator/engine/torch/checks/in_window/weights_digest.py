@@ -25,13 +25,15 @@ _MIX = 0xBF58476D1CE4E5B9  # of SplitMix64 [Steele, Lea and Flood 2014]
 def replicas_of(named: Sequence[tuple[str, Tensor]], group: BaseGroup) -> Replicas:
     """What watches over the equality of these parameters on the ranks of `group`."""
     parameters = [parameter for _, parameter in named]
+    digests = digests_of(parameters)
     return Replicas(
         [name for name, _ in named],
         [parameter.numel() for parameter in parameters],
         [parameter.element_size() for parameter in parameters],
-        digests=digests_of(parameters),
+        digests=digests,
         gather=partial(numbers_of_all, group),
         ranks=group.size,
+        digests_told=partial(joined_digests, parameters, digests),
     )
 
 
@@ -39,10 +41,7 @@ def digests_of(parameters: Sequence[Tensor]) -> Callable[[Sequence[Piece]], list
     """A function that gives the digest of each of some pieces, as the parameters are then."""
 
     def digests(pieces: Sequence[Piece]) -> list[int]:
-        sums = [
-            _digest(parameters[piece.number].detach().reshape(-1)[piece.start : piece.end])
-            for piece in pieces
-        ]
+        sums = [_digest(_bits(parameters, piece)) for piece in pieces]
         if len({one.device for one in sums}) > 1:
             return [int(one) for one in sums]
         return torch.stack(sums).tolist()  # one wait for the device, not one a piece
@@ -50,10 +49,30 @@ def digests_of(parameters: Sequence[Tensor]) -> Callable[[Sequence[Piece]], list
     return digests
 
 
-def _digest(flat: Tensor) -> Tensor:
+def joined_digests(
+    parameters: Sequence[Tensor],
+    digests: Callable[[Sequence[Piece]], list[int]],
+    pieces: Sequence[Piece],
+) -> list[int]:
+    """One digest of small pieces, laid one after the other; those of the pieces where they are not
+    small, or not alike.
+    """
+    if sum(piece.end - piece.start for piece in pieces) > LARGEST_PIECE:
+        return digests(pieces)
+    parts = [_bits(parameters, piece) for piece in pieces]
+    if len({(part.device, part.dtype) for part in parts}) > 1:
+        return digests(pieces)
+    return [int(_digest(torch.cat(parts)))]
+
+
+def _bits(parameters: Sequence[Tensor], piece: Piece) -> Tensor:
+    flat = parameters[piece.number].detach().reshape(-1)[piece.start : piece.end]
     numbers = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
-    bits = numbers.view(_BITS[min(numbers.element_size(), 4)])
-    return (bits * _multipliers(flat.device)[: len(bits)]).sum()
+    return numbers.view(_BITS[min(numbers.element_size(), 4)])
+
+
+def _digest(bits: Tensor) -> Tensor:
+    return (bits * _multipliers(bits.device)[: len(bits)]).sum()
 
 
 @lru_cache(maxsize=8)

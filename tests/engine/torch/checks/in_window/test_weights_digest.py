@@ -13,7 +13,7 @@ from orchestrator.engine.common.boundary.packed_sums import DIGEST_BITS, NARROW,
 from orchestrator.engine.common.replicas import MOST_SHARES, Piece, shares_of
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import build_engine, run_in_threads
-from orchestrator.engine.torch.checks.in_window.weights_digest import digests_of
+from orchestrator.engine.torch.checks.in_window.weights_digest import digests_of, joined_digests
 from orchestrator.errors import ReplicasDiffer
 
 RANKS, SAMPLES = 3, 12
@@ -220,6 +220,23 @@ def test_any_change_of_a_number_and_any_two_that_change_places_change_the_digest
     [after] = digests_of([other])([Piece(0, 0, size)])
     assert before != after
     assert [before] == digests_of([tensor.clone()])([Piece(0, 0, size)])
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64, None]),
+    st.data(),
+)
+def test_any_change_in_one_of_some_pieces_changes_what_is_told_of_them(sizes, dtype, data):
+    dtypes = [dtype or [torch.float32, torch.bfloat16][n % 2] for n in range(len(sizes))]
+    tensors = [torch.randn(size).to(kind) for size, kind in zip(sizes, dtypes, strict=True)]
+    pieces = [Piece(n, data.draw(st.integers(0, s - 1)), s) for n, s in enumerate(sizes)]
+    told = joined_digests(tensors, digests_of(tensors), pieces)
+    assert len(told) == (1 if len(set(dtypes)) == 1 else len(pieces))
+    assert told == joined_digests(tensors, digests_of(tensors), pieces)
+    piece = data.draw(st.sampled_from(pieces))
+    tensors[piece.number][data.draw(st.integers(piece.start, piece.end - 1))] += 1
+    assert told != joined_digests(tensors, digests_of(tensors), pieces)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40), st.sampled_from([2, 4, 8]))
