@@ -59,6 +59,12 @@ class ClusterError(UsageError):
     """A cluster that refuses the request or is not there."""
 
 
+class NotNow(ClusterError):
+    """A cluster that cannot take it at this moment, and may later: nobody answers, or it takes no
+    more of one's jobs.
+    """
+
+
 class TransportError(UsageError):
     """A transport that this machine cannot offer."""
 

@@ -111,12 +111,11 @@ def cancel(
     del verbose
     from orchestrator.run_folder.rundir import RunDir
     from orchestrator.runs import control
-    from orchestrator.runs.status import expand
+    from orchestrator.runs.status import find_runs
 
     folder = RunDir(run.absolute())
-    runs = expand([folder.path])
-    if [found.path for found in runs] == [folder.path]:
+    if find_runs(folder.path, waiting=True) == [folder.path]:
         say(Console(), control.cancel(folder, now=now))
         return
-    for sentence in control.cancel_sweep(folder.path, runs, now=now):
+    for sentence in control.cancel_sweep(folder.path, now=now):
         say(Console(), sentence)

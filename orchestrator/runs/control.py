@@ -22,11 +22,12 @@ from orchestrator.report.units import plural
 from orchestrator.run_folder.files import blocks, start_of_last
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.found_again import handle_of
-from orchestrator.runs.status import statuses
+from orchestrator.runs.status import expand, find_runs, statuses
 from orchestrator.runs.waiting import take, waits
 
 FOLLOW_S = 0.2
 LOOK_S = 2.0
+HOLDER_S = 20.0  # how long a command that runs nothing here may take to end
 OVER = (*ENDED_STATES, "lost")
 
 
@@ -45,18 +46,20 @@ def cancel(run: RunDir, *, now: bool = False) -> str:
     return handle_of(run.existing()).cancel(run, now=now)
 
 
-def cancel_sweep(folder: Path, runs: Sequence[RunDir], *, now: bool) -> list[str]:
-    """Stop all points of a sweep that are not over, and the command that runs them here.
+def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
+    """Stop all points of a sweep that are not over, and the command that is at work in it.
 
     Returns:
-        What happens, a sentence for all points that it happens to. Raises `ClusterError` when there
-        is nothing to stop, or the scheduler cannot be told.
+        What happens, a sentence for all points that it happens to.
+
+    Raises:
+        ClusterError: there is nothing to stop, or the scheduler cannot be told.
+        RunFolderError: there is no run in the folder, and nobody who is about to begin one.
     """
     sweep, said = RunDir(folder), list[str]()
     if is_held(sweep):
-        signal_holder(sweep, *((signal.SIGINT, signal.SIGTERM) if now else (signal.SIGINT,)))
-        how = "ends at once" if now else how_it_stops(runs[0])
-        said.append(f"the command that runs the sweep was told to end; what it runs {how}")
+        said.append(_cancel_holder(sweep, now=now))
+    runs = [] if said and not find_runs(folder, waiting=True) else expand([folder])
     open_ones = [s for s in statuses(runs)[0] if s.state not in (*OVER, *UNREADABLE)]
     members: dict[type[Cluster], list[RunDir]] = {}
     found: dict[str, list[Path]] = {}
@@ -77,6 +80,29 @@ def cancel_sweep(folder: Path, runs: Sequence[RunDir], *, now: bool) -> list[str
             f"nothing to cancel"
         )
     return said
+
+
+def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
+    """Tell the command that is at work in a sweep's folder to end. What it submits is in the queue
+    when this returns, or will not be; what it runs here ends with it, and in its time.
+    """
+    runs = [RunDir(path) for path in find_runs(sweep.path)]
+    signal_holder(sweep, *((signal.SIGINT, signal.SIGTERM) if now else (signal.SIGINT,)))
+    here = [run for run in runs if _is_here(run)]
+    if here:
+        how = "ends at once" if now else how_it_stops(here[0])
+        return f"the command that runs the sweep was told to end; what it runs {how}"
+    give_up = time.monotonic() + HOLDER_S
+    while is_held(sweep) and time.monotonic() < give_up:
+        time.sleep(FOLLOW_S)
+    still = "; it has not yet: what it may still submit, the same again ends" * is_held(sweep)
+    return f"the command that is at work in {sweep.path} was told to end{still}"
+
+
+def _is_here(run: RunDir) -> bool:
+    with contextlib.suppress(ConfigError, RunFolderError):  # a damaged one keeps none from ending
+        return class_of(kind_of(run)).attended
+    return False
 
 
 def _named(paths: Sequence[Path], sweep: Path) -> str:

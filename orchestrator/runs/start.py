@@ -36,7 +36,7 @@ from orchestrator.report.terminal import command, say
 from orchestrator.run_folder.rundir import SEALED, RunDir
 from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.console import Manner
-from orchestrator.runs.interrupts import Interrupts
+from orchestrator.runs.interrupts import Interrupts, counted
 from orchestrator.runs.new_folder import new_folder
 from orchestrator.runs.ready import Ready
 from orchestrator.runs.resuming.elsewhere import at_home
@@ -125,10 +125,6 @@ def way_of(cluster: Cluster) -> Callable[[Ready], Ended]:
     return queue
 
 
-def _counted(interrupts: Interrupts | None) -> contextlib.AbstractContextManager[Interrupts]:
-    return contextlib.nullcontext(interrupts) if interrupts is not None else Interrupts()
-
-
 @contextlib.contextmanager
 def begun(
     config: Config,
@@ -149,7 +145,7 @@ def begun(
     plan = plan or prepare(config)
     run, cluster = RunDir(new_folder(config)), _cluster(config, manner)
     request, admission = _admitted(cluster, run, 0, manner)
-    with _counted(interrupts) as interrupts:
+    with counted(interrupts) as interrupts:
         cluster.tell = interrupts.ending(cluster.tell)
         run.create()
         cluster.trust(run)
@@ -215,7 +211,7 @@ def resumed(
         say(manner.console, asked.words, prose=True)
     if asked.warning:
         say(manner.console, f"warning: {asked.warning}", "yellow", prose=True)
-    with at_home(run), _counted(interrupts) as interrupts, writing(run), held(run):
+    with at_home(run), counted(interrupts) as interrupts, writing(run), held(run):
         cluster = _cluster(config, manner)
         cluster.tell = interrupts.ending(cluster.tell)
         told = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)

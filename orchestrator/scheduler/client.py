@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import ClusterError
+from orchestrator.errors import ClusterError, NotNow
 from orchestrator.scheduler.environment import clean_environment
 
 TIMEOUT_S = 60.0
@@ -74,7 +74,7 @@ ELSEWHERE = (
 )
 
 
-class SchedulerDown(ClusterError):
+class SchedulerDown(NotNow):
     """The scheduler does not answer; what was asked may be asked again later."""
 
 

@@ -9,13 +9,13 @@ from collections.abc import Generator, Sequence
 from orchestrator.clusters.api import class_of
 from orchestrator.config.rules import at_once
 from orchestrator.config.user_code.class_source import read_once
-from orchestrator.errors import ClusterError, ConfigError, Interrupted, UsageError
+from orchestrator.errors import ClusterError, ConfigError, Interrupted, NotNow, UsageError
 from orchestrator.extensions import CLUSTERS
 from orchestrator.outcome.folder_status import ENDED_STATES
 from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir, written_together
 from orchestrator.runs.console import Manner
-from orchestrator.runs.interrupts import Interrupts
+from orchestrator.runs.interrupts import Interrupts, counted
 from orchestrator.runs.ready import Ready
 from orchestrator.runs.start import begun, resumed, writing
 from orchestrator.runs.status import statuses
@@ -48,19 +48,23 @@ def ready_of(
         yield ready
 
 
-def submit(cells: Sequence[Cell], manner: Manner, *, wait: bool) -> None:
+def submit(
+    cells: Sequence[Cell], manner: Manner, *, wait: bool, interrupts: Interrupts | None = None
+) -> None:
     """Submit them, by kinds of clusters; nothing is submitted before all folders are written.
 
     Args:
         wait: until all have ended.
+        interrupts: where they are counted already, for many submissions.
 
     Raises:
         ConfigError: one of them cannot be; none was submitted then, and no new folder is left.
         Interrupted: by a person, before the first was submitted.
+        NotNow: the scheduler is silent, and nothing was submitted.
         ClusterError: the scheduler refused some; those that are queued go on, and are counted.
     """
-    with Interrupts() as interrupts, read_once():
-        made = _made_ready(cells, Manner(console=manner.console, quiet=True), interrupts)
+    with counted(interrupts) as counts, read_once():
+        made = _made_ready(cells, Manner(console=manner.console, quiet=True), counts)
         _submit(made, at_once(cells[0].point.config.sweep.parallel))
     if wait:
         _await([cell.run for cell in cells])
@@ -78,6 +82,8 @@ def _made_ready(cells: Sequence[Cell], quiet: Manner, interrupts: Interrupts) ->
                 try:
                     with ready_of(cell, quiet, interrupts) as ready:
                         made += [ready] if ready is not None else []
+                except NotNow:  # it is nothing that is wrong with a point
+                    raise
                 except UsageError as error:
                     wrong.setdefault(str(error), []).append(cell.point.number)
             _refuse(wrong, cells)

@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.report.tables.closing_table import describe_culprit
 from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.runs.status import statuses
 from orchestrator.sweeps.search.asked import Asked
 from orchestrator.sweeps.search.journal import SAME_AS, WHY, Journal
+from orchestrator.sweeps.todo import Cell
 
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
 
@@ -58,3 +61,12 @@ def _best(trials: list[dict[str, Any]], *, maximize: bool) -> int | None:
         return None
     sign = -1 if maximize else 1
     return min(known, key=lambda trial: (sign * trial["value"], trial["number"]))["number"]
+
+
+def why_no_value(cell: Cell) -> str:
+    """Of a run that is over; "" where it has finished."""
+    [status], _ = statuses([cell.run])
+    if status.state == "finished":
+        return ""
+    culprit = (cell.run.read_result() or {}).get("culprit") if status.state == "failed" else None
+    return describe_culprit(culprit) if culprit else status.reason or f"it was {status.state}"

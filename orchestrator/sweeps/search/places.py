@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
+from orchestrator.errors import ClusterError, Interrupted, NotNow, UsageError
 from orchestrator.outcome.folder_status import ENDED_STATES
+from orchestrator.report.terminal import say
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
 from orchestrator.runs.control import cancel
@@ -37,7 +39,15 @@ class Place(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
     @property
-    def running(self) -> Sequence[Cell]: ...
+    def running(self) -> Sequence[Cell]:
+        """Those to wait for; after an interrupt none that goes on without us."""
+        ...
+
+    @property
+    def left(self) -> Sequence[Cell]:
+        """Those that go on without us, if we leave now."""
+        ...
+
     def has_room(self, cell: Cell) -> bool: ...
     def start(self, cell: Cell) -> bool:
         """Start a trial; False where it has to wait after all. Raises `ConfigError` where it can
@@ -61,8 +71,10 @@ class Place(Protocol):
 class Followed:
     """Runs that others hold: asked about, all of them at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, manner: Manner) -> None:
         self.cells: list[Cell] = []
+        self._manner = manner
+        self._to_stop: list[Cell] = []  # of those, which nobody could tell yet
         self._next = 0.0
 
     def ended(self) -> list[PointEnded]:
@@ -72,7 +84,24 @@ class Followed:
         self._next = time.monotonic() + LOOK_S
         over = [c for c, status in zip(self.cells, found, strict=True) if status.state in OVER]
         self.cells = [cell for cell in self.cells if cell not in over]
+        self._to_stop = [c for c in self._to_stop if c in self.cells and _refusal(c)]
         return [PointEnded(cell=cell, exit_code=0) for cell in over]
+
+    def stop(self, cell: Cell) -> None:
+        """Now, or at a later look: it may be over in this moment, or its scheduler silent."""
+        if cell in self.cells and (why := _refusal(cell)):
+            self._to_stop.append(cell)
+            if not self._manner.quiet:
+                say(self._manner.console, f"not stopped yet: {why}", "yellow")
+
+
+def _refusal(cell: Cell) -> str:
+    """Have a run stop; why that could not be, or ""."""
+    try:
+        cancel(cell.run)
+    except ClusterError as error:
+        return str(error)
+    return ""
 
 
 class Here:
@@ -81,7 +110,7 @@ class Here:
     def __init__(self, manner: Manner, most: int | None) -> None:
         self._room = Room(most)
         self._queue = LocalQueue(Manner(console=manner.console, quiet=True), self._room)
-        self._followed = Followed()
+        self._followed = Followed(manner)
         self.interrupts = self._queue.interrupts
 
     def __enter__(self) -> Self:
@@ -98,7 +127,11 @@ class Here:
 
     @property
     def running(self) -> Sequence[Cell]:
-        return [*self._queue.running, *self._followed.cells]
+        return [*self._queue.running, *([] if self.interrupts.count else self._followed.cells)]
+
+    @property
+    def left(self) -> Sequence[Cell]:
+        return self._followed.cells
 
     def has_room(self, cell: Cell) -> bool:
         return not self._followed.cells and self._room.has(share_of(cell))
@@ -117,8 +150,7 @@ class Here:
 
     def stop(self, cell: Cell) -> None:
         self._queue.cancel(cell)
-        if cell in self._followed.cells:
-            cancel(cell.run)
+        self._followed.stop(cell)
 
 
 class OnScheduler:
@@ -126,7 +158,8 @@ class OnScheduler:
 
     def __init__(self, manner: Manner, most: int) -> None:
         self._manner, self._most = manner, most
-        self._followed = Followed()
+        self._followed = Followed(manner)
+        self._full = ""  # why it takes no more, until one has ended
         self.interrupts = Interrupts()
 
     def __enter__(self) -> Self:
@@ -145,24 +178,45 @@ class OnScheduler:
     def running(self) -> Sequence[Cell]:
         return [] if self.interrupts.count else self._followed.cells
 
+    @property
+    def left(self) -> Sequence[Cell]:
+        return self._followed.cells
+
     def has_room(self, cell: Cell) -> bool:
         del cell
-        return len(self._followed.cells) < self._most
+        return not self._full and len(self._followed.cells) < self._most
 
     def start(self, cell: Cell) -> bool:
-        submit([cell], self._manner, wait=False)
+        try:
+            submit([cell], self._manner, wait=False, interrupts=self.interrupts)
+        except Interrupted:
+            return False
+        except UsageError as error:
+            if self.interrupts.count:  # a Ctrl-C ends the scheduler's commands, too
+                return False
+            if not isinstance(error, NotNow) or not self._followed.cells:
+                raise
+            self._wait_for_room(str(error))
+            return False
         self.follow(cell)
         return True
+
+    def _wait_for_room(self, why: str) -> None:
+        self._full = why
+        if not self._manner.quiet:
+            say(self._manner.console, f"{why}\nthe next trial waits until one has ended", "yellow")
 
     def follow(self, cell: Cell) -> None:
         self._followed.cells.append(cell)
 
     def wait(self) -> list[PointEnded]:
         time.sleep(SLICE_S)
-        return self._followed.ended()
+        ended = self._followed.ended()
+        self._full = "" if ended else self._full
+        return ended
 
     def stop(self, cell: Cell) -> None:
-        cancel(cell.run)
+        self._followed.stop(cell)
 
 
 def place_of(asked: Asked, manner: Manner) -> Place:

@@ -16,18 +16,16 @@ from orchestrator.errors import ConfigError, RunFailed, UsageError
 from orchestrator.outcome.run_result import write_end
 from orchestrator.outcome.run_state import State
 from orchestrator.plan.plan_warnings import named_numbers
-from orchestrator.report.tables.closing_table import describe_culprit
 from orchestrator.report.tables.search_table import words_of
 from orchestrator.report.terminal import say
 from orchestrator.runs.console import Manner
-from orchestrator.runs.status import statuses
 from orchestrator.sweeps.content import made_of
 from orchestrator.sweeps.points import Point
 from orchestrator.sweeps.queue import PointEnded
 from orchestrator.sweeps.returns import NoSuchFigure, measured
 from orchestrator.sweeps.search.asked import Asked
 from orchestrator.sweeps.search.drawing import distributions, draw
-from orchestrator.sweeps.search.found import write_table
+from orchestrator.sweeps.search.found import why_no_value, write_table
 from orchestrator.sweeps.search.journal import SAME_AS, Journal
 from orchestrator.sweeps.search.places import Place
 from orchestrator.sweeps.search.pruning import Pruner, Watched
@@ -49,6 +47,7 @@ class Trial:
     cell: Cell
     watched: Watched
     over: bool = False  # its state is final; its run is only to end
+    stopping: bool = False  # it was told to, with an earlier start: it goes on once it has
 
 
 class Searcher:
@@ -124,6 +123,7 @@ class Searcher:
     def _go_on(self, trial: FrozenTrial, cell: Cell) -> None:
         found = self._trial(trial.number, cell, max(trial.intermediate_values, default=-1))
         if cell.do is Do.WAIT:
+            found.stopping = cell.run.cancel.exists()
             self._running[cell.run.path] = found
             self._place.follow(cell)
         elif cell.do is Do.NOTHING or cell.why == "failed":
@@ -156,15 +156,22 @@ class Searcher:
         try:
             started = self._place.start(trial.cell)
         except ConfigError as error:
-            self._ended(PointEnded(cell=trial.cell, exit_code=error.exit_code, refusal=str(error)))
+            self._forget(trial)
+            self._tell(trial, str(error))
             return True
         if not started:
-            del self._running[trial.cell.run.path]
+            self._forget(trial)
             self._waiting.insert(0, trial)
         elif not self._manner.quiet:
             chosen = trial.cell.point.overrides[len(self._asked.space.fixed) :]
             say(self._manner.console, f"trial {trial.number} begins: {' '.join(chosen)}", "dim")
         return started
+
+    def _forget(self, trial: Trial) -> None:
+        """It does not run; it has a folder only if an earlier start has begun it."""
+        del self._running[trial.cell.run.path]
+        if not trial.cell.run.config.exists():
+            del self._folders[trial.number]
 
     def _draw_more(self) -> None:
         while not self._waiting and len(self._journal.trials) < self._asked.trials:
@@ -227,12 +234,16 @@ class Searcher:
         finished = result is not None and result["state"] == "finished"
         if self._place.interrupts.count and not finished:
             return  # it goes on with the next start
-        self._tell(trial, ended.refusal)
+        [cell] = cells_of([trial.cell.point]) if trial.stopping else [trial.cell]
+        if trial.stopping and cell.why in (State.STOPPED.value, "lost"):
+            self._go_on(self._journal.trial(trial.number), cell)
+        else:
+            self._tell(trial, ended.refusal)
 
     def _tell(self, trial: Trial, refusal: str | None) -> None:
         """Write down what a trial came to, once its run is over."""
         try:
-            why = refusal or _why_no_value(trial.cell)
+            why = refusal or why_no_value(trial.cell)
             value = None if why else measured(trial.cell.run, self._asked.sweep.objective)
         except NoSuchFigure as error:
             raise ConfigError(str(error)) from error
@@ -277,12 +288,3 @@ class Searcher:
     def _say(self, number: int) -> None:
         if not self._manner.quiet:
             say(self._manner.console, words_of(self.table, number))
-
-
-def _why_no_value(cell: Cell) -> str:
-    """Of a run that is over; "" where it has finished."""
-    [status], _ = statuses([cell.run])
-    if status.state == "finished":
-        return ""
-    culprit = (cell.run.read_result() or {}).get("culprit") if status.state == "failed" else None
-    return describe_culprit(culprit) if culprit else status.reason or f"it was {status.state}"

@@ -19,6 +19,7 @@ from orchestrator.errors import (
 )
 from orchestrator.report.tables.search_table import print_search
 from orchestrator.report.terminal import command, say
+from orchestrator.report.units import plural
 from orchestrator.run_folder.files import make_folder, names_in
 from orchestrator.run_folder.rundir import RunDir, read_json
 from orchestrator.runs.console import Manner
@@ -51,11 +52,15 @@ def search(composer: Composer, manner: Manner) -> int:
         with place_of(asked, manner) as place:
             searcher = Searcher(asked, journal, place, manner)
             searcher.run()
-            interrupts = place.interrupts.count
+            interrupts, left = place.interrupts.count, len(place.left)
         print_search(searcher.table, manner.console)
         say(manner.console, f"the search's folder: {asked.folder}")
         states = [trial["state"] for trial in searcher.table["trials"]]
         if "open" in states or len(states) < asked.trials:
+            if left:
+                go = "goes on by itself" if left == 1 else "go on by themselves"
+                end = f"to end {'it' if left == 1 else 'them'}: {command('cancel', asked.folder)}"
+                say(manner.console, f"{plural(left, 'trial')} {go}; {end}", "bold")
             say(manner.console, f"to go on: {command('resume', asked.folder)}", "bold")
             return EXIT_INTERRUPTED if interrupts > 1 else EXIT_STOPPED
         return EXIT_FINISHED if "complete" in states else EXIT_FAILED

@@ -22,7 +22,7 @@ from typing import Any
 from orchestrator.clusters.slurm.queue.elements import NUMBER
 from orchestrator.clusters.slurm.queue.scripts import patiently
 from orchestrator.clusters.slurm.trust import client_of
-from orchestrator.errors import ClusterError, RunFolderError, describe_status
+from orchestrator.errors import ClusterError, NotNow, RunFolderError, describe_status
 from orchestrator.run_folder.files import open_regular
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json, written_together
 from orchestrator.scheduler.client import SchedulerDown, SlurmClient, explained
@@ -127,7 +127,7 @@ def _noted(folder: RunDir, note: Mapping[str, Any]) -> Generator[int]:
         os.close(lock)
 
 
-class BeyondLimit(ClusterError):
+class BeyondLimit(NotNow):
     """There is no room for it now among the jobs that one may have queued."""
 
     @staticmethod

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.errors import ClusterError, Interrupted
+from orchestrator.errors import Interrupted, NotNow
 from orchestrator.scheduler.client import SchedulerDown
 
 PATIENCE_S = 60.0
@@ -20,7 +20,7 @@ def patiently(
     """Do what needs a scheduler; while none answers, again and again for a bounded time.
 
     Raises:
-        ClusterError: none has answered, or `tell` has said by `Interrupted` to wait no longer.
+        NotNow: none has answered, or `tell` has said by `Interrupted` to wait no longer.
     """
     began, pause = time.monotonic(), 1.0
     while True:
@@ -29,13 +29,11 @@ def patiently(
         except SchedulerDown as error:
             waited = time.monotonic() - began
             if waited + pause > patience_s:
-                raise ClusterError(
-                    f"{error}\nnot submitted, though tried for {waited:.0f} s"
-                ) from error
+                raise NotNow(f"{error}\nnot submitted, though tried for {waited:.0f} s") from error
             try:
                 tell(f"{error}; trying again for up to {patience_s - waited:.0f} s")
             except Interrupted as ended:
-                raise ClusterError(f"{error}\nnot submitted: {ended}") from error
+                raise NotNow(f"{error}\nnot submitted: {ended}") from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

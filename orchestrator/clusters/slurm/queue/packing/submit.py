@@ -21,7 +21,7 @@ from orchestrator.clusters.slurm.queue.sbatch import queue
 from orchestrator.clusters.slurm.queue.scripts import patiently
 from orchestrator.config.pack_rules import packing
 from orchestrator.config.schema import node_range
-from orchestrator.errors import ClusterError
+from orchestrator.errors import ClusterError, NotNow
 from orchestrator.report.units import plural
 from orchestrator.run_folder.rundir import RunDir, write_atomically
 from orchestrator.scheduler.client import SlurmClient
@@ -104,6 +104,8 @@ def _check(part: Sequence[Placed], asked: int) -> None:
     ask = partial(check_request, client, cluster.config, job, text)
     try:
         patiently(ask, tell=cluster.tell)
+    except NotNow:
+        raise
     except ClusterError as error:
         how = "sweep.pack=true" if not asked else f"sweep.pack={asked}"
         raise ClusterError(
