@@ -33,7 +33,7 @@ from orchestrator.engine.mindspore.model.building import (
 from orchestrator.engine.mindspore.model.losses import compiled_loss, python_loss
 from orchestrator.engine.mindspore.model.model_warnings import RANDOM, advice, layers
 from orchestrator.engine.mindspore.model.precision import Precision
-from orchestrator.engine.mindspore.model.weights_digest import replicas_of
+from orchestrator.engine.mindspore.model.same_weights import replicas_of
 from orchestrator.engine.mindspore.optimizer_step import Applied, Stepper
 from orchestrator.engine.mindspore.optimizers import build_optimizer, hyperparameters_of, state_of
 from orchestrator.engine.settings import EngineSettings

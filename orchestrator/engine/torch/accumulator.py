@@ -142,7 +142,7 @@ class Accumulator(AccumulatorParts):
         self.buffers.expect()
         told = self._reduction.before_backward(last=last, leaf=leaf)
         factor = self.precision.scale / self._expected
-        counted = self.buffers.may_settle and not told
+        counted = self.buffers.begun and not told
         with self._ears.counting(self.buffers.versions if counted else None):
             # Not backward(gradient): that loads torch's symbolic shapes, and sympy with them.
             (loss.total if factor == 1.0 else loss.total * factor).backward()

@@ -335,7 +335,6 @@ def test_zeroing_gradients_between_windows_does_not_matter(to_none):
     assert torch.equal(train(zero=True), train(zero=False))
 
 
-@pytest.mark.usefixtures("first_gradients")
 def test_gradients_set_to_none_in_mid_window_lose_nothing():
     ours, model = _accumulator(TorchGroup.alone())
     ours.backward(_loss(model))
@@ -377,7 +376,6 @@ def test_a_gradient_with_a_graph_is_refused():
         ours.backward(_loss(model))
 
 
-@pytest.mark.usefixtures("first_gradients")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpoints_give_the_same_gradient(reentrant):
     from torch.utils.checkpoint import checkpoint
@@ -471,26 +469,26 @@ def test_buckets_leave_during_the_last_backward_and_not_before():
 def test_where_no_bucket_can_leave_early_nobody_is_told_of_gradients(
     bucket_bytes, told, monkeypatch
 ):
-    heard = []
-    monkeypatch.setattr(Accumulator, "gradient_ready", lambda _, number: heard.append(number))
+    heard, ready = [], Accumulator.gradient_ready
 
-    def arm(group):
-        ours, _ = _accumulator(group, bucket_bytes=bucket_bytes)
-        asked = ours._reduction.before_backward(last=True, leaf=None)
-        ours.close()
-        return asked
+    def hear(self, number):
+        heard.append(self)
+        ready(self, number)
 
-    assert run_in_threads(2, arm) == [told] * 2
+    monkeypatch.setattr(Accumulator, "gradient_ready", hear)
 
     def train(group):
-        ours, model = _accumulator(group, bucket_bytes=10**6)
-        for step in range(2):
-            ours.backward(_loss(model), last=step == 1)
+        ours, model = _accumulator(group, bucket_bytes=bucket_bytes)
+        counts = []
+        for step in range(3):
+            ours.backward(_loss(model), last=step == 2)
+            counts.append(heard.count(ours))
         ours.boundary()
         ours.close()
+        return counts
 
-    run_in_threads(2, train)
-    assert not heard
+    every = len(list(_model().parameters()))
+    assert run_in_threads(2, train) == [[every, every, every * (2 if told else 1)]] * 2
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
@@ -590,7 +588,6 @@ def test_a_collective_in_mid_window_is_refused():
     assert run_in_threads(2, lambda group: train(group, silent=False)) == [2.0, 2.0]
 
 
-@pytest.mark.usefixtures("first_gradients")
 def test_a_parameter_used_by_one_rank_only_is_updated_and_one_used_by_none_is_not():
     def train(group):
         model = nn.ModuleList([nn.Linear(WIDTH, 1) for _ in range(3)])

@@ -23,9 +23,6 @@ from orchestrator.engine.torch.gradients.layout import Place, buffer_plans, real
 from orchestrator.errors import JobError
 from orchestrator.plan.wire import trailer_numbers
 
-SMALL_BYTES = 2**20
-"""Of gradient that may lie beside the buffers until the backward that made it is done."""
-
 _GRADIENT = attrgetter("grad")
 
 
@@ -86,7 +83,6 @@ class GradientBuffers:
         self._tensors = [parameter for _, parameter in self.parameters]
         self._addresses = [view.data_ptr() for view in self.views]
         self.versions = [0] * len(self.views)
-        self._small = sum(map(bytes_of, self.gradients)) <= SMALL_BYTES
         self._here = bytearray(len(self.places))  # 1 where a gradient is in its place
         self._looked = False  # in this backward, what is in no view's place was None before it
 
@@ -109,16 +105,6 @@ class GradientBuffers:
     def begun(self) -> bool:
         """A backward has brought gradients since `begin`; later ones add where those are."""
         return 1 in self._here
-
-    @property
-    def may_settle(self) -> bool:
-        """Whether nobody has to `take` the gradients of a backward that comes as they come.
-
-        Later ones are added where the first ones are. These would take as much memory again until
-        `settle`, of which there is enough where they are small: to copy all of them then takes
-        less time than to leave the backward for each.
-        """
-        return self._small or self.begun
 
     def expect(self) -> None:
         """Before a backward: every `.grad` is its view, or None.

@@ -24,8 +24,6 @@ def _all_at_once(parameter):
     torch._foreach_mul_([parameter.grad], 0.5)
 
 
-pytestmark = pytest.mark.usefixtures("first_gradients")
-
 WRITES = {
     "another tensor": _rebind,
     "another memory": _other_memory,

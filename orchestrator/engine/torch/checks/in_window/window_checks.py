@@ -14,7 +14,7 @@ from orchestrator.engine.torch.checks.in_window.invariants import WindowWatch
 from orchestrator.engine.torch.checks.in_window.likely_slips import Habits
 from orchestrator.engine.torch.checks.in_window.same_buffers import SameBuffers
 from orchestrator.engine.torch.checks.in_window.same_optimizer import SameOptimizer
-from orchestrator.engine.torch.checks.in_window.weights_digest import replicas_of
+from orchestrator.engine.torch.checks.in_window.same_weights import replicas_of
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.job import Loss
 

@@ -1,4 +1,5 @@
-"""A cheap digest of weights where they are: a sum, modulo 2**64, of their bits times odd numbers.
+"""Do all ranks have the same weights? A cheap digest, for `engine.common.replicas`, where they are:
+a sum, modulo 2**64, of their bits times odd numbers.
 
 Each place has its own odd 64-bit number, so any change of one number changes the sum, and so do two
 that change places; some 5 GB/s on a CPU core, and nothing but the sums leaves a device. Whole

@@ -13,7 +13,7 @@ from orchestrator.engine.common.boundary.packed_sums import DIGEST_BITS, NARROW,
 from orchestrator.engine.common.replicas import MOST_SHARES, Piece, shares_of
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import build_engine, run_in_threads
-from orchestrator.engine.torch.checks.in_window.weights_digest import digests_of, joined_digests
+from orchestrator.engine.torch.checks.in_window.same_weights import digests_of, joined_digests
 from orchestrator.errors import ReplicasDiffer
 
 RANKS, SAMPLES = 3, 12

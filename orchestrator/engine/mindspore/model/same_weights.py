@@ -1,4 +1,4 @@
-"""A cheap digest of MindSpore's weights, for what ranks compare (see `engine.common.replicas`)."""
+"""Do all ranks have the same weights? MindSpore's digests for `engine.common.replicas`."""
 
 from __future__ import annotations
 
