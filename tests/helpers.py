@@ -48,7 +48,16 @@ def verb(*arguments, **more):
 
 
 def begin(*arguments, module="orchestrator.launch", cwd=None, **env):
-    """Start a command and leave it running; its output goes to the returned process's pipes."""
+    """Start a command and leave it running; its output goes to the returned process's pipe."""
+    if "PYTHONPATH" not in env:
+        where = {"cwd": cwd or Path.cwd(), "env": environment(**env)}
+        if begun := warm.begin(module, [*map(str, arguments)], **where):
+            return begun
+    return begin_anew(*arguments, module=module, cwd=cwd, **env)
+
+
+def begin_anew(*arguments, module="orchestrator.launch", cwd=None, **env):
+    """The same as a new interpreter, for whom its start is what is tested."""
     return subprocess.Popen(
         command(*arguments, module=module),
         cwd=cwd,

@@ -4,7 +4,8 @@ A command's start is mostly the import of what composes configurations, the same
 tests start hundreds. So a worker starts one process that imports it (`main`), and what `call` asks
 for is a fork of that: it has the environment, folder and arguments of a command of its own, runs
 the module as `python -m` does, and ends as a Python ends. What it starts in turn (a run's ranks)
-it starts as ever. `helpers.begin` and what asks for another PYTHONPATH are new interpreters.
+it starts as ever. `begin` does the same and does not wait; what asks for another PYTHONPATH, and
+`helpers.begin_anew`, are new interpreters.
 
 `ranks` does the same with torch for scripts of the documentation, as our own runs do for theirs.
 And what trains here has torch already, so that its nodes can be forks (`warm_nodes.py`).
@@ -25,10 +26,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.warm_nodes import ROOM, Popen
+from tests.warm_nodes import ROOM, Popen, name_after
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'third_party' / 'framework'}"
@@ -67,16 +69,10 @@ def call(module, arguments, *, cwd, env, timeout, kind=None):
     """As `subprocess.run` of `python -m MODULE ARGUMENTS`, with text output."""
     kind = kind or ("runs" if _may_train(module, arguments) else "commands")
     words = [sys.executable, "-m", module, *arguments]
+    order = {"module": module, "arguments": arguments, "cwd": str(cwd), "env": env}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid, mine = _ask(kind, order, out, err)
         with mine:
-            with theirs, tempfile.TemporaryFile() as asked:
-                order = {"module": module, "arguments": arguments, "cwd": str(cwd), "env": env}
-                asked.write(json.dumps(order).encode())
-                asked.flush()
-                files = array.array("i", [file.fileno() for file in (asked, out, err, theirs)])
-                _server(kind).sendmsg([b"!"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
-            pid = int(mine.recv(64))
             mine.settimeout(timeout)
             try:
                 status = mine.recv(64)
@@ -90,6 +86,76 @@ def call(module, arguments, *, cwd, env, timeout, kind=None):
             file.seek(0)
             texts.append(file.read().decode())
     return subprocess.CompletedProcess(words, int(status), *texts)
+
+
+def begin(module, arguments, *, cwd, env):
+    """As `subprocess.Popen` of `python -m MODULE ARGUMENTS` in a session of its own, whose output
+    goes to one pipe; None where that would train nothing here.
+    """
+    if not _may_train(module, arguments):
+        return None
+    order = {"module": module, "arguments": arguments, "cwd": str(cwd), "env": env, "leads": True}
+    reading, writing = os.pipe()
+    with open(writing, "wb") as out:  # noqa: PTH123  # a descriptor
+        pid, told = _ask("runs", order, out, out)
+    return Begun(pid, told, open(reading))  # noqa: PTH123  # closed by `communicate`
+
+
+class Begun:
+    """What tests use of a `subprocess.Popen`, of a process that is another one's child."""
+
+    def __init__(self, pid, told, stdout):
+        self.pid, self.stdout, self.returncode = pid, stdout, None
+        self._told, self._read, self._reader = told, [], None
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            self._told.settimeout(timeout)
+            try:
+                self.returncode = int(self._told.recv(64))
+            except (TimeoutError, BlockingIOError) as error:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout) from error
+            self._told.close()
+        return self.returncode
+
+    def poll(self):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def communicate(self, timeout=None):
+        if self._reader is None:
+            reader = threading.Thread(target=lambda: self._read.append(self.stdout.read()))
+            reader.daemon = True
+            reader.start()
+            self._reader = reader
+        self._reader.join(timeout)
+        if self._reader.is_alive():
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+        self.stdout.close()
+        self.wait(timeout)
+        return self._read[0], None
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+def _ask(kind, order, out, err):
+    """Have a process forked that is that; its number, and the socket that tells of its end."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, tempfile.TemporaryFile() as asked:
+        asked.write(json.dumps(order).encode())
+        asked.flush()
+        files = array.array("i", [file.fileno() for file in (asked, out, err, theirs)])
+        _server(kind).sendmsg([b"!"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
+    return int(mine.recv(64)), mine
 
 
 def _may_train(module, arguments):
@@ -193,6 +259,9 @@ def _become(order, out, err):
     sys.path[0] = asked["cwd"]
     if sys.argv[2] == "runs":
         subprocess.Popen = Popen
+    if asked.get("leads"):
+        os.setsid()
+        name_after([sys.executable, "-m", asked["module"], *asked["arguments"]])
     sys.argv = [asked["module"], *asked["arguments"]]
     runpy.run_module(asked["module"], run_name="__main__", alter_sys=True)
     sys.exit()

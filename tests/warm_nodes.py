@@ -4,7 +4,7 @@ A local run's start is mostly one import of torch, in a process of its own (`pre
 start hundreds of runs. The launcher of `warm.call` has torch already, so that process can be its
 fork: all that `subprocess.Popen` does, with the module's run in the place of an exec. It looks like
 what it stands for: its command line, environment, signals and files are those of the new
-interpreter. What `helpers.begin` starts, and all jobs but torch's, are new interpreters.
+interpreter. What `helpers.begin_anew` starts, and all jobs but torch's, are new interpreters.
 """
 
 import atexit
@@ -26,7 +26,7 @@ from orchestrator.config.user_code.program_section import is_program
 from orchestrator.run_folder.rundir import RunDir
 
 MODULE = "orchestrator.clusters.local.preloaded"
-ROOM = " " * 400
+ROOM = " " * 4000
 """An argument that makes room for the command lines of forks."""
 
 
@@ -58,7 +58,7 @@ def _be(command, environment, keep):
         was = sys.stdin, sys.stdout, sys.stderr  # kept, for their ends would write what they hold
         sys.stdin, sys.stdout, sys.stderr = map(_standard, range(3), ("rb", "wb", "wb"))
         sys.argv = [MODULE, *command[3:]]
-        _name([sys.executable, *command[1:]])
+        name_after([sys.executable, *command[1:]])
         sys.modules.pop(MODULE, None)
         runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
         code = 0
@@ -97,7 +97,7 @@ def _close_all_but(kept):
                 continue
 
 
-def _name(words):
+def name_after(words):
     """Have the kernel tell this command line of us: it reads it where the process keeps it."""
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(stat[45]), int(stat[46])
