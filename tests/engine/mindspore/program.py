@@ -160,14 +160,26 @@ def _distance(found, wanted):
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-def update_is_numpys_big_batch(group):
-    _, _, before, after = _updates(group)
+def _is_as_planned(group, **settings):
+    """The update is NumPy's, and what it sent is what the plan says."""
+    engine, report, before, after = _updates(group, **settings)
     assert _distance(after, numpy_update(before, RATE)) < 1e-6
+    facts = {"itemsize": 4, "metric_count": 1, "ranks": group.size}
+    bucket = {name: settings[name] for name in settings if name == "bucket_bytes"}
+    count = engine.parameter_count()
+    assert report.collectives == Wire(**bucket, **facts).collectives(count)
+    wanted = Wire(**facts).bytes_sent(count)
+    assert abs(report.bytes_on_wire - wanted) <= 1, (report.bytes_on_wire, wanted)
+
+
+def update_is_numpys_big_batch(group):
+    """And collectives are as planned."""
+    _is_as_planned(group)
 
 
 def update_is_numpys_big_batch_in_float64(group):
-    for lopsided in (False, True):
-        _, _, before, after = _updates(group, precision="float64", lopsided=lopsided)
+    for lopsided, mode in ((False, "pynative"), (True, "jit")):
+        _, _, before, after = _updates(group, precision="float64", lopsided=lopsided, mode=mode)
         assert _distance(after, numpy_update(before, RATE)) < 1e-12
 
 
@@ -183,15 +195,8 @@ def every_step_gives_the_same_update(group):
     assert report.collectives == 3
 
 
-def collectives_are_as_planned(group):
-    for bucket in (25 * 2**20, 100):
-        engine, report, before, after = _updates(group, bucket_bytes=bucket)
-        facts = {"itemsize": 4, "metric_count": 1, "ranks": group.size}
-        count = engine.parameter_count()
-        assert report.collectives == Wire(bucket_bytes=bucket, **facts).collectives(count)
-        wanted = Wire(**facts).bytes_sent(count)
-        assert abs(report.bytes_on_wire - wanted) <= 1, (report.bytes_on_wire, wanted)
-        assert _distance(after, numpy_update(before, RATE)) < 1e-6
+def many_buckets_are_as_planned(group):
+    _is_as_planned(group, bucket_bytes=100, mode="pynative")
 
 
 def weights_are_equal_on_all_ranks(group):
@@ -235,7 +240,7 @@ def float16_is_near_and_not_at_float32(group):
 def an_overflow_on_one_rank_is_skipped_by_all(group):
     """Only rank 0 has the steep sample. The scale falls until the window can be applied."""
     job = Steep()
-    engine, report, before, after = _updates(group, job=job, precision="float16")
+    _, report, before, after = _updates(group, job=job, precision="float16", mode="pynative")
     assert (report.applied, report.loss_scale) == (False, FIRST_SCALE)
     assert _distance(after, before) == 0
     assert getattr(job, "followed", []) == []
@@ -292,7 +297,7 @@ OWN = (
     update_is_numpys_big_batch_in_float64,
     ranks_without_samples_take_part,
     every_step_gives_the_same_update,
-    collectives_are_as_planned,
+    many_buckets_are_as_planned,
     weights_are_equal_on_all_ranks,
     a_stop_of_one_is_known_to_all,
     nan_stops_all_ranks_and_names_the_place,
