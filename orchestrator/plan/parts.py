@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.plan.schedule import Schedule
+from orchestrator.plan.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +85,7 @@ class Traffic:
         collectives: each rank's in an update, 0 on one rank; None when not known beforehand, which
             is so without `parameters` and in reproducible mode.
         bytes_on_wire: per rank; None likewise.
+        wire: how it travels.
         gathers: of the collectives, those that bring weights back from the ranks that step them,
             where the optimizer is sharded; an update that is skipped needs none.
     """
@@ -91,4 +93,13 @@ class Traffic:
     parameters: int | None
     collectives: int | None
     bytes_on_wire: int | None
+    wire: Wire
     gathers: int = 0
+
+    def among(self, ranks: int) -> int | None:
+        """`collectives` where the update is done by another number of ranks."""
+        if self.collectives is None or ranks == 1:
+            return self.collectives and 0
+        theirs = replace(self.wire, ranks=ranks).collectives(self.parameters)
+        ours = self.wire.collectives(self.parameters)
+        return None if theirs is None or ours is None else self.collectives - ours + theirs

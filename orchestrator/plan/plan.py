@@ -236,5 +236,6 @@ def _traffic(config: Config, known: Known, split: Split) -> Traffic:
         parameters=parameters,
         collectives=collectives,
         bytes_on_wire=sent,
+        wire=wire,
         gathers=wire.gathers(summed),
     )

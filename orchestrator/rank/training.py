@@ -96,4 +96,6 @@ class Training:
                 if record["update"] == update:
                     self.outcome.evaluated = update + 1
                     self.outcome.evaluation = record["evaluation"]
+        for note in notes.values():
+            note["collectives"] = self.planned.traffic.among(note["ranks"])
         recorder.note.update(notes)

@@ -31,10 +31,11 @@ CULPRIT: Shape = {
 RESTART: Shape = {"attempt!": WHOLE, "why!": TEXT, "resumed_from!": WHOLE, "lost_updates!": WHOLE}
 SURVIVED: Shape = {
     "generation!": WHOLE, "gone!": LIST, "ranks!": WHOLE, "nodes": WHOLE, "seconds!": NUMBER,
-    "lost_updates": WHOLE,
+    "lost_updates": WHOLE, "collectives": MAYBE_WHOLE,
 }  # fmt: skip
 JOINED: Shape = {
     "generation!": WHOLE, "came!": LIST, "ranks!": WHOLE, "nodes": WHOLE, "seconds!": NUMBER,
+    "collectives": MAYBE_WHOLE,
 }  # fmt: skip
 SHAPES: dict[str, Shape] = {
     "result.json": {

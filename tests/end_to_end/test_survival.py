@@ -96,7 +96,7 @@ def test_shards_kept_twice_outlive_a_node_and_come_from_the_newest_checkpoint_wh
     )  # fmt: skip
     assert code == 0, output
     said = " ".join(output.split())
-    assert "so the run goes back to its newest checkpoint, after update 5; 1 ranks redo" in said
+    assert "so the run goes back to its newest checkpoint, after update 5; 1 rank redoes" in said
     found, records = helpers.result(run), helpers.records(run)
     assert found["samples"] == undisturbed["samples"]
     assert abs(found["loss"] / undisturbed["loss"] - 1) < 1e-5

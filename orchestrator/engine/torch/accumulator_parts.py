@@ -205,10 +205,12 @@ class AccumulatorParts:
 
     def release_shard(self) -> None:
         """Once it is closed: the optimizer has whole parameters again, where it was in shards, and
-        none of its state.
+        none of its state; a single rank's was one shard, of all.
         """
         if self._shard is not None:
             self._shard.release()
+        elif self.options.shard_optimizer:
+            self.optimizer.state.clear()
 
 
 _living: weakref.WeakSet[AccumulatorParts] = weakref.WeakSet()

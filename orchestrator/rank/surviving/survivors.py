@@ -240,7 +240,8 @@ class Survivors:
             sentence = f"{_ranks(gone)} went away in update {update}; "
             if lost is not None:
                 sentence += GOES_BACK.format(outcome.updates)
-            self._say(sentence + (self._few() or f"{count} ranks redo it and go on"))
+            left = f"{count} ranks redo it and go on" if count > 1 else "1 rank redoes it, alone"
+            self._say(sentence + (self._few() or left))
         print(f"note: generation {newer.number} after {seconds:.2f} s", flush=True)
         return notes
 

@@ -6,7 +6,7 @@ command that tries again. Everything is read from the run folder, so it can be p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ STATE_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold
 LOG_LINES = 20
 DIGEST_DIGITS = 16
 RESTARTS_SHOWN = 5
+TREE = "reproducible"
 
 
 def print_closing(
@@ -195,12 +196,26 @@ def _collectives(
     low, high = min(counts), max(counts)
     text = format_count(low) if low == high else f"{format_count(low)} to {format_count(high)}"
     if planned is None:
-        return f"{text} (planned: unknown){beside}", ""
-    wrong = [r["update"] for r in measured if _regular(r) != _planned(r, planned, plan)]
+        why = ": they depend on each rank's leaves" if plan.get("reduction") == TREE else ""
+        return f"{text} (planned: unknown{why}){beside}", ""
+    of_groups = zip(measured, _of_groups(measured, planned), strict=True)
+    wrong = [r["update"] for r, due in of_groups if _regular(r) != _planned(r, due, plan)]
     if not wrong:
         return f"{text}, as planned{beside}", "green"
     where = f"{len(wrong)} of {plural(len(measured), 'update')}, first in update {wrong[0] + 1}"
     return f"MISMATCH: {text} measured, {format_count(planned)} planned ({where})", "bold red"
+
+
+def _of_groups(records: Sequence[Record], planned: int) -> Iterator[int]:
+    """What is planned for each, by the group that did it: ranks go away, and come back."""
+    due, attempt = planned, None
+    for record in records:
+        if record.get("attempt") != attempt:
+            due, attempt = planned, record.get("attempt")
+        note = record.get("joined") or record.get("survived") or {}
+        told = note.get("collectives")
+        due = due if told is None else told
+        yield due
 
 
 def _regular(record: Record) -> int:

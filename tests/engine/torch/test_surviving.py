@@ -147,8 +147,8 @@ def test_who_had_not_ended_an_update_gets_it_from_one_who_had(monkeypatch):
     assert {bits for _, bits in found} == {undisturbed(5)}
 
 
-def joined_by_one(settings):
-    """Three ranks train two updates, a fourth, built alone, comes in, and they train three more."""
+def joined_by_one(settings, ranks=3):
+    """Ranks train two updates, one more, built alone, comes in, and they train three more."""
     engines = {}
 
     def first(group):
@@ -157,18 +157,18 @@ def joined_by_one(settings):
         engine.before_growth()
 
     def alone(group):
-        engines[3] = SurvivingEngine(Curve(), settings, group)
+        engines[ranks] = SurvivingEngine(Curve(), settings, group)
 
     def then(group):
         engine = engines[group.rank]
-        told = engine.catch_up(group, 0 if group.rank == 3 else 2, f"standing of {group.rank}")
+        told = engine.catch_up(group, 0 if group.rank == ranks else 2, f"standing of {group.rank}")
         engine.regroup(group)
         train(engine, group.rank, group.size, range(2, 5))
         return told, digest(engine)
 
-    run_in_threads(3, first)
+    run_in_threads(ranks, first)
     run_in_threads(1, alone)
-    return run_in_threads(4, then)
+    return run_in_threads(ranks + 1, then)
 
 
 def test_a_newcomer_gets_what_it_lacks_and_the_bits_are_those_of_as_many_from_the_start():
@@ -282,22 +282,27 @@ def test_shards_of_the_dead_come_from_their_neighbours(tmp_path, left, breaks_of
     assert found == [(None, expected)] * len(left)
 
 
-def test_shards_are_cut_anew_for_a_newcomer(tmp_path):
+@pytest.mark.parametrize("ranks", [3, 1])
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks, mirrored):
+    settings = replace(SHARDED, memory_checkpoint=mirrored)
+
     def save(group):
-        engine = SurvivingEngine(Curve(), SHARDED, group)
+        engine = SurvivingEngine(Curve(), settings, group)
         train(engine, group.rank, group.size, range(2))
         engine.gather_state()
         return engine.save_state(tmp_path) if group.rank == 0 else None
 
-    saved = run_in_threads(3, save)[0]
+    saved = run_in_threads(ranks, save)[0]
 
     def load(group):
-        engine = SurvivingEngine(Curve(), SHARDED, group)
+        engine = SurvivingEngine(Curve(), settings, group)
         engine.load_state(tmp_path, saved)
         train(engine, group.rank, group.size, range(2, 5))
         return digest(engine)
 
-    assert {bits for _, bits in joined_by_one(SHARDED)} == {run_in_threads(4, load)[0]}
+    expected = run_in_threads(ranks + 1, load)[0]
+    assert {bits for _, bits in joined_by_one(settings, ranks)} == {expected}
 
 
 def test_who_lacks_the_weights_of_a_sharded_update_gets_them_and_keeps_its_state(
