@@ -16,9 +16,21 @@ SLOW = (
 )  # fmt: skip
 
 
+FEW = (SMALL, "train.updates=40", "train.checkpoint_every=5", "job.dropout=0.5", "job.pause_s=0.02")
+
+
 @pytest.fixture
 def run(tmp_path):
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run of `FEW` that nothing happens to."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    done = helpers.call(*SLOW, *FEW, "job.pause_s=0", f"run.dir={run}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run
 
 
 def started(run, *more):
@@ -90,11 +102,10 @@ def test_killing_the_launcher_leaves_no_process(run):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(run, tmp_path, number):
-    few = (SMALL, "train.updates=30", "job.pause_s=0.02", "job.dropout=0.5")
-    undisturbed = tmp_path / "undisturbed"
-    assert helpers.call(*SLOW, *few, f"run.dir={undisturbed}").returncode == 0
-    process = started(run, *few)
+def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(
+    run, undisturbed, number
+):
+    process = started(run, *FEW)
     process.send_signal(number)
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 3, output
@@ -127,11 +138,8 @@ def test_an_interrupt_at_any_moment_of_the_start_ends_cleanly(run, delay_s):
     helpers.until(lambda: not helpers.processes_of(run), 5, "the end of all processes")
 
 
-def test_a_run_that_was_killed_resumes_to_the_same_bits(run, tmp_path):
-    few = (SMALL, "train.updates=40", "train.checkpoint_every=5", "job.pause_s=0.01")
-    undisturbed = tmp_path / "undisturbed"
-    assert helpers.call(*SLOW, *few, f"run.dir={undisturbed}").returncode == 0
-    process = helpers.begin(*SLOW, *few, f"run.dir={run}")
+def test_a_run_that_was_killed_resumes_to_the_same_bits(run, undisturbed):
+    process = started(run, *FEW)
     helpers.until(lambda: len(helpers.records(run)) >= 13, what="training")
     process.kill()
     process.communicate()
