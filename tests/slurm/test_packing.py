@@ -26,8 +26,10 @@ def test_points_share_a_job_and_each_has_its_own_kill_cancel_resume_and_preempti
     shape = ("cluster.nodes=1", "cluster.ranks_per_node=1", "cluster.partition=low")
     until_here = f"job.until={tmp_path / 'hurry'}"
     line = ("-m", *runs.overrides(slurm, sweep, *SLOW, until_here, *shape, *POINTS))
+    shared = "4 points share 1 allocation, 4 at once in it"
+    assert shared in runs.verb("plan", *line).stdout
     done = call(*line, **runs.QUIET)
-    assert "4 points share 1 allocation, 4 at once in it" in done.stdout, done.stdout + done.stderr
+    assert shared in done.stdout, done.stdout + done.stderr
     [first] = set(jobs_of(sweep).values())
     for number in "0123":
         runs.wait_for_update(sweep / number, 2)

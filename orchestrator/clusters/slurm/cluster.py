@@ -119,7 +119,7 @@ class SlurmCluster(OnSlurm):
         """Which limits of the site they meet, see `queue/foreseen.py`."""
         from orchestrator.clusters.slurm.queue.foreseen import foreseen
 
-        return foreseen(placed, most)
+        return foreseen([(c, r) for c, r in placed if isinstance(c, SlurmCluster)], most)
 
     @classmethod
     def adopt(cls, folder: RunDir) -> str:

@@ -1,33 +1,33 @@
-"""How many points of a sweep would be queued at first, and how many in turn: `plan -m`, which asks
-the scheduler as a launch does, and submits nothing.
+"""How many points of a sweep would share an allocation, how many be queued at first, and how many
+in turn: `plan -m`, which asks the scheduler as a launch does, and submits nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from orchestrator.clusters.api import Cluster, Request
 from orchestrator.clusters.slurm.queue.arrays import LIMITED_BY, largest_array
 from orchestrator.clusters.slurm.queue.in_turn import SPARE, refusal, room_for, tightest, turns
+from orchestrator.clusters.slurm.queue.laid_out import Placed
+from orchestrator.clusters.slurm.queue.packing.submit import packed, told
 from orchestrator.errors import ClusterError
 from orchestrator.scheduler.client import SlurmClient
 
 
-def foreseen(placed: Sequence[tuple[Cluster, Request]], at_once: int | None) -> list[str]:
-    """A sentence for each limit that leaves less room than these points take; none where all have
-    room.
+def foreseen(placed: Sequence[Placed], at_once: int | None) -> list[str]:
+    """A sentence on those that share allocations, if any do, and one for each limit that leaves
+    less room than these points take.
 
     Raises:
         ClusterError: there is not even enough for one after another, or the scheduler is silent.
     """
-    alike: dict[object, list[tuple[Cluster, Request]]] = {}
-    for cluster, request in placed:
-        if cluster.config.sweep.pack:  # many of them are one job
-            continue
+    alike: dict[object, list[Placed]] = {}
+    packs, alone = packed(placed)
+    for cluster, request in alone:
         options: Mapping[str, str] = request.details["options"]
         key = (cluster.config.cluster.slurm_conf, *(options.get(name) for name in LIMITED_BY))
         alike.setdefault(key, []).append((cluster, request))
-    said: list[str] = []
+    said = [told(packs, alone)] if packs else []
     for members in alike.values():
         (cluster, request), total = members[0], len(members)
         conf = cluster.config.cluster.slurm_conf

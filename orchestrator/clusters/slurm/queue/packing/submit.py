@@ -34,6 +34,18 @@ def submit_packed(placed: Sequence[Placed]) -> list[Placed]:
         ClusterError: so many cannot share a job, and nothing was queued; or the scheduler refuses
             one of them, and those before it are queued.
     """
+    packs, left = packed(placed)
+    if packs:
+        packs[0][0][0].tell(told(packs, left))
+    for part in packs:
+        _queue(part)
+    return left
+
+
+def packed(placed: Sequence[Placed]) -> tuple[list[list[Placed]], list[Placed]]:
+    """Those that are to share each job, and those that are left to submit otherwise; asks, and
+    submits nothing. Raises `ClusterError` where so many cannot share a job.
+    """
     left: list[Placed] = []
     packs: list[list[Placed]] = []
     for group in alike(placed):
@@ -47,11 +59,7 @@ def submit_packed(placed: Sequence[Placed]) -> list[Placed]:
             _check(group[:size], asked)
         packs += [part for part in parts if len(part) > 1]
         left += [member for part in parts if len(part) == 1 for member in part]
-    if packs:
-        _tell(packs, len(left))
-    for part in packs:
-        _queue(part)
-    return left
+    return packs, left
 
 
 def _count(group: Sequence[Placed], asked: int) -> int:
@@ -114,11 +122,11 @@ def _check(part: Sequence[Placed], asked: int) -> None:
         ) from error
 
 
-def _tell(packs: Sequence[Sequence[Placed]], alone: int) -> None:
-    cluster, _ = packs[0][0]
-    points, most = sum(map(len, packs)), max(map(len, packs))
+def told(packs: Sequence[Sequence[Placed]], left: Sequence[Placed]) -> str:
+    """How many share how many allocations, in words; there is one at least."""
+    points, most, alone = sum(map(len, packs)), max(map(len, packs)), len(left)
     others = f"; {plural(alone, 'point')} by {'itself' if alone == 1 else 'themselves'}"
-    cluster.tell(
+    return (
         f"{points} points share {plural(len(packs), 'allocation')}, {most} at once in "
         f"{'it' if len(packs) == 1 else 'each'}" + (others if alone else "")
     )
