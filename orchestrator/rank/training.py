@@ -79,7 +79,16 @@ class Training:
         self.recorder = Recorder(
             self.run, self.attempt, self.config, self.engine, self.planned.updates
         )
+        self.recorder.note["planned_collectives"] = self._collectives_planned()
         return self.recorder
+
+    def _collectives_planned(self) -> int | None:
+        """For each update of this group; for each micro-step where ranks meet after every one."""
+        planned = self.planned
+        count = planned.traffic.among(self.others.place[1] if self.others else planned.ranks)
+        if count is None or planned.modes.sync != "every_step":
+            return count
+        return count // planned.split.micro_steps
 
     def write_on(self, notes: dict[str, Any]) -> None:
         """On the rank that writes in the next group, of which it notes this: what the one before it
@@ -96,6 +105,4 @@ class Training:
                 if record["update"] == update:
                     self.outcome.evaluated = update + 1
                     self.outcome.evaluation = record["evaluation"]
-        for note in notes.values():
-            note["collectives"] = self.planned.traffic.among(note["ranks"])
-        recorder.note.update(notes)
+        recorder.note.update(notes, planned_collectives=self._collectives_planned())

@@ -31,11 +31,10 @@ CULPRIT: Shape = {
 RESTART: Shape = {"attempt!": WHOLE, "why!": TEXT, "resumed_from!": WHOLE, "lost_updates!": WHOLE}
 SURVIVED: Shape = {
     "generation!": WHOLE, "gone!": LIST, "ranks!": WHOLE, "nodes": WHOLE, "seconds!": NUMBER,
-    "lost_updates": WHOLE, "collectives": MAYBE_WHOLE,
+    "lost_updates": WHOLE,
 }  # fmt: skip
 JOINED: Shape = {
     "generation!": WHOLE, "came!": LIST, "ranks!": WHOLE, "nodes": WHOLE, "seconds!": NUMBER,
-    "collectives": MAYBE_WHOLE,
 }  # fmt: skip
 SHAPES: dict[str, Shape] = {
     "result.json": {
@@ -87,6 +86,7 @@ UPDATE: Shape = {
     "wait_s": NUMBER, "optimizer_s": NUMBER, "update_s": NUMBER, "peak_memory_bytes": WHOLE,
     "gradient_norm": MAYBE_NUMBER, "loss_scale": NUMBER, "metrics": TABLE, "evaluation?": TABLE,
     "restart": RESTART, "survived": SURVIVED, "joined": JOINED,
+    "planned_collectives": MAYBE_WHOLE,
 }  # fmt: skip
 
 

@@ -22,7 +22,8 @@ def started(run, *more):
 def test_more_updates_on_other_ranks_end_with_the_bits_of_a_run_that_was_never_stopped(tmp_path):
     whole, run = tmp_path / "whole", tmp_path / "run"
     started(whole, "train.updates=12", "cluster.nodes=1", "cluster.ranks_per_node=2")
-    started(run, "train.updates=4", "cluster.nodes=1", "cluster.ranks_per_node=3")
+    three = ("cluster.nodes=1", "cluster.ranks_per_node=3")
+    started(run, "train.updates=4", *three, "run.survive=false")
     assert "finished already" in verb("resume", run).stdout
     done = verb("resume", run, "train.seed=3")
     assert (done.returncode, result(run)["updates"]) == (2, 4)
@@ -38,6 +39,7 @@ def test_more_updates_on_other_ranks_end_with_the_bits_of_a_run_that_was_never_s
     assert first.startswith("going on after update 4 of 12, 2 ranks on 2 nodes")
     assert result(run)["weights_sha256"] == result(whole)["weights_sha256"]
     assert result(run)["updates"] == 12
+    assert not list(run.glob("attempts/*/generation-*")), "nobody survives, as it was begun"
     [note] = RunDir(run).read_resumes()
     assert note["changes"]["train.updates"] == [4, 12]
     assert "updates: 4" in (run / "attempts" / "000" / "config.yaml").read_text()

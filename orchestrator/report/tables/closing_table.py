@@ -198,39 +198,30 @@ def _collectives(
     if planned is None:
         why = ": they depend on each rank's leaves" if plan.get("reduction") == TREE else ""
         return f"{text} (planned: unknown{why}){beside}", ""
-    of_groups = zip(measured, _of_groups(measured, planned), strict=True)
-    wrong = [r["update"] for r, due in of_groups if _regular(r) != _planned(r, due, plan)]
+    of_updates = zip(measured, _planned(measured, planned, plan), strict=True)
+    wrong = [r["update"] for r, due in of_updates if _regular(r) != due]
     if not wrong:
         return f"{text}, as planned{beside}", "green"
     where = f"{len(wrong)} of {plural(len(measured), 'update')}, first in update {wrong[0] + 1}"
     return f"MISMATCH: {text} measured, {format_count(planned)} planned ({where})", "bold red"
 
 
-def _of_groups(records: Sequence[Record], planned: int) -> Iterator[int]:
-    """What is planned for each, by the group that did it: ranks go away, and come back."""
-    due, attempt = planned, None
-    for record in records:
-        if record.get("attempt") != attempt:
-            due, attempt = planned, record.get("attempt")
-        note = record.get("joined") or record.get("survived") or {}
-        told = note.get("collectives")
-        due = due if told is None else told
-        yield due
-
-
 def _regular(record: Record) -> int:
     return record["collectives"] - record.get("exchanges", 0)
 
 
-def _planned(record: Record, planned: int, plan: Mapping[str, Any]) -> float:
-    """For this update: one that talks after every micro-step talks less in a ragged window, and one
-    that was skipped has no new weights to gather.
+def _planned(records: Sequence[Record], planned: int, plan: Mapping[str, Any]) -> Iterator[float]:
+    """For each update, by the group that did it, whose first line says so: ranks go away and come
+    back, and a run goes on with others. One that talks after every micro-step talks less in a
+    ragged window, and one that was skipped has no new weights to gather.
     """
-    if record.get("applied") is False:
-        planned -= plan.get("gathers_per_update", 0)
-    if plan.get("sync") != "every_step":
-        return planned
-    return planned * record["micro_steps"] / plan["micro_steps"]
+    often = plan.get("sync") == "every_step"
+    of_group = planned / plan["micro_steps"] if often else planned
+    for record in records:
+        told = record.get("planned_collectives")
+        of_group = of_group if told is None else told
+        due = of_group * record["micro_steps"] if often else of_group
+        yield due - plan.get("gathers_per_update", 0) * (record.get("applied") is False)
 
 
 def _print_culprit(culprit: Mapping[str, Any] | None, folder: Path, console: Console) -> None:
