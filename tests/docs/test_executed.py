@@ -1,0 +1,158 @@
+"""Commands that the pages print are executed as they stand, in the folder of a reader who has runs.
+
+All of them, of shell blocks, sentences and the help's examples, but those of which `ELSEWHERE` says
+why: their words are held against the parsers, the schema and the planner by `test_printed.py`. So a
+command that is new on a page is executed here, or needs a line in that table. Commands that train
+are cut to two updates: what they add at their end is in `SHORT`.
+
+Not executed are those that need a site (`+cluster=slurm`), its nodes or its commands, the network
+or another installation, and hours; what does the like of them is named beside each reason.
+"""
+
+import contextlib
+import re
+import shlex
+import shutil
+
+import pytest
+
+from orchestrator.__main__ import EXAMPLES
+from tests.docs.printed import PROGRAMS, inline, python_blocks, shell_commands
+from tests.helpers import LIGHT, begin, call, records, until
+
+SHORT = ("train.epochs=null", "train.updates=2", "train.evaluate_every=0")
+VERBS = tuple(EXAMPLES)
+ELSEWHERE = {
+    r"…|\||KEY=VALUE|key=value|RUN\|SWEEP| FOLDER$| N ": "words that stand for others",
+    r"^(srun|sbatch|squeue|scontrol|sacct)\b": "SLURM's own commands: tests/slurm",
+    r"^python -m slurm\b": "a cluster is brought up and down: tests/slurm/test_dev_cluster.py",
+    r"cluster=(slurm|mysite)": "a site of the reader's: tests/slurm submits and plans the like",
+    r"^make\b": "installs, measures, or tests everything",
+    r"^pip\b": "installs from a registry",
+    r"benchmarks\b": "minutes to an hour: tests/benchmarks",
+    r"torch\.distributed\.run": "tests/docs/test_library.py runs these scripts",
+    r"windows\.py": "the same",
+    r"reduction=reproducible": "tests/docs/test_reproducible.py executes them",
+    r"mindspore|job=line": "tests/docs/test_mindspore.py, tests/engine/mindspore",
+    r"runs/(start|torch)\b": "the same: it is what these are compared with",
+    r"orchestrator rehearse": "minutes: tests/rehearse",
+    r"sweep\.search": "twelve runs: tests/sweeps/search/test_whole.py",
+    r"experiment=time_and_memory": "half a minute: tests/sweeps/test_plans.py plans it",
+    r"accumulation\.steps=1,2": "some runs of torch: tests/end_to_end/test_runs.py",
+    r"http:|tracker=": "a server, or an extra: tests/rank/writing/test_trackers.py",
+    r"config\.reference": "tests/config/test_reference.py",
+    r"completion": "writes into a shell's own files: tests/cli/test_completion.py",
+}  # fmt: skip
+PROGRAM = "from orchestrator import current_run as run\nrun.report(0, loss=1.0)\n"
+
+
+def printed(folder):
+    """Each command once, as the words of a shell, with its page."""
+    found = {}
+    for page, words in shell_commands(folder):
+        found.setdefault(installed(words), page)
+    for one in inline():
+        words = one.text.split()
+        if words[0] in PROGRAMS and len(words) > 1:
+            found.setdefault(installed(shlex.split(one.text)), one.page)
+        elif words[0] in VERBS and "RUN" in words:
+            found.setdefault(("orchestrator", *words), one.page)
+    for example in EXAMPLES.values():
+        found.setdefault(("orchestrator", *shlex.split(example)), "the help")
+    return found
+
+
+def installed(words):
+    """As the installed command is typed, where it is one of its verbs."""
+    same = tuple(words[:3]) == ("python", "-m", "orchestrator")
+    return ("orchestrator", *words[3:]) if same else tuple(words)
+
+
+def elsewhere(words):
+    """The row that says why a command is not executed here, if one does."""
+    line = " ".join(words)
+    return next((pattern for pattern in ELSEWHERE if re.search(pattern, line)), None)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A folder in which a run and a sweep go on, two runs have ended, and programs lie."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "hold").touch()
+    (folder / "train.py").write_text(PROGRAM)
+    (folder / "train.sh").write_text("#!/bin/sh\n")
+    (folder / "train.sh").chmod(0o700)
+    mine = next(p.text for p in python_blocks() if "class Line(Job)" in p.text)
+    for path, text in {
+        "my_jobs/__init__.py": "", "my_jobs/line.py": mine,
+        "conf/job/line.yaml": "_target_: my_jobs.line.Line\n",
+    }.items():  # fmt: skip
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    held = ("job._target_=tests.docs.held_job.Held", f"+job.hold={folder / 'hold'}",
+            "tracker=none", "train.epochs=null", "train.updates=150",
+            "accumulation.global_batch=32", "accumulation.steps=2")  # fmt: skip
+    done = call(LIGHT, *held[2:], "train.updates=4", "run.dir=A", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    for name in ("B", "RUN_A", "RUN_B", "runs/one"):
+        shutil.copytree(folder / "A", folder / name)
+    going = [
+        begin(*held, "run.dir=RUN", cwd=folder),
+        begin("-m", *held, "run.dir=SWEEP", "cluster.nodes=1", "cluster.ranks_per_node=1",
+              "schedule.base_lr=0.1,0.01,0.2,0.02", "sweep.parallel=4", cwd=folder),
+    ]  # fmt: skip
+    with contextlib.ExitStack() as going_on:
+        going_on.callback(let_go, folder, going)
+        until(lambda: all(records(folder / n) for n in ("RUN", "SWEEP/0", "SWEEP/3")), 90)
+        yield folder, going_on.close
+
+
+def let_go(folder, going):
+    (folder / "hold").unlink(missing_ok=True)
+    for one in going:
+        one.communicate(timeout=60)
+
+
+def place(words):
+    """(module, arguments) of a command."""
+    program, *rest = words
+    if program == "python":
+        return rest[1], rest[2:]
+    assert program == "orchestrator", words
+    return program, rest
+
+
+def turn(words):
+    """What looks comes first, then what ends runs, parts before wholes; what goes on; its logs."""
+    module, rest = place(words)
+    verb = rest[0] if module == "orchestrator" and rest else ""
+    order = {"cancel": 1, "resume": 2, "logs": 3, "attach": 3}
+    return order.get(verb, 0), -len(rest[-1]) if verb == "cancel" else len(rest)
+
+
+def execute(words, folder):
+    """Raises unless the command does what it is for."""
+    module, rest = place(words)
+    trains = module == "orchestrator.launch" or rest[:1] in (["launch"], ["run"])
+    if trains and "--" not in rest and not any(word.startswith("--") for word in rest):
+        rest = [*rest, *SHORT]
+    done = call(*rest, module=module, cwd=folder, timeout=200, HOME=str(folder))
+    finds = rest[:1] == ["doctor"]  # 1: this machine lacks something
+    assert done.returncode in ((0, 1) if finds else (0,)), done.stdout + done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.stdout.strip(), "it says nothing"
+
+
+def test_every_command_is_executed_or_a_reason_says_why_not(reader, tmp_path):
+    (folder, let_all_go), found = reader, printed(tmp_path)
+    here = sorted((words for words in found if elsewhere(words) is None), key=turn)
+    assert len(here) > 30
+    assert {elsewhere(words) for words in found} - {None} == set(ELSEWHERE), "a row of no use"
+    for words in here:
+        if turn(words)[0] == 2:
+            let_all_go()
+        try:
+            execute(words, folder)
+        except AssertionError as error:
+            error.add_note(f"printed in {found[words]}: {' '.join(words)}")
+            raise
