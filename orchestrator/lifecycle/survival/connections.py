@@ -11,6 +11,8 @@ from typing import Any
 from orchestrator.lifecycle.survival.links import Link
 from orchestrator.lifecycle.survival.newcomers import Newcomers
 
+MOST_STRANGERS = 64
+
 
 class Connections:
     """One rank's. Used by one thread, but for `wake`.
@@ -43,11 +45,24 @@ class Connections:
         """The links that there is something to read from; new ones are taken in meanwhile."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
-                self.take(Link(self._listener.accept()[0]))
+                self._take_new()
             elif key.fileobj == self._wake:
                 os.read(self._wake, 64)
             else:
                 yield key.data
+
+    def _take_new(self) -> None:
+        """One that connects. A rank says at once who it is, so what has said nothing for longest
+        is none, and leaves where there are too many or no descriptor is left.
+        """
+        try:
+            new = Link(self._listener.accept()[0])
+        except OSError:  # it has gone already; or this process can open nothing more
+            new = None
+        if self.strangers and (new is None or len(self.strangers) >= MOST_STRANGERS):
+            self.close(min(self.strangers, key=lambda link: link.heard))
+        if new is not None:
+            self.take(new)
 
     def all(self) -> list[Link]:
         """Those whose other end has said who it is."""

@@ -1,7 +1,9 @@
 """Real sockets, real processes: who is killed or stopped is known, and agreed on, by all others."""
 
+import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -11,6 +13,7 @@ import pytest
 
 from orchestrator.engine.common.listening import listen
 from orchestrator.lifecycle.survival.agreement import Agreement
+from orchestrator.lifecycle.survival.connections import MOST_STRANGERS
 from orchestrator.lifecycle.survival.lifeline import Lifeline
 from orchestrator.lifecycle.survival.links import Peer
 from orchestrator.lifecycle.survival.record import GenerationRecord
@@ -151,6 +154,19 @@ def test_the_smaller_part_goes_on_at_once_where_the_larger_one_has_died(ranks):
     for rank in (0, 1, 2):
         ranks.kill(rank)
     assert ranks.heard(3, 1.0) == (3,)
+
+
+def test_strangers_that_say_nothing_leave_descriptors_for_a_loss_to_be_heard(ranks):
+    settled(ranks)
+    open_there = len(os.listdir(f"/proc/{ranks.pids[0]}/fd"))  # noqa: PTH208
+    most = open_there + MOST_STRANGERS + 16
+    resource.prlimit(ranks.pids[0], resource.RLIMIT_NOFILE, (most, most))
+    where = ("127.0.0.1", ranks.peers[0].port)
+    with contextlib.ExitStack() as quiet:
+        for _ in range(3 * MOST_STRANGERS):
+            quiet.enter_context(socket.create_connection(where))
+        ranks.kill(2)
+        assert {ranks.heard(rank, 3.0) for rank in (0, 1, 3)} == {(0, 1, 3)}
 
 
 def test_who_ends_in_order_is_no_loss_and_garbage_on_the_port_changes_nothing(ranks):
