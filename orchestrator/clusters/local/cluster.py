@@ -122,14 +122,12 @@ class LocalHandle(Handle):
                 node.command(f"start {rank} {process}")
 
     def _no_more(self) -> None:
-        """No rank is started again, or let in: nodes end with those that they have."""
-        if self._replacements.over:
-            return
-        self._replacements.stop()
-        self._nodes.command("close")
-        for rank in self._living:
-            if not self._replacements.let_in(rank):
-                self._node_of(rank).command(f"end {rank}")
+        """No rank is started again, or let in: nodes end with those that train."""
+        if not self._replacements.over:
+            self._replacements.stop()
+            self._nodes.command("close")
+        for rank in self._living - self._replacements.training(self._living):
+            self._node_of(rank).command(f"end {rank}")
 
     def _node_of(self, rank: int) -> Node:
         return self._nodes.all[rank // self._request.ranks_per_node]
@@ -189,7 +187,7 @@ class LocalHandle(Handle):
             self._words.pop(rank, None)
             if not self._node_of(rank).ended and (why_not := self._replacements.lost(rank)):
                 self._warn_of(rank, why_not)
-        if not self._replacements.anybody_trains(self._living):
+        if not self._replacements.training(self._living):
             self._no_more()
 
     def _lose(self, culprit: Culprit) -> None:

@@ -102,10 +102,14 @@ class Replacements:
             self.member(rank) in found["members"] for found in self._record.since(0)
         )
 
-    def anybody_trains(self, living: set[int]) -> bool:
-        """Whether one of these ranks' processes is in the newest generation."""
+    def training(self, living: set[int]) -> set[int]:
+        """Those of these ranks whose processes are in the newest generation: neither newcomers that
+        wait, nor whom the others gave up. All, before there is one.
+        """
         newest = self._record.newest()
-        return newest is None or any(self.member(rank) in newest["members"] for rank in living)
+        if newest is None:
+            return set(living)
+        return {rank for rank in living if self.member(rank) in newest["members"]}
 
     def stop(self) -> None:
         """There are to be no more."""

@@ -44,7 +44,7 @@ def test_each_process_of_a_rank_is_another_member(attempt):
     attempt.record.publish(1, (0, 1, 3), gone=[2])
     attempt.record.publish(2, (0, 1, 3, 6), joined={"6": LISTENS}, updates=7)
     assert attempt.replacements.let_in(2)
-    assert attempt.replacements.anybody_trains({2})
+    assert attempt.replacements.training({2}) == {2}
     attempt.progress.write(9, 0, 4)
     assert attempt.lose(2) == ("", [(2, 2)])
     assert attempt.replacements.member(2) == 10
@@ -78,5 +78,11 @@ def test_no_more_than_were_asked_for_and_none_once_the_run_ends(tmp_path):
 
 def test_newcomers_alone_have_nobody_to_go_on_with(attempt):
     attempt.lose(2)
-    assert attempt.replacements.anybody_trains({0, 2})
-    assert not attempt.replacements.anybody_trains({2})
+    assert attempt.replacements.training({0, 2}) == {0}
+    assert not attempt.replacements.training({2})
+
+
+def test_whom_the_others_gave_up_does_not_train_though_it_lives(attempt):
+    assert attempt.replacements.training({0, 1, 2, 3}) == {0, 1, 2, 3}
+    attempt.record.publish(1, (0, 2, 3), gone=[1])
+    assert attempt.replacements.training({0, 1, 2, 3}) == {0, 2, 3}
