@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
+from orchestrator.lifecycle.signs.processes import descendants
 from orchestrator.rehearse.connections import Connection, End, Way, change, connections
 
 Ends = Sequence[tuple[End, End]]
@@ -52,7 +53,7 @@ class Hand:
         self._alone = set(alone)
         pairs = [(tuple(here), tuple(there)) for here, there in ends]  # JSON knows lists only
         ours = {*pairs, *((there, here) for here, there in pairs)}
-        every = [one for pid in self._find().values() for one in connections(pid)]
+        every = _of_all(self._find().values())
         self._deafen([one for one in every if (one.here, one.there) in ours])
         self.renew()
 
@@ -68,7 +69,7 @@ class Hand:
         return [one for one in every if one.there and (one.here, one.there) not in inside]
 
     def _all(self, ranks: Iterable[int]) -> list[Connection]:
-        return [one for pid in self._of(ranks) for one in connections(pid)]
+        return _of_all(self._of(ranks))
 
     def _deafen(self, those: Iterable[Connection]) -> None:
         new = set(those) - self._deaf
@@ -102,3 +103,11 @@ class Hand:
     def _of(self, ranks: Iterable[int]) -> list[int]:
         found = self._find()
         return [found[rank] for rank in ranks if rank in found]
+
+
+def _of_all(pids: Iterable[int]) -> list[Connection]:
+    """Of these processes, and of what they have started: the witness beside a rank is of its node,
+    too.
+    """
+    every = [one for pid in pids for one in (pid, *descendants(pid))]
+    return [connection for pid in every for connection in connections(pid)]
