@@ -43,8 +43,8 @@ with and without `run.survive`, nobody dies; seconds of training. Losses: a rank
 as others, is killed (kill -9) in the middle of a window. It is noticed when the last survivor
 begins to form the next group; the others are back at work when that group stands; what is lost is
 the time from the beginning of the window that is redone until then. Goodput: a kill every
-{EVERY_S:g} s, as often as the table says; killed ranks come back (`run.max_replacements`). Useful is the time
-of updates that counted, of all time from the first window to the last boundary. torchft (its
+{EVERY_S:g} s, as often as the table says; killed ranks come back (`run.max_replacements`). Useful
+is the time of updates that counted, of all time from the first window to the last boundary. torchft (its
 Manager over ProcessGroupGloo, a replica a process, one lighthouse that waits 1 s for the silent
 where its defaults are 5 s and 60 s; in a network namespace of its own, since it listens on every
 interface; killed replicas are started again) trains the same net with as many samples a replica;
