@@ -44,13 +44,14 @@ as others, is killed (kill -9) in the middle of a window. It is noticed when the
 begins to form the next group; the others are back at work when that group stands; what is lost is
 the time from the beginning of the window that is redone until then. Goodput: a kill every
 {EVERY_S:g} s, as often as the table says; killed ranks come back (`run.max_replacements`). Useful
-is the time of updates that counted, of all time from the first window to the last boundary. torchft (its
-Manager over ProcessGroupGloo, a replica a process, one lighthouse that waits 1 s for the silent
-where its defaults are 5 s and 60 s; in a network namespace of its own, since it listens on every
-interface; killed replicas are started again) trains the same net with as many samples a replica;
-useful there is what it spent in steps that were committed, without its waits for the next quorum.
-A step of fewer replicas has fewer samples there, and the one in which somebody died is left out:
-neither is counted against it here, but it is why its end is another one."""
+is the time of updates that counted, of all time from the first window to the last boundary.
+torchft (its Manager over ProcessGroupGloo, a replica a process, one lighthouse that waits 1 s for
+the silent where its defaults are 5 s and 60 s; in a network namespace of its own, since it
+listens on every interface; killed replicas are started again) trains the same net with as many
+samples a replica; useful there is what it spent in steps that were committed, without its waits
+for the next quorum. A step of fewer replicas has fewer samples there, and the one in which
+somebody died is left out: neither is counted against it here, but it is why its end is another
+one."""
 
 
 class Work(Job):

@@ -137,16 +137,22 @@ def value_of(config: Any, dotted: str) -> Any:
     return config
 
 
+_LEAVES = frozenset({int, str, float, bool, type(None)})
+"""What nearly all values are: a sweep of a thousand points asks for each of half a million."""
+
+
 def plain(config: Any) -> Any:
     """As `asdict` has it, but lists and tables are the configuration's own, and only to be read."""
-    if not is_dataclass(config):
+    if type(config) in _LEAVES or not is_dataclass(config):
         return config
     return {name: plain(value) for name, value in vars(config).items()}
 
 
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every plain value in nested dicts and lists, with its dotted name."""
-    if isinstance(values, Mapping):
+    if type(values) in _LEAVES:
+        yield prefix, values
+    elif isinstance(values, Mapping):
         for key, value in values.items():
             yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
     elif isinstance(values, (list, tuple)):
