@@ -108,8 +108,18 @@ def _train(training: Training, stop: StopFlag, attendance: Attendance) -> dict[s
     """
     engine, planned, others = training.engine, training.planned, training.others
     assert planned.updates is not None  # noqa: S101  # the data set is known here
-    rank, ranks = others.place if others else (training.group.rank, training.group.size)
+    rank, ranks, notes = training.group.rank, training.group.size, training.entered
     while True:
+        if others is not None and notes is not None:  # in another group than before
+            training.outcome.newcomers = False
+            rank, ranks = others.place
+            if rank == 0:
+                training.write_on(notes)
+            if why := others.too_few():
+                training.save()
+                raise why
+        if (rank == 0) != isinstance(training.recorder, Recorder):
+            raise RuntimeError(f"rank {rank} of a group, of which rank 0 and nobody else writes")
         recorder = attendance.recorder(
             training.recorder, training.outcome, transport=training.group.transport
         )
@@ -132,10 +142,3 @@ def _train(training: Training, stop: StopFlag, attendance: Attendance) -> dict[s
             if others is None:
                 raise
             notes = others.go_on(error, training.outcome)
-        training.outcome.newcomers = False
-        rank, ranks = others.place
-        if rank == 0:
-            training.write_on(notes)
-        if why := others.too_few():
-            training.save()
-            raise why

@@ -85,7 +85,7 @@ def _set_up(
     if alone and entering is not None:
         training.others = survivors = entering.alone(job, lambda: stop.requested)
         survivors.back = training.back
-        survivors.enter(training.outcome)
+        training.entered = survivors.enter(training.outcome)
         attendance.goes_on_with(survivors)
         return training
     restore(run, engine, outcome := training.outcome, topology.rank)

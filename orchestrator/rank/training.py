@@ -37,6 +37,7 @@ class Training:
         rates: of the job, in the place of the plan's.
         others: None where nobody goes on without the others.
         outcome: where the run stands.
+        entered: of a newcomer, what is to be recorded of its coming.
         recorder: on rank 0 what writes. When that one dies, another rank 0's comes into being.
     """
 
@@ -49,6 +50,7 @@ class Training:
     rates: Callable[[int], float] | None
     others: WayOn | None = None
     outcome: Outcome = field(default_factory=Outcome)
+    entered: dict[str, Any] | None = None
     recorder: Recorder | Silent = field(default_factory=Silent)
 
     def save(self) -> None:

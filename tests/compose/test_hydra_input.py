@@ -31,10 +31,10 @@ JOB = {"job": {"_target_": "a.B"}, "optimizer": {"name": "sgd"}}
     ],
 )
 def test_an_argument_beyond_bounds_is_refused_before_it_is_parsed(argument, words):
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
         hydra_input.check_arguments([argument])
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
 
 
 def test_sweeps_of_a_sane_size_are_let_through():

@@ -17,14 +17,14 @@ RUN = (
     "accumulation.global_batch=48", "train.evaluate_every=25", "tracker=none", "run.survive=true",
 )  # fmt: skip
 UPDATES = 150
-SHAPE = ("cluster.nodes=2", "cluster.ranks_per_node=2", f"train.updates={UPDATES}")
+SHAPE = ("cluster.nodes=2", f"train.updates={UPDATES}")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     one = ("cluster.nodes=1", "cluster.ranks_per_node=1", "run.survive=false", "job.until=/")
-    done = helpers.call(*RUN, *SHAPE, *one, f"run.dir={run}", "-q")
+    done = helpers.call(*RUN, SHAPE[1], *one, f"run.dir={run}", "-q")
     assert done.returncode == 0, done.stdout + done.stderr
     return helpers.result(run)
 
@@ -33,12 +33,13 @@ def notes(run, key):
     return [record[key] for record in helpers.records(run) if key in record]
 
 
-def kill_one_after_another(run, victims, *more, in_vain=False):
+def kill_one_after_another(run, victims, *more, ranks_per_node=2, in_vain=False):
     """Each once the one before it has come back; then wait for the end. `in_vain`: the first one's
     first newcomer is killed on its way in.
     """
     hurry = run.with_name("hurry")
-    process = helpers.begin(*RUN, *SHAPE, f"job.until={hurry}", f"run.dir={run}", *more)
+    shape = (*SHAPE, f"cluster.ranks_per_node={ranks_per_node}")
+    process = helpers.begin(*RUN, *shape, f"job.until={hurry}", f"run.dir={run}", *more)
     helpers.until(lambda: len(helpers.records(run)) >= 3, what="training")
     for number, victim in enumerate(victims):
         first = helpers.rank_pid(run, victim)
@@ -76,8 +77,9 @@ def check_whole(run, undisturbed, *, same_bits):
 def test_killed_ranks_come_back_the_first_one_included_and_the_bits_are_the_same(
     tmp_path, undisturbed
 ):
+    """All of them in the end: rank 0 comes back to one that has come back itself, and leads."""
     run = tmp_path / "run"
-    output = kill_one_after_another(run, [2, 0])
+    output = kill_one_after_another(run, [1, 0], ranks_per_node=1)
     check_whole(run, undisturbed, same_bits=True)
     changes = [
         (key, record[key]["ranks"])
@@ -85,9 +87,9 @@ def test_killed_ranks_come_back_the_first_one_included_and_the_bits_are_the_same
         for key in ("survived", "joined")
         if key in record
     ]
-    assert changes == [("survived", 3), ("joined", 4)] * 2
-    assert [note["came"] for note in notes(run, "joined")] == [[2], [0]]
-    told = "ranks 2, 0 lost; 2 updates redone; ranks 2, 0 came back; 4 ranks went on"
+    assert changes == [("survived", 1), ("joined", 2)] * 2
+    assert [note["came"] for note in notes(run, "joined")] == [[1], [0]]
+    told = "ranks 1, 0 lost; 2 updates redone; ranks 1, 0 came back; 2 ranks went on"
     assert told in " ".join(output.split())
     status = json.loads(helpers.verb("status", run, "--json").stdout)[0]
     assert (status["survived"], status["came_back"]) == (2, 2)

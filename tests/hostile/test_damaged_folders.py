@@ -41,7 +41,7 @@ def test_the_same_seed_damages_the_same_way(runs, tmp_path):
     assert first("folder-1") == first("folder-2")  # words that no file has
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_a_log_is_followed_no_further_when_nobody_can_tell_whether_the_run_has_ended(
     runs, tmp_path
 ):

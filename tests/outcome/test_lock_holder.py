@@ -21,7 +21,7 @@ from orchestrator.run_folder.rundir import RunDir
 from orchestrator.outcome.lock_holder import held
 with held(RunDir(Path(sys.argv[1]))):
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -33,7 +33,7 @@ def run(tmp_path):
 @pytest.fixture
 def bystander():
     """A process that must live on."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield process
     assert process.poll() is None
     process.kill()
@@ -53,8 +53,8 @@ def test_the_holder_of_a_run_gets_the_signal(run):
             raise AssertionError("it was held twice")
         assert is_held(run)
         signal_holder(run, signal.SIGTERM)
-        assert process.wait(10) == -signal.SIGTERM
-    until(lambda: not is_held(run), 5)
+        assert process.wait(60) == -signal.SIGTERM
+    until(lambda: not is_held(run))
     with pytest.raises(ClusterError, match="nothing to cancel"):
         signal_holder(run, signal.SIGTERM)
 

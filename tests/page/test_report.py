@@ -45,7 +45,7 @@ def test_only_who_knows_the_address_is_answered():
         Thread(target=server.serve_forever, daemon=True).start()
 
         def asked(path, **headers):
-            connection = HTTPConnection(HOST, server.server_address[1], timeout=10)
+            connection = HTTPConnection(HOST, server.server_address[1], timeout=60)
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
             return answer.status, answer.read()

@@ -120,9 +120,9 @@ def test_a_ragged_window_under_a_cap_takes_fewer_steps_but_a_stated_k_is_kept():
 
 def test_ten_thousand_ranks_take_less_than_50_ms_and_share_their_tuples():
     def seconds() -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         split_window(10**6 + 7, 10_000, cap=3)
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     assert min(seconds() for _ in range(5)) < 0.05  # the best of five: the machine may be busy
     split = split_window(10**6 + 7, 10_000, cap=3)

@@ -42,7 +42,7 @@ def other_things(folder, target):
     return [folder / name for name in ("link", "dangling", "device", "folder", "fifo")]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_what_is_no_regular_file_is_neither_read_nor_written_nor_waited_for(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("keep")
@@ -108,7 +108,7 @@ def damaged_by(kind, path, outside):
         os.truncate(path, 1 << 40)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["a fifo", "a link", "a second name", "a folder"])
 @pytest.mark.parametrize(
     "name",
@@ -126,7 +126,7 @@ def test_a_start_writes_into_no_file_that_is_not_its_runs_alone(sound, tmp_path,
     assert run.attempts_made() == 0
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_metrics_without_an_end_are_refused_before_a_start(sound, tmp_path):
     run = RunDir(shutil.copytree(sound, tmp_path / "run"))
     damaged_by("larger than", run.metrics, None)
@@ -142,7 +142,7 @@ def test_a_file_with_a_second_name_may_still_be_read(tmp_path):
     assert read_bytes(tmp_path / "two") == b"text"
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_weights_that_are_no_regular_file_are_refused_at_once(tmp_path):
     for path in other_things(tmp_path, tmp_path):
         if path.name not in ("link", "dangling"):
@@ -150,7 +150,7 @@ def test_weights_that_are_no_regular_file_are_refused_at_once(tmp_path):
                 SafetensorsFile(path)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("damage", ["a fifo", "a link", "larger than", "gone"])
 def test_initial_weights_that_are_not_those_of_the_start_are_refused_at_once(
     sound, tmp_path, damage

@@ -109,5 +109,5 @@ def test_a_queue_of_any_length_is_read_whole(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("SLURM_CONF", raising=False)
     asked = SlurmClient().start("squeue")
-    asked._process.wait(10)  # it would never end if its output had no place
+    asked._process.wait(60)  # it would never end if its output had no place
     assert len(asked.answer().out) == 300000

@@ -1,6 +1,6 @@
 """Who is left: what one rank knows, and when it may propose. Pure: no sockets, no clocks, no files.
 
-Everybody follows the lowest member that it does not know to be gone, its *proposer*. A proposer
+Everybody follows the first member that it does not know to be gone, its *proposer*. A proposer
 proposes once all members follow it, or are gone. What was proposed counts only once it stands in
 the generation's record, which exactly one proposal gets into (`record.py`), so any number of
 proposers does no harm.
@@ -64,8 +64,8 @@ class Agreement:
 
     @property
     def proposer(self) -> int:
-        """Whom this rank follows; itself, where all lower ones are gone."""
-        return min((rank for rank in self.members if rank not in self.gone), default=self.me)
+        """Whom this rank follows; itself, where all before it are gone."""
+        return next((rank for rank in self.members if rank not in self.gone), self.me)
 
     @property
     def awaited(self) -> Members:
@@ -96,15 +96,16 @@ class Agreement:
         return tuple(rank for rank in self.members if rank not in self.gone)
 
     def grown(self, newcomers: Iterable[int]) -> Members | None:
-        """Who should be in the next generation, `newcomers` with the members; None while some
-        member is not ready. Of a rank's processes the latest comes in, and none beside a member.
+        """Who should be in the next generation, the members and behind them `newcomers`; None while
+        some member is not ready. Of a rank's processes the latest comes in, and none beside a
+        member.
         """
         wait = self.left or self.fenced or self.gone or self.proposer != self.me
         if wait or not self.ready.issuperset(self.members):
             return None
         latest = {rank_of(one, self.ranks): one for one in sorted(newcomers)}
-        of_rank = latest | {rank_of(one, self.ranks): one for one in self.members}
-        return tuple(sorted(of_rank.values()))
+        taken = {rank_of(one, self.ranks) for one in self.members}
+        return *self.members, *sorted(one for rank, one in latest.items() if rank not in taken)
 
     def outnumbered(self, beyond_reach: int) -> bool:
         """Whether the others may be about to go on without this side: more of them are only beyond

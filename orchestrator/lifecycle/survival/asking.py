@@ -1,6 +1,6 @@
-"""A newcomer's way in: it asks the lowest member, and waits until it is let in at a boundary.
+"""A newcomer's way in: it asks the first member, and waits until it is let in at a boundary.
 
-Where that member dies, or is not the lowest any more, it asks the next one: who that is stands in
+Where that member dies, or is not the first any more, it asks the next one: who that is stands in
 the record of generations. What the member does with it: `newcomers.py`.
 """
 
@@ -61,16 +61,16 @@ class Asking:
         raise Fenced(f"nobody that trains has answered for {self.patience_s:g} s")
 
     def _asked(self) -> Link | None:
-        """The link to the lowest member; None where that does not answer."""
+        """The link to the first member; None where that does not answer."""
         first, newest = self.record.read(0), self.record.newest()
-        lowest = min(newest["members"]) if newest else 0
-        peer = self.record.peers().get(lowest)
+        leader = newest["members"][0] if newest else 0
+        peer = self.record.peers().get(leader)
         if first is None or peer is None:
             return None
         numbers = self.peer.as_numbers()
         try:
             return connect(
-                peer, secret=first["secret"], rank=self.me, to=lowest, joins=numbers
+                peer, secret=first["secret"], rank=self.me, to=leader, joins=numbers
             )  # fmt: skip
         except OSError:
             return None
@@ -94,7 +94,7 @@ class Asking:
                 members = tuple(message.get("members", ()))
                 if self.me in members:
                     return Generation(message["generation"], members, time.monotonic())
-                if members and min(members) != link.rank:
+                if members and members[0] != link.rank:
                     return None
         return None
 

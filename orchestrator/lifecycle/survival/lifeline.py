@@ -1,6 +1,6 @@
 """One rank's connections to the others, and the thread that hears who is gone.
 
-All follow the lowest rank of their generation (`agreement.py`); it hears of an end at once, since
+All follow the first member of their generation (`agreement.py`); it hears of an end at once, since
 the kernel closes what a killed process had open, and tells everybody what stands in the record. The
 main thread is not needed for any of it: it may compute, or wait for what will never come.
 """

@@ -1,8 +1,11 @@
 """Members: the processes of an attempt, each with a number that no other one ever has.
 
 The first process of rank r is member r; the k-th that takes its place is member r + k * ranks. So
-whoever was given up stays out, whatever has come in its place since, and a newcomer is never the
-lowest while one of the first is left.
+whoever was given up stays out, whatever has come in its place since.
+
+A list of members is in the order in which they came. The first one leads: the others follow it, and
+its process is rank 0 of their group. So whoever leads has been there before, and knows what was
+done; a newcomer is last, however low its number.
 """
 
 from __future__ import annotations

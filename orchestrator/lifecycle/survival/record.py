@@ -2,7 +2,7 @@
 
 | in a file | what |
 |---|---|
-| `generation`, `members` | its number, who is in it (numbers of `members.py`) |
+| `generation`, `members` | its number, who is in it, in their order (`members.py`) |
 | `gone`, `joined` | who is not in it any more; newcomers, and where they listen |
 | `updates` | of one with newcomers: that were done when they came |
 | `secret`, `peers` | in the first one: what members sign with, and where they listen |

@@ -123,9 +123,11 @@ class Survivors:
 
     # ------------------------------------------------------------------ the next generation
 
-    def enter(self, outcome: Outcome) -> None:
-        """As a newcomer that was let in: stand where the others do. Collective among all."""
-        self.go_on(PeerLost("this rank takes its place again"), outcome)
+    def enter(self, outcome: Outcome) -> dict[str, Any]:
+        """As a newcomer that was let in: stand where the others do. Collective among all; else as
+        `go_on`.
+        """
+        return self.go_on(PeerLost("this rank takes its place again"), outcome)
 
     def grow(self, outcome: Outcome) -> dict[str, Any]:
         """After a boundary at which all heard of newcomers: go on with them. Collective; else as
@@ -263,7 +265,7 @@ class Survivors:
             )
 
     def _say(self, sentence: str) -> None:
-        """The lowest one says it to all who look; each in its log."""
+        """The first one says it to all who look; each in its log."""
         if self._members[0] == self._part.me:
             warn(sentence)
         print(f"note: {sentence}", flush=True)

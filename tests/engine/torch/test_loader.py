@@ -154,7 +154,7 @@ def test_workers_end_with_their_rank_and_leave_its_signals_to_it():
     assert all(worker.is_running() for worker in workers)
     rank.kill()
     rank.join()
-    until(lambda: not any(_alive(w) for w in workers), timeout_s=10, what="the workers' end")
+    until(lambda: not any(_alive(w) for w in workers), what="the workers' end")
 
 
 def _alive(process):

@@ -152,7 +152,13 @@ def test_newcomers_come_in_once_and_whoever_was_left_out_stays_out(size, acts):
             else:
                 world.step(one, {other for other in alive if other % size in reached})
     world.settle()
-    assert {one.members for one in world.ranks.values()} == {tuple(sorted(world.ranks))}
+    assert {frozenset(one.members) for one in world.ranks.values()} == {frozenset(world.ranks)}
+    assert len({one.members for one in world.ranks.values()}) == 1
+    for number in sorted(world.record)[1:]:
+        old, new = world.record[number - 1], world.record[number]
+        assert new[0] in old, "a newcomer leads"
+        stayed = tuple(one for one in old if one in new)
+        assert new[: len(stayed)] == stayed, "those who stay have another order"
     lists = [set(world.record[number]) for number in sorted(world.record)]
     for earlier, later in pairwise(lists):
         left_out = set().union(*lists[: lists.index(earlier) + 1]) - earlier
@@ -167,8 +173,15 @@ def test_newcomers_wait_until_every_member_stands_at_the_boundary_and_nobody_is_
     one.ready.add(2)
     assert one.grown([7]) == (0, 1, 2, 7)
     assert one.grown([7, 11, 6]) == (0, 1, 2, 11)  # the latest of rank 3; rank 2 is there
+    assert one.grown([15, 10, 11]) == (0, 1, 2, 15)
     one.lose(2)
     assert one.grown([7]) is None
+
+
+def test_a_newcomer_comes_last_however_low_its_number():
+    one = Agreement(5, (5, 7), 4, 8, ready={5, 7})
+    assert one.grown([4, 6]) == (5, 7, 4, 6)
+    assert Agreement(4, (5, 7, 4), 4).proposer == 5
 
 
 def test_nobody_proposes_while_nobody_is_gone_or_somebody_has_ended_in_order():
