@@ -270,7 +270,7 @@ def costs(updates: int, count: int, warm_up: int = 1) -> list[dict[str, Any]]:
 
 def main(*, quick: bool = False) -> None:
     """All of it; some forty minutes, or four."""
-    cost = costs(60, 2, warm_up=0) if quick else costs(100, 10)
+    cost = costs(60, 2, warm_up=0) if quick else costs(200, 10)
     digest, update_s = undisturbed(60)
     victims = itertools.islice(itertools.cycle(range(RANKS)), 2 if quick else 12)
     found = [one for v in victims for one in disturbed(60, [v], 0.0, digest)["losses"]]

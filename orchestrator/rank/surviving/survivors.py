@@ -124,9 +124,7 @@ class Survivors:
     # ------------------------------------------------------------------ the next generation
 
     def enter(self, outcome: Outcome) -> dict[str, Any]:
-        """As a newcomer that was let in: stand where the others do. Collective among all; else as
-        `go_on`.
-        """
+        """As a newcomer that was let in, `go_on` to where the others stand."""
         return self.go_on(PeerLost("this rank takes its place again"), outcome)
 
     def grow(self, outcome: Outcome) -> dict[str, Any]:
