@@ -163,7 +163,7 @@ class Composer:
         one that is stated, so that its keys are not meant for it.
         """
         section = OmegaConf.select(found, group)
-        if not section:
+        if not section or f"~{group}" in given:  # there is no file of the group any more
             return False
         keys = [key_of(override) for override in given]
         typed = any(key == group or key.startswith(f"{group}.") for key in keys)

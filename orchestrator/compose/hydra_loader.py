@@ -29,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from orchestrator.compose import resolvers
 from orchestrator.compose.command_line import CommandLine
+from orchestrator.compose.hydra_files import Files
 from orchestrator.compose.hydra_input import MOST_POINTS, register_checked_files
 from orchestrator.compose.interpolations import interpolations
 from orchestrator.compose.stated_twice import refuse_twice
@@ -99,16 +100,24 @@ class Origin:
     stated: bool
 
 
+def _store_schema() -> None:
+    """Have Hydra know the schema: once in a process, it takes as long as reading all files."""
+    stored = ConfigStore.instance().repo.get("schema.yaml")
+    if stored is None or OmegaConf.get_type(stored.node) is not Config:
+        ConfigStore.instance().store(name="schema", node=Config)
+
+
 class Loader(ConfigLoaderImpl):
     """Composes; says where a group's part comes from; takes the points of a sweep apart."""
 
     def __init__(self, config_dir: str | None) -> None:
-        ConfigStore.instance().store(name="schema", node=Config)
+        _store_schema()
         version.setbase(HYDRA_VERSION_BASE)
         register_checked_files(config_folder())
         setup_globals()  # Hydra's own resolvers
         resolvers.register()  # one of which replaces one of those
         super().__init__(search_path(config_dir))
+        self.repository = Files(self.config_search_path)
         self.interpolated: set[str] = set()  # keys that referred to others before overrides
 
     def _compose_config_from_defaults_list(
