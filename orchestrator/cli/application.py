@@ -15,7 +15,7 @@ from rich.console import Console
 
 from orchestrator.compose.command_line import CommandLine, read_command_line
 from orchestrator.compose.composer import Composer
-from orchestrator.compose.hydra_input import check_arguments
+from orchestrator.compose.hydra.input import check_arguments
 from orchestrator.compose.wording import no_such_key
 from orchestrator.config.pack_rules import refuse_without_sweep
 from orchestrator.config.reading import to_yaml

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.compose.composed import Composed, at_home
-from orchestrator.compose.hydra_loader import Loader
+from orchestrator.compose.hydra.loader import Loader
 from orchestrator.compose.interpolations import OF_A_POINT, interpolations, within
 
 MOST_SHAPES = 64  # kept compositions, of some MiB each

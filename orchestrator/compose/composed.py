@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.compose.hydra_input import guarded
+from orchestrator.compose.hydra.input import guarded
 from orchestrator.config.reading import read_config, unknown_keys
 from orchestrator.config.schema import Config
 from orchestrator.config.user_code.program_section import is_program

@@ -20,9 +20,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from orchestrator.compose.alike import Alike
 from orchestrator.compose.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
 from orchestrator.compose.composed import Composed, at_home
-from orchestrator.compose.hydra_input import check_arguments, guarded
-from orchestrator.compose.hydra_loader import Loader
-from orchestrator.compose.hydra_settings import (
+from orchestrator.compose.hydra.input import check_arguments, guarded
+from orchestrator.compose.hydra.loader import Loader
+from orchestrator.compose.hydra.settings import (
     BASIC_SWEEPER,
     refuse_replaced,
     refuse_typed_params,

@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from orchestrator.compose.composer import Composer
-from orchestrator.compose.hydra_input import guarded
+from orchestrator.compose.hydra.input import guarded
 from orchestrator.errors import EXIT_FINISHED
 
 

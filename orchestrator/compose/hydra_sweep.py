@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from orchestrator.compose.composed import Composed
 from orchestrator.compose.composer import Composer
-from orchestrator.compose.hydra_input import guarded
+from orchestrator.compose.hydra.input import guarded
 from orchestrator.errors import ConfigError
 
 OURS = "hydra_plugins.orchestrator_launcher"

@@ -13,9 +13,9 @@ from orchestrator.rehearse.asked import Asked
 from orchestrator.rehearse.beside import compare
 from orchestrator.rehearse.disturbed import Disturbed, Row, until
 from orchestrator.rehearse.drawing import PER_RUN, draws
-from orchestrator.rehearse.on_slurm import OnSlurm
 from orchestrator.rehearse.outside import Outside
 from orchestrator.rehearse.pretended import Pretended
+from orchestrator.rehearse.slurm.run import OnSlurm
 
 
 @dataclass(kw_only=True)

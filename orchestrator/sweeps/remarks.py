@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.report.tables.sweep_table import SweptRun, names
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.resuming.rules import Kind, changes
-from orchestrator.sweeps.beside import timed_beside
+from orchestrator.sweeps.local.beside import timed_beside
 
 MAGNIFIES = (
     "Adam in float32 magnifies rounding where a gradient is nearly zero, so weights differ by more "

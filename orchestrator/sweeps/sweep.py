@@ -24,10 +24,10 @@ from orchestrator.report.tables.time_and_memory import print_time_and_memory
 from orchestrator.report.terminal import command, say
 from orchestrator.report.units import plural
 from orchestrator.runs.console import Manner
-from orchestrator.sweeps.beside import timed_beside
 from orchestrator.sweeps.budget import refuse_beyond
 from orchestrator.sweeps.detached import submit
 from orchestrator.sweeps.folder import alone_in
+from orchestrator.sweeps.local.beside import timed_beside
 from orchestrator.sweeps.points import checked
 from orchestrator.sweeps.remarks import remarks
 from orchestrator.sweeps.returns import returned
@@ -35,7 +35,7 @@ from orchestrator.sweeps.shown import accumulation_pairs, only_varying, swept_ru
 from orchestrator.sweeps.todo import Cell, Do, cells_of
 
 if TYPE_CHECKING:
-    from orchestrator.sweeps.queue import PointEnded
+    from orchestrator.sweeps.local.queue import PointEnded
 
 
 def run_sweep(composer: Composer, manner: Manner) -> int:
@@ -120,7 +120,7 @@ class Sweep:
 
     def _run_here(self, cells: Sequence[Cell]) -> None:
         """Run points on this machine to their ends."""
-        from orchestrator.sweeps.here import run_here  # what is drawn meanwhile takes time
+        from orchestrator.sweeps.local.here import run_here  # what is drawn meanwhile takes time
 
         if not run_here(cells, self._manner, self._ended):
             over = [EXIT_INTERRUPTED] if EXIT_INTERRUPTED in self._codes.values() else []

@@ -8,7 +8,7 @@ from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.report.tables.sweep_table import SweptRun
 from orchestrator.run_folder.rundir import RunDir
-from orchestrator.sweeps.beside import timed_beside
+from orchestrator.sweeps.local.beside import timed_beside
 from orchestrator.sweeps.remarks import remarks
 
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from orchestrator.clusters.api import cluster_of
 from orchestrator.compose.command_line import CommandLine, check_overrides, key_of, spelled
 from orchestrator.compose.composer import Composer
-from orchestrator.compose.hydra_input import check_arguments, guarded
+from orchestrator.compose.hydra.input import check_arguments, guarded
 from orchestrator.config.user_code.program_section import is_program
 from orchestrator.config.reading import as_they_are, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config

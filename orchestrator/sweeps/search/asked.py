@@ -11,8 +11,8 @@ from typing import Any
 from orchestrator.clusters.api import class_for
 from orchestrator.compose.command_line import key_of
 from orchestrator.compose.composer import Composer
-from orchestrator.compose.hydra_input import guarded
-from orchestrator.compose.hydra_loader import OF_A_SEARCH
+from orchestrator.compose.hydra.input import guarded
+from orchestrator.compose.hydra.loader import OF_A_SEARCH
 from orchestrator.compose.search_space import Axis, Space, space_of
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import SweepConfig

@@ -16,8 +16,8 @@ from orchestrator.runs.control import cancel
 from orchestrator.runs.interrupts import Interrupts
 from orchestrator.runs.status import statuses
 from orchestrator.sweeps.detached import submit
-from orchestrator.sweeps.queue import LocalQueue, PointEnded, share_of
-from orchestrator.sweeps.room import Room
+from orchestrator.sweeps.local.queue import LocalQueue, PointEnded, share_of
+from orchestrator.sweeps.local.room import Room
 from orchestrator.sweeps.search.asked import Asked
 from orchestrator.sweeps.todo import Cell
 

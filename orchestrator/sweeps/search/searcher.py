@@ -20,8 +20,8 @@ from orchestrator.report.tables.search_table import words_of
 from orchestrator.report.terminal import say
 from orchestrator.runs.console import Manner
 from orchestrator.sweeps.content import made_of
+from orchestrator.sweeps.local.queue import PointEnded
 from orchestrator.sweeps.points import Point
-from orchestrator.sweeps.queue import PointEnded
 from orchestrator.sweeps.returns import NoSuchFigure, measured
 from orchestrator.sweeps.search.asked import Asked
 from orchestrator.sweeps.search.drawing import distributions, draw

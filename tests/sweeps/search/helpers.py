@@ -10,7 +10,7 @@ from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
 from orchestrator.sweeps.detached import ready_of
 from orchestrator.sweeps.folder import alone_in
-from orchestrator.sweeps.queue import PointEnded
+from orchestrator.sweeps.local.queue import PointEnded
 from orchestrator.sweeps.search.asked import asked_of
 from orchestrator.sweeps.search.searcher import Searcher
 from orchestrator.sweeps.search.start import journal_of

@@ -3,7 +3,7 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from orchestrator.compose.hydra_loader import Loader
+from orchestrator.compose.hydra.loader import Loader
 from orchestrator.compose.search_space import space_of
 from orchestrator.config.schema import SweepConfig
 from orchestrator.errors import ConfigError

@@ -20,9 +20,9 @@ from orchestrator.rehearse.drawing import (
     STOP,
     Fault,
 )
-from orchestrator.rehearse.hands import Hands
 from orchestrator.rehearse.outside import Harm, Outside
 from orchestrator.rehearse.own_slurm import OwnSlurm
+from orchestrator.rehearse.slurm.hands import Hands
 from orchestrator.scheduler.client import SchedulerDown, SlurmClient
 from orchestrator.scheduler.jobs import Job, queued
 

@@ -6,8 +6,8 @@ from omegaconf import OmegaConf
 
 from orchestrator.compose.command_line import CommandLine
 from orchestrator.compose.composer import Composer
-from orchestrator.compose.hydra_files import Files
-from orchestrator.compose.hydra_loader import Loader, search_path
+from orchestrator.compose.hydra.files import Files
+from orchestrator.compose.hydra.loader import Loader, search_path
 
 LINES = (
     [],

@@ -9,7 +9,7 @@ from orchestrator.clusters.api import Share
 from orchestrator.clusters.local.cluster import LocalCluster
 from orchestrator.clusters.machine import Machine, cores
 from orchestrator.compose.composer import compose
-from orchestrator.sweeps.room import RANK_BYTES, Room
+from orchestrator.sweeps.local.room import RANK_BYTES, Room
 
 machines = st.builds(
     Machine,

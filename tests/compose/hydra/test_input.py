@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from orchestrator.compose import hydra_input
 from orchestrator.compose.composer import compose
+from orchestrator.compose.hydra import input as hydra_input
 from orchestrator.config.reading import read_config
 from orchestrator.errors import ConfigError, PlanError
 from orchestrator.plan.batch import resolve_batch

@@ -27,7 +27,7 @@ class Hands:
             ["srun", f"--jobid={job}", "--overlap", "--nodes", count, "--ntasks", count,
              "--ntasks-per-node=1", "--mem=0", "--gres=none", "--input=all", "--unbuffered",
              "--no-kill", "--kill-on-bad-exit=0", "--job-name=rehearsal",
-             sys.executable, "-m", "orchestrator.rehearse.on_node", run],
+             sys.executable, "-m", "orchestrator.rehearse.slurm.on_node", run],
             env=client.environment("srun"), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip

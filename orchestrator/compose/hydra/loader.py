@@ -29,8 +29,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from orchestrator.compose import resolvers
 from orchestrator.compose.command_line import CommandLine
-from orchestrator.compose.hydra_files import Files
-from orchestrator.compose.hydra_input import MOST_POINTS, register_checked_files
+from orchestrator.compose.hydra.files import Files
+from orchestrator.compose.hydra.input import MOST_POINTS, register_checked_files
 from orchestrator.compose.interpolations import interpolations
 from orchestrator.compose.stated_twice import refuse_twice
 from orchestrator.config.schema import Config
@@ -47,7 +47,7 @@ OURS = (SHIPPED, "hydra", "schema")
 
 def config_folder() -> Path:
     """The folder with the shipped configuration: in an installed wheel, or beside the package."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parents[2]
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / "config.yaml").is_file():
             return candidate

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from orchestrator.compose.composer import compose
 from orchestrator.runs.console import Manner
-from orchestrator.sweeps.here import most_at_once
+from orchestrator.sweeps.local.here import most_at_once
 
 
 def most(key, values, *more):

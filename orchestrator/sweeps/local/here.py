@@ -16,8 +16,8 @@ from orchestrator.report.units import format_number, format_seconds, plural
 from orchestrator.runs import waiting as waiting_room
 from orchestrator.runs.console import Manner
 from orchestrator.runs.waiting import take
-from orchestrator.sweeps.queue import LocalQueue, PointEnded, share_of
-from orchestrator.sweeps.room import Room
+from orchestrator.sweeps.local.queue import LocalQueue, PointEnded, share_of
+from orchestrator.sweeps.local.room import Room
 from orchestrator.sweeps.shown import only_varying
 from orchestrator.sweeps.todo import Cell
 

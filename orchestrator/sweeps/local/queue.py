@@ -44,7 +44,7 @@ from orchestrator.runs.console import Manner
 from orchestrator.runs.foreground import hold
 from orchestrator.runs.interrupts import Interrupts
 from orchestrator.sweeps.detached import ready_of
-from orchestrator.sweeps.room import Place, Room
+from orchestrator.sweeps.local.room import Place, Room
 from orchestrator.sweeps.todo import Cell
 
 LOOK_S = 0.1
