@@ -1,5 +1,4 @@
-"""Follow a run that goes on without us, from any shell: an interrupt ends the showing, never the run.
-"""
+"""Follow a run that goes on without us, from any shell: an interrupt ends the showing alone."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from orchestrator.report.metrics import read_metrics
 from orchestrator.report.tables.closing_table import print_closing
 from orchestrator.report.terminal import command, say
 from orchestrator.run_folder.rundir import RunDir
-from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.console import Manner
+from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.interrupts import Interrupts
 from orchestrator.runs.showing import Showing
 

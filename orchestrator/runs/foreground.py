@@ -81,9 +81,7 @@ def _said_so(ready: Ready) -> bool:
     return is_program(ready.config.job) or result.get("state") == State.FINISHED.value
 
 
-def _follow(
-    handle: Handle, showing: Showing, ready: Ready
-) -> tuple[State, bool]:
+def _follow(handle: Handle, showing: Showing, ready: Ready) -> tuple[State, bool]:
     """Show the run to its end: one interrupt asks it to stop, a second ends it at once."""
     interrupts, asked = ready.interrupts, False
     while True:

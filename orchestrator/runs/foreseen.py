@@ -6,9 +6,9 @@ from typing import Any
 
 from orchestrator.clusters.api import Request, cluster_of
 from orchestrator.config.frameworks import notes
-from orchestrator.config.user_code.job_source import check_target
 from orchestrator.config.schema import Config
 from orchestrator.config.survive_rules import planned
+from orchestrator.config.user_code.job_source import check_target
 from orchestrator.errors import ClusterError
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program

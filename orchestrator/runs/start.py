@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
-from orchestrator.config.rules import refuse_schedule, refuse_unsupported
-from orchestrator.config.user_code.job_source import check_target
 from orchestrator.config.optimizer_rules import check_builder
+from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.config.rules import refuse_schedule, refuse_unsupported
+from orchestrator.config.schema import Config
+from orchestrator.config.user_code.job_source import check_target
 from orchestrator.config.user_code.program_section import is_program, program_of
 from orchestrator.config.user_code.program_source import check_program
-from orchestrator.config.reading import read_config, to_yaml
-from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFailed, RunFolderError, UsageError
 from orchestrator.extensions import CLUSTERS
 from orchestrator.lifecycle.fence import read_newest
@@ -34,8 +34,8 @@ from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.report.metrics import Tail
 from orchestrator.report.terminal import command, say
 from orchestrator.run_folder.rundir import SEALED, RunDir
-from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.console import Manner
+from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.interrupts import Interrupts, counted
 from orchestrator.runs.new_folder import new_folder
 from orchestrator.runs.ready import Ready
@@ -145,8 +145,8 @@ def begun(
     plan = plan or prepare(config)
     run, cluster = RunDir(new_folder(config)), _cluster(config, manner)
     request, admission = _admitted(cluster, run, 0, manner)
-    with counted(interrupts) as interrupts:
-        cluster.tell = interrupts.ending(cluster.tell)
+    with counted(interrupts) as counting:
+        cluster.tell = counting.ending(cluster.tell)
         run.create()
         cluster.trust(run)
         manner.foretell(plan.warnings, cluster.survival.words)
@@ -162,7 +162,7 @@ def begun(
                 with held(run):
                     yield Ready(
                         config=config, run=run, cluster=cluster, attempt=0, request=request,
-                        manner=manner, interrupts=interrupts,
+                        manner=manner, interrupts=counting,
                     )  # fmt: skip
         except UsageError:  # before anything was trained; the message says all
             if not run.metrics.exists() and not run.may_be_queued:
@@ -211,9 +211,9 @@ def resumed(
         say(manner.console, asked.words, prose=True)
     if asked.warning:
         say(manner.console, f"warning: {asked.warning}", "yellow", prose=True)
-    with at_home(run), counted(interrupts) as interrupts, writing(run), held(run):
+    with at_home(run), counted(interrupts) as counting, writing(run), held(run):
         cluster = _cluster(config, manner)
-        cluster.tell = interrupts.ending(cluster.tell)
+        cluster.tell = counting.ending(cluster.tell)
         told = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
         for sentence in told:
             say(manner.console, f"warning: {sentence}", "yellow")
@@ -229,7 +229,7 @@ def resumed(
         _as_before_its_end(run, admission)
         yield Ready(
             config=config, run=run, cluster=cluster, attempt=attempt, request=request,
-            manner=manner, interrupts=interrupts,
+            manner=manner, interrupts=counting,
         )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Points that wait for room on this machine: an empty file for each, in the folder of their sweep.
 
-Who takes the file away has the point: the sweep's own process, which starts it, or `cancel SWEEP/5`.
-What lies there counts for as long as that process lives.
+Who takes the file away has the point: the sweep's own process, which starts it, or `cancel
+SWEEP/5`. What lies there counts for as long as that process lives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Is config.yaml the one that the run last went on with? An older one of its own is whole, too.
 
-A backup brought back in part, or a file of an earlier attempt put in its place, has a sound seal and
-the run's identity. What tells it is the record of the resumes since, and the newest checkpoint.
+A backup brought back in part, or a file of an earlier attempt put in its place, has a sound seal
+and the run's identity. What tells it is the record of the resumes since, and the newest checkpoint.
 """
 
 from __future__ import annotations
