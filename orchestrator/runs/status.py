@@ -5,6 +5,7 @@ Where nobody answers, the folders tell: a result, or hearts that beat.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -24,9 +25,12 @@ from orchestrator.outcome.hearts import by_hearts
 from orchestrator.report.metrics_glance import loss_course
 from orchestrator.report.tables.status_table import UNREADABLE
 from orchestrator.run_folder.rundir import RunDir
-
 from orchestrator.runs.found_again import settle_submissions
 from orchestrator.runs.waiting import REASON, waiting_in, waits
+
+# Removed while we look, or replaced by a file; or too deep for a run to have a path.
+NO_RUN_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+
 
 def find_runs(below: Path, *, waiting: bool = False) -> list[Path]:
     """All run folders below a folder, those of sweeps included, oldest name first.
@@ -37,28 +41,33 @@ def find_runs(below: Path, *, waiting: bool = False) -> list[Path]:
         waiting: also those of points that wait for room, which may not be there yet.
     """
     found: list[Path] = []
-
-    def search(folder: Path) -> None:
+    left: list[Path | list[Path]] = [below] if below.is_dir() else []
+    if not left and waiting and waits(RunDir(below)):
+        found.append(below)
+    while left:  # no recursion: folders may lie in folders without end
+        folder = left.pop()
+        if isinstance(folder, list):
+            found += folder
+            continue
         try:
             within = {entry.name: entry for entry in os.scandir(folder)}
-        except FileNotFoundError:  # removed while we look
-            return
         except PermissionError:
             found.append(folder)
-            return
+            continue
+        except OSError as error:
+            if error.errno in NO_RUN_THERE:
+                continue
+            raise
         if "config.yaml" in within and "attempts" in within:
             found.append(folder)
-            return
-        for name, entry in sorted(within.items()):
-            if entry.is_dir(follow_symlinks=False) and not name.startswith("."):
-                search(Path(entry.path))
+            continue
         if waiting and RunDir(folder).waiting.name in within:
-            found.extend(path for path in waiting_in(folder) if path.name not in within)
-
-    if below.is_dir():
-        search(below)
-    elif waiting and waits(RunDir(below)):
-        found.append(below)
+            left.append([path for path in waiting_in(folder) if path.name not in within])
+        left += [
+            Path(entry.path)
+            for name, entry in sorted(within.items(), reverse=True)
+            if entry.is_dir(follow_symlinks=False) and not name.startswith(".")
+        ]
     return found
 
 
