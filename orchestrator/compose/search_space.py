@@ -163,8 +163,13 @@ def _interval(key: str, value: IntervalSweep) -> Axis:
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         raise ConfigError("cannot be drawn: both ends of an interval are finite numbers")
     whole = isinstance(low, int) and isinstance(high, int)
-    if low >= high:
-        raise ConfigError(f"cannot be drawn: {low} is not below {high}")
+    if low == high:
+        raise ConfigError(f"cannot be drawn: its lower end and its upper end are both {low:g}")
+    if low > high:
+        raise ConfigError(
+            f"cannot be drawn: its lower end, {low:g}, stands above its upper end, {high:g}; the "
+            f"lower one comes first, as in interval({high:g},{low:g})"
+        )
     if max(abs(low), abs(high)) > LARGEST and whole:
         raise ConfigError(f"cannot be drawn: whole numbers go up to {LARGEST}")
     if "log" in value.tags and low <= 0:
