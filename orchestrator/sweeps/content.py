@@ -6,11 +6,12 @@ kept as a digest in its submission.json; what changed is told by name.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -19,7 +20,9 @@ from typing import Any
 
 from orchestrator.config.bounds import plain
 from orchestrator.config.schema import Config
-from orchestrator.config.user_code.program_section import target_of
+from orchestrator.config.user_code.class_source import once
+from orchestrator.config.user_code.program_section import is_program, program_of, target_of
+from orchestrator.config.user_code.program_source import copied_script
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.resuming.rules import changes, flat
 from orchestrator.snapshot.code_copy import digests_of_code
@@ -36,6 +39,7 @@ NOT_MADE_OF = (
 )  # fmt: skip
 PACKAGES = ("cluster-orchestrator", "torch", "mindspore", "numpy")
 MOST_FILES = 10_000
+NO_NAMES = ("", ".", "..")
 
 
 def made_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -48,7 +52,7 @@ def made_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
         "of": sorted(overrides),
         "config": _digest(_counted(plain(config))),
         "code": _code(config),
-        "data": {key: _stamp(Path(text)) for key, text in _paths(config)},
+        "data": {key: once("stamp", _stamp, path) for key, path in _paths(config)},
         "versions": dict(_versions()),
     }
 
@@ -64,13 +68,15 @@ def why_changed(
     for name, digest in now["code"].items():
         if (before.get("code") or {}).get(name) != digest:
             causes.append(f"code in {name}")
-    for part in ("data", "versions"):
-        old, new = before.get(part) or {}, now[part]
-        causes += [
-            f"{key} (was {old.get(key)})" if part == "versions" else f"files of {key}"
-            for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key)
-        ]
+    read, there = before.get("data") or {}, now["data"]
+    # What was not there when it began it has not read: it may have written it.
+    causes += [f"files of {key}" for key in sorted(read) if read[key] != there.get(key)]
+    old, new = before.get("versions") or {}, now["versions"]
+    causes += [
+        f"{key} (was {old.get(key)})"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
     return ", ".join(causes) or None
 
 
@@ -105,13 +111,35 @@ def _code(config: Config) -> dict[str, str]:
     return _codes[key]
 
 
-def _paths(config: Config) -> Iterator[tuple[str, str]]:
-    """The job's arguments that are paths of what is there; and the initial weights."""
-    stated = {**{f"job.{k}": v for k, v in flat(config.job)},
-              "train.initial_weights": config.train.initial_weights}  # fmt: skip
-    for key, value in stated.items():
-        if isinstance(value, str) and os.sep in value and Path(value).exists():
-            yield key, value
+def _paths(config: Config) -> Iterator[tuple[str, Path]]:
+    """What the job may read that is there: its arguments that name it; of a program's command the
+    files, for folders are mostly what it writes into; and the initial weights.
+    """
+    for key, value in flat(config.job):
+        texts: list[Any] = value if isinstance(value, list) else [value]
+        for path in _there(texts) if key != "command" else ():
+            yield f"job.{key}" if texts is not value else f"{path} in job.{key}", path
+    if is_program(config.job):
+        program = program_of(config.job)
+        own = copied_script(program)  # which is code
+        words = [*program.command, *(word.partition("=")[2] for word in program.command)]
+        yield from ((str(p), p) for p in _there(words) if p.is_file() and p.absolute() != own)
+    for path in _there([config.train.initial_weights]):
+        saved = RunDir(path).checkpoints
+        yield "train.initial_weights", saved if saved.is_dir() else path
+
+
+def _there(texts: Sequence[Any]) -> Iterator[Path]:
+    """Those that are names of something; not what is no name at all, as a sentence with a slash in
+    it, or may not be looked at.
+    """
+    for text in texts:
+        if not isinstance(text, str) or text in NO_NAMES:
+            continue
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # "~nobody" is no home
+            path = Path(text).expanduser()
+            path.stat()
+            yield path
 
 
 def _stamp(path: Path) -> str:
@@ -119,7 +147,8 @@ def _stamp(path: Path) -> str:
     whole = hashlib.sha256()
     for file in islice(_files(path), MOST_FILES):
         facts = file.stat()
-        whole.update(f"{file.relative_to(path)} {facts.st_size} {facts.st_mtime_ns}\n".encode())
+        told = f"{file.relative_to(path)} {facts.st_size} {facts.st_mtime_ns}\n"
+        whole.update(told.encode("utf-8", "surrogateescape"))  # a name may be any bytes
     return whole.hexdigest()
 
 

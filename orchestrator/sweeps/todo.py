@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.user_code.class_source import read_once
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.outcome.folder_status import ENDED_STATES, RunStatus
 from orchestrator.run_folder.files import make_folder, names_in
@@ -70,8 +71,9 @@ def cells_of(points: Sequence[Point], *, force: bool = False) -> list[Cell]:
     standing = {status.folder: status for status in statuses(runs)[0]} if runs else {}
     wrong: dict[str, list[int]] = {}
     found: list[Cell] = []
-    for point in placed:
-        now = made_of(point.config, point.of)
+    with read_once():  # of data, too: thousands of points may share it
+        made = [made_of(point.config, point.of) for point in placed]
+    for point, now in zip(placed, made, strict=True):
         before = known.get(point.of, (None, {}))[1]
         cell = _cell(point, standing.get(point.folder), before, now, force=force)
         if cell.do is Do.WAIT and (cell.why.startswith("changed") or force):

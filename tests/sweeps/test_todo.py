@@ -1,12 +1,14 @@
 """What the same line does again with each point of a sweep, whatever happened to it meanwhile."""
 
+import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from orchestrator.compose.command_line import read_command_line
+from orchestrator.compose.command_line import program_overrides, read_command_line
 from orchestrator.compose.composer import Composer
 from orchestrator.compose.hydra_sweep import points_of
 from orchestrator.errors import ConfigError, RunFolderError
@@ -117,6 +119,41 @@ def test_code_and_data_that_changed_are_named_and_run_again(sweep):
     for cell in sweep.cells():
         assert cell.do is Do.BEGIN
         assert cell.why == f"changed: code in {sweep.code}, files of job.data"
+
+
+def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrote(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    files = [
+        Path("folder", os.fsdecode(b"caf\xe9")),
+        Path("train.sh"),
+        Path("data.csv"),
+        Path("more.txt"),
+    ]
+    for file in files:
+        file.write_text("true\n")
+    words = ("bash", "train.sh", "--data=data.csv", "--log", "log.txt", f"and/or {'x' * 300}")
+    line = ("-m", "job.arguments.x=1,2", "job.argument_style=words", f"run.dir={tmp_path}/sweep",
+            "job.arguments.folder=folder", "job.arguments.all=[data.csv,more.txt]",
+            *program_overrides(words))  # fmt: skip
+
+    def cells():
+        content._codes.clear()
+        return cells_of(checked(points_of(Composer(read_command_line(line)))))
+
+    Sweep.run(None, cells())
+    Path("log.txt").write_text("of the first run")
+    assert {cell.why for cell in cells()} == {"finished"}
+    for file in files:
+        file.write_text("changed\n")
+    assert {cell.do for cell in cells()} == {Do.BEGIN}
+    [why] = {cell.why for cell in cells()}
+    assert sorted(why.removeprefix("changed: files of ").split(", files of ")) == sorted((
+        "data.csv", "data.csv in job.arguments.all", "job.arguments.folder",
+        "more.txt in job.arguments.all", "train.sh",
+    ))  # fmt: skip
 
 
 def test_where_and_how_a_point_is_run_is_no_change_unless_that_is_what_is_compared(sweep):
