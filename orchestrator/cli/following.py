@@ -46,19 +46,17 @@ def status(
 
 def _with_trials(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """The runs as values; where a folder is a search's, each with its trials."""
-    from orchestrator.report.tables.search_table import with_trials
-    from orchestrator.run_folder.rundir import RunDir, read_json
+    from orchestrator.report.tables.search_table import search_of, with_trials
 
-    search = read_json(RunDir(folder).search)
+    search = search_of(folder)
     return with_trials(rows, search) if search else rows
 
 
 def _show_search(folder: Path, console: Console) -> None:
     """The trials, where a folder is a search's."""
-    from orchestrator.report.tables.search_table import print_search
-    from orchestrator.run_folder.rundir import RunDir, read_json
+    from orchestrator.report.tables.search_table import print_search, search_of
 
-    if found := read_json(RunDir(folder).search):
+    if found := search_of(folder):
         print_search(found, console)
 
 

@@ -25,6 +25,7 @@ NUMBERS = [NUMBER]  # a list of them
 
 RESUMES: Shape = {"asked!": [{"attempt!": WHOLE}]}
 STATES = ("finished", "stopped", "failed")
+TRIAL_STATES = ("complete", "pruned", "failed", "open")
 CULPRIT: Shape = {
     "rank": MAYBE_WHOLE, "node": TEXT, "cause": TEXT, "log_tail": LIST,
 }  # fmt: skip
@@ -59,10 +60,10 @@ SHAPES: dict[str, Shape] = {
     "pruned.json": {"why!": TEXT},
     "search.json": {
         "objective!": TEXT, "maximize!": (bool,), "wanted!": WHOLE, "best!": MAYBE_WHOLE,
-        "line!": {"overrides!": LIST, "config_dir!": MAYBE_TEXT, "config_name!": TEXT,
+        "line!": {"overrides!": [TEXT], "config_dir!": MAYBE_TEXT, "config_name!": TEXT,
                   "folder!": TEXT},
         "trials!": [
-            {"number!": WHOLE, "state!": TEXT, "value!": MAYBE_NUMBER, "point!": LIST,
+            {"number!": WHOLE, "state!": TRIAL_STATES, "value!": MAYBE_NUMBER, "point!": [TEXT],
              "folder!": MAYBE_TEXT, "same_as!": MAYBE_WHOLE, "why!": MAYBE_TEXT},
         ],
     },

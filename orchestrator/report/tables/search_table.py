@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from orchestrator.errors import RunFolderError
 from orchestrator.report.terminal import literal, say
 from orchestrator.report.units import UNKNOWN, format_number, plural
+from orchestrator.run_folder.rundir import RunDir, read_json
 
 STYLES = {"complete": "green", "pruned": "yellow", "failed": "bold red", "open": "cyan"}
 FIRST = 20  # of the trials with a value; the others are in search.json
+
+
+def search_of(folder: Path) -> dict[str, Any] | None:
+    """What a search wrote down for people in its folder; None where the folder is of none.
+
+    Raises:
+        RunFolderError: it is damaged.
+    """
+    path = RunDir(folder).search
+    found = read_json(path)
+    if found is None:
+        return None
+    numbers = [trial["number"] for trial in found["trials"]]
+    words = [word for trial in found["trials"] for word in trial["point"]]
+    if numbers != [*range(len(numbers))] or found["best"] not in (None, *numbers):
+        raise RunFolderError(f"{path} is damaged: its trials are not numbered as a search does it")
+    if not all("=" in word for word in words):
+        raise RunFolderError(f"{path} is damaged: what a trial has chosen is no key with a value")
+    return found
 
 
 def words_of(search: Mapping[str, Any], number: int) -> str:

@@ -1,0 +1,42 @@
+"""A search as its folder tells it: whole, or refused; never a traceback."""
+
+import copy
+
+import pytest
+
+from orchestrator.errors import RunFolderError
+from orchestrator.report.tables.search_table import print_search, search_of, with_trials
+from orchestrator.run_folder.rundir import RunDir, write_json
+
+TRIAL = {"number": 0, "state": "complete", "value": 0.5, "point": ["job.x='a=b'"], "folder": "0",
+         "same_as": None, "why": None}  # fmt: skip
+FOUND = {
+    "search": "tpe", "objective": "loss", "maximize": False, "wanted": 2, "best": 0,
+    "trials": [TRIAL, TRIAL | {"number": 1, "state": "failed", "value": None, "folder": None}],
+    "line": {"overrides": [], "config_dir": None, "config_name": "config", "folder": "/"},
+}  # fmt: skip
+
+
+def test_a_search_is_read_back(tmp_path, screen):
+    assert search_of(tmp_path) is None
+    write_json(RunDir(tmp_path).search, FOUND)
+    found = search_of(tmp_path)
+    assert found == FOUND
+    print_search(found, screen)
+    assert "1 with a value, 1 failed" in screen.text
+    [run, failed] = with_trials([{"folder": "/sweep/0"}], found)
+    assert run["trials"][0]["parameters"] == {"job.x": "'a=b'"}
+    assert failed["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("best", 7), ("best", -1), ("best", "x"), ("trials", [TRIAL, TRIAL]), ("trials", "x"),
+     *(("trials", [TRIAL | {name: value}]) for name, value in (
+         ("state", "odd"), ("state", []), ("number", 1), ("point", ["x"]), ("point", [7]),
+         ("value", "x"), ("folder", 7)))],
+)  # fmt: skip
+def test_what_no_search_writes_is_damage(tmp_path, key, value):
+    write_json(RunDir(tmp_path).search, copy.deepcopy(FOUND) | {key: value})
+    with pytest.raises(RunFolderError, match=r"search\.json is damaged"):
+        search_of(tmp_path)
