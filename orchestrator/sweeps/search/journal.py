@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from optuna.study import Study
 
 NAME = "search"
+DAMAGED = (
+    OptunaError, ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError,
+)  # fmt: skip
 MADE_OF = "made_of"  # attribute of the study: what the search is one of
 WHY = "why"  # attributes of a trial: why it has no value;
 SAME_AS = "same_as"  # the earlier trial that is the same point
@@ -52,6 +55,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, direction: str) -> None:
+        self._path = path
         try:
             _end_with_a_line(path)
             lock = _FolderIsHeld(str(path))
@@ -63,13 +67,16 @@ class Journal:
             self._id = self._storage.get_study_id_from_name(NAME)
         except OSError as error:
             raise RunFolderError(f"{path} cannot be written: {error.strerror}") from error
-        except (OptunaError, ValueError, LookupError, TypeError, AssertionError) as error:
+        except DAMAGED as error:
             raise RunFolderError(f"{path} is damaged: {error}") from error
 
     @property
     def made_of(self) -> dict[str, Any] | None:
         """What the search is one of; None where nothing was written yet."""
-        return self._storage.get_study_user_attrs(self._id).get(MADE_OF)
+        found: Any = self._storage.get_study_user_attrs(self._id).get(MADE_OF)
+        if not isinstance(found, dict | None):
+            raise RunFolderError(f"{self._path} is damaged: it does not say which search it is of")
+        return found
 
     @made_of.setter
     def made_of(self, value: Mapping[str, Any]) -> None:
@@ -79,6 +86,22 @@ class Journal:
     def trials(self) -> Sequence[FrozenTrial]:
         """All of them, by their numbers."""
         return self._storage.get_all_trials(self._id, deepcopy=False)
+
+    @property
+    def has_value(self) -> bool:
+        return any(trial.state is TrialState.COMPLETE for trial in self.trials)
+
+    def check(self, distributions: Mapping[str, BaseDistribution]) -> None:
+        """Raise `RunFolderError` where a trial is none that this search could have written."""
+        for trial in self.trials:
+            try:
+                sound = _is_of(trial, distributions)
+            except DAMAGED:
+                sound = False
+            if not sound:
+                raise RunFolderError(
+                    f"{self._path} is damaged: its trial {trial.number} is none of this search"
+                )
 
     def trial(self, number: int) -> FrozenTrial:
         return self._storage.get_trial(self._trial_id(number))
@@ -124,6 +147,21 @@ class Journal:
 
     def _trial_id(self, number: int) -> int:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
+
+
+def _is_of(trial: FrozenTrial, distributions: Mapping[str, BaseDistribution]) -> bool:
+    """Raises one of `DAMAGED` where it is no trial at all."""
+    create_trial(  # which looks at what it is given
+        state=trial.state,
+        value=trial.value,
+        params=trial.params,
+        distributions=dict(distributions),
+        user_attrs=trial.user_attrs,
+        intermediate_values=trial.intermediate_values,
+    )
+    same_as, why = trial.user_attrs.get(SAME_AS), trial.user_attrs.get(WHY, "")
+    drawn = trial.distributions == distributions and isinstance(why, str)
+    return drawn and (same_as is None or same_as in range(trial.number))
 
 
 def _end_with_a_line(path: Path) -> None:

@@ -66,8 +66,8 @@ class Searcher:
         """To the end of the last trial, or to an interrupt.
 
         Raises:
-            ConfigError: what an earlier start has left is of other code, or the objective is a
-                figure that no trial measures.
+            ConfigError: what an earlier start has left is of other code, or no trial so far has
+                measured the objective.
         """
         self._find_again()
         self._show()
@@ -182,12 +182,21 @@ class Searcher:
             self._next = None
             number = self._journal.begin(drawn, distributions(self._asked.space), same_as)
             if isinstance(cell, Cell):
-                self._start(self._trial(number, cell))
+                self._begin(number, cell)
             elif cell is not None:
                 self._journal.fail(number, cell)
                 self._told(number)
             self._tell_twins()
             self._show()
+
+    def _begin(self, number: int, cell: Cell) -> None:
+        """A new trial. One of this very point may be there, if the journal has lost its end."""
+        if cell.do is Do.BEGIN:
+            self._start(self._trial(number, cell))
+            return
+        self._folders[number] = cell.run.path
+        self._go_on(self._journal.trial(number), cell)
+        self._start_waiting()
 
     def _choose(self, trials: Sequence[FrozenTrial]) -> Next:
         space = self._asked.space
@@ -245,10 +254,13 @@ class Searcher:
         try:
             why = refusal or why_no_value(trial.cell)
             value = None if why else measured(trial.cell.run, self._asked.sweep.objective)
-        except NoSuchFigure as error:
-            raise ConfigError(str(error)) from error
         except RunFailed as error:
             why, value = str(error), None
+            if isinstance(error, NoSuchFigure) and not self._journal.has_value:
+                self._journal.fail(trial.number, why)
+                self._show()
+                more = "if other trials will, the same line goes on with them"
+                raise ConfigError(f"{why}; {more}") from error
         if value is None:
             self._journal.fail(trial.number, why)
         else:
@@ -260,7 +272,8 @@ class Searcher:
         self._next = None
         self._tell_twins()
         self._show()
-        self._say(number)
+        if not self._manner.quiet:
+            say(self._manner.console, words_of(self.table, number))
 
     def _tell_twins(self) -> None:
         """A point that is drawn again is not computed again."""
@@ -284,7 +297,3 @@ class Searcher:
 
     def _show(self) -> None:
         self.table = write_table(self._asked, self._journal, self._folders)
-
-    def _say(self, number: int) -> None:
-        if not self._manner.quiet:
-            say(self._manner.console, words_of(self.table, number))

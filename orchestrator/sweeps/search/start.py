@@ -27,7 +27,7 @@ from orchestrator.runs.resuming.elsewhere import standing_in
 from orchestrator.runs.status import find_runs
 from orchestrator.sweeps.folder import alone_in
 from orchestrator.sweeps.search.asked import Asked, asked_of
-from orchestrator.sweeps.search.drawing import refuse_without_optuna
+from orchestrator.sweeps.search.drawing import distributions, refuse_without_optuna
 from orchestrator.sweeps.todo import REPLACED
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ def journal_of(asked: Asked) -> Journal:
             f"{folder.path} holds another search ({', '.join(differing)}); choose another run.dir, "
             f"or begin the search anew with --force"
         )
+    journal.check(distributions(asked.space))
     if len(journal.trials) > asked.trials:
         raise ConfigError(
             f"{folder.path} holds {len(journal.trials)} trials already, more than "

@@ -3,6 +3,7 @@
 Trials end at once here, in real folders and a real journal; whole ones are in `test_whole.py`.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -176,6 +177,60 @@ def test_a_search_anew_puts_the_old_one_aside_and_other_code_is_refused(tmp_path
     assert told(anew) == told(first), "the same points"
     aside = tmp_path / "found" / ".replaced" / "search-0"
     assert {path.name for path in aside.iterdir()} == {"0", "1", "search.json", "search.journal"}
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7])
+def test_what_a_journal_has_lost_at_its_end_the_folders_of_its_trials_know(tmp_path, kept):
+    question = asked(*line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=3"))
+    whole = searched(question)
+    journal = tmp_path / "found" / "search.journal"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:kept]))
+    place = AtOnce()
+    assert told(searched(question, place)) == told(whole)
+    assert place.began == [], "what has ended is not run again"
+
+
+def test_no_line_of_a_journal_that_no_search_writes_ends_in_a_traceback(tmp_path):
+    question = asked(*line_of(tmp_path / "found", "sweep.trials=3"))
+    searched(question)
+    journal = tmp_path / "found" / "search.journal"
+    lines = journal.read_text().splitlines(keepends=True)
+    wrong = ["null", "7", "[]", "{}", '"x"', '{"op_code": 99, "worker_id": "x"}', "[" * 9999]
+    refused = 0
+    for place, sound in enumerate(lines):
+        record = json.loads(sound)
+        forged = [record | {key: value} for key in record for value in (None, -1, "x", [], {})]
+        for bad in (*wrong, *map(json.dumps, forged)):
+            journal.write_text("".join([*lines[:place], bad + "\n", *lines[place + 1 :]]))
+            try:
+                assert len(searched(question)["trials"]) == 3
+            except (RunFolderError, ConfigError):
+                refused += 1
+    assert refused > len(wrong) * len(lines) // 2
+
+
+def test_a_trial_without_the_figure_is_one_that_failed_where_others_have_it(tmp_path):
+    class Mute(AtOnce):
+        def __init__(self):
+            super().__init__()
+            self.left = [True, False, True]  # whether the next that finishes has measured nothing
+
+        def wait(self):
+            [ended] = super().wait()
+            run = ended.cell.run
+            found = run.read_result()
+            if found["state"] == "finished" and self.left and self.left.pop(0):
+                run.write_own(run.result, found | {"loss": None})
+            return [ended]
+
+    question = asked(*line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=1"))
+    place = Mute()
+    with pytest.raises(ConfigError, match=r"measured no such figure.* the same line goes on"):
+        searched(question, place)
+    place.running.clear()
+    found = searched(question, place)["trials"]
+    assert len([trial for trial in found if "no such figure" in (trial["why"] or "")]) == 2
+    assert [trial["state"] for trial in found].count("complete") >= 2
 
 
 def test_a_damaged_journal_and_a_folder_of_other_runs_are_refused(tmp_path):
