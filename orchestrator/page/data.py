@@ -55,7 +55,29 @@ FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
 
 
 def data_of(facts: Facts) -> dict[str, Any]:
-    """The page's data. Nothing in it is a secret by the name of its key."""
+    """The page's data. Nothing in it is a secret by the name of its key, and no text in it does
+    anything to a terminal.
+    """
+    return sayable(_data_of(facts))
+
+
+def sayable(value: Any) -> Any:
+    r"""A value without escape sequences in any text, names of metrics, hosts and folders included;
+    and without numbers that JSON cannot say.
+
+    >>> sayable({"\x1b[2Jloss": [1.5, float("nan"), "\x07x"]})
+    {'loss': [1.5, None, 'x']}
+    """
+    if isinstance(value, str):
+        return harmless(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {sayable(key): sayable(inner) for key, inner in value.items()}
+    return list(map(sayable, value)) if isinstance(value, list | tuple) else value
+
+
+def _data_of(facts: Facts) -> dict[str, Any]:
     cells = [run.cell for run in facts.runs]
     apart = differences(cells) if facts.sweep else [UNKNOWN] * len(cells)
     most = max(2, POINTS // max(1, len(cells)))
@@ -78,7 +100,7 @@ def data_of(facts: Facts) -> dict[str, Any]:
             for key, values in varied.items()
         ],
         "sentences": [
-            *map(harmless, told_in_words(facts.search) if facts.search else ()),
+            *(told_in_words(facts.search) if facts.search else ()),
             *(verdict(pair) for pair in accumulation_pairs(cells)),
             *remarks(cells),
             *(f"not read: {sentence}" for sentence in facts.unreadable),
@@ -92,8 +114,8 @@ def _run(point: str, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
     rows = _rows(cell.updates)
     drawn = thinned(rows, most)
     return {
-        "point": harmless(point),
-        "name": harmless(run.name),
+        "point": point,
+        "name": run.name,
         "folder": str(cell.folder),
         "overrides": {key: shown(key, value) for key, value in cell.overrides.items()},
         "state": "pruned" if run.pruned and summary.state == "stopped" else summary.state,
@@ -112,12 +134,12 @@ def _run(point: str, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
             for key in ("nodes", "ranks", "global_batch", "micro_steps", "updates", "parameters")
         },
         "restarts": [
-            {key: harmless(note.get(key, "")) for key in ("attempt", "resumed_from", "why")}
+            {key: str(note.get(key, "")) for key in ("attempt", "resumed_from", "why")}
             for note in result.get("restarts") or []
         ],
         "warnings": list(
             dict.fromkeys(
-                harmless(text) for record in cell.updates for text in record.get("warnings") or []
+                str(text) for record in cell.updates for text in record.get("warnings") or []
             )
         ),
         "drawn": f"{format_count(len(drawn))} of {plural(len(rows), 'update')}",
@@ -141,7 +163,7 @@ def _figures(summary: Summary) -> dict[str, dict[str, Any]]:
 
 def _why(result: Mapping[str, Any]) -> str:
     culprit = result.get("culprit")
-    return harmless(describe_culprit(culprit)) if culprit else ""
+    return describe_culprit(culprit) if culprit else ""
 
 
 def thinned(records: Sequence[Record], most: int) -> Sequence[Record]:
@@ -194,7 +216,7 @@ def _marks(
 
 
 def _why_restarted(record: Record) -> str:
-    return harmless((record.get("restart") or {}).get("why", ""))
+    return (record.get("restart") or {}).get("why", "")
 
 
 def _evaluations(records: Sequence[Record]) -> dict[str, list[Any]]:
@@ -229,7 +251,7 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
         "git commit": git.get("commit"),
         "uncommitted changes": ("yes" if git.get("diff") else "no") if git else None,
     }
-    return {key: harmless(value) for key, value in rows.items() if value is not None}
+    return {key: str(value) for key, value in rows.items() if value is not None}
 
 
 def _command(submission: Mapping[str, Any]) -> str:

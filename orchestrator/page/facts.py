@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any
 
 from orchestrator.errors import RunFolderError
 from orchestrator.report.metrics import Record, read_metrics
-from orchestrator.report.tables.sweep_table import SweptRun, short_key
-from orchestrator.run_folder.rundir import RunDir, read_json
+from orchestrator.report.tables.search_table import search_of
+from orchestrator.report.tables.sweep_table import SweptRun, names, short_key
+from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.resuming.rules import changes
 from orchestrator.runs.status import find_runs
 from orchestrator.sweeps.shown import only_varying, swept_run
@@ -91,8 +93,24 @@ def facts_of(path: Path) -> Facts:
             unreadable.append(str(error))
     if not runs:
         raise RunFolderError("\n".join(unreadable))
-    found = read_json(RunDir(path).search)
-    return Facts(path=path, runs=runs, unreadable=unreadable, search=found)
+    found: Mapping[str, Any] | None = None
+    try:
+        found = search_of(path)
+    except RunFolderError as error:
+        unreadable.append(str(error))
+    return Facts(path=path, runs=_told_apart(runs), unreadable=unreadable, search=found)
+
+
+def _told_apart(runs: Sequence[RunFacts]) -> list[RunFacts]:
+    """Runs whose names are no others': those that would share one, as where they differ in a key of
+    `run` alone, have their folders' names in it. Charts know their lines by names.
+    """
+    shared = Counter(run.name for run in runs)
+    places = names([run.cell for run in runs])
+    return [
+        replace(run, name=f"{run.name} ({place})") if shared[run.name] > 1 else run
+        for run, place in zip(runs, places, strict=True)
+    ]
 
 
 def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:

@@ -24,8 +24,9 @@ BREAKS = ("job.fault=raise", "job.fault_rank=0", "job.fault_after=3")
 TOLD = "the tiny job was told to fail"
 READING = "tests.hostile.reading"
 VERBS = ("status", "status of many", "status --json", "logs", "logs -f", "compare", "compared with",
-         "cancel", "cancel --now", "attach", "read", "read", "read", "read", "read")  # fmt: skip
-WATCHING = ("status", "logs", "compare", "attach", "read")
+         "cancel", "cancel --now", "attach", "report md", "report csv",
+         "read", "read", "read", "read", "read")  # fmt: skip
+WATCHING = ("status", "logs", "compare", "attach", "report", "read")
 PRECIOUS = "what-no-command-may-print"
 LIMIT_S = 12.0
 MOST_WORDS = 20_000
@@ -120,6 +121,8 @@ def _line(verb: str, path: Path, sound: Path, more: dict[str, str]) -> Line:
         "compare": ("compare", str(path), str(sound)),
         "compared with": ("compare", str(sound), str(path), "--tensors"),
         "cancel --now": ("cancel", str(path), "--now"), "read": (str(path),),
+        "report md": ("report", str(path), "--format", "md"),
+        "report csv": ("report", str(path), "--format", "csv"),
     }.get(verb, (verb, str(path)))  # fmt: skip
     return Line(READING if verb == "read" else "orchestrator", arguments, ".", more)
 

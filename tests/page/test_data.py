@@ -3,9 +3,11 @@
 import json
 import math
 
+from orchestrator.page.charts import charts
 from orchestrator.page.data import data_of
 from orchestrator.page.facts import facts_of
-from tests.report.conftest import record
+from orchestrator.page.formats import FORMATS
+from tests.report.conftest import record, result
 
 
 def test_figures_have_their_values_and_texts(made):
@@ -40,6 +42,20 @@ def test_numbers_that_json_cannot_say_are_left_out(made):
     data = data_of(facts_of(made("nan", records=lines).path))
     assert data["runs"][0]["series"]["loss"] == [1.0, None]
     json.dumps(data, allow_nan=False)
+
+
+def test_no_name_or_word_of_others_does_anything_to_a_terminal(made, tmp_path):
+    evil = "\x1b[2J\x07\x9b"
+    culprit = {"rank": 0, "node": f"n{evil}", "cause": evil, "log_tail": []}
+    ended = result(state="failed", culprit=culprit, metrics={f"top{evil}": math.nan, evil: 1.0})
+    lines = [record(0, warnings=[evil]), record(1, evaluation={f"top{evil}": math.inf})]
+    run = made("run", records=lines, ended=ended, command=[evil])
+    data = data_of(facts_of(run.path.rename(tmp_path / f"run{evil}")))
+    assert data["runs"][0]["metrics"]["top"] == {"value": None, "text": "nan"}
+    for form in ("json", "md", "csv"):
+        text = FORMATS[form](data)
+        assert all(sign.isprintable() or sign in "\r\n" for sign in text), form
+    assert charts(data)
 
 
 def test_a_run_that_has_not_begun_has_a_page(made):

@@ -12,6 +12,15 @@ def test_points_come_in_their_numbers_order_named_by_what_varies(sweep):
     assert differing(found.runs) == {"accumulation.steps": [1, 2, 4]}
 
 
+def test_runs_that_differ_in_nothing_that_is_shown_have_names_of_their_own(made, tmp_path):
+    for number, restarts in enumerate((0, 1)):
+        for steps in (1, 2):
+            told = (f"accumulation.steps={steps}", f"run.max_restarts={restarts}")
+            made(f"some/{2 * number + steps}", *told)
+    names = [run.name for run in facts_of(tmp_path / "some").runs]
+    assert names == ["steps=1 (1)", "steps=2 (2)", "steps=1 (3)", "steps=2 (4)"]
+
+
 def test_a_run_by_itself_goes_by_its_folders_name(made):
     made("alone", "train.seed=3")
     [run] = facts_of(made("alone2", "train.seed=3").path).runs
