@@ -33,21 +33,28 @@ def notes(run, key):
     return [record[key] for record in helpers.records(run) if key in record]
 
 
+def came(run):
+    return [rank for note in notes(run, "joined") for rank in note["came"]]
+
+
 def kill_one_after_another(run, victims, *more, ranks_per_node=2, in_vain=False):
-    """Each once the one before it has come back; then wait for the end. `in_vain`: the first one's
-    first newcomer is killed on its way in.
+    """Each, a rank or a whole node, once what was killed before is back; then wait for the end.
+    `in_vain`: the first one's first newcomer is killed on its way in.
     """
     hurry = run.with_name("hurry")
     shape = (*SHAPE, f"cluster.ranks_per_node={ranks_per_node}")
     process = helpers.begin(*RUN, *shape, f"job.until={hurry}", f"run.dir={run}", *more)
     helpers.until(lambda: len(helpers.records(run)) >= 3, what="training")
+    back = 0
     for number, victim in enumerate(victims):
-        first = helpers.rank_pid(run, victim)
+        node = victim if isinstance(victim, str) else None
+        first = helpers.node_process(run, node).pid if node else helpers.rank_pid(run, victim)
         os.kill(first, signal.SIGKILL)
         if in_vain and not number:
             newcomer = partial(other_process, run, victim, first)
             os.kill(helpers.until(newcomer, what="a newcomer"), signal.SIGKILL)
-        helpers.until(lambda n=number: len(notes(run, "joined")) > n, what="coming back")
+        back += ranks_per_node if node else 1
+        helpers.until(lambda all_=back: len(came(run)) == all_, what="coming back")
     hurry.touch()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
@@ -95,18 +102,19 @@ def test_killed_ranks_come_back_the_first_one_included_and_the_bits_are_the_same
     assert (status["survived"], status["came_back"]) == (2, 2)
 
 
-def test_shards_are_handed_on_and_a_newcomer_that_dies_on_its_way_in_hurts_nobody(
+def test_shards_are_handed_on_a_node_comes_back_and_a_newcomer_that_dies_on_its_way_hurts_nobody(
     tmp_path, undisturbed
 ):
     run = tmp_path / "run"
     kill_one_after_another(
         run,
-        [2, 1],
+        [2, "node0", 1],
         "accumulation.reduction=fast",
         "engine.shard_optimizer=true",
         "run.memory_checkpoint=true",
         in_vain=True,
     )
     check_whole(run, undisturbed, same_bits=False)
-    assert [note["gone"] for note in notes(run, "survived")] == [[2], [1]]
-    assert [(note["came"], note["ranks"]) for note in notes(run, "joined")] == [([2], 4), ([1], 4)]
+    assert [note["gone"] for note in notes(run, "survived")] == [[2], [0, 1], [1]]
+    assert [came(run)[0], sorted(came(run)[1:3]), came(run)[3]] == [2, [0, 1], 1]
+    assert notes(run, "joined")[-1]["ranks"] == 4

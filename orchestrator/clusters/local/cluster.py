@@ -113,12 +113,15 @@ class LocalHandle(Handle):
         self._settle()
 
     def _replace(self) -> None:
-        """Start again whose time has come, where its node still is."""
-        for rank, process in self._replacements.due():
-            node = self._node_of(rank)
-            if not node.ended:
-                self._losses.ranks.discard(rank)
-                self._living.add(rank)
+        """Start again whose time has come, and the node where that is gone as well."""
+        due = self._replacements.due()
+        for index, node in enumerate(self._nodes.all):
+            its = {rank: process for rank, process in due if rank in node.ranks}
+            self._losses.ranks.difference_update(its)
+            self._living.update(its)
+            if its and node.ended:
+                self._nodes.start_again(index, its)
+            for rank, process in its.items():
                 node.command(f"start {rank} {process}")
 
     def _no_more(self) -> None:
@@ -126,6 +129,7 @@ class LocalHandle(Handle):
         if not self._replacements.over:
             self._replacements.stop()
             self._nodes.command("close")
+            self._nodes.kill_imports(of_newcomers=True)
         for rank in self._living - self._replacements.training(self._living):
             self._node_of(rank).command(f"end {rank}")
 
@@ -134,8 +138,7 @@ class LocalHandle(Handle):
 
     def _end_all(self) -> None:
         self._ending = True
-        if not self.pids:  # nobody may be there yet to read a command
-            self._nodes.kill_import()
+        self._nodes.kill_imports()  # nobody may be there yet to read a command
         self._nodes.command("kill")
 
     def _read(self, timeout_s: float) -> None:
@@ -158,6 +161,7 @@ class LocalHandle(Handle):
 
     def _node_ended(self, node: Node) -> None:
         self._living.difference_update(node.ranks)
+        self._standing.gone(node.ranks)
         if any(rank not in self._words.keys() | self._losses.ranks for rank in node.ranks):
             status = self._nodes.status_of(node)
             end = End(time=time.monotonic(), node=node.name, rank=None, status=status)
@@ -179,13 +183,14 @@ class LocalHandle(Handle):
     def _ended_badly(self, end: End, ranks: list[int], word: str = "") -> None:
         """A failure, or a loss that the other ranks survive."""
         members = {rank: self._replacements.member(rank) for rank in ranks}
-        out = len(ranks) == 1 and not self._replacements.let_in(ranks[0])
+        before = set(self._losses.ranks)
+        out = not any(map(self._replacements.let_in, ranks))
         if self._ending or not self._losses.take(end, members, FENCED if out else word):
             self._failed(end)
             return
         for rank in ranks:
             self._words.pop(rank, None)
-            if not self._node_of(rank).ended and (why_not := self._replacements.lost(rank)):
+            if rank not in before and (why_not := self._replacements.lost(rank)):
                 self._warn_of(rank, why_not)
         if not self._replacements.training(self._living):
             self._no_more()

@@ -32,6 +32,7 @@ class Node:
     commands: int
     events: int
     unread: bytes = b""
+    begun: bool = False
     ended: bool = False
 
     def command(self, word: str) -> None:
@@ -50,6 +51,7 @@ class Node:
             os.close(self.commands)
             os.close(self.events)
             return None
+        self.begun = True
         *lines, self.unread = (self.unread + content).split(b"\n")
         return [json.loads(line) for line in lines]
 
@@ -67,39 +69,59 @@ class Nodes:
     def __init__(self, request: Request, environments: list[Mapping[str, str]]) -> None:
         self._run = RunDir(request.run)
         self.told = selectors.DefaultSelector()
+        self._environments = environments
+        self._width = request.ranks_per_node
         self.all: list[Node] = []
         theirs: list[dict[str, Any]] = []
-        width = request.ranks_per_node
-        for index, environment in enumerate(environments):
-            ranks = range(index * width, (index + 1) * width)
-            (commands, own_commands), (own_events, events) = os.pipe(), os.pipe()
-            node = Node(f"node{index}", ranks, own_commands, own_events)
+        for index in range(len(environments)):
+            node, told = self._made(index, dict.fromkeys(self._ranks_of(index), 0))
             self.all.append(node)
-            self.told.register(own_events, selectors.EVENT_READ, node)
-            theirs.append(
-                {
-                    "name": node.name,
-                    "ranks": list(ranks),
-                    "environment": dict(environment),
-                    "pipes": [commands, events],
-                }
-            )
-        order = {
+            theirs.append(told)
+        self._order: dict[str, Any] = {
             "launcher": os.getpid(),
             "run": str(request.run),
             "attempt": request.attempt,
             "silence_s": request.details["silence_s"],
             "hang_s": request.details["hang_s"],
             "replaces": request.details["replacements"] > 0,
-            "nodes": theirs,
         }
         hang_s = request.details["hang_s"]
         self._importing = Standstill(Patience(notice_s=hang_s, most_s=hang_s, hang_s=hang_s))
-        self._process = self._start(order)
+        self._process = self._start(theirs)
+        self._parents = {node.name: self._process for node in self.all}
+        self._statuses: dict[tuple[int, str], int] = {}  # of nodes that ended, by their parents
 
-    def _start(self, order: dict[str, Any]) -> subprocess.Popen[bytes]:
+    def _ranks_of(self, index: int) -> range:
+        return range(index * self._width, (index + 1) * self._width)
+
+    def _made(self, index: int, processes: Mapping[int, int]) -> tuple[Node, dict[str, Any]]:
+        """This end of a node, and what the node is told: of its ranks, which process each is."""
+        (commands, own_commands), (own_events, events) = os.pipe(), os.pipe()
+        node = Node(f"node{index}", self._ranks_of(index), own_commands, own_events)
+        self.told.register(own_events, selectors.EVENT_READ, node)
+        told = {
+            "name": node.name,
+            "first": node.ranks[0],
+            "processes": list(processes.items()),
+            "environment": dict(self._environments[index]),
+            "pipes": [commands, events],
+        }
+        return node, told
+
+    def start_again(self, index: int, processes: Mapping[int, int]) -> None:
+        """Another process for a node that has ended, with some of its ranks, each with the number
+        of its process. It imports the framework by itself, as a node that was set up anew.
+        """
+        self.all[index], told = self._made(index, processes)
+        before = self._parents[told["name"]]
+        self._parents[told["name"]] = self._start([told])
+        if before not in self._parents.values():
+            self._wait_for(before)
+
+    def _start(self, nodes: list[dict[str, Any]]) -> subprocess.Popen[bytes]:
         """Start the process that will fork the nodes, and tell it what they are."""
-        first, pipes = order["nodes"][0], [end for node in order["nodes"] for end in node["pipes"]]
+        order = {**self._order, "nodes": nodes}
+        first, pipes = nodes[0], [end for node in nodes for end in node["pipes"]]
         with os.fdopen(open_regular(self._run.node_log(first["name"]), APPENDING), "ab") as errors:
             process = subprocess.Popen(
                 [sys.executable, "-m", "orchestrator.clusters.local.preloaded", order["run"]],
@@ -130,9 +152,16 @@ class Nodes:
         for node in self.all:
             node.command(word)
 
-    def kill_import(self) -> None:
-        """While there is no rank: what was forked meanwhile dies with the process it is of."""
-        self._process.kill()
+    def kill_imports(self, *, of_newcomers: bool = False) -> None:
+        """Where there is no rank yet: what was forked meanwhile dies with the process it is of.
+
+        Args:
+            of_newcomers: only where a node is started again.
+        """
+        begun = {id(self._parents[node.name]) for node in self.all if node.begun}
+        for process in self._parents.values():
+            if id(process) not in begun and not (of_newcomers and process is self._process):
+                process.kill()
 
     @property
     def ended(self) -> bool:
@@ -148,17 +177,24 @@ class Nodes:
 
     def status_of(self, node: Node) -> int:
         """How the process of an ended node ended; its parent's own status if that cannot tell."""
-        self._process.send_signal(signal.SIGCONT)  # somebody may have stopped it
-        for line in self._process.stdout or ():
-            end = json.loads(line)
-            if end["node"] == node.name:
-                return end["status"]
-        return self._process.wait()
+        parent = self._parents[node.name]
+        parent.send_signal(signal.SIGCONT)  # somebody may have stopped it
+        while (parent.pid, node.name) not in self._statuses:
+            line = parent.stdout.readline() if parent.stdout else b""
+            if not line:
+                return parent.wait()
+            end = json.loads(line)  # of another that ended at the same time, perhaps
+            self._statuses[parent.pid, end["node"]] = end["status"]
+        return self._statuses[parent.pid, node.name]
 
     def close(self) -> None:
-        """All have ended, so their parent ends by itself, unless somebody has stopped it."""
-        with self._process as process:
+        """All have ended, so their parents end by themselves, unless somebody has stopped one."""
+        for parent in (self._process, *self._parents.values()):
+            self._wait_for(parent)
+
+    def _wait_for(self, parent: subprocess.Popen[bytes]) -> None:
+        with parent:
             try:
-                process.wait(END_S)
+                parent.wait(END_S)
             except subprocess.TimeoutExpired:
-                process.kill()
+                parent.kill()

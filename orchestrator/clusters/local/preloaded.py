@@ -45,7 +45,7 @@ def _live(order: dict[str, Any]) -> int:
         return 0
     _become(node, order, run)
     patience = {name: order[name] for name in ("silence_s", "hang_s")}
-    rank = serve(node["ranks"], **patience, stays=order["replaces"])
+    rank = serve(node["first"], dict(node["processes"]), **patience, stays=order["replaces"])
     if rank is None:
         return 0
     from orchestrator.rank.entry import main_of

@@ -61,7 +61,7 @@ class Replacements:
         self._in_vain[rank] = self._in_vain[rank] + 1 if self._was_in_vain(rank) else 0
         if self.over or not self._most:
             return ""
-        if not self.left:
+        if self.left <= len(self._due):
             return f"it is not started again: run.max_replacements={self._most} were started"
         if self._in_vain[rank] >= MOST_IN_VAIN:
             return f"it is not started again: its last {MOST_IN_VAIN} processes did no update"
@@ -82,7 +82,7 @@ class Replacements:
         now = self._clock()
         if self.over:
             return []
-        ready = sorted(rank for rank, at in self._due.items() if now >= at)[: self.left]
+        ready = sorted(rank for rank, at in self._due.items() if now >= at)
         for rank in ready:
             del self._due[rank]
             self._latest[rank] += 1
@@ -92,7 +92,7 @@ class Replacements:
     @property
     def wait_s(self) -> float | None:
         """Until the next one is due; None: there is none."""
-        if not self._due or not self.left or self.over:
+        if not self._due or self.over:
             return None
         return max(0.0, min(self._due.values()) - self._clock())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,11 @@ class Standing:
             self.behind.pop(rank, None)
         elif kind == "behind":
             self.behind[rank] = behind_of(rank, node, event["behind"])
+
+    def gone(self, ranks: Iterable[int]) -> None:
+        """Their node is gone, and they with it."""
+        for rank in ranks:
+            self._frozen.pop(rank, None)
 
     def too_long_frozen(self) -> list[Culprit]:
         """Ranks that are stopped: they say nothing and give no error; peers would wait for ever.

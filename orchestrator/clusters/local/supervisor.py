@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -46,14 +47,15 @@ class Node:
     """The ranks of one pretended node.
 
     Args:
+        first: the first of the node's ranks.
         silence_s: for how long a rank may give no sign of life.
         hang_s: the same of one that sleeps in the kernel.
     """
 
-    def __init__(self, silence_s: float, hang_s: float) -> None:
+    def __init__(self, first: int, silence_s: float, hang_s: float) -> None:
         adopt_orphans()
         self._ranks: dict[int, int] = {}  # pid -> rank
-        self._first = 0
+        self._first = first
         self._watch = NodeWatch(silence_s, hang_s)
         self.links: dict[socket.socket, int] = {}  # to ranks
         self.selector = selectors.DefaultSelector()
@@ -62,13 +64,12 @@ class Node:
         self.selector.register(0, selectors.EVENT_READ)
         self.selector.register(self._wake, selectors.EVENT_READ)
 
-    def start(self, ranks: list[int]) -> int | None:
-        """Fork the ranks; gives each of them its number, and the node None. SIGTERM and SIGCHLD
-        have to be blocked.
+    def start(self, processes: Mapping[int, int]) -> int | None:
+        """Fork the ranks, each as the process of that number; gives each of them its rank, and the
+        node None. SIGTERM and SIGCHLD have to be blocked.
         """
-        self._first = ranks[0]
-        for rank in ranks:
-            if self._forked(rank, 0):
+        for rank, process in processes.items():
+            if self._forked(rank, process):
                 return rank
         return None
 
@@ -249,17 +250,22 @@ class Node:
             time.sleep(0.005)  # between two looks at processes that were just killed
 
 
-def serve(ranks: list[int], *, silence_s: float, hang_s: float, stays: bool = False) -> int | None:
+def serve(
+    first: int, processes: Mapping[int, int], *, silence_s: float, hang_s: float,
+    stays: bool = False,
+) -> int | None:  # fmt: skip
     """Be a node until its ranks have ended. Returns in the process of each rank, too, at once: with
     its number there, and None in the node.
 
     Args:
+        first: the first of the node's ranks.
+        processes: of the ranks that are there from the start, which process of its rank each is.
         stays: ranks may be started again (`start RANK PROCESS`), until there is the word `close`.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    node = Node(silence_s, hang_s)
-    rank = node.start(ranks)
+    node = Node(first, silence_s, hang_s)
+    rank = node.start(processes)
     if rank is not None:
         return rank
     node.wake_by_signals()

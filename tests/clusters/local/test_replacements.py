@@ -68,6 +68,11 @@ def test_no_more_than_were_asked_for_and_none_once_the_run_ends(tmp_path):
     why_not, due = attempt.lose(0)
     assert "run.max_replacements=1" in why_not
     assert due == []
+    attempt = Attempt(tmp_path / "at once", most=1)
+    assert attempt.replacements.lost(2) == ""
+    assert "run.max_replacements=1" in attempt.replacements.lost(3), "the other one is promised"
+    attempt.now += REST_S
+    assert attempt.replacements.due() == [(2, 1)]
     attempt = Attempt(tmp_path / "another")
     attempt.replacements.lost(1)
     attempt.replacements.stop()
