@@ -77,7 +77,7 @@ class Nodes:
             node, told = self._made(index, dict.fromkeys(self._ranks_of(index), 0))
             self.all.append(node)
             theirs.append(told)
-        self._order: dict[str, Any] = {
+        self._order = {
             "launcher": os.getpid(),
             "run": str(request.run),
             "attempt": request.attempt,
@@ -120,11 +120,15 @@ class Nodes:
 
     def _start(self, nodes: list[dict[str, Any]]) -> subprocess.Popen[bytes]:
         """Start the process that will fork the nodes, and tell it what they are."""
-        order = {**self._order, "nodes": nodes}
         first, pipes = nodes[0], [end for node in nodes for end in node["pipes"]]
         with os.fdopen(open_regular(self._run.node_log(first["name"]), APPENDING), "ab") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator.clusters.local.preloaded", order["run"]],
+                [
+                    sys.executable,
+                    "-m",
+                    "orchestrator.clusters.local.preloaded",
+                    str(self._run.path),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -136,7 +140,7 @@ class Nodes:
             os.close(end)
         try:
             with cast("IO[bytes]", process.stdin) as pipe:
-                pipe.write(json.dumps(order).encode())
+                pipe.write(json.dumps({**self._order, "nodes": nodes}).encode())
         except BrokenPipeError:  # it has ended already, which is read from the nodes' pipes
             pass
         return process
