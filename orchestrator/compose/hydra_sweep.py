@@ -84,7 +84,8 @@ def drive(composer: Composer, launch: Launch) -> Any:
             config=found,
         )
         composer.loader.refuse_sweep(composer.stated)
-    with guarded(bounded=False):
+    theirs = f"the sweeper {found.hydra.sweeper['_target_']}" if composer.searches else ""
+    with guarded(bounded=False, whose=theirs):
         return sweeper.sweep(list(composer.overrides))
 
 

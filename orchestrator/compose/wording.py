@@ -60,8 +60,12 @@ def no_such_key(key: str) -> str:
     return f"there is no key '{key}'{tail}"
 
 
-def explained(error: BaseException) -> ConfigError:
-    """Put an exception of Hydra or OmegaConf into one clear message."""
+def explained(error: BaseException, whose: str = "") -> ConfigError:
+    """Put an exception of Hydra or OmegaConf into one clear message.
+
+    Args:
+        whose: the code that may have raised it instead, which has nothing to do with either.
+    """
     text = str(error)
     for words in (_unknown_key, _unknown_choice, _unreadable):
         if sentence := words(error, text):
@@ -70,6 +74,8 @@ def explained(error: BaseException) -> ConfigError:
     key = getattr(cause, "full_key", None)
     first = re.split(r"\n    full_key|\nSee https|\n?Config search path", str(cause))[0].strip()
     first = first or type(error).__name__
+    if key is None and whose:
+        return ConfigError(f"{whose} ended with {type(error).__name__}: {first}")
     return ConfigError(f"{key}: {first}" if key else f"the configuration cannot be read: {first}")
 
 

@@ -89,7 +89,7 @@ def _range_arguments(text: str) -> list[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def guarded(*, bounded: bool = True) -> Generator[None]:
+def guarded(*, bounded: bool = True, whose: str = "") -> Generator[None]:
     """Around all that Hydra and OmegaConf do with what people wrote: bounded, and in our words.
 
     Whatever they raise is the input's fault, or a defect of theirs that its writer has to avoid;
@@ -97,6 +97,7 @@ def guarded(*, bounded: bool = True) -> Generator[None]:
 
     Args:
         bounded: give up after `LIMIT_S`; False where the work itself runs inside.
+        whose: other code that runs inside, in words.
 
     Raises:
         ConfigError: in place of any exception but our own errors.
@@ -115,7 +116,7 @@ def guarded(*, bounded: bool = True) -> Generator[None]:
                 f"the configuration takes more than {LIMIT_S:g} s of computing: do its values "
                 f"refer to each other again and again?"
             ) from error
-        raise explained(error) from error
+        raise explained(error, whose) from error
 
 
 class _TooLong(Exception):
