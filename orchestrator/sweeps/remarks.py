@@ -34,7 +34,13 @@ def _of_weights(cells: Sequence[SweptRun]) -> list[str]:
     finished = [(n, cell) for n, cell in zip(names(cells), cells, strict=True) if cell.finished]
     if len(finished) < 2:
         return []
-    (_, first), *others = finished
+    (_, first), *rest = finished
+    digest = (first.result or {}).get("weights_sha256")
+    others = [
+        (name, cell)
+        for name, cell in rest
+        if digest is None or (cell.result or {}).get("weights_sha256") != digest
+    ]
     reference = RunDir(first.folder).read_config()
     unlike: dict[str, list[str]] = {}
     for name, cell in others:

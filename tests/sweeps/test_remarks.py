@@ -1,5 +1,7 @@
 """What a sweep says of differing weights: rounding where only the split differs, else the cause."""
 
+from dataclasses import replace
+
 import pytest
 
 from orchestrator.compose.composer import compose
@@ -48,6 +50,17 @@ def test_both_are_said_of_a_sweep_that_has_both(cells):
     assert other.startswith("Weights of point 2 differ")
     assert "train.seed" in other
     assert "magnifies" in rounding
+
+
+def test_nothing_is_said_of_weights_that_do_not_differ(cells):
+    made = cells("job.dropout=0.0", "job.dropout=0.1", "train.seed=1", "accumulation.steps=2")
+    told = [
+        replace(cell, result={"state": "finished", "weights_sha256": digest})
+        for cell, digest in zip(made, ["a" * 64, "a" * 64, "b" * 64, "a" * 64], strict=True)
+    ]
+    [said] = remarks(told)
+    assert said.startswith("Weights of point 2 differ")
+    assert remarks([*told[:2], told[3]]) == []
 
 
 def test_float64_and_sgd_magnify_nothing(cells):
