@@ -5,6 +5,7 @@ put it into shape. Every figure has its raw value (seconds, bytes, counts) and i
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -42,6 +43,7 @@ def _per_second(value: float | None) -> str:
 
 
 # Of each run: key, title, what its text is made by. `metrics` follow.
+ELSEWHERE = re.compile(r"[+~]*(run\.dir=|hydra[/.]|sweep\.)")
 FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
     ("updates", "updates", format_count),
     ("samples", "samples", format_count),
@@ -255,6 +257,9 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _command(submission: Mapping[str, Any]) -> str:
-    """The command that made the run, as it can be typed again."""
-    words = [hidden(word) for word in submission.get("overrides") or []]
+    """The command that makes the run again, in a folder of its own: without what chose the folder,
+    or the point among others.
+    """
+    stated = submission.get("overrides") or []
+    words = [hidden(word) for word in stated if not ELSEWHERE.match(word)]
     return f"python -m orchestrator.launch {shlex.join(words)}".rstrip()

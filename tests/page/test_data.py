@@ -27,6 +27,15 @@ def test_secrets_among_overrides_are_hidden_everywhere(made):
     assert "train.seed=4" in data["runs"][0]["command"]
 
 
+def test_the_command_makes_the_run_again_wherever_it_lay_and_whoever_chose_it(made):
+    chosen = ("run.dir=some", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=4", "sweep.search=tpe")
+    words = ["+cluster=slurm", *chosen, "++run.dir=x", "job.hydra.dir=a b"]
+    run = made("one")
+    run.write_own(run.submission, run.read_submission() | {"overrides": words})
+    [found] = data_of(facts_of(run.path))["runs"]
+    assert found["command"] == "python -m orchestrator.launch +cluster=slurm 'job.hydra.dir=a b'"
+
+
 def test_long_runs_are_thinned_to_what_a_page_can_hold_and_it_is_said(made, monkeypatch):
     monkeypatch.setattr("orchestrator.page.data.POINTS", 40)
     lines = [record(n) for n in range(540)]
