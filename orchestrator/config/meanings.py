@@ -82,7 +82,7 @@ MEANINGS = {
     "sweep.pack": "Points that share an allocation on SLURM, each on its share of it; true: as many as a node has "
     "room for, or a number, at the most (sweeps.md)",
     "sweep.force": "Run also those points of a sweep that are done (as --force does)",
-    "sweep.objective": "The figure of result.json that a search is told of a point",
+    "sweep.objective": "The figure of result.json that a search is told of a point; loss is the training's, at its end",
     "sweep.search": "Our own search: how it chooses the next trial by what came of earlier ones (sweeps.md)",
     "sweep.trials": "How many trials a search makes; null: all there are, of a grid",
     "sweep.seed": "What a search draws by",
