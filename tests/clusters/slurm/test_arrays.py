@@ -1,4 +1,6 @@
-"""An array's script, run by bash as an element of it would be. Without SLURM."""
+"""An array's script, run by bash as an element of it would be, and what its runs are told. Without
+SLURM.
+"""
 
 import os
 import subprocess
@@ -6,7 +8,11 @@ import subprocess
 import pytest
 
 from orchestrator.clusters.api import Request
+from orchestrator.clusters.slurm.cluster import SlurmCluster
 from orchestrator.clusters.slurm.queue.arrays import array_script
+from orchestrator.clusters.slurm.queue.laid_out import lay_out
+from orchestrator.compose.composer import compose
+from orchestrator.run_folder.rundir import RunDir, code_state_beside, read_json
 
 SAYS = 'echo "umask $(umask)"\n'
 
@@ -33,3 +39,19 @@ def test_a_runs_own_script_finds_the_users_umask_and_its_log_is_the_users_alone(
     if number > largest:  # SLURM itself writes the others'
         assert log.stat().st_mode & 0o777 == 0o600
     assert (log.read_text() if log.exists() else done.stdout) == "umask 0027\n"
+
+
+def test_each_run_can_tell_its_code_however_the_copy_and_the_attempt_are_numbered(tmp_path):
+    cluster = SlurmCluster(compose(["+cluster=slurm", "cluster.nodes=1"]))
+    runs = [RunDir(tmp_path / name) for name in "012"]
+    for run in runs:
+        run.create()
+    copies = set()
+    for attempt, some in ((0, runs[:2]), (0, runs[2:]), (1, runs), (3, runs)):
+        placed = [(cluster, cluster.request(run.path, attempt)) for run in some]
+        copy = lay_out(tmp_path, placed, lambda *_: "")
+        copies.add(copy)
+        state = read_json(code_state_beside(copy), sealed=True)
+        assert state["folder"]
+        assert all(run.submitted_code(attempt) == state for run in some)
+    assert len(copies) == 4

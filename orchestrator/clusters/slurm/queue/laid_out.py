@@ -19,7 +19,9 @@ from orchestrator.config.user_code.program_section import target_of
 from orchestrator.run_folder.rundir import (
     RunDir,
     code_state_beside,
+    read_json,
     write_atomically,
+    write_json,
     written_together,
 )
 
@@ -72,6 +74,7 @@ def lay_out(sweep: Path, part: Sequence[Placed], script: Script) -> Path | None:
         The copy of the code that the first of them starts from; None where there is none.
     """
     copies: dict[object, Path] = {}
+    states: dict[tuple[Path, str], Path] = {}
     for member, _ in part:
         if member.config.run.snapshot and _source(member) not in copies:
             copies[_source(member)] = next_name(sweep / CODE)
@@ -79,7 +82,9 @@ def lay_out(sweep: Path, part: Sequence[Placed], script: Script) -> Path | None:
     with written_together([sweep]):
         for member, asked in part:
             copy = copies.get(_source(member))
-            _lay_out(member, asked, copy, script(member, asked, copy))
+            _lay_out(member, asked, script(member, asked, copy))
+            if copy is not None:
+                _say_which(copy, RunDir(asked.run), asked.attempt, states)
     return copies.get(_source(part[0][0]))
 
 
@@ -89,14 +94,26 @@ def _source(member: Member) -> object:
     return target if isinstance(target, str) else target.command
 
 
-def _lay_out(member: Member, asked: Request, copy: Path | None, text: str) -> None:
-    """Into the run's folder: what its script starts, and which code that is."""
+def _lay_out(member: Member, asked: Request, text: str) -> None:
+    """Into the run's folder: what its script starts."""
     run = RunDir(asked.run)
     member.write_epilog(run)
     write_task(run)
     write_atomically(run.submitit / f"{script_name(asked.attempt)}.sh", text)
-    if copy is not None:  # which code it is, for whoever reads this run alone
-        run.code.mkdir(mode=0o700, exist_ok=True)
-        state = code_state_beside(run.snapshot(asked.attempt))
+
+
+def _say_which(copy: Path, run: RunDir, attempt: int, states: dict[tuple[Path, str], Path]) -> None:
+    """Into the run's folder: which code it is, for whoever reads this run alone. Its differences
+    from git may be large, so runs share the file; not the copy's own, whose seal is of its name.
+
+    Args:
+        states: what was written so far, by the copy and the file's name.
+    """
+    run.code.mkdir(mode=0o700, exist_ok=True)
+    state = code_state_beside(run.snapshot(attempt))
+    first = states.setdefault((copy, state.name), state)
+    if first is state:
+        write_json(state, read_json(code_state_beside(copy)))
+    else:
         state.unlink(missing_ok=True)
-        os.link(code_state_beside(copy), state)
+        os.link(first, state)
