@@ -208,7 +208,7 @@ def _shares(runs: Sequence[Mapping[str, Any]]) -> Chart:
             "y": _names(runs),
             "x": {"field": "share", "type": "quantitative", "axis": {"format": "%"},
                   "scale": {"domain": [0, 1]},
-                  "title": "share of the updates' time, rank 0"},
+                  "title": "share of time, rank 0"},
             "color": _parts(),
             "tooltip": [{"field": "run"}, {"field": "part"}, {"field": "share", "format": ".1%"}],
         },

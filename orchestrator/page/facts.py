@@ -12,6 +12,7 @@ from orchestrator.errors import RunFolderError
 from orchestrator.report.metrics import Record, read_metrics
 from orchestrator.report.tables.search_table import search_of
 from orchestrator.report.tables.sweep_table import SweptRun, names, short_key
+from orchestrator.report.units import short_number
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.resuming.rules import changes
 from orchestrator.runs.status import find_runs
@@ -125,7 +126,9 @@ def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, st
     latest = next((n for n in reversed(run.attempt_numbers()) if run.timeline(n).exists()), 0)
     told = run.read(run.timeline(latest))
     found = RunFacts(
-        name=" ".join(f"{short_key(k, keys)}={v}" for k, v in cell.overrides.items())
+        name=" ".join(
+            f"{short_key(k, keys)}={short_number(str(v))}" for k, v in cell.overrides.items()
+        )
         or run.path.name,
         cell=cell,
         evaluations=read_metrics(run.metrics).evaluations if run.metrics.exists() else (),

@@ -26,7 +26,8 @@ def theme(shade: str) -> dict[str, Any]:
         "font": "system-ui, sans-serif",
         "view": {"stroke": None},
         "axis": {**text, "gridColor": line, "domainColor": line, "tickColor": line,
-                 "titleFontWeight": "normal", "tickCount": 5, "labelOverlap": "greedy"},
+                 "titleFontWeight": "normal", "tickCount": 5, "labelOverlap": "greedy",
+                 "labelSeparation": 6},
         "legend": {"disable": True},  # the page has its own, which breaks its lines on a phone
         "mark": {"color": COLOURS[shade][0]},
         "range": {"category": list(COLOURS[shade])},

@@ -8,8 +8,10 @@ markup. Not a place for tables or for deciding what is shown.
 from __future__ import annotations
 
 import math
+import re
 
 UNKNOWN = "unknown"
+FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d{1,2})?")
 
 
 def format_bytes(count: float | None) -> str:
@@ -94,6 +96,15 @@ def format_percent(share: float | None) -> str:
     ('12.3%', '100.0%', 'unknown')
     """
     return UNKNOWN if share is None or not math.isfinite(share) else f"{share * 100:.1f}%"
+
+
+def short_number(text: str) -> str:
+    """A fraction of many digits as one that can be read; anything else as it is.
+
+    >>> [short_number(t) for t in ("0.012345678901", "0.1", "20261123.0", "1234567890", "adam")]
+    ['0.0123457', '0.1', '2.02611e+07', '1234567890', 'adam']
+    """
+    return format(float(text), "g") if len(text) > 8 and FRACTION.fullmatch(text) else text
 
 
 def format_number(value: object) -> str:

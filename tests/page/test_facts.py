@@ -21,6 +21,13 @@ def test_runs_that_differ_in_nothing_that_is_shown_have_names_of_their_own(made,
     assert names == ["steps=1 (1)", "steps=2 (2)", "steps=1 (3)", "steps=2 (4)"]
 
 
+def test_of_numbers_that_were_drawn_a_name_has_what_can_be_read(made, tmp_path):
+    for number, rate in enumerate((0.012345678901, 0.012345678902, 0.5)):
+        made(f"some/{number}", f"schedule.base_lr={rate}")
+    names = [run.name for run in facts_of(tmp_path / "some").runs]
+    assert names == ["base_lr=0.0123457 (0)", "base_lr=0.0123457 (1)", "base_lr=0.5"]
+
+
 def test_a_run_by_itself_goes_by_its_folders_name(made):
     made("alone", "train.seed=3")
     [run] = facts_of(made("alone2", "train.seed=3").path).runs

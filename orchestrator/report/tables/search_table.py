@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -13,7 +12,7 @@ from rich.table import Table
 
 from orchestrator.errors import RunFolderError
 from orchestrator.report.terminal import literal, say
-from orchestrator.report.units import UNKNOWN, format_number, plural
+from orchestrator.report.units import UNKNOWN, format_number, plural, short_number
 from orchestrator.run_folder.rundir import RunDir, read_json
 
 STYLES = {"complete": "green", "pruned": "yellow", "failed": "bold red", "open": "cyan"}
@@ -143,9 +142,7 @@ def _short(override: str) -> str:
     'lr=0.0123457'
     """
     key, _, value = override.partition("=")
-    with contextlib.suppress(ValueError):  # a word
-        value = value if value.isdigit() else format(float(value), "g")
-    return f"{key.rpartition('.')[2]}={value}"
+    return f"{key.rpartition('.')[2]}={short_number(value)}"
 
 
 def _remark(trial: Mapping[str, Any]) -> str:

@@ -30,6 +30,7 @@ from orchestrator.report.units import (
     format_number,
     format_seconds,
     plural,
+    short_number,
 )
 
 INDENT = "   "
@@ -165,7 +166,7 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[_Column]:
     found = [
         column("key", "run", names(cells)),
         *(
-            column("key", short_key(key, keys), (str(c.overrides.get(key, "")) for c in cells))
+            column("key", short_key(key, keys), _readable(c.overrides.get(key, "") for c in cells))
             for key in keys
         ),
         state,
@@ -222,6 +223,14 @@ def short_key(key: str, keys: Sequence[str]) -> str:
     """The last part of a key, when no other swept key ends in the same."""
     last = key.rsplit(".", 1)[-1]
     return last if [k.rsplit(".", 1)[-1] for k in keys].count(last) == 1 else key
+
+
+def _readable(values: Iterable[Any]) -> list[str]:
+    """Their texts, with fewer digits where all that differ differ still."""
+    texts = [str(value) for value in values]
+    short = {text: short_number(text) for text in texts}
+    apart = len(set(short.values())) == len(short)
+    return [short[text] for text in texts] if apart else texts
 
 
 def _width(columns: Sequence[_Column]) -> int:
