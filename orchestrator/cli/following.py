@@ -27,7 +27,7 @@ def status(
     from orchestrator.runs.status import expand, losses_so_far, statuses
 
     asked = [path.absolute() for path in runs or []]
-    found, sentences = statuses(expand(asked))
+    found, sentences = statuses([] if _is_search_without_runs(asked) else expand(asked))
     console = Console()
     for sentence in sentences:
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
@@ -38,10 +38,20 @@ def status(
         print_run(found[0], losses_so_far(found[0], points_wanted(console)), console)
     elif found:
         print_status(found, console, Path.cwd())
-    else:
+    elif not asked:
         say(console, "there are no runs in runs/")
     if not as_json and len(asked) == 1:
         _show_search(asked[0], console)
+
+
+def _is_search_without_runs(asked: list[Path]) -> bool:
+    """Whether one search is asked about whose trials could not begin yet."""
+    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.runs.status import find_runs
+
+    if len(asked) != 1 or not RunDir(asked[0]).search.exists():
+        return False
+    return not find_runs(asked[0], waiting=True)
 
 
 def _with_trials(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:

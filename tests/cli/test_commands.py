@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from orchestrator import errors
 from orchestrator.__main__ import EXAMPLES, EXIT_CODES, app
+from orchestrator.run_folder.rundir import RunDir, write_json
 from tests.helpers import ROOT, environment
 from tests.page.conftest import made
+from tests.report.tables.test_search_table import FOUND
 
 __all__ = ["made"]
 
@@ -50,6 +52,14 @@ def test_without_words_it_says_what_one_can_do_here(here, made):
     told = json.loads(here.invoke(app, ["--json"]).output)
     assert [one["state"] for one in told["runs"]] == ["finished"]
     assert told["cluster"] is None
+
+
+def test_a_search_whose_trials_could_not_begin_yet_has_a_status(here, tmp_path):
+    write_json(RunDir(tmp_path).search, FOUND)
+    done = here.invoke(app, ["status", "."])
+    assert (done.exit_code, "1 with a value, 1 failed" in done.output) == (0, True), done.output
+    [failed] = json.loads(here.invoke(app, ["status", ".", "--json"]).output)
+    assert failed["trials"][0]["state"] == "failed"
 
 
 @pytest.mark.parametrize("words", [[], ["status"], ["plan"], ["status", "nowhere"], ["doctor"]])
