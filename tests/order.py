@@ -38,7 +38,7 @@ LONG = (
     "tests/end_to_end/test_full_disk.py",
     "tests/docs/test_library.py",
     "tests/end_to_end/test_resume_overrides.py",
-    "tests/end_to_end/test_control.py",
+    "tests/end_to_end/test_status_and_cancel.py",
     "tests/third_party/test_suites.py",
 )
 """The files that take longest, the longest first."""

@@ -96,15 +96,15 @@ def logs(
     """Print a rank's log."""
     del verbose
     from orchestrator.run_folder.rundir import RunDir
-    from orchestrator.runs import control
+    from orchestrator.runs import logs as of_run
 
     folder = RunDir(run.absolute()).existing()
     if follow:
-        for text in control.follow(folder, rank, lines):
+        for text in of_run.follow(folder, rank, lines):
             sys.stdout.write(text)
             sys.stdout.flush()
         return
-    for text in control.text_of(control.log_of(folder, rank), lines):
+    for text in of_run.text_of(of_run.log_of(folder, rank), lines):
         sys.stdout.write(text)
 
 
@@ -118,12 +118,12 @@ def cancel(
     """
     del verbose
     from orchestrator.run_folder.rundir import RunDir
-    from orchestrator.runs import control
+    from orchestrator.runs import cancelling
     from orchestrator.runs.status import find_runs
 
     folder = RunDir(run.absolute())
     if find_runs(folder.path, waiting=True) == [folder.path]:
-        say(Console(), control.cancel(folder, now=now))
+        say(Console(), cancelling.cancel(folder, now=now))
         return
-    for sentence in control.cancel_sweep(folder.path, now=now):
+    for sentence in cancelling.cancel_sweep(folder.path, now=now):
         say(Console(), sentence)

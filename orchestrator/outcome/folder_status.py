@@ -20,6 +20,7 @@ from orchestrator.run_folder.rundir import RESUMED, RunDir
 from orchestrator.run_warnings import read_warnings
 
 ENDED_STATES = ("finished", "failed", "stopped", "cancelled", "pruned")
+OVER = (*ENDED_STATES, "lost")  # nobody computes it any more
 STATES = (
     *ENDED_STATES, "pending", "starting", "running", "ending", "lost", "unknown", "private",
     "damaged",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.errors import RunFolderError
-from orchestrator.outcome.folder_status import ENDED_STATES, RunStatus
+from orchestrator.outcome.folder_status import OVER, RunStatus
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.console import Manner
 from orchestrator.runs.resuming.resumption import resumption
@@ -57,7 +57,7 @@ def _cell(status: RunStatus, number: int, overrides: Sequence[str], config_dir: 
         )
     config = config_of(run)
     do = Do.WAIT
-    if status.state in (*ENDED_STATES, "lost"):
+    if status.state in OVER:
         asked = resumption(run, config, overrides, config_dir)
         trained = status.state == "finished" and not (asked.total or 0) > status.updates
         do, config = (Do.NOTHING, config) if trained else (Do.GO_ON, asked.config)

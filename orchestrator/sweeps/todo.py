@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.config.user_code.class_source import read_once
 from orchestrator.errors import ConfigError, RunFolderError
-from orchestrator.outcome.folder_status import ENDED_STATES, RunStatus
+from orchestrator.outcome.folder_status import OVER, RunStatus
 from orchestrator.run_folder.files import make_folder, names_in
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.status import statuses
@@ -139,7 +139,7 @@ def _cell(
         return replace(anew, why=f"its folder is damaged: {status.reason}")
     changed = why_changed(run, before, now, point.config)
     cell = replace(anew, why=f"changed: {changed}" if changed else status.state)
-    if status.state not in (*ENDED_STATES, "lost"):
+    if status.state not in OVER:
         return replace(cell, do=Do.WAIT, old=None)
     if changed or force or not status.attempts:
         return cell

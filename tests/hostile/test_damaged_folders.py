@@ -8,7 +8,7 @@ import pytest
 from orchestrator.cli.results import final_weights
 from orchestrator.errors import RunFolderError
 from orchestrator.run_folder.rundir import RunDir, read_json, write_json
-from orchestrator.runs.control import follow
+from orchestrator.runs.logs import follow
 from tests.hostile.folders import cases, sources, tried
 
 SEED, COUNT = 20261122, 30

@@ -11,8 +11,8 @@ from orchestrator.errors import ClusterError, Interrupted, NotNow, UsageError
 from orchestrator.outcome.folder_status import ENDED_STATES
 from orchestrator.report.terminal import say
 from orchestrator.run_folder.rundir import RunDir
+from orchestrator.runs.cancelling import cancel
 from orchestrator.runs.console import Manner
-from orchestrator.runs.control import cancel
 from orchestrator.runs.interrupts import Interrupts
 from orchestrator.runs.status import statuses
 from orchestrator.sweeps.detached import submit
