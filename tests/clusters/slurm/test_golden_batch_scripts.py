@@ -1,4 +1,4 @@
-"""The batch script as a value: exact for known requests, inert for hostile ones. Without SLURM."""
+"""The batch script as a value: as tests/golden has it where known, inert where hostile."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError
 from orchestrator.run_folder.rundir import RunDir
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 RUN = Path("/shared/runs/one")
 HERE = Here(
     python="/shared/venv/bin/python",
