@@ -37,7 +37,7 @@ LONG = (
     "tests/end_to_end/test_bad_input.py",
     "tests/end_to_end/test_full_disk.py",
     "tests/docs/test_library.py",
-    "tests/end_to_end/test_resume_overrides.py",
+    "tests/end_to_end/test_resumed_on_other_ranks.py",
     "tests/end_to_end/test_status_and_cancel.py",
     "tests/third_party/test_suites.py",
 )

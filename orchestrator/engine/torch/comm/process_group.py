@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp, group, is_available, is_initialized
 
 from orchestrator.engine.torch.comm.base_group import BaseGroup, Work
 from orchestrator.engine.torch.comm.gloo_exchange import ExchangedSums
-from orchestrator.engine.torch.comm.gloo_tensors import BY_GLOO
+from orchestrator.engine.torch.comm.held_by_gloo import BY_GLOO
 from orchestrator.engine.torch.comm.running_collectives import Pairwise, Started, as_peer_lost
 from orchestrator.engine.torch.comm.tensors import bytes_of
 from orchestrator.errors import ConfigError

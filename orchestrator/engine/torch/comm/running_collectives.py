@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.engine.torch.comm.gloo_tensors import Held
+from orchestrator.engine.torch.comm.held_by_gloo import Held
 from orchestrator.errors import PeerLost
 
 # What gloo and NCCL say when a peer is gone or silent. Anything else is a defect, left as it is.
