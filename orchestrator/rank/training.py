@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine, Group
@@ -13,6 +13,7 @@ from orchestrator.plan.plan import Plan
 from orchestrator.rank.loop import Attended, Outcome
 from orchestrator.rank.restoring import restore
 from orchestrator.rank.writing.recorder import Recorder, Silent
+from orchestrator.rank.writing.survival_notes import Notes, merged, unrecorded
 from orchestrator.report.metrics import read_metrics
 from orchestrator.run_folder.rundir import RunDir
 
@@ -20,8 +21,8 @@ from orchestrator.run_folder.rundir import RunDir
 class WayOn(Protocol):
     """What becomes of a rank where others are gone, or come; see `Survivors`."""
 
-    def go_on(self, error: PeerLost, outcome: Outcome) -> dict[str, Any]: ...
-    def grow(self, outcome: Outcome) -> dict[str, Any]: ...
+    def go_on(self, error: PeerLost, outcome: Outcome) -> list[Notes]: ...
+    def grow(self, outcome: Outcome) -> list[Notes]: ...
     def too_few(self) -> PeerLost | None: ...
     def watched(self, inner: Attended) -> Attended: ...
     @property
@@ -50,7 +51,7 @@ class Training:
     rates: Callable[[int], float] | None
     others: WayOn | None = None
     outcome: Outcome = field(default_factory=Outcome)
-    entered: dict[str, Any] | None = None
+    entered: list[Notes] | None = None
     recorder: Recorder | Silent = field(default_factory=Silent)
 
     def save(self) -> None:
@@ -92,9 +93,9 @@ class Training:
             return count
         return count // planned.split.micro_steps
 
-    def write_on(self, notes: dict[str, Any]) -> None:
-        """On the rank that writes in the next group, of which it notes this: what the one before it
-        did not come to follows.
+    def write_on(self, history: list[Notes]) -> None:
+        """On the rank that writes in the next group: what the one before it did not come to
+        follows, and with it what no line has yet of these changes.
         """
         recorder = self.recorder
         if isinstance(recorder, Silent):
@@ -107,4 +108,8 @@ class Training:
                 if record["update"] == update:
                     self.outcome.evaluated = update + 1
                     self.outcome.evaluation = record["evaluation"]
+            mine = [line for line in there.updates if line.get("attempt", 0) == self.attempt]
+            notes = unrecorded(history, mine)
+        else:
+            notes = merged(recorder.note, history[-1])
         recorder.note.update(notes, planned_collectives=self._collectives_planned())

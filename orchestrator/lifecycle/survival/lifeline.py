@@ -67,21 +67,21 @@ class Lifeline:
         self._interrupt: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="lifeline", daemon=True)
 
-    # ------------------------------------------------------------------ the main thread's side
-
     def start(self) -> Lifeline:
+        """Once the first member knows this rank, and will tell it of ends; or is too silent."""
         self._thread.start()
+        with self._news:
+            self._news.wait_for(self._followed, self._silence_s)
         return self
+
+    def _followed(self) -> bool:
+        up = self._of.up
+        return self._agreement.proposer == self._agreement.me or (up is not None and up.answered)
 
     @property
     def latest(self) -> Generation:
         """The newest that this rank knows of."""
         return self._latest
-
-    @property
-    def hopeless(self) -> bool:
-        """Some rank failed of itself, or has ended in order."""
-        return self._agreement.left
 
     @property
     def asked(self) -> bool:
@@ -97,11 +97,9 @@ class Lifeline:
     def await_newer(self, than: int, timeout_s: float) -> Generation | None:
         """A generation after `than`; None when there will be none, or none came in time."""
         with self._news:
-            self._vouchers.wait(self._news, lambda: self._known(than), timeout_s)
+            known = lambda: self._latest.number > than or self._agreement.left  # noqa: E731
+            self._vouchers.wait(self._news, known, timeout_s)
             return self._latest if self._latest.number > than else None
-
-    def _known(self, than: int) -> bool:
-        return self._latest.number > than or self.hopeless
 
     def on_news(self, interrupt: Callable[[], None]) -> None:
         """Call this, from the thread, when there is a newer generation: the main thread may wait
@@ -117,10 +115,9 @@ class Lifeline:
         self._of.wake()
         self._thread.join(timeout=2.0)
 
-    # ------------------------------------------------------------------ the thread
-
     def _run(self) -> None:
         beat = looked = self._awake = time.monotonic()
+        self._follow(looked)
         while self._ended is None:
             news = list(self._of.news(LOOK_S if not self._agreement.gone else SETTLE_S / 2))
             now = time.monotonic()
@@ -130,6 +127,7 @@ class Lifeline:
             looked = now
             for link in news:
                 self._heed(link)
+            self._notify()
             if now - beat >= BEAT_S:
                 beat = now
                 self._of.say(**self._vouchers.beat)
@@ -185,10 +183,13 @@ class Lifeline:
         link.send(**({"generation": number, "members": members} if number else {}))
 
     def _say_ended(self, word: str, but: Link | None = None) -> None:
-        with self._news:
-            self._agreement.left = True
-            self._news.notify_all()
+        self._agreement.left = True
+        self._notify()
         self._of.say(but=but, ended=word)
+
+    def _notify(self) -> None:
+        with self._news:
+            self._news.notify_all()
 
     def _drop(self, link: Link) -> None:
         """The other end is closed: who it was is gone, unless the others went on without us."""
@@ -292,8 +293,7 @@ class Lifeline:
         for link in self._of.followers.values():
             link.send(generation=number, members=members)
         self._said_ready = None
-        with self._news:
-            self._latest = Generation(number, members, noticed)
-            self._noticed = time.monotonic() if self._agreement.gone else 0.0
-            self._news.notify_all()
+        self._latest = Generation(number, members, noticed)
+        self._noticed = time.monotonic() if self._agreement.gone else 0.0
+        self._notify()
         self._interrupt()

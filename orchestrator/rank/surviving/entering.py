@@ -87,7 +87,9 @@ class Entering:
         self._engine.gather([0.0])  # until it is there
         lifeline = self._lifeline(Agreement(self._me, everyone))
         lifeline.on_news(group.interrupt)
-        return Survivors(self._part(), lifeline.start(), self._record, members=everyone)
+        lifeline.start()
+        self._engine.gather([0.0])  # until all are told of each end: none is a loss that is none
+        return Survivors(self._part(), lifeline, self._record, members=everyone)
 
     def alone(self, job: Any, stopped: Callable[[], bool]) -> Survivors:
         """In the place of one that is gone: ask, and wait to be let in at a boundary. `enter`

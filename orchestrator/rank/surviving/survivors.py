@@ -32,6 +32,7 @@ from orchestrator.rank.restoring import GOES_BACK
 from orchestrator.rank.surviving import standing
 from orchestrator.rank.surviving.next_group import formed
 from orchestrator.rank.watched_recorder import Watched
+from orchestrator.rank.writing.survival_notes import Notes, notes_of
 from orchestrator.run_warnings import warn
 
 SILENCE_S = 5.0
@@ -93,6 +94,7 @@ class Survivors:
         self._part, self._lifeline, self._record = part, lifeline, record
         self._engine, self._silence_s = part.engine, part.silence_s
         self._generation, self._members = generation, members
+        self._history: list[Notes] = []
         self._tries = (-1, 0)
         self.place = part.spec.rank, part.spec.size
         self.back: Callable[[int], int | None] = lambda _: None
@@ -123,11 +125,11 @@ class Survivors:
 
     # ------------------------------------------------------------------ the next generation
 
-    def enter(self, outcome: Outcome) -> dict[str, Any]:
+    def enter(self, outcome: Outcome) -> list[Notes]:
         """As a newcomer that was let in, `go_on` to where the others stand."""
         return self.go_on(PeerLost("this rank takes its place again"), outcome)
 
-    def grow(self, outcome: Outcome) -> dict[str, Any]:
+    def grow(self, outcome: Outcome) -> list[Notes]:
         """After a boundary at which all heard of newcomers: go on with them. Collective; else as
         `go_on`.
         """
@@ -137,7 +139,7 @@ class Survivors:
             self._lifeline.await_newer(self._generation, self._part.spec.collective_timeout_s)
         return self.go_on(PeerLost("newcomers are let in"), outcome)
 
-    def go_on(self, error: PeerLost, outcome: Outcome) -> dict[str, Any]:
+    def go_on(self, error: PeerLost, outcome: Outcome) -> list[Notes]:
         """Meet the others that are left, and stand where they do. Collective among these.
 
         Args:
@@ -145,7 +147,7 @@ class Survivors:
             outcome: where this rank stands; it is brought up to where the others do.
 
         Returns:
-            What is to be recorded of it: `survived`, `joined`.
+            What is to be recorded, of this change and of those before it.
 
         Raises:
             Fenced: the others have gone on without this rank.
@@ -221,21 +223,18 @@ class Survivors:
 
     def _told(
         self, newer: Generation, outcome: Outcome, seconds: float, lost: int | None
-    ) -> dict[str, Any]:
-        """The notes; raises `NoWayOn` where losses in this update are too many."""
+    ) -> list[Notes]:
+        """The notes of all changes; raises `NoWayOn` where losses in this update are too many."""
         gone, came = self._change_to(newer.members)
         update, count = outcome.updates + 1 + (lost or 0), len(newer.members)
-        notes: dict[str, Any] = {}
-        note: dict[str, Any] = {
+        facts = {
             "generation": newer.number, "ranks": count, "nodes": len(self._nodes),
             "seconds": round(seconds, 3),
         }  # fmt: skip
+        self._history.append(notes_of(gone, came, facts, lost))
         if came:
-            notes["joined"] = {**note, "came": came}
             self._say(f"{_ranks(came)} came back; {count} ranks go on with update {update}")
         if gone:
-            back = {} if lost is None else {"lost_updates": lost}
-            notes["survived"] = {**note, "gone": gone, **back}
             self._count_try(outcome.updates, _ranks(gone))
             sentence = f"{_ranks(gone)} went away in update {update}; "
             if lost is not None:
@@ -243,7 +242,7 @@ class Survivors:
             left = f"{count} ranks redo it and go on" if count > 1 else "1 rank redoes it, alone"
             self._say(sentence + (self._few() or left))
         print(f"note: generation {newer.number} after {seconds:.2f} s", flush=True)
-        return notes
+        return list(self._history)
 
     def _change_to(self, members: Members) -> tuple[list[int], list[int]]:
         """The ranks that are not in it any more, and those that have come."""

@@ -93,7 +93,6 @@ def ranks(tmp_path):
 def settled(ranks):
     """All have started, and follow rank 0."""
     assert all(ranks.heard(rank) == () for rank in ranks.pids)
-    time.sleep(0.3)  # links are made at the first look, which nothing shows from outside
 
 
 def test_losses_one_after_another_are_known_to_all_within_a_second_rank_0_included(ranks):
