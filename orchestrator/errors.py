@@ -16,6 +16,7 @@ EXIT_USAGE = 2
 EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130
 FENCED_RANK = 4  # a rank's own: no command ends with it
+START_AGAIN = 75  # of a run's own script, in an allocation that runs share: start me again
 
 
 class OrchestratorError(Exception):

@@ -1,4 +1,4 @@
-"""What to do about errors that people's jobs meet here and nowhere else, by the error's own words.
+"""What to do about errors of people's jobs, by the error's own words.
 
 A job was mostly written for another loop, which began a process group, moved batches and called
 backward. The errors that remain of it are Python's and torch's, and lead nowhere in this one.
@@ -6,7 +6,10 @@ backward. The errors that remain of it are Python's and torch's, and lead nowher
 
 from __future__ import annotations
 
+MEMORY = "more accumulation.steps make the micro-batches smaller"
 _BY_WORDS = (
+    ("out of memory", MEMORY),  # CUDA's
+    ("t allocate memory", MEMORY),  # torch's own on a CPU, and the kernel's
     (
         "Default process group has not been initialized",
         (
@@ -30,6 +33,7 @@ _BY_WORDS = (
     ("EOF when reading a line", "ranks have no terminal to read from"),
 )
 _BY_KIND = {
+    "MemoryError": MEMORY,
     "BdbQuit": "ranks have no terminal for a debugger: leave breakpoint() out, or call the job's "
     "methods in a script of your own",
     "SystemExit": "something in the job ended the process: sys.exit() or exit()",
@@ -44,4 +48,5 @@ def remedy(error: BaseException) -> str | None:
     """
     text = str(error)
     by_words = (sentence for words, sentence in _BY_WORDS if words in text)
-    return next(by_words, _BY_KIND.get(type(error).__name__))
+    by_kind = (_BY_KIND.get(kind.__name__) for kind in type(error).__mro__)
+    return next(by_words, None) or next(filter(None, by_kind), None)

@@ -90,7 +90,7 @@ def after(run: str, attempt: str, code: str, told: str) -> None:
 def share(run: str, attempt: str, code: str, told: str) -> None:
     """The same for a run that shares its job: the script of that hands it back to the queue."""
     from orchestrator.clusters.slurm.ending.after_srun import finish
-    from orchestrator.clusters.slurm.queue.packing.script import AGAIN
+    from orchestrator.errors import START_AGAIN
     from orchestrator.run_folder.rundir import RunDir
 
     try:
@@ -98,7 +98,7 @@ def share(run: str, attempt: str, code: str, told: str) -> None:
     finally:
         _leave_copy()
     ended = RunDir(Path(run)).read_result()
-    sys.exit(AGAIN if once_more else 0 if ended and ended["state"] != "failed" else 1)
+    sys.exit(START_AGAIN if once_more else 0 if ended and ended["state"] != "failed" else 1)
 
 
 def again(sweep: str, first: str, runs: str, killed: str) -> None:

@@ -29,6 +29,7 @@ from orchestrator.lifecycle.signs.last_word import all_wordless, ended_with
 from orchestrator.lifecycle.signs.node_watch import FINISHED
 from orchestrator.lifecycle.signs.progress import read_progress
 from orchestrator.lifecycle.survival.record import GenerationRecord, to_blame
+from orchestrator.rank.remedies import MEMORY
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.srun_words import TaskEnd, task_ends
 
@@ -163,13 +164,10 @@ def _left(run: RunDir, rank: int, node: str) -> Culprit:
     return Culprit(rank=rank, node=node, cause=cause, log_tail=tail(run.rank_log(rank)))
 
 
-MEMORY_REMEDY = "more accumulation.steps make the micro-batches smaller"
-
-
 def _reported(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
     cause = str(failure["cause"])
     if OUT_OF_MEMORY.search(cause):
-        cause = f"out of memory: {cause}; {MEMORY_REMEDY}"
+        cause = f"out of memory: {cause}"  # and what to do, said by the rank
     return Culprit(
         rank=failure["rank"], node=failure["node"], cause=cause,
         log_tail=tail(run.rank_log(failure["rank"])), usage=failure["usage"],
@@ -184,7 +182,7 @@ def silent_end(
     log = _log(run, end.rank, node_of)
     cause = end.words
     if KERNEL_OUT_OF_MEMORY.search(end.what) or KERNEL_OUT_OF_MEMORY.search(said):
-        cause = f"out of memory, killed by the kernel ({end.words}); {MEMORY_REMEDY}"
+        cause = f"out of memory, killed by the kernel ({end.words}); {MEMORY}"
     elif not began:
         log = log or tuple(line for line in said.splitlines() if line.strip())[-TAIL_LINES:]
         cause += f" before the first update{_last_word(log)}"

@@ -20,13 +20,13 @@ from orchestrator.clusters.slurm.cluster import SlurmCluster
 from orchestrator.clusters.slurm.queue.cancelling import is_ours
 from orchestrator.clusters.slurm.queue.packing.cancel import of_whole_jobs
 from orchestrator.clusters.slurm.queue.packing.members import is_over, others_left
-from orchestrator.clusters.slurm.queue.packing.script import AGAIN, pack_script
+from orchestrator.clusters.slurm.queue.packing.script import pack_script
 from orchestrator.clusters.slurm.queue.packing.shares import on_a_node, together
 from orchestrator.clusters.slurm.request.batch_script import Here, share_script
 from orchestrator.clusters.slurm.standing import WAITS, with_job
 from orchestrator.compose.composer import compose
 from orchestrator.config.pack_rules import anywhere
-from orchestrator.errors import ConfigError
+from orchestrator.errors import START_AGAIN, ConfigError
 from orchestrator.outcome.folder_status import from_folder
 from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.scheduler.jobs import Job
@@ -186,7 +186,7 @@ def end_of(process):
 
 def test_each_run_has_its_own_end_and_those_that_start_again_wait_for_the_others(shared):
     shared.own(0, "exit 0")
-    shared.own(1, f"exit {AGAIN}")
+    shared.own(1, f"exit {START_AGAIN}")
     shared.own(2, "echo its own words", "exit 1")
     shared.own(3, "kill -9 $$")
     assert end_of(shared.begin())[0] == 1

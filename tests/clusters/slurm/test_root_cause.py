@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from orchestrator.clusters.slurm.admission.checks import (
     _grace_of_qos,
@@ -25,6 +26,7 @@ from orchestrator.clusters.slurm.watch import ending
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.signs.progress import ProgressWriter
+from orchestrator.rank.failure import describe
 from orchestrator.run_folder.rundir import write_json
 from orchestrator.scheduler.client import (
     Answer,
@@ -296,7 +298,8 @@ def test_want_of_memory_and_a_step_that_never_began_are_named(run, log, rank, wo
 
 
 def test_the_gpus_memory_counts_too(run):
-    failure(run, 1, "OutOfMemoryError: CUDA out of memory", secondary=False, time=1)
+    said = describe(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    failure(run, 1, said, secondary=False, time=1)
     cause = blame_slurm(run, 0, {}, 1).cause
     assert cause.startswith("out of memory: ")
     assert "accumulation.steps" in cause

@@ -16,10 +16,8 @@ from orchestrator.clusters.slurm.request.batch_script import option_line, search
 from orchestrator.clusters.slurm.request.safe_values import quoted
 from orchestrator.clusters.slurm.request.shell_lines import STOP_SIGNALS
 from orchestrator.clusters.slurm.request.srun_lines import Here
+from orchestrator.errors import START_AGAIN
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE
-
-AGAIN = 75
-"""The code of a run's own script: it is to start again, once the others have ended."""
 
 BODY = """\
 outer_umask=$(umask)
@@ -79,7 +77,7 @@ def pack_script(
         signals=STOP_SIGNALS,
         names=" ".join(quoted(run.name) for run in runs),
         script=script_name(attempt),
-        again=AGAIN,
+        again=START_AGAIN,
     )
     starter = " ".join(map(quoted, [here.python, *here.starter]))
     return "\n".join([
