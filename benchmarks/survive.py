@@ -5,53 +5,40 @@ and what is left of the time where that comes again and again. torchft beside it
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import random
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
+import resource
 import time
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.measure import Spread, interleaved, keep, machine, rows_of, wait_for
+from benchmarks.watched_run import WatchedRun
 from orchestrator import Job, Loss
 
-ROOT = Path(__file__).resolve().parent.parent
 WIDTH, SAMPLES, RANKS = 256, 4096, 4
 WITHOUT, WITH = "run.survive=false", "run.survive=true"
 EVERY_S, KILLS = 15.0, 40
-LINE = (
-    "job._target_=benchmarks.survive.Work", "tracker=none", "cluster.nodes=2",
-    "cluster.ranks_per_node=2", "accumulation.global_batch=256", "accumulation.micro_batch=16",
-    "accumulation.reduction=reproducible", "train.evaluate_every=0", "train.checkpoint_every=0",
-)  # fmt: skip
 NOTE = f"""\
 A net of 4 layers of {WIDTH} with Adam, {RANKS} ranks on 2 pretended nodes that share this
-machine's processors, 4 micro-steps an update, in reproducible mode. Cost: whole runs by turns
-with and without `run.survive`, nobody dies; seconds of training. Losses: a rank, rank 0 as often
-as others, is killed (kill -9) in the middle of a window. It is noticed when the last survivor
-begins to form the next group; the others are back at work when that group stands; what is lost is
-the time from the beginning of the window that is redone until then. Goodput: a kill every
-{EVERY_S:g} s, as often as the table says; killed ranks come back (`run.max_replacements`). Useful
-is the time of updates that counted, of all time from the first window to the last boundary.
-torchft (its Manager over ProcessGroupGloo, a replica a process, one lighthouse that waits 1 s for
-the silent where its defaults are 5 s and 60 s; in a network namespace of its own, since it
-listens on every interface; killed replicas are started again) trains the same net with as many
-samples a replica; useful there is what it spent in steps that were committed, without its waits
-for the next quorum. A step of fewer replicas has fewer samples there, and the one in which
-somebody died is left out: neither is counted against it here, but it is why its end is another
-one."""
+machine's processors, 4 micro-steps an update, in reproducible mode. Cost: whole runs by turns with
+and without `run.survive`, nobody dies; seconds of 500 updates, and the processor seconds of all
+processes. Losses: a rank, rank 0 as often as others, is killed (kill -9) in the middle of a
+window. It is noticed when the last survivor begins to form the next group; the others are back at
+work when that group stands; what is lost is the time from the beginning of the window that is
+redone until then. Goodput: a kill every {EVERY_S:g} s, as often as the table says; killed ranks
+come back (`run.max_replacements`). Useful is the time of updates that counted, of all time from
+the first window to the last boundary. torchft (its Manager over ProcessGroupGloo, a replica a
+process, one lighthouse that waits 1 s for the silent where its defaults are 5 s and 60 s; in a
+network namespace of its own, since it listens on every interface; killed replicas are started
+again) trains the same net with as many samples a replica; useful there is what it spent in steps
+that were committed, without its waits for the next quorum. A step of fewer replicas has fewer
+samples there, and the one in which somebody died is left out: neither is counted against it here,
+but it is why its end is another one."""
 
 
 class Work(Job):
@@ -81,65 +68,19 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean(1).sum()
 
 
-class Run:
-    """One of ours, started and watched from outside."""
-
-    def __init__(self, updates: int, survive: str, *more: str) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="survive-"))
-        self._run, self._updates = self._folder / "run", updates
-        words = [*LINE, survive, f"train.updates={updates}", f"run.dir={self._run}", "-q", *more]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.launch", *words], cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        self.kills: list[tuple[float, int]] = []
-
-    def records(self) -> list[dict[str, Any]]:
-        """Its updates so far."""
-        path = self._run / "metrics.jsonl"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [one for line in lines if "loss" in (one := json.loads(line))]
-
-    def kill(self, rank: int) -> None:
-        """In the middle of a window, as soon as may be."""
-        names = {f"rank {rank}"}
-        children = psutil.Process(self._process.pid).children(recursive=True)
-        victim = next((child for child in children if _name(child) in names), None)
-        if victim is None:
-            raise RuntimeError(f"the run was over before rank {rank} could be killed")
-        self.kills.append((time.time(), rank))
-        os.kill(victim.pid, signal.SIGKILL)
-
-    def end(self) -> dict[str, Any]:
-        """Its result. Raises `RuntimeError` where it failed."""
-        said, _ = self._process.communicate(timeout=600)
-        if self._process.returncode:
-            raise RuntimeError(said)
-        return json.loads((self._run / "result.json").read_text())
-
-    def close(self) -> None:
-        """Nothing of it is left."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            self._process.wait()
-        shutil.rmtree(self._folder)
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:  # it has just ended
-        return ""
-
-
 def seconds_of(survive: str, updates: int) -> float:
     """Of an undisturbed run's training."""
-    run = Run(updates, survive)
+    run = WatchedRun(updates, survive)
     try:
         return run.end()["seconds"]
     finally:
         run.close()
+
+
+def processor_seconds() -> float:
+    """What children of ours that have ended took, theirs included."""
+    of_children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return of_children.ru_utime + of_children.ru_stime
 
 
 def losses(
@@ -171,7 +112,7 @@ def disturbed(
     Args:
         replaced: each comes back before the next one is killed.
     """
-    run = Run(updates, WITH, f"run.max_replacements={len(victims) if replaced else 0}")
+    run = WatchedRun(updates, WITH, f"run.max_replacements={len(victims) if replaced else 0}")
     try:
         wait_for(lambda: len(run.records()) >= 5, "training")
         for number, rank in enumerate(victims):
@@ -198,7 +139,7 @@ def _noted(records: list[dict[str, Any]], key: str) -> int:
 
 def undisturbed(updates: int) -> tuple[str, float]:
     """The digest, and seconds an update."""
-    run = Run(updates, WITH)
+    run = WatchedRun(updates, WITH)
     try:
         ended = run.end()
         return ended["weights_sha256"], ended["seconds"] / updates
@@ -208,14 +149,17 @@ def undisturbed(updates: int) -> tuple[str, float]:
 
 def table(data: dict[str, Any]) -> str:
     """All figures."""
-    cost = next(row for row in data["cost"] if row["name"] == WITH)["ratio"]
     of = data["losses"]
-    figures = f"{cost['median']:.3f} | {cost['q1']:.3f} to {cost['q3']:.3f} | {cost['high']:.3f}"
     lines = [
         "| measured | median | quartiles | largest |",
         "|---|---:|---:|---:|",
-        f"| an undisturbed run with `{WITH}`, to one without | {figures} |",
     ]
+    for told, key in (("an undisturbed run", "seconds"), ("its processors", "processor")):
+        cost = next(row for row in data["cost"][key] if row["name"] == WITH)["ratio"]
+        lines.append(
+            f"| {told} with `{WITH}`, to one without | {cost['median']:.3f} | "
+            f"{cost['q1']:.3f} to {cost['q3']:.3f} | {cost['high']:.3f} |"
+        )
     words = {
         "noticed": "a killed rank is noticed (s)",
         "back": "the others are back at work (s after the kill)",
@@ -262,15 +206,26 @@ def victims_of(kills: int) -> list[int]:
     return [chance.randrange(RANKS) for _ in range(kills)]
 
 
-def costs(updates: int, count: int, warm_up: int = 1) -> list[dict[str, Any]]:
-    """What it costs while nobody is lost: whole runs by turns, with and without."""
-    ways = {way: partial(seconds_of, way, updates) for way in (WITHOUT, WITH)}
-    return rows_of(interleaved(ways, count, warm_up=warm_up), WITHOUT)
+def costs(updates: int, count: int, warm_up: int = 1) -> dict[str, list[dict[str, Any]]]:
+    """What it costs while nobody is lost: whole runs by turns, with and without. Of training the
+    seconds that pass, and of all of a run's processes what they take of processors.
+    """
+    processor: dict[str, list[float]] = {WITHOUT: [], WITH: []}
+
+    def one(way: str) -> float:
+        before = processor_seconds()
+        seconds = seconds_of(way, updates)
+        processor[way].append(processor_seconds() - before)
+        return seconds
+
+    passed = interleaved({way: partial(one, way) for way in processor}, count, warm_up=warm_up)
+    taken = {way: found[warm_up:] for way, found in processor.items()}
+    return {"seconds": rows_of(passed, WITHOUT), "processor": rows_of(taken, WITHOUT)}
 
 
 def main(*, quick: bool = False) -> None:
     """All of it; some forty minutes, or four."""
-    cost = costs(60, 2, warm_up=0) if quick else costs(200, 10)
+    cost = costs(60, 2, warm_up=0) if quick else costs(500, 9)
     digest, update_s = undisturbed(60)
     victims = itertools.islice(itertools.cycle(range(RANKS)), 2 if quick else 12)
     found = [one for v in victims for one in disturbed(60, [v], 0.0, digest)["losses"]]
