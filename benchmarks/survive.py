@@ -154,7 +154,7 @@ def table(data: dict[str, Any]) -> str:
         "| measured | median | quartiles | largest |",
         "|---|---:|---:|---:|",
     ]
-    for told, key in (("an undisturbed run", "seconds"), ("its processors", "processor")):
+    for told, key in (("an undisturbed run", "seconds"), ("processor seconds of a run", "processor")):
         cost = next(row for row in data["cost"][key] if row["name"] == WITH)["ratio"]
         lines.append(
             f"| {told} with `{WITH}`, to one without | {cost['median']:.3f} | "
