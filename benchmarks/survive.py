@@ -154,7 +154,8 @@ def table(data: dict[str, Any]) -> str:
         "| measured | median | quartiles | largest |",
         "|---|---:|---:|---:|",
     ]
-    for told, key in (("an undisturbed run", "seconds"), ("processor seconds of a run", "processor")):
+    told_of = {"seconds": "an undisturbed run", "processor": "processor seconds of a run"}
+    for key, told in told_of.items():
         cost = next(row for row in data["cost"][key] if row["name"] == WITH)["ratio"]
         lines.append(
             f"| {told} with `{WITH}`, to one without | {cost['median']:.3f} | "
