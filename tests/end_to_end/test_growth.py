@@ -2,9 +2,12 @@
 otherwise for it.
 """
 
+import contextlib
 import json
 import os
+import resource
 import signal
+import time
 from functools import partial
 
 import pytest
@@ -37,9 +40,19 @@ def came(run):
     return [rank for note in notes(run, "joined") for rank in note["came"]]
 
 
-def kill_one_after_another(run, victims, *more, ranks_per_node=2, in_vain=False):
+@contextlib.contextmanager
+def full_disk(pid):
+    """This process can write to no file meanwhile, as where a disk is full."""
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
+    yield
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+def kill_one_after_another(run, victims, *more, ranks_per_node=2, in_vain=False, full=None):
     """Each, a rank or a whole node, once what was killed before is back; then wait for the end.
-    `in_vain`: the first one's first newcomer is killed on its way in.
+    `in_vain`: the first one's first newcomer is killed on its way in. `full`: this rank has no room
+    on its disk while that one asks to be let in.
     """
     hurry = run.with_name("hurry")
     shape = (*SHAPE, f"cluster.ranks_per_node={ranks_per_node}")
@@ -50,9 +63,19 @@ def kill_one_after_another(run, victims, *more, ranks_per_node=2, in_vain=False)
         node = victim if isinstance(victim, str) else None
         first = helpers.node_process(run, node).pid if node else helpers.rank_pid(run, victim)
         os.kill(first, signal.SIGKILL)
+        newcomer = partial(other_process, run, victim, first)
         if in_vain and not number:
-            newcomer = partial(other_process, run, victim, first)
             os.kill(helpers.until(newcomer, what="a newcomer"), signal.SIGKILL)
+        if full is not None and not number:
+            found = helpers.until(newcomer, what="a newcomer")
+            os.kill(found, signal.SIGSTOP)
+            helpers.until(lambda: notes(run, "survived"), what="going on")
+            with full_disk(helpers.rank_pid(run, full)):
+                os.kill(found, signal.SIGCONT)
+                log = run / "logs" / f"rank-{victim:05d}.log"
+                asks = lambda log=log: "asks to be let in" in log.read_text()  # noqa: E731
+                helpers.until(asks, what="a newcomer that asks")
+                time.sleep(1.0)  # some boundaries, at each of which it could come in
         back += ranks_per_node if node else 1
         helpers.until(lambda all_=back: len(came(run)) == all_, what="coming back")
     hurry.touch()
@@ -84,9 +107,11 @@ def check_whole(run, undisturbed, *, same_bits):
 def test_killed_ranks_come_back_the_first_one_included_and_the_bits_are_the_same(
     tmp_path, undisturbed
 ):
-    """All of them in the end: rank 0 comes back to one that has come back itself, and leads."""
+    """All of them in the end: rank 0 comes back to one that has come back itself, and leads. That
+    nothing can be written down while somebody wants to come back is waited out.
+    """
     run = tmp_path / "run"
-    output = kill_one_after_another(run, [1, 0], ranks_per_node=1)
+    output = kill_one_after_another(run, [1, 0], ranks_per_node=1, full=0)
     check_whole(run, undisturbed, same_bits=True)
     changes = [
         (key, record[key]["ranks"])

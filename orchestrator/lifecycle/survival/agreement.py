@@ -95,17 +95,20 @@ class Agreement:
             return None
         return tuple(rank for rank in self.members if rank not in self.gone)
 
+    def missed(self, newcomers: Iterable[int]) -> list[int]:
+        """Those that may come in: of a rank's processes the latest, and none beside a member."""
+        latest = {rank_of(one, self.ranks): one for one in sorted(newcomers)}
+        taken = {rank_of(one, self.ranks) for one in self.members}
+        return sorted(one for rank, one in latest.items() if rank not in taken)
+
     def grown(self, newcomers: Iterable[int]) -> Members | None:
-        """Who should be in the next generation, the members and behind them `newcomers`; None while
-        some member is not ready. Of a rank's processes the latest comes in, and none beside a
-        member.
+        """Who should be in the next generation, the members and behind them those of `newcomers`
+        that may come in; None while some member is not ready.
         """
         wait = self.left or self.fenced or self.gone or self.proposer != self.me
         if wait or not self.ready.issuperset(self.members):
             return None
-        latest = {rank_of(one, self.ranks): one for one in sorted(newcomers)}
-        taken = {rank_of(one, self.ranks) for one in self.members}
-        return *self.members, *sorted(one for rank, one in latest.items() if rank not in taken)
+        return *self.members, *self.missed(newcomers)
 
     def outnumbered(self, beyond_reach: int) -> bool:
         """Whether the others may be about to go on without this side: more of them are only beyond

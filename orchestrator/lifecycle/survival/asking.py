@@ -46,6 +46,7 @@ class Asking:
         Raises:
             Fenced: there is nobody to go on with any more.
         """
+        print("note: this rank asks to be let in", flush=True)  # goes to the rank's log
         answered = time.monotonic()
         while time.monotonic() - answered < self.patience_s:
             link = self._asked()

@@ -104,6 +104,12 @@ class Connections:
         for link in [one for rank, one in self.followers.items() if rank not in ranks]:
             self.close(link)
 
+    def close_all(self) -> None:
+        """Also where others connect: nobody takes this rank for one that listens."""
+        for link in [*self.all(), *self.strangers]:
+            self.close(link)
+        self._listener.close()
+
     def forgive(self, seconds: float) -> None:
         """This process stood still for so long, and cannot have heard anybody."""
         for link in [*self.all(), *self.strangers]:

@@ -16,7 +16,9 @@ from typing import Any
 from orchestrator.lifecycle.survival.agreement import Agreement, Generation, Members
 from orchestrator.lifecycle.survival.connections import Connections
 from orchestrator.lifecycle.survival.links import Link, Peer, connect, greeted, refuses
+from orchestrator.lifecycle.survival.news import News
 from orchestrator.lifecycle.survival.reach import LOOK_S, Reach
+from orchestrator.lifecycle.survival.readiness import Readiness
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.lifecycle.survival.silence import Borne, Silences
 from orchestrator.lifecycle.survival.vouchers import Vouchers
@@ -57,21 +59,19 @@ class Lifeline:
         self._vouchers = Vouchers(agreement, self._peers, self._silences, secret, borne.vouched_s)
         self._reach = Reach(agreement, self._peers)
         self._of = Connections(listener, up)
-        self._ready, self._updates = -1, 0  # the generation in which it waits for newcomers
-        self._said_ready: Link | None = None
+        self._ready = Readiness()
         self._tried = self._noticed = 0.0  # since when the proposer does not answer; when lost
         self._probed = self._awake = 0.0  # when others were; since when this process can judge
         self._ended: str | None = None  # the word that this rank ends with
-        self._news = threading.Condition()
-        self._latest = Generation(agreement.generation, agreement.members, 0.0)
-        self._interrupt: Callable[[], None] = lambda: None
-        self._thread = threading.Thread(target=self._run, name="lifeline", daemon=True)
+        first = Generation(agreement.generation, agreement.members, time.monotonic())
+        self._news = News(first)
+        self._thread = threading.Thread(target=self._live, name="lifeline", daemon=True)
 
     def start(self) -> Lifeline:
         """Once the first member knows this rank, and will tell it of ends; or is too silent."""
         self._thread.start()
-        with self._news:
-            self._news.wait_for(self._followed, self._silence_s)
+        with self._news.changed:
+            self._news.changed.wait_for(self._followed, self._silence_s)
         return self
 
     def _followed(self) -> bool:
@@ -80,32 +80,34 @@ class Lifeline:
 
     @property
     def latest(self) -> Generation:
-        """The newest that this rank knows of."""
-        return self._latest
+        """The newest that this rank knows of. Raises `RuntimeError` where it will hear of none."""
+        return self._news.latest
 
     @property
     def asked(self) -> bool:
-        """Whether newcomers wait for this rank to let them in."""
+        """Whether newcomers wait for this rank to let them in, and it can."""
         agreement = self._agreement
-        return agreement.proposer == agreement.me and bool(self._of.newcomers.members)
+        if agreement.proposer != agreement.me or not agreement.missed(self._of.newcomers.members):
+            return False
+        return self._record.has_room()
 
     def ready(self, generation: int, updates: int) -> None:
         """This rank stands at a boundary of that generation, and waits for one with newcomers."""
-        self._updates, self._ready = updates, generation
+        self._ready.stand(generation, updates)
         self._of.wake()
 
     def await_newer(self, than: int, timeout_s: float) -> Generation | None:
         """A generation after `than`; None when there will be none, or none came in time."""
-        with self._news:
-            known = lambda: self._latest.number > than or self._agreement.left  # noqa: E731
-            self._vouchers.wait(self._news, known, timeout_s)
-            return self._latest if self._latest.number > than else None
+        with self._news.changed:
+            known = lambda: self.latest.number > than or self._agreement.left  # noqa: E731
+            self._vouchers.wait(self._news.changed, known, timeout_s)
+            return self.latest if self.latest.number > than else None
 
     def on_news(self, interrupt: Callable[[], None]) -> None:
         """Call this, from the thread, when there is a newer generation: the main thread may wait
         for what will never come.
         """
-        self._interrupt = interrupt
+        self._news.interrupt = interrupt
 
     def end(self, word: str) -> None:
         """This rank ends: `finished` in order, or `failed` of itself. The others are told."""
@@ -114,6 +116,14 @@ class Lifeline:
         self._ended = word
         self._of.wake()
         self._thread.join(timeout=2.0)
+
+    def _live(self) -> None:
+        """Nobody is to wait for a rank that hears nothing any more: not the others, nor itself."""
+        try:
+            self._run()
+        except Exception as error:  # noqa: BLE001  # `latest` raises it in the main thread
+            self._of.close_all()
+            self._news.end(error)
 
     def _run(self) -> None:
         beat = looked = self._awake = time.monotonic()
@@ -127,7 +137,7 @@ class Lifeline:
             looked = now
             for link in news:
                 self._heed(link)
-            self._notify()
+            self._news.wake()
             if now - beat >= BEAT_S:
                 beat = now
                 self._of.say(**self._vouchers.beat)
@@ -179,17 +189,13 @@ class Lifeline:
 
     def _tell(self, link: Link) -> None:
         """The newest generation, or only that somebody is there."""
-        number, members = self._latest.number, self._latest.members
+        number, members = self.latest.number, self.latest.members
         link.send(**({"generation": number, "members": members} if number else {}))
 
     def _say_ended(self, word: str, but: Link | None = None) -> None:
         self._agreement.left = True
-        self._notify()
+        self._news.wake()
         self._of.say(but=but, ended=word)
-
-    def _notify(self) -> None:
-        with self._news:
-            self._news.notify_all()
 
     def _drop(self, link: Link) -> None:
         """The other end is closed: who it was is gone, unless the others went on without us."""
@@ -260,21 +266,18 @@ class Lifeline:
 
     def _grow(self) -> None:
         """Where this rank is ready: let others know; as the proposer, let newcomers in."""
-        agreement = self._agreement
-        if self._ready != agreement.generation:
+        if not self._ready.tell(self._agreement, self._of.up):
             return
-        agreement.ready.add(agreement.me)
-        if self._of.up is not None and self._said_ready is not self._of.up:
-            self._said_ready = self._of.up
-            self._of.up.send(ready=agreement.generation)
-        if members := agreement.grown(self._of.newcomers.members):
+        if members := self._agreement.grown(self._of.newcomers.members):
             joined = self._of.newcomers.peers_of(members)
-            self._publish(members, joined=joined, updates=self._updates)
+            self._publish(members, joined=joined, updates=self._ready.updates)
 
     def _publish(self, members: Members, **more: Any) -> None:
+        """Where there is no room for it, it is tried again."""
         number = self._agreement.generation + 1
-        found = self._record.publish(number, members, **more, time=time.time())
-        self._accept(found["generation"], tuple(found["members"]))
+        found = self._record.proposed(number, members, **more, time=time.time())
+        if found is not None:
+            self._accept(found["generation"], tuple(found["members"]))
 
     def _look_at_record(self) -> None:
         while found := self._record.read(self._agreement.generation + 1):
@@ -292,8 +295,6 @@ class Lifeline:
         self._of.keep(members)
         for link in self._of.followers.values():
             link.send(generation=number, members=members)
-        self._said_ready = None
-        self._latest = Generation(number, members, noticed)
+        self._ready.over()
         self._noticed = time.monotonic() if self._agreement.gone else 0.0
-        self._notify()
-        self._interrupt()
+        self._news.tell(Generation(number, members, noticed))

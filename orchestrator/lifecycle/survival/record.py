@@ -26,6 +26,8 @@ from orchestrator.run_folder.rundir import read_json, write_atomically
 from orchestrator.run_folder.seal import sealed_json
 
 Lost = TypeVar("Lost")
+ROOM = bytes(4096)
+"""More than a generation needs that came after the first."""
 
 
 def to_blame(
@@ -56,20 +58,28 @@ class GenerationRecord:
 
     Args:
         folder: the attempt's, which every rank sees.
+
+    Attributes:
+        no_room: why the newest attempt of this process to write failed, if it did: a full disk.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.no_room: OSError | None = None
 
     def path(self, generation: int) -> Path:
         return self._folder / f"generation-{generation:04d}.json"
 
     def publish(self, generation: int, members: Iterable[int], **more: Any) -> dict[str, Any]:
-        """Propose `members`; give what counts, this proposal or the one that came first."""
+        """Propose `members`; give what counts, this proposal or the one that came first.
+
+        Raises:
+            OSError: it cannot be written, which may be tried again.
+        """
         path = self.path(generation)
         content = {"generation": generation, "members": list(members), **more}
         own = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        write_atomically(own, sealed_json(path.name, content))
+        self._write(own, sealed_json(path.name, content))
         try:
             os.link(own, path)
         except FileExistsError:
@@ -80,6 +90,31 @@ class GenerationRecord:
         finally:
             own.unlink(missing_ok=True)
         return content
+
+    def proposed(self, generation: int, members: Iterable[int], **more: Any) -> Any | None:
+        """`publish`; None where it cannot be written now (`no_room`)."""
+        try:
+            return self.publish(generation, members, **more)
+        except OSError:
+            return None
+
+    def has_room(self) -> bool:
+        """Whether a generation could be written now; nothing else tells where a quota is."""
+        own = self._folder / f".room.{secrets.token_hex(8)}"
+        try:
+            self._write(own, ROOM)
+        except OSError:
+            return False
+        own.unlink()
+        return True
+
+    def _write(self, path: Path, content: str | bytes) -> None:
+        self.no_room = None
+        try:
+            write_atomically(path, content)
+        except OSError as error:
+            self.no_room = error
+            raise
 
     def read(self, generation: int) -> dict[str, Any] | None:
         """The record of a generation; None before there is one."""

@@ -174,7 +174,7 @@ class Survivors:
         """The next generation. Raises as `go_on` does, once it is known that there is none."""
         newer = self._lifeline.await_newer(self._generation, self._silence_s + MARGIN_S)
         if newer is None:
-            raise error
+            raise self._record.no_room or error
         self._generation = newer.number
         if self._part.me not in newer.members:
             raise Fenced(

@@ -22,6 +22,14 @@ from orchestrator.lifecycle.survival.silence import Borne
 SECRET = "of this test"  # noqa: S105  # and of nobody else
 
 
+def newest(line):
+    """The members of the newest generation; the word "broken" where it cannot be known."""
+    try:
+        return line.latest.members
+    except RuntimeError:
+        return ["broken"]
+
+
 class Ranks:
     """Processes with nothing but a lifeline each; they tell every new generation in a pipe."""
 
@@ -58,7 +66,7 @@ class Ranks:
         line = Lifeline(
             agreement, self.peers, listener, secret=SECRET, record=record, borne=Borne(silence_s)
         )
-        line.on_news(lambda: os.write(tell, json.dumps(line.latest.members).encode() + b"\n"))
+        line.on_news(lambda: os.write(tell, json.dumps(newest(line)).encode() + b"\n"))
         line.start()
         os.write(tell, b"[]\n")
         os.read(obey, 1)
@@ -166,6 +174,22 @@ def test_strangers_that_say_nothing_leave_descriptors_for_a_loss_to_be_heard(ran
             quiet.enter_context(socket.create_connection(where))
         ranks.kill(2)
         assert {ranks.heard(rank, 3.0) for rank in (0, 1, 3)} == {(0, 1, 3)}
+
+
+def test_a_loss_is_written_down_once_there_is_room_again(ranks):
+    settled(ranks)
+    most = resource.prlimit(ranks.pids[0], resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    ranks.kill(2)
+    assert [ranks.heard(rank, 0.5) for rank in (0, 1, 3)] == [None] * 3
+    resource.prlimit(ranks.pids[0], resource.RLIMIT_FSIZE, most)
+    assert {ranks.heard(rank, 3.0) for rank in (0, 1, 3)} == {(0, 1, 3)}
+
+
+def test_who_cannot_read_the_record_waits_for_nobody_and_nobody_waits_for_it(ranks, tmp_path):
+    settled(ranks)
+    GenerationRecord(tmp_path).path(1).write_text("{")
+    ranks.kill(3)
+    assert {ranks.heard(rank, 3.0) for rank in (0, 1, 2)} == {("broken",)}
 
 
 def test_who_ends_in_order_is_no_loss_and_garbage_on_the_port_changes_nothing(ranks):
