@@ -7,13 +7,17 @@ All ranks take every decision in it (stop, evaluate, save, end) from values that
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from orchestrator.config.schema import TrainConfig
 from orchestrator.engine.api import BoundaryReport, Engine, MicroBatch, Window
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
+
+KEPT = 1000
+"""Updates that each rank knows the figures of; a disk may be full for so many."""
 
 
 class Windows(Protocol):
@@ -57,6 +61,8 @@ class Outcome:
 
     Attributes:
         done: the last update of this attempt.
+        kept: it and those before it, for a rank that comes to write where the one that wrote is
+            gone with lines that there was no room for.
         newcomers: the loop was left after it for others to be let in; nothing but its record has
             followed it yet.
         returned: this attempt went back to a checkpoint, whose last update was done before.
@@ -75,12 +81,22 @@ class Outcome:
     recorded: int = 0
     evaluated: int = 0
     newcomers: bool = False
+    kept: deque[Done] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def take(self, done: Done) -> None:
         """One more update was applied."""
         self.done = done
+        self.kept.append(replace(done, window=replace(done.window, micro_batches=())))
         self.updates, self.loss = done.window.update + 1, done.report.loss
         self.samples += done.window.samples
+
+    def go_back(self) -> None:
+        """To `updates` and `samples`, which are a checkpoint's now."""
+        self.done, self.returned = None, True
+        self.recorded = min(self.recorded, self.updates)
+        self.evaluated = min(self.evaluated, self.updates)
+        while self.kept and self.kept[-1].window.update >= self.updates:
+            self.kept.pop()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +134,8 @@ def train(
     """
     follow_up = _FollowUp(engine, windows, recorder, settings, updates, rank, outcome)
     batches = engine.batches(_work(windows, outcome.updates, updates))
+    for done in outcome.kept:
+        follow_up.record(done)
     if outcome.done is not None:  # a rank that is gone may have been about to
         follow_up.of(outcome.done, again=True)
     while outcome.updates < updates and outcome.state != "stopped" and not outcome.newcomers:

@@ -16,6 +16,7 @@ from orchestrator.rank.writing.recorder import Recorder, Silent
 from orchestrator.rank.writing.survival_notes import Notes, merged, unrecorded
 from orchestrator.report.metrics import read_metrics
 from orchestrator.run_folder.rundir import RunDir
+from orchestrator.run_warnings import warn
 
 
 class WayOn(Protocol):
@@ -71,9 +72,7 @@ class Training:
         outcome, stood = self.outcome, self.outcome.updates
         if not restore(self.run, self.engine, outcome, rank):
             return None
-        outcome.done, outcome.returned = None, True
-        outcome.recorded = min(outcome.recorded, outcome.updates)
-        outcome.evaluated = min(outcome.evaluated, outcome.updates)
+        outcome.go_back()
         return max(0, stood - outcome.updates)
 
     def write(self) -> Recorder:
@@ -93,6 +92,16 @@ class Training:
             return count
         return count // planned.split.micro_steps
 
+    def _miss_lines(self) -> None:
+        """Say which lines nobody can write any more."""
+        outcome = self.outcome
+        first = outcome.kept[0].window.update if outcome.kept else outcome.updates
+        if outcome.recorded < first:
+            warn(
+                f"metrics.jsonl lacks updates {outcome.recorded + 1} to {first}: the rank that "
+                f"wrote it is gone, and there had been no room for its lines"
+            )
+
     def write_on(self, history: list[Notes]) -> None:
         """On the rank that writes in the next group: what the one before it did not come to
         follows, and with it what no line has yet of these changes.
@@ -104,6 +113,7 @@ class Training:
             update = self.outcome.updates - 1
             recorded = max((r["update"] + 1 for r in there.updates), default=0)
             self.outcome.recorded = min(recorded, self.outcome.updates)
+            self._miss_lines()
             for record in there.evaluations:
                 if record["update"] == update:
                     self.outcome.evaluated = update + 1

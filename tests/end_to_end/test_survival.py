@@ -4,6 +4,7 @@ more than one node is planned that needs no key.
 
 import json
 import os
+import resource
 import signal
 import time
 
@@ -58,6 +59,9 @@ def test_the_node_of_rank_0_dies_and_50_ms_later_a_rank_and_then_one_is_stopped(
 
     def kill():
         node, other = helpers.node_process(run, "node0"), helpers.rank_pid(run, 2)
+        most = resource.RLIM_INFINITY  # the disk of who writes the lines is full
+        resource.prlimit(helpers.rank_pid(run, 0), resource.RLIMIT_FSIZE, (0, most))
+        time.sleep(0.15)  # some updates, whose lines go with it
         node.kill()
         time.sleep(0.05)  # the others are about to agree on who is left, or form their group
         os.kill(other, signal.SIGKILL)
