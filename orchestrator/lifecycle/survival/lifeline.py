@@ -63,8 +63,7 @@ class Lifeline:
         self._tried = self._noticed = 0.0  # since when the proposer does not answer; when lost
         self._probed = self._awake = 0.0  # when others were; since when this process can judge
         self._ended: str | None = None  # the word that this rank ends with
-        first = Generation(agreement.generation, agreement.members, time.monotonic())
-        self._news = News(first)
+        self._news = News(Generation(agreement.generation, agreement.members, time.monotonic()))
         self._thread = threading.Thread(target=self._live, name="lifeline", daemon=True)
 
     def start(self) -> Lifeline:
@@ -101,7 +100,7 @@ class Lifeline:
         with self._news.changed:
             known = lambda: self.latest.number > than or self._agreement.left  # noqa: E731
             self._vouchers.wait(self._news.changed, known, timeout_s)
-            return self.latest if self.latest.number > than else None
+            return self._news.take(than)
 
     def on_news(self, interrupt: Callable[[], None]) -> None:
         """Call this, from the thread, when there is a newer generation: the main thread may wait
@@ -146,6 +145,7 @@ class Lifeline:
             self._probe(now)
             self._propose(now)
             self._grow()
+            self._news.end_unheeded(self._awake, self._silence_s)
         self._of.say(ended=self._ended)
 
     def _heed(self, link: Link) -> None:

@@ -12,6 +12,7 @@ import time
 import pytest
 
 from orchestrator.engine.common.listening import listen
+from orchestrator.engine.common.waiting import for_others
 from orchestrator.lifecycle.survival.agreement import Agreement
 from orchestrator.lifecycle.survival.connections import MOST_STRANGERS
 from orchestrator.lifecycle.survival.lifeline import Lifeline
@@ -33,7 +34,7 @@ def newest(line):
 class Ranks:
     """Processes with nothing but a lifeline each; they tell every new generation in a pipe."""
 
-    def __init__(self, folder, count, silence_s=1.5, on_a_node=1, never=None):
+    def __init__(self, folder, count, silence_s=1.5, on_a_node=1, never=None, deaf=None):
         listeners = [listen("127.0.0.1") for _ in range(count)]
         self.peers = {
             rank: Peer("127.0.0.1", one.getsockname()[1], rank // on_a_node)
@@ -53,6 +54,7 @@ class Ranks:
                         listener.close()
                 if rank == never:
                     signal.pause()  # it listens, and comes to nobody
+                self._deaf = rank == deaf
                 self._be(rank, folder, listeners[rank], silence_s, tell, obey)
             os.close(tell)
             os.close(obey)
@@ -69,7 +71,8 @@ class Ranks:
         line.on_news(lambda: os.write(tell, json.dumps(newest(line)).encode() + b"\n"))
         line.start()
         os.write(tell, b"[]\n")
-        os.read(obey, 1)
+        with for_others("a sum") if self._deaf else contextlib.nullcontext():
+            os.read(obey, 1)  # whatever it is told
         line.end("finished")
         os._exit(0)
 
@@ -174,6 +177,19 @@ def test_strangers_that_say_nothing_leave_descriptors_for_a_loss_to_be_heard(ran
             quiet.enter_context(socket.create_connection(where))
         ranks.kill(2)
         assert {ranks.heard(rank, 3.0) for rank in (0, 1, 3)} == {(0, 1, 3)}
+
+
+def test_who_does_not_come_back_from_what_was_broken_off_is_ended_and_who_computes_is_not(tmp_path):
+    ranks = Ranks(tmp_path, 4, deaf=2)
+    try:
+        settled(ranks)
+        ranks.kill(3)
+        assert {ranks.heard(rank) for rank in (0, 1, 2)} == {(0, 1, 2)}
+        assert {ranks.heard(rank) for rank in (0, 1)} == {(0, 1)}
+        assert os.waitpid(ranks.pids.pop(2), 0)[1] == signal.SIGKILL
+        assert [ranks.heard(rank, 2.5) for rank in (0, 1)] == [None] * 2
+    finally:
+        ranks.end()
 
 
 def test_a_loss_is_written_down_once_there_is_room_again(ranks):
