@@ -27,7 +27,7 @@ class News:
     """
 
     def __init__(self, first: Generation) -> None:
-        self._latest = self._taken = first
+        self._latest = self._taken = self._stays = first
         self._told, self._broken = 0.0, None
         self.changed = threading.Condition()
         self.interrupt: Callable[[], None] = lambda: None
@@ -65,21 +65,25 @@ class News:
 
     def end_unheeded(self, awake: float, patience_s: float) -> None:
         """End this process where its main thread has not come back from a collective that was
-        broken off so long ago; not where it computes, or is the only one.
+        broken off so long ago; not where it computes. Who is the only one has all that is left of
+        the run, so it is only said; the collective's own time-out ends it.
 
         Args:
             awake: since when this process has not stood still, monotonic.
         """
         wait = waiting.under_way() if waiting.waits() else None
-        if wait is None or self._taken is self._latest or len(self._latest.members) == 1:
+        if wait is None or self._taken is self._latest or self._stays is self._latest:
             return
         since, words = wait
         late = time.monotonic() - max(self._told, awake) > patience_s
-        if words and since <= self._told and late:
-            try:
-                warn(
-                    f"it did not come back from {words}, which was broken off {patience_s:g} s "
-                    "ago; it is ended, and the others go on without it"
-                )
-            finally:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if not words or not late or since > self._told:
+            return
+        told = f"it did not come back from {words}, which was broken off {patience_s:g} s ago; "
+        if len(self._latest.members) == 1:
+            self._stays = self._latest
+            warn(f"{told}nobody else is left, so cluster.collective_timeout_s is waited out")
+            return
+        try:
+            warn(f"{told}it is ended, and the others go on without it")
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import time
+import warnings
 
 import pytest
 
@@ -69,6 +70,7 @@ class Ranks:
             agreement, self.peers, listener, secret=SECRET, record=record, borne=Borne(silence_s)
         )
         line.on_news(lambda: os.write(tell, json.dumps(newest(line)).encode() + b"\n"))
+        warnings.simplefilter("ignore")
         line.start()
         os.write(tell, b"[]\n")
         with for_others("a sum") if self._deaf else contextlib.nullcontext():
@@ -180,16 +182,23 @@ def test_strangers_that_say_nothing_leave_descriptors_for_a_loss_to_be_heard(ran
 
 
 def test_who_does_not_come_back_from_what_was_broken_off_is_ended_and_who_computes_is_not(tmp_path):
-    ranks = Ranks(tmp_path, 4, deaf=2)
+    (tmp_path / "two").mkdir()
+    ranks, two = Ranks(tmp_path, 4, deaf=2), Ranks(tmp_path / "two", 2, deaf=1)
     try:
-        settled(ranks)
+        for some in (ranks, two):
+            settled(some)
         ranks.kill(3)
+        two.kill(0)
         assert {ranks.heard(rank) for rank in (0, 1, 2)} == {(0, 1, 2)}
         assert {ranks.heard(rank) for rank in (0, 1)} == {(0, 1)}
         assert os.waitpid(ranks.pids.pop(2), 0)[1] == signal.SIGKILL
-        assert [ranks.heard(rank, 2.5) for rank in (0, 1)] == [None] * 2
+        assert [ranks.heard(rank, 1.0) for rank in (0, 1)] == [None] * 2
+        assert two.heard(1) == (1,)
+        os.write(two.commands[1], b"x")  # it comes back after all, and has all that is left
+        assert os.waitpid(two.pids.pop(1), 0)[1] == 0
     finally:
         ranks.end()
+        two.end()
 
 
 def test_a_loss_is_written_down_once_there_is_room_again(ranks):
