@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from orchestrator.compose.command_line import literally
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rehearse.asked import Asked
 from orchestrator.rehearse.drawing import (
@@ -81,7 +82,7 @@ class Outside(ABC):
 
     def launch(self) -> None:
         where = () if self._asked.config_dir is None else ("--config-dir", self._asked.config_dir)
-        given = (*self._asked.overrides, f"run.dir={self.run.path}")
+        given = (*self._asked.overrides, f"run.dir={literally(str(self.run.path))}")
         self._start("orchestrator.launch", *where, *given, "-q")
 
     def resume(self) -> None:

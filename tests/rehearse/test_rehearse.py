@@ -160,7 +160,8 @@ def test_whatever_is_otherwise_than_undisturbed_is_seen(case, tmp_path, small):
 def test_a_rehearsal_of_four_faults_ends_with_the_undisturbed_bits(tmp_path):
     done = helpers.verb(
         "rehearse", *SMALL, "job.pause_s=0.06", "cluster.nodes=2", "cluster.ranks_per_node=2",
-        "train.updates=24", "--faults", 4, "--seed", SEED, "--into", tmp_path / "of", "--json",
+        "train.updates=24", "--faults", 4, "--seed", SEED, "--into", tmp_path / "it's [of], ü",
+        "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
