@@ -61,6 +61,19 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     return [str(i) for i in range(len(list(driver.iterdir())))] if driver.is_dir() else []
 
 
+def share_gpus(gpus: list[str], nodes: int, width: int) -> list[list[str]] | None:
+    """Each node's own GPUs, one a rank; empty lists where there are too few; None without GPUs.
+
+    >>> share_gpus(["0", "1", "2"], 1, 2), share_gpus(["0"], 2, 1), share_gpus([], 2, 2)
+    ([['0', '1']], [[], []], None)
+    """
+    if not gpus:
+        return None
+    if len(gpus) < nodes * width:
+        return [[] for _ in range(nodes)]
+    return [gpus[i * width : (i + 1) * width] for i in range(nodes)]
+
+
 def _groups() -> Iterator[Path]:
     """This process's control group and those above it, of version 2; none elsewhere."""
     for line in _read(Path("/proc/self/cgroup")).splitlines():

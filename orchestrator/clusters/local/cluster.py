@@ -19,14 +19,14 @@ from orchestrator.clusters.local.losses import Losses
 from orchestrator.clusters.local.nodes import Node, Nodes
 from orchestrator.clusters.local.replacements import Replacements, most_of
 from orchestrator.clusters.local.standing import Standing
-from orchestrator.clusters.machine import visible_gpus
+from orchestrator.clusters.machine import share_gpus, visible_gpus
 from orchestrator.clusters.request import Share
 from orchestrator.clusters.root_cause import End, blame, tail
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.schema import node_range
 from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import ClusterError, TransportError
-from orchestrator.lifecycle.signs.node_watch import FENCED, FINISHED, STOPPED
+from orchestrator.lifecycle.signs.node_watch import FENCED, FINISHED, FROZEN, STOPPED
 from orchestrator.lifecycle.signs.stacks import STACK_S
 from orchestrator.plan.plan import Plan
 from orchestrator.run_folder.rundir import RunDir
@@ -90,6 +90,8 @@ class LocalHandle(Handle):
         self._replace()
         for culprit in self._standing.too_long_frozen():
             self._lose(culprit)
+        for node in self._nodes.frozen():
+            self._lose_frozen(node)
         if not self.pids and self.culprit is None and self._nodes.import_hangs():
             hang_s = self._request.details["hang_s"]
             name = self._nodes.all[0].name
@@ -110,6 +112,7 @@ class LocalHandle(Handle):
         self._end_all()
         while not self._nodes.ended:
             self._read(1.0)
+            self._nodes.wake()
         self._settle()
 
     def _replace(self) -> None:
@@ -139,7 +142,7 @@ class LocalHandle(Handle):
     def _end_all(self) -> None:
         self._ending = True
         self._nodes.kill_imports()  # nobody may be there yet to read a command
-        self._nodes.command("kill")
+        self._nodes.kill()
 
     def _read(self, timeout_s: float) -> None:
         for key, _ in self._nodes.told.select(timeout_s):  # here the launcher waits
@@ -207,6 +210,16 @@ class LocalHandle(Handle):
             self.culprit = culprit
             self._nodes.command("where stacks")
             self._give_up_at = time.monotonic() + STACK_S
+
+    def _lose_frozen(self, node: Node) -> None:
+        """A node that is stopped itself: it would hear nothing, and never end."""
+        cause = FROZEN.format(f"{self._request.details['silence_s']:g}")
+        if self._losses.survived or {FINISHED, STOPPED} & set(self._words.values()):
+            told = f"{node.name}: {cause}; it is ended, with its ranks"
+            warn_of(self._run.warnings(self._request.attempt, 0), 0, told)
+            self._nodes.kill(node)
+        else:
+            self._lose(Culprit(rank=None, node=node.name, cause=cause))
 
     def _warn_of(self, rank: int, sentence: str) -> None:
         index = rank // self._request.ranks_per_node
@@ -285,16 +298,3 @@ class LocalCluster(Cluster):
 
     def submit(self, request: Request) -> LocalHandle:
         return LocalHandle(request)
-
-
-def share_gpus(gpus: list[str], nodes: int, width: int) -> list[list[str]] | None:
-    """Each node's own GPUs, one a rank; empty lists where there are too few; None without GPUs.
-
-    >>> share_gpus(["0", "1", "2"], 1, 2), share_gpus(["0"], 2, 1), share_gpus([], 2, 2)
-    ([['0', '1']], [[], []], None)
-    """
-    if not gpus:
-        return None
-    if len(gpus) < nodes * width:
-        return [[] for _ in range(nodes)]
-    return [gpus[i * width : (i + 1) * width] for i in range(nodes)]

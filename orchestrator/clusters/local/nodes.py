@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO, Any, cast
 
 from orchestrator.clusters.api import Request
-from orchestrator.lifecycle.signs.processes import processor_s
+from orchestrator.lifecycle.signs.processes import processor_s, state_of
 from orchestrator.lifecycle.signs.stacks import STACK_S
 from orchestrator.lifecycle.signs.standstill import Patience, Standstill
 from orchestrator.run_folder.files import APPENDING, open_regular
@@ -34,6 +35,20 @@ class Node:
     unread: bytes = b""
     begun: bool = False
     ended: bool = False
+    pid: int | None = None
+    stopped_at: float | None = None
+
+    def frozen(self, silence_s: float) -> bool:
+        """Whether its process has been stopped for so long, as far as was looked; told once."""
+        if self.ended or self.pid is None or state_of(self.pid) != "T":
+            self.stopped_at = None
+            return False
+        now = time.monotonic()
+        self.stopped_at = now if self.stopped_at is None else self.stopped_at
+        if now - self.stopped_at < silence_s:
+            return False
+        self.stopped_at = math.inf
+        return True
 
     def command(self, word: str) -> None:
         if self.ended:
@@ -53,7 +68,11 @@ class Node:
             return None
         self.begun = True
         *lines, self.unread = (self.unread + content).split(b"\n")
-        return [json.loads(line) for line in lines]
+        events = [json.loads(line) for line in lines]
+        for event in events:
+            if event["event"] == "begun":
+                self.pid = event["pid"]
+        return events
 
 
 class Nodes:
@@ -71,6 +90,7 @@ class Nodes:
         self.told = selectors.DefaultSelector()
         self._environments = environments
         self._width = request.ranks_per_node
+        self._silence_s: float = request.details["silence_s"]
         self.all: list[Node] = []
         theirs: list[dict[str, Any]] = []
         for index in range(len(environments)):
@@ -81,7 +101,7 @@ class Nodes:
             "launcher": os.getpid(),
             "run": str(request.run),
             "attempt": request.attempt,
-            "silence_s": request.details["silence_s"],
+            "silence_s": self._silence_s,
             "hang_s": request.details["hang_s"],
             "replaces": request.details["replacements"] > 0,
         }
@@ -155,6 +175,21 @@ class Nodes:
     def command(self, word: str) -> None:
         for node in self.all:
             node.command(word)
+
+    def kill(self, *nodes: Node) -> None:
+        """These end all that they have, and themselves; all where none is named."""
+        for node in nodes or self.all:
+            node.command("kill")
+        self.wake()
+
+    def frozen(self) -> list[Node]:
+        """Those that have been stopped for longer than a rank may be."""
+        return [node for node in self.all if node.frozen(self._silence_s)]
+
+    def wake(self) -> None:
+        """A node that somebody has stopped goes on, and reads what it is told."""
+        for parent in self._parents.values():
+            parent.send_signal(signal.SIGCONT)  # which it hands on
 
     def kill_imports(self, *, of_newcomers: bool = False) -> None:
         """Where there is no rank yet: what was forked meanwhile dies with the process it is of.

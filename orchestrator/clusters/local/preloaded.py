@@ -21,6 +21,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,11 +69,20 @@ def _forked(order: dict[str, Any]) -> dict[str, Any] | None:
     # From now on nodes see for themselves that the launcher is gone, and leave nothing behind:
     # they could not if this process ended first, and they with it.
     die_with(None)
+    signal.signal(signal.SIGCONT, lambda *_: _wake(nodes))
+    if os.getppid() == order["launcher"]:
+        die_with(order["launcher"], signal.SIGCONT)  # one that is stopped sees nothing
     while nodes:
         pid, status = os.wait()
         end = {"node": nodes.pop(pid)["name"], "status": os.waitstatus_to_exitcode(status)}
         print(json.dumps(end), flush=True)  # noqa: T201  # for the launcher
     return None
+
+
+def _wake(nodes: Iterable[int]) -> None:
+    """Those that somebody has stopped: they are to obey."""
+    for pid in list(nodes):
+        os.kill(pid, signal.SIGCONT)  # waited for after this alone, so the pid is still its own
 
 
 def _become(node: dict[str, Any], order: dict[str, Any], run: RunDir) -> None:

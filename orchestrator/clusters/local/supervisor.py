@@ -264,6 +264,7 @@ def serve(
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _report("begun", pid=os.getpid())
     node = Node(first, silence_s, hang_s)
     rank = node.start(processes)
     if rank is not None:

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from tests import helpers
-from tests.helpers import SMALL, TINY, until
+from tests.helpers import LIGHT, SMALL, TINY, until
 
 
 @pytest.fixture
@@ -66,4 +66,44 @@ def test_nodes_and_ranks_do_not_outlive_the_process_that_they_are_forks_of(tmp_p
     launcher.communicate(timeout=30)
     assert launcher.returncode == 1
     assert "SIGKILL" in helpers.result(run)["culprit"]["cause"]
+    assert not helpers.processes_of(run)
+
+
+def frozen_node(run, *more):
+    """A run in mid-training, of which somebody has stopped a node, its ranks not."""
+    launcher = helpers.begin(
+        LIGHT, SMALL, "cluster.nodes=3", "job.pause_s=0.05", "train.updates=4000",
+        f"run.dir={run}", *more,
+    )  # fmt: skip
+    until(lambda: helpers.records(run), what="training")
+    node = helpers.node_process(run, "node1")
+    node.suspend()
+    return launcher, node
+
+
+def test_a_node_that_is_stopped_obeys_a_second_interrupt(tmp_path):
+    launcher, _ = frozen_node(tmp_path / "run", "run.survive=false")
+    launcher.send_signal(signal.SIGINT)
+    until(lambda: "once more" in (launcher.stdout.readline() or "once more"), 10, "the word")
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == 130
+    assert not helpers.processes_of(tmp_path / "run")
+
+
+def test_a_node_that_is_stopped_does_not_outlive_its_launcher(tmp_path):
+    launcher, _ = frozen_node(tmp_path / "run", "run.survive=false")
+    launcher.kill()
+    launcher.communicate()
+    until(lambda: not helpers.processes_of(tmp_path / "run"), 5, "the end of all processes")
+
+
+def test_a_run_does_not_wait_for_a_node_that_is_stopped(tmp_path):
+    run = tmp_path / "run"
+    launcher, _ = frozen_node(run, "run.survive=false", "cluster.heartbeat_timeout_s=1")
+    output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 1, output
+    found = helpers.result(run)["culprit"]
+    assert (found["rank"], found["node"]) == (None, "node1")
+    assert "it was frozen (SIGSTOP) for 1 s" in found["cause"]
     assert not helpers.processes_of(run)

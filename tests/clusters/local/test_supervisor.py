@@ -73,7 +73,7 @@ def events_of(process):
 def test_what_an_ended_rank_left_behind_is_ended_with_the_node(tmp_path):
     with node("leaves_a_child", tmp_path / "left", 0) as process:
         events = events_of(process)
-    assert [event["event"] for event in events] == ["started", "exit", "ended"]
+    assert [event["event"] for event in events] == ["begun", "started", "exit", "ended"]
     assert not psutil.pid_exists(int((tmp_path / "left").read_text()))
 
 
