@@ -28,6 +28,8 @@ LONGEST = 1000  # characters of a sentence
 MOST_FILES = 64
 MOST_BYTES = 256 * 1024  # read of one file
 MOST_NAMED = 4  # ranks
+OF_THE_RANK = "it "
+"""With which a sentence begins that is about the rank that says it."""
 LOOK_S = 2.0
 
 
@@ -39,6 +41,8 @@ class Warned:
     'slow'
     >>> Warned(sentence="slow", ranks=(3,), times=8).told
     'rank 3: slow (at least 8 times)'
+    >>> Warned(sentence="it was frozen", ranks=(0,)).told
+    'rank 0: it was frozen'
     """
 
     sentence: str
@@ -48,12 +52,18 @@ class Warned:
 
     @property
     def told(self) -> str:
-        """For people: who says it where that is not rank 0, and how often if more than once."""
+        """For people: who says it where that is not rank 0, or where it is of that rank itself, and
+        how often if more than once.
+        """
         named = ", ".join(map(str, self.ranks[:MOST_NAMED]))
         more = f" and {len(self.ranks) - MOST_NAMED} more" if len(self.ranks) > MOST_NAMED else ""
-        who = "" if 0 in self.ranks else f"rank{'s' * (len(self.ranks) > 1)} {named}{more}: "
-        often = f" (at least {self.times} times)" if self.times > len(self.ranks) else ""
-        return f"{who}{self.sentence}{often}"
+        of_the_run = 0 in self.ranks and not self.sentence.startswith(OF_THE_RANK)
+        who = "" if of_the_run else f"rank{'s' * (len(self.ranks) > 1)} {named}{more}: "
+        return f"{who}{self.sentence}{_often(self.times, len(self.ranks))}"
+
+
+def _often(times: int, ranks: int) -> str:
+    return f" (at least {times} times)" if times > ranks else ""
 
 
 class _Rank:
@@ -75,7 +85,7 @@ class _Rank:
             line = {"sentence": sentence, "times": times, "rank": self._rank, "time": time.time()}
             line |= {"kind": kind} if kind != sentence else {}
             self._unwritten.append(json.dumps(line).encode() + b"\n")
-            self._write(f"warning: {Warned(sentence=sentence, ranks=(0,), times=times).told}")
+            self._write(f"warning: {sentence}{_often(times, 1)}")  # its log has its name
 
     def _write(self, text: str) -> None:
         """Both may lie on a full disk, where nobody can be told; what is left is tried again with

@@ -90,6 +90,11 @@ class Outcome:
         self.updates, self.loss = done.window.update + 1, done.report.loss
         self.samples += done.window.samples
 
+    def over(self, updates: int) -> bool:
+        """Whether no window follows: all `updates` are done, or all ranks agreed to stop."""
+        stops = self.done is not None and self.done.report.stop_requested
+        return self.updates >= updates or stops
+
     def go_back(self) -> None:
         """To `updates` and `samples`, which are a checkpoint's now."""
         self.done, self.returned = None, True

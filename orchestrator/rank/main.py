@@ -92,8 +92,9 @@ def _trained(training: Training, stop: StopFlag, attendance: Attendance) -> int:
         attendance.allow_result()
         if outcome.state == "finished" or not attendance.leave(outcome.updates):
             result = result_of(
-                run, outcome, training.engine, training.planned, seconds=seconds, memory=memory
-            )
+                run, outcome, training.engine, training.planned, seconds=seconds, memory=memory,
+                unwritten=training.recorder.note,
+            )  # fmt: skip
             if outcome.state == "stopped" and (why := attendance.why_for_good()):
                 result["why"] = why
             run.write_own(run.result, result)

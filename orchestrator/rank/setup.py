@@ -84,7 +84,7 @@ def _set_up(
     entering = Entering(spec, config.cluster, topology, framework, engine) if survives else None
     if alone and entering is not None:
         training.others = survivors = entering.alone(job, lambda: stop.requested)
-        survivors.back = training.back
+        survivors.back, survivors.over = training.back, training.over
         training.entered = survivors.enter(training.outcome)
         attendance.goes_on_with(survivors)
         return training
@@ -101,7 +101,7 @@ def _set_up(
         training.write()
     if entering is not None:
         training.others = survivors = entering.together(job, group)
-        survivors.back = training.back
+        survivors.back, survivors.over = training.back, training.over
         attendance.goes_on_with(survivors)
     return training
 

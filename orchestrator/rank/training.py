@@ -62,6 +62,11 @@ class Training:
             self.recorder.checkpoint(self.outcome.updates, self.outcome.samples)
             self.recorder.settle()
 
+    def over(self) -> bool:
+        """Whether no window follows."""
+        assert self.planned.updates is not None  # noqa: S101  # the data set is known here
+        return self.outcome.over(self.planned.updates)
+
     def back(self, rank: int) -> int | None:
         """To the newest checkpoint: how many updates that takes back; None without one. Collective.
 

@@ -32,7 +32,7 @@ CULPRIT: Shape = {
 RESTART: Shape = {"attempt!": WHOLE, "why!": TEXT, "resumed_from!": WHOLE, "lost_updates!": WHOLE}
 SURVIVED: Shape = {
     "generation!": WHOLE, "gone!": LIST, "ranks!": WHOLE, "nodes": WHOLE, "seconds!": NUMBER,
-    "lost_updates": WHOLE,
+    "lost_updates": WHOLE, "redone": WHOLE,
 }  # fmt: skip
 JOINED: Shape = {
     "generation!": WHOLE, "came!": LIST, "ranks!": WHOLE, "nodes": WHOLE, "seconds!": NUMBER,

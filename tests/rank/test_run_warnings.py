@@ -35,6 +35,16 @@ def test_a_warning_of_many_ranks_is_one_entry_with_its_ranks_and_a_count(as_rank
     assert warned.told == "ranks 3, 5: slow: 0 s (at least 128 times)"
 
 
+def test_a_rank_of_which_a_warning_is_has_its_name_though_it_is_0_and_its_log_says_it_once(
+    as_rank, tmp_path, capsys
+):
+    as_rank(0)
+    warn("it was frozen")
+    warn("slow")
+    assert [one.told for one in read_warnings(tmp_path)] == ["rank 0: it was frozen", "slow"]
+    assert capsys.readouterr().out == "warning: it was frozen\nwarning: slow\n"
+
+
 def test_a_flood_leaves_few_short_lines(as_rank, tmp_path, capsys):
     as_rank(0)
     for number in range(5000):

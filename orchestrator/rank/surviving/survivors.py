@@ -31,6 +31,7 @@ from orchestrator.rank.loop import Attended, Outcome
 from orchestrator.rank.restoring import GOES_BACK
 from orchestrator.rank.surviving import standing
 from orchestrator.rank.surviving.next_group import formed
+from orchestrator.rank.surviving.words import ranks, those_left, went_away
 from orchestrator.rank.watched_recorder import Watched
 from orchestrator.rank.writing.survival_notes import Notes, notes_of
 from orchestrator.run_warnings import warn
@@ -98,6 +99,7 @@ class Survivors:
         self._tries = (-1, 0)
         self.place = part.spec.rank, part.spec.size
         self.back: Callable[[int], int | None] = lambda _: None
+        self.over: Callable[[], bool] = lambda: False
 
     def end(self, word: str) -> None:
         """This rank ends: the others are not to go on without it."""
@@ -231,16 +233,16 @@ class Survivors:
             "generation": newer.number, "ranks": count, "nodes": len(self._nodes),
             "seconds": round(seconds, 3),
         }  # fmt: skip
-        self._history.append(notes_of(gone, came, facts, lost))
+        over = lost is None and self.over()
+        self._history.append(notes_of(gone, came, facts, lost, redone=not over))
         if came:
-            self._say(f"{_ranks(came)} came back; {count} ranks go on with update {update}")
+            self._say(f"{ranks(came)} came back; {count} ranks go on with update {update}")
         if gone:
-            self._count_try(outcome.updates, _ranks(gone))
-            sentence = f"{_ranks(gone)} went away in update {update}; "
+            self._count_try(outcome.updates, ranks(gone))
+            sentence = went_away(gone, update, over=over)
             if lost is not None:
                 sentence += GOES_BACK.format(outcome.updates)
-            left = f"{count} ranks redo it and go on" if count > 1 else "1 rank redoes it, alone"
-            self._say(sentence + (self._few() or left))
+            self._say(sentence + (self._few() or those_left(count, over=over)))
         print(f"note: generation {newer.number} after {seconds:.2f} s", flush=True)
         return list(self._history)
 
@@ -293,7 +295,3 @@ class Survivors:
             return ""
         nodes = "1 node is" if count == 1 else f"{count} nodes are"
         return f"{nodes} left, fewer than cluster.nodes.min={least}, so the run does not go on"
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

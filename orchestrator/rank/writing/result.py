@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.engine.api import Engine
 from orchestrator.plan.plan import Plan
 from orchestrator.rank.loop import Outcome
+from orchestrator.rank.writing.survival_notes import WHO
 from orchestrator.report.metrics import read_metrics
 from orchestrator.run_folder.rundir import RunDir
 
@@ -26,15 +28,17 @@ def result_of(
     *,
     seconds: float,
     memory: dict[str, list[int]],
+    unwritten: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The values of result.json.
 
     Args:
+        unwritten: changes of the group after the last update, which no line has.
         memory: of all ranks; `memory` in the result is that of the largest, in bytes.
     """
     history = read_metrics(run.metrics).updates  # of all attempts
     changes = {
-        key: [record[key] for record in history if key in record] for key in ("survived", "joined")
+        key: [record[key] for record in (*history, unwritten) if key in record] for key in WHO
     }
     outcome.collectives = sum(record.get("collectives", 0) for record in history)
     outcome.bytes_on_wire = sum(record.get("bytes_on_wire", 0) for record in history)

@@ -14,10 +14,17 @@ from typing import Any
 Notes = dict[str, Any]
 WHO = {"survived": "gone", "joined": "came"}
 """The notes that there are, and who is named in each."""
+AT_THE_END = {"redone": 0}
+"""Of who went away after the last update."""
 
 
 def notes_of(
-    gone: Sequence[int], came: Sequence[int], facts: Notes, lost_updates: int | None
+    gone: Sequence[int],
+    came: Sequence[int],
+    facts: Notes,
+    lost_updates: int | None,
+    *,
+    redone: bool = True,
 ) -> Notes:
     """Of one change.
 
@@ -25,13 +32,14 @@ def notes_of(
         gone, came: ranks.
         facts: of the new group.
         lost_updates: that a lost part of the state takes back; None: no part is lost.
+        redone: an update was under way, and is begun again.
     """
     found: Notes = {}
     if came:
         found["joined"] = {**facts, "came": list(came)}
     if gone:
         back = {} if lost_updates is None else {"lost_updates": lost_updates}
-        found["survived"] = {**facts, "gone": list(gone), **back}
+        found["survived"] = {**facts, "gone": list(gone), **back, **({} if redone else AT_THE_END)}
     return found
 
 
@@ -48,6 +56,8 @@ def merged(earlier: Notes, later: Notes) -> Notes:
             before, after = earlier[key], later[key]
             seconds = round(before["seconds"] + after["seconds"], 3)
             one[key] = {**after, who: [*before[who], *after[who]], "seconds": seconds}
+            if "redone" not in before:
+                one[key].pop("redone", None)
             if "lost_updates" in before:
                 lost = before["lost_updates"] + after.get("lost_updates", 0)
                 one[key]["lost_updates"] = lost

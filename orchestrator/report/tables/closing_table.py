@@ -155,7 +155,7 @@ def _survived(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     again = f"; rank{'s' * (len(came) > 1)} {', '.join(came)} came back" if came else ""
     at_the_end = len(result.get("peak_memory_bytes") or ()) or notes[-1]["ranks"]
     left = f"{plural(at_the_end, 'rank')} went on"
-    redone = len(notes) + sum(note.get("lost_updates", 0) for note in notes)
+    redone = sum(note.get("redone", 1) + note.get("lost_updates", 0) for note in notes)
     told = f"{lost}; {plural(redone, 'update')} redone{again}; {left}"
     return [("survived", told, "yellow")]
 

@@ -49,3 +49,12 @@ def test_updates_that_were_taken_back_add_up():
     assert merged(first, notes_of([1], [], facts(2, 2), None))["survived"]["lost_updates"] == 2
     assert merged(first, notes_of([1], [], facts(2, 2), 0))["survived"]["lost_updates"] == 2
     assert "lost_updates" not in merged({}, notes_of([1], [], facts(2, 2), None))["survived"]
+
+
+def test_who_goes_after_the_last_update_has_it_redone_by_nobody():
+    ended = notes_of([1], [], facts(2, 2), None, redone=False)
+    assert ended["survived"]["redone"] == 0
+    earlier = notes_of([2], [], facts(1, 3), None)
+    assert "redone" not in merged(earlier, ended)["survived"]
+    later = notes_of([0], [], facts(3, 1), None, redone=False)
+    assert merged(ended, later)["survived"]["redone"] == 0

@@ -131,6 +131,12 @@ def test_each_update_is_held_against_the_plan_of_the_ranks_that_did_it(screen):
     assert "(1 of 5 updates, first in update 3)" in flat(closing(screen, plan, History(records)))
 
 
+def test_who_went_away_after_the_last_update_is_named_and_nothing_counts_as_redone(screen):
+    gone = {"generation": 1, "gone": [0], "ranks": 3, "seconds": 0.1}
+    text = flat(closing(screen, survived=[gone, {**gone, "gone": [2], "ranks": 2, "redone": 0}]))
+    assert "ranks 0, 2 lost; 1 update redone;" in text
+
+
 def test_a_failed_run_names_its_culprit_and_how_to_try_again(screen):
     text = closing(screen, state="failed", culprit=CULPRIT, weights_sha256=None)
     assert "rank 2 on node1 failed first: killed by SIGKILL [9]" in text
