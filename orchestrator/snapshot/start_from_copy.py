@@ -2,7 +2,7 @@
 
 As `python -I COPY.py COPY PROGRAM ARGUMENT…`: this file lies beside the archive, COPY.tar, as
 COPY.py, and knows nothing of this package, which may be what is packed. The code is unpacked where
-hundreds of small files cost nothing: in TMPDIR, or where that is not set in the node's memory
+hundreds of small files cost nothing: in TMPDIR, or where nobody has set that in the node's memory
 (/dev/shm; disks can take a second) if it is small, else in /tmp. Where that cannot be done, in the
 run folder, which is said. Whoever runs from it holds a lock on it, which the kernel frees. It is
 removed when nobody does (`after_rank.sh`, `node_entry.py`), and what a node that lost power left,
@@ -120,8 +120,9 @@ def remove(place: Path) -> None:
 
 def bases(copy: str) -> list[Path]:
     """Where the code may be unpacked on this node, the best first."""
-    if chosen := os.environ.get("TMPDIR"):
-        found = [Path(chosen)]
+    chosen = Path(os.environ.get("TMPDIR") or DISK)
+    if chosen != DISK:  # which slurmd sets where nobody else has set one
+        found = [chosen]
     elif _serves(MEMORY, Path(f"{copy}.tar").stat().st_size):
         found = [MEMORY, DISK]
     else:

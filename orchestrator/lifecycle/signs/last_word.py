@@ -85,7 +85,7 @@ run={quoted} rank=$SLURM_PROCID
 mine={NAME}-$(id -u) start=$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}-$SLURMD_NODENAME
 if [ "${BATCH_COPY_VARIABLE}" != "$SLURMD_NODENAME:${{TMPDIR-}}" ] ||
     ! kill -0 "${BATCH_PID_VARIABLE}"; then  # else the batch script runs from it, and removes it
-    for base in "${{TMPDIR:-{MEMORY}}}" {DISK} "$run/{run.code.name}"; do
+    for base in "${{TMPDIR:-{DISK}}}" {MEMORY} {DISK} "$run/{run.code.name}"; do
         for copy in "$base/$mine"-*-"$start"; do
             [ ! -d "$copy" ] || flock -n "$copy" rm -rf "$copy"  # by the last on this node
         done
