@@ -142,7 +142,7 @@ def test_without_tmpdir_what_is_small_is_in_memory_and_what_is_large_on_the_disk
     archive = Path(f"{copy}.tar")
     monkeypatch.delenv("TMPDIR", raising=False)
     assert bases(str(copy)) == [MEMORY, DISK, copy.parent]
-    monkeypatch.setenv("TMPDIR", "/tmp")  # as slurmd sets it
+    monkeypatch.setenv("TMPDIR", str(DISK))  # as slurmd sets it
     assert bases(str(copy)) == [MEMORY, DISK, copy.parent]
     os.truncate(archive, SMALL_BYTES + 1)
     assert bases(str(copy)) == [DISK, copy.parent]

@@ -62,6 +62,8 @@ class Ranks:
             self.pids[rank], self.pipes[rank], self.commands[rank] = pid, heard, command
         for listener in listeners:
             listener.close()
+        for command in self.commands.values():
+            os.write(command, b"g")
 
     def _be(self, rank, folder, listener, silence_s, tell, obey):
         agreement = Agreement(rank, tuple(range(len(self.peers))))
@@ -71,6 +73,7 @@ class Ranks:
         )
         line.on_news(lambda: os.write(tell, json.dumps(newest(line)).encode() + b"\n"))
         warnings.simplefilter("ignore")
+        os.read(obey, 1)  # all begin together: silences that begin together are told to be so
         line.start()
         os.write(tell, b"[]\n")
         with for_others("a sum") if self._deaf else contextlib.nullcontext():
