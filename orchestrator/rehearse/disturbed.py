@@ -18,6 +18,7 @@ PATIENCE_S = 180.0
 LONGEST_PAUSE_S = 2.0
 MOST_RESUMES = 3
 UNWRITTEN = "could not be written"
+Noted = tuple[str, dict[str, Any], dict[str, Any]]
 
 
 @dataclass(kw_only=True)
@@ -143,22 +144,34 @@ class _Following:
             return False
         over = self._lifted is not None
         if again:
-            self.row.how, first = "resume" if resumed else "restart", again[-1]
+            self._at_work("resume" if resumed else "restart", again[-1], notes)
         elif lost and not self._harm.whole_run and (over or self._harm.is_over(lost)):
-            self.row.how, first = "survived", notes[-1][2]
+            self._at_work("survived", notes[-1][2], notes)
         elif self._lifted is not None and len(news) > self._lifted:
-            self.row.how, first = "went on", news[self._lifted]
+            self._at_work("went on", news[self._lifted], notes)
         else:
             return False
+        return True
+
+    def _at_work(self, how: str, first: dict[str, Any], notes: Sequence[Noted]) -> None:
+        self.row.how = how
         self.row.recovered_s = round(first["time"] - self._at, 2)
         self.row.redone = sum(_redone(note) for _, note, _ in notes)
         if self._fault.kind in ORDERLY:
             self.row.redone = max(0, self.row.redone - 1)
-        return True
 
     def end(self) -> None:
+        """The run is at work again, or over."""
         if self._harm.lasts_s and self._lifted is None:
             self._run.lift()
+        news = self._run.records[self._seen :]
+        if not self.row.how and news and self._run.finished:
+            # Who was killed had not come in yet, say: nobody lost it, or not all of them.
+            notes = _notes(news, self._attempt)
+            if notes:
+                self._at_work("survived", notes[-1][2], notes)
+            else:
+                self._at_work("went on", news[0], notes)
 
     def _lift_after(self, known: bool) -> None:
         if known or self._age_s >= self._harm.lasts_s or self._run.ended:
@@ -182,9 +195,7 @@ class _Following:
             self.row.noticed_s = round(self._age_s, 2)
 
 
-def _notes(
-    records: Sequence[dict[str, Any]], attempt: int
-) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+def _notes(records: Sequence[dict[str, Any]], attempt: int) -> list[Noted]:
     """What these lines say of losses that came in `attempt`, and of attempts after it; each with
     its line.
     """

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from orchestrator.errors import UsageError
 from orchestrator.rehearse.asked import asked
 from orchestrator.rehearse.beside import compare
-from orchestrator.rehearse.disturbed import Row
-from orchestrator.rehearse.drawing import HERE, LEAST_UPDATES, ON_OWN_SLURM, PER_RUN, draws
+from orchestrator.rehearse.disturbed import Row, _Following
+from orchestrator.rehearse.drawing import (
+    HERE,
+    KILL_TWO,
+    LEAST_UPDATES,
+    ON_OWN_SLURM,
+    PER_RUN,
+    draws,
+)
+from orchestrator.rehearse.outside import Harm
 from orchestrator.rehearse.pretended import Pretended
 from tests import helpers
 from tests.helpers import TINY
@@ -118,6 +126,29 @@ def line(update, attempt=0, **more):
 @pytest.fixture(scope="module")
 def small():
     return asked((*SMALL, "train.updates=20"), None, 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "how"),
+    [({}, "went on"), ({"survived": {"gone": [3], "ranks": 3}}, "survived"), (None, "")],
+    ids=["nobody is lost", "one of two is lost", "nothing follows"],
+)
+def test_a_harm_that_the_run_loses_less_by_than_was_meant_is_no_end_of_it(
+    tmp_path, small, more, how
+):
+    run = Pretended(tmp_path / "run-001", small)
+    run.run.path.mkdir()
+    run.run.result.write_text(json.dumps({"state": "finished", "updates": 20}))
+    run.records += [line(n) for n in range(5)]
+    following = _Following(run, 5, next(f for f in draws(0, HERE) if f.kind == KILL_TWO))
+    following.begin(0.1)  # there is nobody
+    following.row.noticed_s = 0.1
+    following._harm = Harm(said="kill ranks 2 and 3", gone=frozenset({2, 3}))
+    run.records += [] if more is None else [line(5, **more), line(6)]
+    assert not following.look(resumed=False)
+    following.end()
+    assert following.row.how == how
+    assert (following.row.recovered_s is None) == (not how)
 
 
 def beside(tmp_path, small, ours, **end):
