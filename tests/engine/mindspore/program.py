@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("GLOG_v", "3")
@@ -290,6 +291,17 @@ def a_barrier_is_quick(group):
     assert time.perf_counter() - began < 10.0
 
 
+def no_thread_spins_beside_the_one_that_computes(group):
+    """After all that was computed above, in pynative mode as well."""
+    del group
+    ticks = Counter()
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        name, _, fields = stat.read_text().partition("(")[2].rpartition(")")
+        ticks[name] += int(fields.split()[11]) + int(fields.split()[12])
+    queues = sum(spent for name, spent in ticks.items() if name.endswith("_queue"))
+    assert queues < ticks.total() / 20, ticks
+
+
 OWN = (
     float64_keeps_its_digits,
     gathered_loss_has_the_gradient_of_one_process,
@@ -307,6 +319,7 @@ OWN = (
     a_collective_in_mid_window_is_refused,
     unequal_models_are_refused,
     a_barrier_is_quick,
+    no_thread_spins_beside_the_one_that_computes,
 )
 
 
