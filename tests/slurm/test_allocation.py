@@ -58,6 +58,28 @@ def test_what_the_allocation_has_not_is_refused_before_anything_is_written(
         cluster.check(None)
 
 
+@pytest.mark.parametrize("asked", [("-N1", "--array=1-2", "--exclusive"), ("-N1", ":", "-N2")])
+def test_of_an_array_or_of_several_components_it_is_the_one_that_srun_uses(
+    slurm, monkeypatch, tmp_path, asked
+):
+    said = f"{tmp_path}/$SLURM_JOB_ID"
+    (tmp_path / "job").write_text(f"#!/bin/sh\nenv >{said}.part\nmv {said}.part {said}\nsleep 60\n")
+    words = ("--parsable", "--chdir=/tmp", "--output=/dev/null", *asked, tmp_path / "job")
+    job = slurm.command("sbatch", *map(str, words)).strip()
+    place = tmp_path / job  # the last element of an array has the array's number
+    helpers.until(lambda: place.exists() and not slurm.command("squeue", "-ht", "PD").strip(), 30)
+    for line in place.read_text().splitlines():
+        if line.startswith("SLURM_"):
+            monkeypatch.setenv(*line.split("=", 1))
+    monkeypatch.setenv("SLURM_CONF", str(slurm.slurm_conf))
+    cluster = cluster_of(compose([*CURRENT[:2], *BATCH, "cluster.ranks_per_node=1"]))
+    try:
+        with pytest.raises(ClusterError, match=r"job \d+ has 1 node \(n\d\); try cluster.nodes=1"):
+            cluster.check(None)
+    finally:
+        slurm.command("scancel", job)
+
+
 FAILS = f"""{QUICK}
 assert os.environ["SLURM_JOB_NUM_NODES"] == "1" and os.environ["WORLD_SIZE"] == "2"
 if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -22,10 +22,12 @@ from orchestrator.config.schema import ClusterConfig, gpu_count, node_range
 from orchestrator.errors import ClusterError
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.client import SlurmClient
+from orchestrator.scheduler.environment import own_job_id
 from orchestrator.scheduler.srun_words import numbers
 
 JOB = "SLURM_JOB_ID"
 STEP = "SLURM_STEP_ID"
+HET = "SLURM_HET_SIZE"
 SHARE = re.compile(r"\bNodes=(\S+) CPU_IDs=([\d,-]+) Mem=\S+ GRES=(\S*)")
 STATE = re.compile(r"\bJobState=(\S+)")
 
@@ -51,6 +53,18 @@ def read_shares(text: str) -> list[Share]:
     ]
 
 
+def one_of(env: Mapping[str, str]) -> str:
+    """What scontrol calls the one allocation that a shell is in, and srun begins steps of.
+
+    An element of an array may have the array's number, of a job of several components (`salloc … :
+    …`) the first one has the job's: by these scontrol would show all of them.
+
+    >>> one_of({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"})
+    '7+0'
+    """
+    return f"{env[JOB]}+0" if HET in env else own_job_id(env)
+
+
 class CurrentAllocation(OnSlurm):
     """`cluster.allocation=current`."""
 
@@ -70,7 +84,7 @@ class CurrentAllocation(OnSlurm):
                 f"run is queued"
             )
         client = SlurmClient(asked.slurm_conf)
-        answer = client.ask("scontrol", "show", "job", "-d", "-o", job)
+        answer = client.ask("scontrol", "show", "job", "-d", "-o", one_of(os.environ))
         state = STATE.search(answer.out)
         if answer.code or state is None or state[1] != "RUNNING":
             raise ClusterError(
