@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from orchestrator.clusters.slurm.request.safe_values import quoted
 from orchestrator.clusters.slurm.request.sbatch_defaults import obeyed
 from orchestrator.clusters.slurm.request.shell_lines import (
+    OWN_SHELL,
     SRUN_LOG,
     heeding,
     owning,
@@ -205,6 +206,7 @@ def _step(
 ) -> Iterator[str]:
     """From the checks on the node to srun's `code`; no `shape` where the job is the run's own."""
     yield from (
+        OWN_SHELL,
         *(["outer_umask=$(umask)"] if here.copies is not None else []),
         "umask 077",
         *heeding(held=held, shared=bool(shape) and not held),

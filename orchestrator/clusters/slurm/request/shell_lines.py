@@ -13,6 +13,10 @@ from orchestrator.clusters.slurm.request.safe_values import quoted
 from orchestrator.lifecycle.topology import BATCH_COPY_VARIABLE, BATCH_PID_VARIABLE
 
 STOP_SIGNALS = "TERM INT HUP USR1 USR2"
+OWN_SHELL = "set +eufC +o pipefail +o posix"
+"""What a site's BASH_ENV, or SHELLOPTS and POSIXLY_CORRECT in the submitting shell, has switched on
+would end the script where srun fails, or have it forget srun's code.
+"""
 SRUN_LOG = 9  # the descriptor of its log, open before anything of the person's runs
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from orchestrator.clusters.slurm.queue.scripts import script_name
 from orchestrator.clusters.slurm.request.batch_script import option_line, search_path
 from orchestrator.clusters.slurm.request.safe_values import quoted
-from orchestrator.clusters.slurm.request.shell_lines import STOP_SIGNALS
+from orchestrator.clusters.slurm.request.shell_lines import OWN_SHELL, STOP_SIGNALS
 from orchestrator.clusters.slurm.request.srun_lines import Here
 from orchestrator.errors import START_AGAIN
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE
@@ -84,6 +84,7 @@ def pack_script(
         "#!/bin/bash",
         *(option_line(name, value) for name, value in options.items()),
         "",
+        OWN_SHELL,
         f"sweep={quoted(runs[0].parent)}",
         body + "\n".join(search_path(here)),
         f'{starter} again "$sweep" {attempt} "$again" "$killed"',
