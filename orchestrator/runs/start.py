@@ -147,8 +147,8 @@ def begun(
     request, admission = _admitted(cluster, run, 0, manner)
     with counted(interrupts) as counting:
         cluster.tell = counting.ending(cluster.tell)
-        run.create()
         cluster.trust(run)
+        run.create()
         manner.foretell(plan.warnings, cluster.survival.words)
         try:
             with writing(run):

@@ -49,14 +49,26 @@ def is_trusted(conf: Path) -> bool:
 
 
 def remember(conf: str) -> None:
-    """Note that this account has submitted with a slurm.conf of its own choice."""
+    """Note that this account has submitted with a slurm.conf of its own choice.
+
+    Raises:
+        ClusterError: that cannot be written down, and nobody else vouches for it.
+    """
     real = os.path.realpath(Path(conf).expanduser())
     known = _remembered()
     if real in known:
         return
     kept = sorted(path for path in {*known, real} if Path(path).is_file())
-    _memory().parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-    write_atomically(_memory(), "".join(f"{path}\n" for path in kept))
+    try:
+        _memory().parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+        write_atomically(_memory(), "".join(f"{path}\n" for path in kept))
+    except OSError as error:
+        if not is_trusted(Path(real)):
+            raise ClusterError(
+                f"cluster.slurm_conf={conf} cannot be noted in {_memory()} ({error.strerror}), so "
+                f"`status` and `cancel` would not use it; export {CONF}={real}, or set HOME to a "
+                f"folder that can be written"
+            ) from error
 
 
 def _memory() -> Path:
@@ -66,8 +78,8 @@ def _memory() -> Path:
 def _remembered() -> set[str]:
     try:
         return set(read_text(_memory(), at_most=REMEMBERED_BYTES).splitlines())
-    except (FileNotFoundError, PermissionError):  # nobody has vouched for anything here
-        return set()
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return set()  # nobody has vouched for anything here
 
 
 def _is_administrators(conf: Path) -> bool:

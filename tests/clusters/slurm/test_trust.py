@@ -67,6 +67,20 @@ def test_a_slurm_conf_is_trusted_if_it_is_ours_or_the_administrators(home, tmp_p
     assert is_trusted(administrators)
 
 
+@pytest.mark.parametrize("place", ["/dev/null", "/proc/nowhere"])
+def test_a_home_that_cannot_be_written_is_said_where_nobody_else_vouches_for_it(
+    tmp_path, monkeypatch, place
+):
+    monkeypatch.setenv("HOME", place)
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    conf = tmp_path / "slurm.conf"
+    conf.write_text("ClusterName=x\n")
+    with pytest.raises(ClusterError, match=f"noted in {place}/.* export SLURM_CONF={conf}, or"):
+        remember(str(conf))
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    remember(str(conf))
+
+
 def test_what_is_gone_is_forgotten_when_the_next_is_remembered(home, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).touch()
