@@ -152,6 +152,27 @@ def test_whatever_a_preamble_does_the_run_is_settled_and_its_code_comes_first(
         assert f"PYTHONPATH={tmp_path}/code" in script.words("srun")
 
 
+SITE = "set -euo pipefail; set -fC"  # as in a BASH_ENV
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        {"POSIXLY_CORRECT": "1"},
+        {"SHELLOPTS": "errexit:nounset"},
+        {"BASH_ENV": "site.sh"},
+    ],
+)
+def test_what_bash_was_told_before_the_script_began_costs_it_neither_sruns_code_nor_its_end(
+    tmp_path, shell
+):
+    (tmp_path / "site.sh").write_text(SITE)
+    script = Script(tmp_path, slurm_config(), code=7, A="1", **shell)
+    assert script.done.returncode == 7, script.done.stderr
+    assert not script.done.stderr
+    assert f"<after><{script.run.path}><003><7>" in script.words("python")
+
+
 DAMAGE = {
     "none": lambda archive, digest, other: None,
     "a flipped bit": lambda archive, digest, other: flip(archive, 700),
@@ -279,6 +300,7 @@ def test_every_default_of_sbatch_is_obeyed_where_the_configuration_is_silent(tmp
     assert any("SBATCH_PARTITION" in line and "SBATCH_ACCOUNT" not in line for line in lines)
     memories = [line for line in lines if line.startswith("#SBATCH --mem")]
     assert len([line for line in memories if "bind" not in line]) == 1
+    assert not read_defaults({"SBATCH_CPUS_PER_GPU": "2"})  # refused beside --cpus-per-task
     plain = batch_script(config, run, 0, replace(here, defaults=()))
     assert "in the environment" not in plain
 

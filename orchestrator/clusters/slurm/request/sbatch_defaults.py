@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 # sbatch(1), "INPUT ENVIRONMENT VARIABLES". Not here: what is ours in any case (output, export,
-# requeueing, the shape and its signal, waiting), and CLUSTERS, which says whom to ask.
+# requeueing, the shape and its signal, waiting; CPUS_PER_GPU beside our --cpus-per-task is refused
+# by sbatch), and CLUSTERS, which says whom to ask.
 OPTION_OF: Mapping[str, str] = {
     "SBATCH_PARTITION": "partition",
     "SBATCH_ACCOUNT": "account",
@@ -25,7 +26,6 @@ OPTION_OF: Mapping[str, str] = {
     "SBATCH_CLUSTER_CONSTRAINT": "cluster-constraint",
     "SBATCH_CORE_SPEC": "core-spec",
     "SBATCH_CPU_FREQ_REQ": "cpu-freq",
-    "SBATCH_CPUS_PER_GPU": "cpus-per-gpu",
     "SBATCH_DELAY_BOOT": "delay-boot",
     "SBATCH_DISTRIBUTION": "distribution",
     "SBATCH_EXCLUSIVE": "exclusive",
