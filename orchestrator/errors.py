@@ -222,6 +222,25 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; known are: {', '.join(known)}" if known else ""
 
 
+MOST_SAID = 4000
+"""Characters of what an error says; the rank's log has the rest."""
+
+
+def words_of(error: BaseException) -> str:
+    """What it says, cut where nobody would read on. Anybody's errors come here, so it may be that
+    to print one is an error itself.
+
+    >>> words_of(ValueError("x" * 5000)).strip("x")
+    ' … (1,000 more characters in the log)'
+    """
+    try:
+        text = str(error)
+    except Exception as another:  # noqa: BLE001  # whatever its __str__ does
+        return f"what it says cannot be printed ({type(another).__name__})"
+    more = len(text) - MOST_SAID
+    return text if more <= 0 else f"{text[:MOST_SAID]} … ({more:,} more characters in the log)"
+
+
 def spans(numbers: Iterable[int]) -> list[str]:
     """Numbers in order, neighbours joined.
 

@@ -5,13 +5,19 @@ import signal
 import time
 
 
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
 class Faulty:
     """Of a job.
 
     Args:
         pause_s: sleep in every micro-step, so that a test can step in.
         fault: what happens to rank `fault_rank` when it has done `fault_after` micro-steps:
-            "raise", "kill", "exit", "leave", "nan", "memory", "hang", "drift".
+            "raise", "kill", "exit", "leave", "nan", "memory", "hang", "drift", "mute" (an exception
+            that cannot be printed), "fork" (two children that do not end themselves).
     """
 
     def __init__(self, pause_s=0.0, fault=None, fault_rank=1, fault_after=5):
@@ -26,6 +32,13 @@ class Faulty:
     def pause_or_fail(self):
         if self.now("raise"):
             raise ValueError("the tiny job was told to fail [here]")
+        if self.now("mute"):
+            raise Mute
+        if self.now("fork"):
+            for ending in (SystemExit(0), ValueError("of a child")):
+                if not (child := os.fork()):
+                    raise ending
+                os.waitpid(child, 0)
         if self.now("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.now("exit"):

@@ -37,6 +37,30 @@ def ending() -> Generator[Ending]:
         leave(end.code)
 
 
+@contextlib.contextmanager
+def this_process_alone() -> Generator[None]:
+    """Who comes out of it is who went in. A fork that somebody else's code made, and did not end
+    (`os.fork`, then `sys.exit` or an exception), ends here, and speaks for nobody.
+    """
+    mine = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == mine:
+            raise
+        leave(_status_of(error))
+    if os.getpid() != mine:
+        leave(0)
+
+
+def _status_of(error: BaseException) -> int:
+    """As Python would end with it; what it says is said."""
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return (error.code or 0) & 0xFF
+    traceback.print_exception(error)
+    return 1
+
+
 def leave(code: int) -> NoReturn:
     """End this process at once: a group of a lost peer would wait in its destructor for operations
     that can never end (docs/architecture.md, at its end), so interpreter shutdown is skipped.

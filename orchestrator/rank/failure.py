@@ -18,6 +18,7 @@ from orchestrator.errors import (
     RanksMissing,
     ReplicasDiffer,
     UsageError,
+    words_of,
 )
 from orchestrator.rank.remedies import remedy
 from orchestrator.run_folder.rundir import RunDir, write_json
@@ -27,7 +28,7 @@ def describe(error: BaseException) -> str:
     """The cause in one line or a few: our own errors as they are, others with their type's name."""
     if told := _loader_worker(error):
         return told
-    text = str(error)
+    text = words_of(error)
     if isinstance(error, OrchestratorError):
         return text
     told = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -35,6 +36,7 @@ def describe(error: BaseException) -> str:
     return told if told_how is None else f"{told} ({told_how})"
 
 
+MOST_OF_TRACEBACK = 64 * 1024
 _WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)")
 _BY_SIGNAL = re.compile(r"killed by signal: (.*?)\.")
 _REMEDIES = {
@@ -51,7 +53,7 @@ def _loader_worker(error: BaseException) -> str | None:
     found: list[tuple[str, str]] = []
     one: BaseException | None = error
     while one is not None:
-        if match := _WORKER.match(str(one)):
+        if match := _WORKER.match(words_of(one)):
             found.append((match[1], match[2]))
         one = one.__cause__ or one.__context__
     if not found:
@@ -87,7 +89,7 @@ def failure_of(rank: int, node: str, error: BaseException) -> dict[str, Any]:
         "secondary": others or isinstance(error, PeerLost | RanksMissing),
         "hangs": isinstance(error, RankHangs),
         "exit_code": exit_code(error),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": "".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
     }
 
 

@@ -24,6 +24,7 @@ from orchestrator.errors import (
     StopRequested,
 )
 from orchestrator.lifecycle.address import interface_variables
+from orchestrator.lifecycle.forks import this_process_alone
 from orchestrator.lifecycle.signs.node_watch import FAILED, FENCED, FINISHED, STOPPED
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
@@ -56,8 +57,9 @@ def run_rank(run_path: Path, attempt: int) -> int:
     attendance = Attendance(run, attempt, topology, stop)
     code = EXIT_FAILED
     try:
-        training = set_up(run, attempt, topology, stop, attendance)
-        code = _trained(training, stop, attendance)
+        with this_process_alone():
+            training = set_up(run, attempt, topology, stop, attendance)
+            code = _trained(training, stop, attendance)
     except StopRequested:
         if attendance.leads:
             attendance.leave(None)

@@ -6,6 +6,8 @@ backward. The errors that remain of it are Python's and torch's, and lead nowher
 
 from __future__ import annotations
 
+from orchestrator.errors import words_of
+
 MEMORY = "more accumulation.steps make the micro-batches smaller"
 _BY_WORDS = (
     ("out of memory", MEMORY),  # CUDA's
@@ -46,7 +48,7 @@ def remedy(error: BaseException) -> str | None:
     >>> remedy(ValueError("Default process group has not been initialized, please …"))[:33]
     'there is no default process group'
     """
-    text = str(error)
+    text = words_of(error)
     by_words = (sentence for words, sentence in _BY_WORDS if words in text)
     by_kind = (_BY_KIND.get(kind.__name__) for kind in type(error).__mro__)
     return next(by_words, None) or next(filter(None, by_kind), None)

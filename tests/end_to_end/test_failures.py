@@ -55,6 +55,28 @@ def test_a_killed_rank_ends_the_run_within_five_seconds_and_is_named(run):
     assert not helpers.processes_of(run)
 
 
+def test_a_jobs_own_forks_speak_for_nobody_and_an_exception_without_words_is_named(tmp_path):
+    """A child that comes out of the job's code was taken for its rank, which had failed then."""
+    begun = {
+        fault: helpers.begin(
+            TINY, SMALL, "train.updates=20", f"job.fault={fault}", f"run.dir={tmp_path / fault}"
+        )
+        for fault in ("fork", "mute")
+    }
+    said = {fault: process.communicate(timeout=60)[0] for fault, process in begun.items()}
+    assert begun["fork"].returncode == 0, said["fork"]
+    assert helpers.result(tmp_path / "fork")["state"] == "finished"
+    assert not list((tmp_path / "fork").rglob("failure-*.json"))
+    log = (tmp_path / "fork" / "logs" / "rank-00001.log").read_text()
+    assert "ValueError: of a child" in log
+    assert "ended: failed" not in log
+    assert begun["mute"].returncode == 1
+    culprit = helpers.result(tmp_path / "mute")["culprit"]
+    assert (culprit["rank"], culprit["cause"]) == (
+        1, "Mute: what it says cannot be printed (ValueError)"
+    )  # fmt: skip
+
+
 def test_a_rank_that_raises_is_named_with_its_exception_and_log(run):
     done = helpers.call(TINY, SMALL, f"run.dir={run}", "job.fault=raise", "train.updates=20")
     assert done.returncode == 1

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from orchestrator.errors import JobError
+from orchestrator.errors import JobError, words_of
 
 _TOLD = (
     "loss.backward() perhaps: call accumulator.backward(Loss(total, weight)) instead. Where "
@@ -136,7 +136,7 @@ class WindowState:
         try:
             yield
         except BaseException as error:
-            first_line = str(error).partition("\n")[0]
+            first_line = words_of(error).partition("\n")[0]
             self._broken = f"one failed with {type(error).__name__}: {first_line}"
             raise
         self._over = last
@@ -170,7 +170,7 @@ class WindowState:
                 self._parted = (
                     f"update {self.update} failed on this rank alone, so it is no longer in step "
                     f"with the others and has to end. What failed was {type(error).__name__}: "
-                    f"{error}"
+                    f"{words_of(error)}"
                 )
             raise
 
