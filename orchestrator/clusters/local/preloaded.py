@@ -21,9 +21,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from orchestrator.clusters.local.supervisor import serve
 from orchestrator.lifecycle.forks import branch, ending
@@ -31,6 +31,8 @@ from orchestrator.lifecycle.prctl import die_with, name_process
 from orchestrator.rank.preload import draw_other_numbers, preload
 from orchestrator.run_folder.files import APPENDING, open_regular
 from orchestrator.run_folder.rundir import RunDir
+
+Of = TypeVar("Of")
 
 
 def _live(order: dict[str, Any]) -> int:
@@ -72,17 +74,28 @@ def _forked(order: dict[str, Any]) -> dict[str, Any] | None:
     signal.signal(signal.SIGCONT, lambda *_: _wake(nodes))
     if os.getppid() == order["launcher"]:
         die_with(order["launcher"], signal.SIGCONT)  # one that is stopped sees nothing
-    while nodes:
-        pid, status = os.wait()
-        end = {"node": nodes.pop(pid)["name"], "status": os.waitstatus_to_exitcode(status)}
+    for node, status in ends_of(nodes):
+        end = {"node": node["name"], "status": status}
         print(json.dumps(end), flush=True)  # noqa: T201  # for the launcher
     return None
+
+
+def ends_of(nodes: dict[int, Of]) -> Generator[tuple[Of, int]]:
+    """What each of these children is, as it ends, and its exit code: the negative signal, or the
+    status. It is in `nodes` as long as its pid is its own, for handlers of signals that look there.
+    """
+    while nodes:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        assert ended is not None  # noqa: S101  # only with WNOHANG
+        node = nodes.pop(ended.si_pid)
+        _, status = os.waitpid(ended.si_pid, 0)  # from now on the pid may be another's
+        yield node, os.waitstatus_to_exitcode(status)
 
 
 def _wake(nodes: Iterable[int]) -> None:
     """Those that somebody has stopped: they are to obey."""
     for pid in list(nodes):
-        os.kill(pid, signal.SIGCONT)  # waited for after this alone, so the pid is still its own
+        os.kill(pid, signal.SIGCONT)
 
 
 def _become(node: dict[str, Any], order: dict[str, Any], run: RunDir) -> None:

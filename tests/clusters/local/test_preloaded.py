@@ -4,9 +4,12 @@ before there is any rank and after.
 
 import os
 import signal
+import time
+import warnings
 
 import pytest
 
+from orchestrator.clusters.local.preloaded import _wake, ends_of
 from tests import helpers
 from tests.helpers import LIGHT, SMALL, TINY, until
 
@@ -67,6 +70,29 @@ def test_nodes_and_ranks_do_not_outlive_the_process_that_they_are_forks_of(tmp_p
     assert launcher.returncode == 1
     assert "SIGKILL" in helpers.result(run)["culprit"]["cause"]
     assert not helpers.processes_of(run)
+
+
+def test_a_signal_that_comes_as_a_node_ends_finds_no_pid_that_is_anothers():
+    """The handler may run between any two steps; one that had been waited for ended the run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        nodes = {pid: pid for pid in map(_forked_for, range(100, 300))}
+    every = list(nodes)
+    before = signal.signal(signal.SIGALRM, lambda *_: _wake(nodes))
+    signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
+    try:
+        ends = list(ends_of(nodes))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert sorted(ends) == sorted((pid, 0) for pid in every)
+
+
+def _forked_for(milliseconds):
+    if not (pid := os.fork()):
+        time.sleep(milliseconds / 1000)
+        os._exit(0)
+    return pid
 
 
 def frozen_node(run, *more):
