@@ -87,7 +87,7 @@ def test_here_it_sums_on_two_pretended_nodes(tmp_path):
     done = call("doctor", *asked, module="orchestrator")
     told = json.loads(done.stdout)
     assert done.returncode == any(one["state"] == BAD for one in told), done.stderr
-    assert [one["state"] for one in told if one["about"] == "collective"] == ["good"] * 2
+    assert [one["state"] for one in told if one["about"] == "collective"] == ["good"] * 2, told
     nodes = [one["found"].partition(":")[0] for one in told if one["about"] == "nodes"]
     assert nodes == ["node0", "node1"]
     assert all(one["do"] for one in told if one["state"] == BAD)

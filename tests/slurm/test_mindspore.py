@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.engine.mindspore.under_msrun import TRAIN, begin_msrun
+from tests.engine.mindspore.under_msrun import TRAIN, under_msrun
 from tests.helpers import processes_of, until
 from tests.programs import script
 from tests.slurm import runs
@@ -59,9 +59,7 @@ def test_a_script_in_a_shell_script_ends_with_the_bits_that_it_has_under_msrun(s
     script(tmp_path, TRAIN)
     script(tmp_path, f'#!/bin/sh\n{sys.executable} train.py "$@"\n', "train.sh", run=True)
     submit(slurm, tmp_path, "job.style=mindspore", program=("./train.sh",))
-    msrun = begin_msrun(tmp_path, 2)
-    output, _ = msrun.communicate(timeout=120)
-    assert msrun.returncode == 0, output
+    under_msrun(tmp_path, 2, timeout=120)
     assert runs.wait_over(slurm, tmp_path / "run")["state"] == "finished"
     logs = [f"{at}{rank}.log" for at in ("theirs/worker_", "run/logs/rank-0000") for rank in "01"]
     said = [re.findall("^final .*", (tmp_path / log).read_text(), re.MULTILINE) for log in logs]

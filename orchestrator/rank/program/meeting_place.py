@@ -1,9 +1,7 @@
-"""Where a program's ranks meet: a port that is free on the first node, told through the run folder.
+"""Where a program's ranks meet: a port of the first node, told through the run folder.
 
 torchrun would look for a free port and let go of it, and another run may take it before the program
-does. Here it stays bound, and not listened at, for as long as the program runs: the kernel gives it
-to nobody who asks for any port, and lets the program's own server have it (SO_REUSEADDR, as stores
-set it).
+does. Here it is kept for as long as the program runs (`listening.keep_port`).
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator.engine.common.listening import keep_port
 from orchestrator.engine.common.published_notice import Notice
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested
 from orchestrator.lifecycle.topology import Topology
@@ -37,30 +36,21 @@ class MeetingPlace:
             self.scheduler.end()
 
 
-def keep_port(address: str) -> socket.socket:
-    """A bound socket that keeps a port of this node. Raises `RendezvousError`: not our address."""
-    keeper = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        keeper.bind((address, 0))
-    except OSError as error:
-        keeper.close()
-        raise RendezvousError(
-            f"rank 0 cannot use its address {address}: {error.strerror}; it must be an address of "
-            f"this node (cluster.interface chooses it)"
-        ) from error
-    return keeper
-
-
 def host(path: Path, topology: Topology, style: str, timeout_s: float) -> MeetingPlace:
-    """On rank 0: find the port, publish it at `path`."""
+    """On rank 0: find the port, publish it at `path`. Raises `RendezvousError`: not our address."""
     notice = Notice(path, node=topology.node, first=True)
     if style == "mindspore":
         engine = importlib.import_module("orchestrator.engine.mindspore.comm.scheduler")
         scheduler = engine.Scheduler(topology.address, topology.size, timeout_s)
         place = MeetingPlace(topology.address, scheduler.port, scheduler=scheduler)
     else:
-        keeper = keep_port(topology.address)
+        try:
+            keeper = keep_port(topology.address)
+        except OSError as error:
+            raise RendezvousError(
+                f"rank 0 cannot use its address {topology.address}: {error.strerror}; it must be "
+                f"an address of this node (cluster.interface chooses it)"
+            ) from error
         place = MeetingPlace(topology.address, int(keeper.getsockname()[1]), keeper=keeper)
     notice.publish({"address": place.address, "port": place.port})
     return place

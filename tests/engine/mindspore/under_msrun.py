@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from orchestrator.engine.mindspore.comm.scheduler import free_port
+from orchestrator.engine.common.listening import keep_port
 from tests import helpers
 
 TRAIN = """\
@@ -32,11 +32,13 @@ sys.stdout.write(f"final {loss.hex()} {weights.hex()}\\n{json.dumps(told, sort_k
 """
 
 
-def begin_msrun(folder, workers):
+def under_msrun(folder, workers, timeout):
     """`train.py` in that folder on so many workers, whose logs go to `theirs/worker_N.log`."""
-    return helpers.begin(
-        f"--worker_num={workers}", f"--local_worker_num={workers}", "--join=True",
-        "--log_dir=theirs", f"--master_port={free_port('127.0.0.1')}", "train.py",
-        module="mindspore.parallel.cluster.run", cwd=folder,
-        PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin",
-    )  # fmt: skip
+    with keep_port("127.0.0.1") as keeper:
+        done = helpers.call(
+            f"--worker_num={workers}", f"--local_worker_num={workers}", "--join=True",
+            "--log_dir=theirs", f"--master_port={keeper.getsockname()[1]}", "train.py",
+            module="mindspore.parallel.cluster.run", cwd=folder, timeout=timeout,
+            PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

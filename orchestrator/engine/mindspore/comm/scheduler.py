@@ -1,8 +1,8 @@
 """MindSpore's scheduler process (MS_SCHED), which `msrun` would start: here a child of rank 0.
 
-It may not be given port 0, and a busy port shows only after its time-out; so a free port is probed,
-and the child is watched until it really listens there. A clash starts it again on another port.
-It imports MindSpore, which takes seconds, and is therefore started before the ranks do.
+It may not be given port 0, and a busy port shows only after its time-out; so a port is kept for it,
+and the child is watched until it really listens there. It imports MindSpore, which takes seconds,
+and is therefore started before the ranks do.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -19,9 +18,9 @@ from pathlib import Path
 import psutil
 
 from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.common.listening import keep_port
 from orchestrator.errors import RendezvousError
 
-TRIES = 3
 SCRIPT = Path(__file__).with_name("scheduler_process.py")
 PATIENCE = 2
 """It waits so many times as long as the ranks: it is there first, and they say who is missing."""
@@ -50,18 +49,6 @@ def scheduler_of(spec: GroupSpec) -> Scheduler:
     return found or Scheduler(spec.address, spec.size, spec.timeout_s)
 
 
-def free_port(address: str) -> int:
-    """A TCP port that nobody uses at `address` now. Raises `RendezvousError`: not our address."""
-    try:
-        with socket.create_server((address, 0)) as probe:
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise RendezvousError(
-            f"rank 0 cannot listen at {address}: {error.strerror}; it must be an IP address of "
-            f"this node (cluster.interface chooses it)"
-        ) from error
-
-
 class Scheduler:
     """The child process. It ends with rank 0, however rank 0 ends (see `scheduler_process`).
 
@@ -69,14 +56,27 @@ class Scheduler:
         address: IP literal; MindSpore takes no host names.
         workers: how many ranks it waits for.
         timeout_s: how long it waits for them.
+
+    Raises:
+        RendezvousError: not our address.
     """
 
     def __init__(self, address: str, workers: int, timeout_s: float) -> None:
         self._address, self._workers, self._timeout_s = address, workers, timeout_s
-        self._tries = 0
-        self.process: subprocess.Popen[bytes]
-        self.port = 0
-        self._start()
+        try:
+            self._keeper = keep_port(address)
+        except OSError as error:
+            raise RendezvousError(
+                f"rank 0 cannot listen at {address}: {error.strerror}; it must be an IP address of "
+                f"this node (cluster.interface chooses it)"
+            ) from error
+        self.port = int(self._keeper.getsockname()[1])
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(os.getpid())],
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a share of the processor of its own while both import
+        )
 
     def _environment(self) -> Mapping[str, str]:
         kept = {k: v for k, v in os.environ.items() if k != "MS_NODE_ID"}
@@ -90,48 +90,25 @@ class Scheduler:
             "GLOG_v": os.environ.get("GLOG_v", "3"),  # noqa: SIM112  # its name
         }
 
-    def _start(self) -> None:
-        self._tries += 1
-        self.port = free_port(self._address)
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(os.getpid())],
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a share of the processor of its own while both import
-        )
-
     def ready(self) -> bool:
-        """True once the child listens; starts it again when its port was taken meanwhile.
-
-        Raises `RendezvousError` when that happens too often.
-        """
-        if self.process.poll() is None:
-            try:
-                own = psutil.Process(self.process.pid).net_connections(kind="tcp")
-            except psutil.NoSuchProcess:
-                own = []
-            if any(_listens(c, self.port) for c in own):
-                return True
-            others = [c for c in psutil.net_connections(kind="tcp") if _listens(c, self.port)]
-            if not any(c.pid != self.process.pid for c in others):
-                return False
-            why = f"port {self.port} was taken by another process"
-        else:
-            why = f"it ended with status {self.process.returncode}"
-        self.end()
-        if self._tries >= TRIES:
+        """True once the child listens. Raises `RendezvousError` when it has ended."""
+        if self.process.poll() is not None:
             raise RendezvousError(
-                f"MindSpore's scheduler could not be started at {self._address} in {TRIES} "
-                f"attempts; in the last one {why}"
+                f"MindSpore's scheduler could not be started at {self._address}:{self.port}: it "
+                f"ended with status {self.process.returncode}"
             )
-        self._start()
-        return False
+        try:
+            own = psutil.Process(self.process.pid).net_connections(kind="tcp")
+        except psutil.NoSuchProcess:  # it has ended since
+            return False
+        return any(_listens(connection, self.port) for connection in own)
 
     def end(self) -> None:
         """End the child and collect it. Without this it would linger 5 s after the last worker."""
         with contextlib.suppress(ProcessLookupError):  # it ended in this moment
             self.process.kill()
         self.process.wait()
+        self._keeper.close()
 
 
 def _listens(connection: object, port: int) -> bool:
