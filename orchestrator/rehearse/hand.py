@@ -49,12 +49,19 @@ class Hand:
     def silence(self, ends: Ends, alone: Iterable[int]) -> None:
         """Make whatever has one of these `ends` deaf, and all that leads to or from the ranks that
         are `alone`, where they listen included: until `lift`, and what is new after each `renew`.
+
+        A question and its answer are quicker than any `renew`. So what listens beside the other
+        ranks, their witnesses, hears nobody either: only who has lost them asks there.
         """
         self._alone = set(alone)
         pairs = [(tuple(here), tuple(there)) for here, there in ends]  # JSON knows lists only
         ours = {*pairs, *((there, here) for here, there in pairs)}
-        every = _of_all(self._find().values())
-        self._deafen([one for one in every if (one.here, one.there) in ours])
+        found = self._find()
+        every = _of_all(found.values())
+        others = [pid for rank, pid in found.items() if rank not in self._alone]
+        beside = _of_all(pid for other in others for pid in descendants(other))
+        asked = [one for one in beside if one.there is None]
+        self._deafen([*asked, *(one for one in every if (one.here, one.there) in ours)])
         self.renew()
 
     def renew(self) -> None:

@@ -33,6 +33,8 @@ HERE = "here"
 MOST_BYTES = 1 << 20
 LINGER_S = 5.0  # how long rank 0 keeps the store for those who have not read a bad verdict yet
 _STORE_TIMEOUT_S = 10.0
+_CONNECT_S = 2.0
+"""For a store that somebody listened for a moment ago; so long it waits where nobody does now."""
 
 
 def rendezvous_file(folder: Path, generation: int) -> Path:
@@ -192,13 +194,14 @@ def _connect(content: dict[str, Any]) -> SecretStore | None:
     try:
         # TCPStore would wait on a refused connection, and warn; a plain socket knows at once.
         socket.create_connection((address, port), timeout=1.0).close()
-    except OSError:
+        store = TCPStore(
+            address, port, None, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False
+        )
+        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        ours = SecretStore(store, str(content["token"]))
+        return ours if ours.told(HERE) else None
+    except (OSError, DistError):
         return None  # an earlier attempt's address, or rank 0 is gone: the caller asks again
-    store = TCPStore(
-        address, port, None, timeout=timedelta(seconds=_STORE_TIMEOUT_S), wait_for_workers=False
-    )
-    ours = SecretStore(store, str(content["token"]))
-    return ours if ours.told(HERE) else None
 
 
 def await_verdict(
@@ -219,6 +222,9 @@ def await_verdict(
             time.sleep(backoff.next())
         store.count("read", 1)
     except DistError as error:
+        published = _read(rendezvous_file(spec.folder, spec.generation)) or {}
+        if "verdict" in published:  # it had not heard of this rank, so it did not wait for it
+            return published
         raise RanksMissing(
             f"rank 0 went away while rank {spec.rank} on {spec.node} waited for the others"
         ) from error

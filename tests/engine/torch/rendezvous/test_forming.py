@@ -18,8 +18,9 @@ from torch._C._distributed_c10d import TCPStore
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch import form_group
 from orchestrator.engine.torch.comm.transports import Presence, choose
-from orchestrator.engine.torch.rendezvous.store import rendezvous_file
+from orchestrator.engine.torch.rendezvous.store import host, rendezvous_file
 from orchestrator.errors import RendezvousError, StopRequested, TransportError
+from orchestrator.run_folder.rundir import write_atomically
 from tests.engine.torch.processes import collect, run_ranks, spec, start_ranks
 
 
@@ -81,6 +82,37 @@ def test_a_late_rank_hears_what_was_decided_without_it(tmp_path):
         form_group(spec(0, 2, tmp_path, timeout_s=0.2))
     with pytest.raises(RendezvousError, match="rank 1 of 2 did not come"):
         form_group(spec(1, 2, tmp_path, timeout_s=30))
+
+
+def test_a_rank_0_that_ends_as_one_is_about_to_connect_is_heard_by_what_it_published(tmp_path):
+    path, stop = rendezvous_file(tmp_path, 0), {"generation": 0, "verdict": "stop"}
+    listener = socket.create_server(("127.0.0.1", 0))
+    here = {"address": "127.0.0.1", "port": listener.getsockname()[1], "token": "x"}
+    path.write_text(json.dumps(here))
+
+    def end_after_one_has_come():
+        listener.accept()[0].close()
+        listener.close()
+        write_atomically(path, json.dumps(stop))
+
+    rank_0 = threading.Thread(target=end_after_one_has_come)
+    rank_0.start()
+    with pytest.raises(StopRequested):
+        form_group(spec(1, 2, tmp_path))
+    rank_0.join()
+
+
+def test_a_rank_0_that_ends_without_waiting_for_one_is_heard_by_what_it_published(tmp_path):
+    results = {}
+    rank_1 = threading.Thread(target=_form, args=(results, 1, 2, tmp_path))
+    store, notice = host(spec(0, 2, tmp_path))
+    rank_1.start()
+    while store.count("arrived") < 1:
+        time.sleep(0.01)
+    notice.publish({"generation": 0, "verdict": "stop"})
+    del store
+    rank_1.join()
+    assert isinstance(results[1], StopRequested), results
 
 
 GARBAGE = (b"\x00" * 4096, b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x09" + b"\xff" * 64, b"")
