@@ -65,8 +65,9 @@ It makes as many updates as it is told; untold, five after its first stop.
 """
 
 TORCH = """\
-import os, sys, torch, torch.distributed as dist
+import atexit, os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
+atexit.register(dist.destroy_process_group)  # without it torch was seen to abort at its end
 rank, size = dist.get_rank(), dist.get_world_size()
 rate = next((float(a.partition("=")[2]) for a in sys.argv if a.startswith("--lr=")), 0.1)
 torch.manual_seed(0)

@@ -26,8 +26,9 @@ def victim_of(run, which):
 def test_killed_processes_are_named_within_five_seconds_and_cost_no_bit(tmp_path):
     """A worker, rank 0 and the scheduler's process, one after the other, in one run."""
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
-    reference = helpers.begin(*LINE, f"run.dir={undisturbed}")
-    process = helpers.begin(*LINE, f"run.dir={run}", "run.max_restarts=3")
+    long = "train.updates=800"  # a fast machine does 200 before it hears of the last kill
+    reference = helpers.begin(*LINE, long, f"run.dir={undisturbed}")
+    process = helpers.begin(*LINE, long, f"run.dir={run}", "run.max_restarts=3")
     words = {1: "rank 1 on node1", 0: "rank 0 on node0", "scheduler": "MindSpore's scheduler"}
     for attempt, which in enumerate(words):
         helpers.until(
