@@ -65,9 +65,8 @@ It makes as many updates as it is told; untold, five after its first stop.
 """
 
 TORCH = """\
-import atexit, os, sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-atexit.register(dist.destroy_process_group)  # without it torch was seen to abort at its end
 rank, size = dist.get_rank(), dist.get_world_size()
 rate = next((float(a.partition("=")[2]) for a in sys.argv if a.startswith("--lr=")), 0.1)
 torch.manual_seed(0)
@@ -82,6 +81,12 @@ for update in range(5):
 weights = torch.nn.utils.parameters_to_vector(model.parameters()).tolist()
 print(f"final {[w.hex() for w in weights]}\\n", end="", flush=True)  # one write: a line of its own
 """
+
+ENDS = """
+sys.stdout.flush()
+os._exit(0)
+"""
+"""Of a torch script: gloo's threads may abort Python's own end (docs/troubleshooting.md)."""
 
 
 def script(folder: Path, text: str, name: str = "train.py", *, run: bool = False) -> Path:

@@ -3,6 +3,7 @@
 import re
 
 from tests import helpers
+from tests.programs import ENDS
 
 FRAMEWORKS = """\
 import os, sys, time, torch
@@ -103,7 +104,7 @@ tell("called trainer", with_trainer, 3, run.checkpoint_dir, callbacks.TrainerCal
 dies = 2
 if "--die" in sys.argv:
     with_trainer(100, "died")
-"""
+{ENDS}"""
 """Each as it is, and with our callback: its last loss, and how many collectives it called."""
 
 IN_A_RUN = f"""{FRAMEWORKS}
@@ -137,7 +138,7 @@ disturbed = False
 for name in () if run.stopping else NAMES:
     if name != "lightning":  # which begins an epoch's order again
         print("alone", name, train(name, False), flush=True)
-"""
+{ENDS}"""
 """Each name's training is taken away EACH times; at the end two are done again, undisturbed."""
 
 NAMES = ("accelerate", "trainer", "lightning")

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests import helpers
-from tests.programs import LOOP, QUICK, TORCH, WAITS, script
+from tests.programs import ENDS, LOOP, QUICK, TORCH, WAITS, script
 
 FOUR = ("cluster.nodes=2", "cluster.ranks_per_node=2")
 
@@ -50,8 +50,7 @@ TOLD = f"""{TORCH}
 import json
 said = json.dumps({{k: v for k, v in os.environ.items() if k.startswith({NAMES})}})
 print(said + "\\n", end="", flush=True)
-os._exit(0)  # gloo's threads may abort Python's own end (docs/troubleshooting.md), here and there
-"""
+{ENDS}"""
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,8 @@ def pytest_runtest_makereport(
     if report.when == "call" and report.failed:
         found: dict[str, object] = getattr(item, "funcargs", {})
         cluster, folder = found.get("mended", found.get("slurm")), found.get("tmp_path")
+        if isinstance(cluster, DevCluster):  # first what is short: the end of a report may be cut
+            report.sections.append(("jobs and nodes", _queue(cluster)))
         if isinstance(folder, Path):
             files = [f for n in _RUNS_WORDS for f in folder.rglob(n) if "code" not in f.parts]
             report.sections += [(str(f.relative_to(folder)), _end(f, 12)) for f in sorted(files)]
@@ -55,12 +57,15 @@ def pytest_runtest_makereport(
             for daemon in ("slurmctld", *(f"slurmd-{node}" for node in cluster.node_names)):
                 file = cluster.layout.log_file(daemon)
                 report.sections.append((file.name, _end(file, 30 if daemon == "slurmctld" else 8)))
-            try:
-                queue = cluster.command("squeue", "-a", "-o", "%i %T %r %N %V %S")
-            except DevClusterError as error:  # a test may have stopped the controller
-                queue = str(error)
-            report.sections.append(("squeue", queue))
     return report
+
+
+def _queue(cluster: DevCluster) -> str:
+    try:
+        jobs = cluster.command("squeue", "-a", "-o", "%i %T %r %N %V %S")
+        return jobs + cluster.command("sinfo", "-N", "-p", "main", "-o", "%N %T %E")
+    except DevClusterError as error:  # a test may have stopped the controller
+        return str(error)
 
 
 def _end(file: Path, lines: int) -> str:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.helpers import call, records, until
-from tests.programs import LOOP, QUICK, TORCH, WAITS, script
+from tests.programs import ENDS, LOOP, QUICK, TORCH, WAITS, script
 from tests.slurm import runs
 from tests.slurm.runs import QUIET, SHAPE, job_of, release, status, verb, wait_over
 
@@ -80,7 +80,7 @@ def test_a_preempted_program_gets_its_signal_and_the_code_that_was_submitted_run
 def test_a_torch_script_runs_and_a_killed_rank_of_it_is_named(slurm, tmp_path):
     """The second start: the first, by a shell script, trains to its end."""
     fails = "\nif '--die' in sys.argv and rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()\n"
-    script(tmp_path, TORCH + fails)
+    script(tmp_path, TORCH + fails + ENDS)
     script(tmp_path, f'#!/bin/sh\n{sys.executable} train.py "$@"\n', "train.sh", run=True)
     submit(slurm, tmp_path, program=("./train.sh",))
     assert wait_over(slurm, tmp_path / "run")["state"] == "finished"

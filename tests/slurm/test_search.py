@@ -4,6 +4,8 @@ import json
 import os
 import signal
 
+from orchestrator.outcome.lock_holder import is_held
+from orchestrator.run_folder.rundir import RunDir
 from tests.helpers import begin, call, result, until
 from tests.slurm import runs
 from tests.sweeps.search.helpers import line_of, loss_of
@@ -56,6 +58,7 @@ def test_ctrl_c_leaves_the_jobs_and_cancel_ends_them_and_the_same_line_goes_on(s
     assert ("by itself" if len(queued) == 1 else "by themselves") in told
     jobs = {n: runs.job_of(folder / n) for n in queued}
     begun = begin(*line, **runs.QUIET)
+    until(lambda: is_held(RunDir(folder)), 60, "the same line at work again")
     until(lambda: all((folder / n / "metrics.jsonl").exists() for n in "01"), 60, "both at work")
     assert {n: runs.job_of(folder / n) for n in queued} == jobs, "none was submitted twice"
     cancelled = runs.verb("cancel", folder)
