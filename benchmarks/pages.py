@@ -29,7 +29,7 @@ from benchmarks import (
 from benchmarks.measure import RESULTS, kept
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "docs/*.md")
+DOCUMENTS = ("README.md", "docs/**/*.md")
 Result = dict[str, Any]
 
 _MARKED = re.compile(

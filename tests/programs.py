@@ -86,7 +86,7 @@ ENDS = """
 sys.stdout.flush()
 os._exit(0)
 """
-"""Of a torch script: gloo's threads may abort Python's own end (docs/troubleshooting.md)."""
+"""Of a torch script: gloo's threads may abort Python's own end (docs/how-to/troubleshooting.md)."""
 
 
 def script(folder: Path, text: str, name: str = "train.py", *, run: bool = False) -> Path:

@@ -1,7 +1,6 @@
-"""Every key of the configuration, as docs/configuration.md has it: made of the schema, and of a
-sentence for each key.
+"""Write docs/reference/configuration.md from the schema and a sentence for each key.
 
-    python -m orchestrator.config.reference > docs/configuration.md
+Usage: `python -m orchestrator.config.reference > docs/reference/configuration.md`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,13 @@ from orchestrator.config.schema import Config
 
 HEAD = """# Every key of the configuration
 
-Made by `python -m orchestrator.config.reference > docs/configuration.md`; a test says when it is
-not current. Set them as `key=value` behind `python -m orchestrator.launch`, or in a file of yours
-(`--config-dir`). `python -m orchestrator.launch --cfg job` prints what a launch would have. Values
-beyond these are refused, with the nearest that works. The groups `cluster=`, `job=`, `optimizer=`,
-`tracker=` and `experiment=` set several keys at once, to other defaults than these.
+Set a key as `key=value` after `python -m orchestrator.launch`, or in a file of your own
+(`--config-dir`). `python -m orchestrator.launch --cfg job` prints the resulting configuration.
+Other keys and values are refused, with the nearest valid one. The groups `cluster=`, `job=`,
+`optimizer=`, `tracker=` and `experiment=` set several keys at once, to defaults other than these.
+
+`python -m orchestrator.config.reference > docs/reference/configuration.md` generates this page; a
+test checks that it is current.
 
 | key | type | default | may be | what it does |
 |---|---|---|---|---|

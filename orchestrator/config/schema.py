@@ -131,9 +131,9 @@ class EngineConfig:
     bucket_mib: null is an eighth of the gradient, but 1 to 25 MiB, and all of one up to 3 MiB;
     under MindSpore, where none leaves before the boundary, 25 MiB.
     wire: gradients travel in their own type, or rounded; shard_optimizer: each rank keeps 1/R of
-    the optimizer's state and steps 1/R of the weights (docs/mathematics.md has what both cost).
-    norm is what a model's batch norms become (docs/your-own-job.md). mode, jit_level and style are
-    MindSpore's (docs/mindspore.md); log_every counts micro-steps.
+    the optimizer's state and steps 1/R of the weights (mathematics.md has what both cost).
+    norm is what a model's batch norms become (your-own-job.md). mode, jit_level and style are
+    MindSpore's (docs/how-to/mindspore.md); log_every counts micro-steps.
     """
 
     framework: str = registered(FRAMEWORKS, "auto")
@@ -158,7 +158,7 @@ class RunConfig:
     max_restarts: how often a run that failed begins again by itself, from its newest checkpoint.
     max_replacements: how many lost ranks get another process while the others go on; null: 16 on
     pretended nodes, none on SLURM.
-    survive: when a rank dies in mid-window, the others redo it and go on (docs/surviving.md); null:
+    survive: when a rank dies in mid-window, the others redo it and go on (surviving.md); null:
     wherever that can be had on more than one node, see `survive_rules.py`.
     memory_checkpoint: what one rank alone has (its shard of the optimizer) a neighbour keeps, too.
     preflight: nodes are looked at before training; null: SLURM's are, pretended ones are not.

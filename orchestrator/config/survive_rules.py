@@ -1,5 +1,5 @@
 """Whether ranks go on without those that are lost: what that cannot be had with is refused where it
-was asked for, and told where nobody has said (docs/surviving.md).
+was asked for, and told where nobody has said (docs/explanation/surviving.md).
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class BoundaryReport:
         metrics: the job's sums divided by the weight.
         applied: False when the update was skipped (an overflow under float16, agreed by all).
         stop_requested: some rank was asked to stop; all ranks see it in the same update.
-        newcomers: ranks wait to be let in (docs/surviving.md); as `stop_requested`.
+        newcomers: ranks wait to be let in (docs/explanation/surviving.md); as `stop_requested`.
         gradient_norm: of the averaged gradient, before clipping; None when not computed.
         loss_scale: the float16 loss scale used in this window; 1 otherwise.
         micro_steps: this rank's.

@@ -26,7 +26,7 @@ def against(job: Any, group: Group) -> str:
 
 
 class Survives(Protocol):
-    """An engine whose group may lose ranks, and get others (docs/surviving.md)."""
+    """An engine whose group may lose ranks, and get others (docs/explanation/surviving.md)."""
 
     def newcomers_wait(self, waiting: bool) -> None:  # it is all that is said
         """Whether the next boundary is to tell all ranks that newcomers wait. Not collective."""

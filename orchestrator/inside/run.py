@@ -107,7 +107,7 @@ class Run:
         """The windows of a training: `for window in run.windows(len(data), global_batch=256)`.
 
         Needs torch and an `Accumulator`. Collective; see `orchestrator.own_loop`, which has the
-        options, and docs/library.md.
+        options, and docs/how-to/library.md.
 
         Args:
             samples: of the data set, the same number on all ranks.

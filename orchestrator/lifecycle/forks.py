@@ -63,7 +63,7 @@ def _status_of(error: BaseException) -> int:
 
 def leave(code: int) -> NoReturn:
     """End this process at once: a group of a lost peer would wait in its destructor for operations
-    that can never end (docs/architecture.md, at its end), so interpreter shutdown is skipped.
+    that can never end (architecture.md, at its end), so interpreter shutdown is skipped.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,6 @@
 """Our windows in somebody else's loop: the plan, exactness, agreed stops, the same bits afterwards.
 
-The loop stays the user's: docs/library.md has one whole.
+The loop stays the user's: docs/how-to/library.md has one whole.
 """
 
 from __future__ import annotations

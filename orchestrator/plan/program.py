@@ -13,7 +13,7 @@ from orchestrator.config.user_code.program_source import copied_script
 NOT_KNOWN = (
     "a program's batch, losses and weights are its own: nothing here splits its data, makes its "
     "update exact or counts what its ranks send, and after a restart it goes on from what it saves "
-    "and loads itself (docs/programs.md)"
+    "and loads itself (docs/how-to/programs.md)"
 )
 
 

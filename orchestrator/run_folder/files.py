@@ -3,7 +3,7 @@
 What lies in a run folder may have been damaged, or made by somebody else. A link could lead out of
 it, a fifo would hold a reader for ever, a device has no end. So every file is opened here: without
 following a link, without waiting, and only if it turns out to be a regular file. What is asked of a
-run folder as a whole stands in docs/security.md.
+run folder as a whole stands in docs/reference/security.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The run folder: private creation, atomic writes, reading back. Its names: `paths.py`.
 
 The folder is the only channel from a run back to people, and all
-that `resume`, `status` and `compare` need. What may be trusted of it: docs/security.md.
+that `resume`, `status` and `compare` need. What may be trusted of it: docs/reference/security.md.
 """
 
 from __future__ import annotations

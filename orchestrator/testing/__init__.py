@@ -1,7 +1,7 @@
 """What a third party's cluster, transport or tracker has to do: suites, to subclass with pytest.
 
 Each is a class of tests that asks for one fixture of yours, and each ends in the real code: ranks
-are processes, and what they say is read back from the run's folder. See docs/extending.md.
+are processes, and what they say is read back from the run's folder. See docs/how-to/extending.md.
 A suite is imported when it is first used: that of transports alone needs torch here.
 """
 

@@ -1,4 +1,4 @@
-"""docs/configuration.md is made of the schema, and says something of every key."""
+"""docs/reference/configuration.md is made of the schema, and says something of every key."""
 
 from orchestrator.config.meanings import MEANINGS
 from orchestrator.config.reference import keys, markdown
@@ -10,5 +10,7 @@ def test_every_key_has_a_sentence_in_meanings_and_no_other_has():
 
 
 def test_the_page_is_current():
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    assert page == markdown(), "python -m orchestrator.config.reference > docs/configuration.md"
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    assert page == markdown(), (
+        "python -m orchestrator.config.reference > docs/reference/configuration.md"
+    )

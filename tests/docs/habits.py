@@ -1,4 +1,4 @@
-"""More rows of the table of docs/library.md: habits from other loops, and arguments mixed up."""
+"""More rows of the table of usage-errors.md: habits from other loops, and arguments mixed up."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Rows of the table of docs/library.md about `run.windows`: what a loop can do wrong."""
+"""Rows of the table of usage-errors.md about `run.windows`: what a loop can do wrong."""
 
 import os
 import tempfile

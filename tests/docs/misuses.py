@@ -1,4 +1,4 @@
-"""One function for each row of the table of docs/library.md: what was done, as a user would do it.
+"""One function for each row of the table of usage-errors.md: what was done, as a user would do it.
 
 A case is named by the row's first column, and gives what it raised or warned of as a text.
 """

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = [
     ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "slurm" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
 ]  # fmt: skip
 COMMENTED = [

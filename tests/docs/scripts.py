@@ -12,9 +12,15 @@ from tests import warm
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def page_text(page):
+    """Return the text of the page `docs/<group>/<page>`."""
+    (found,) = (ROOT / "docs").rglob(page)
+    return found.read_text(encoding="utf-8")
+
+
 def script(page, name):
     """The text of the Python block of `docs/<page>` that begins with `# <name>`."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = page_text(page)
     found = [
         b
         for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -26,7 +32,7 @@ def script(page, name):
 
 def shell_block(page, words):
     """The indented block of `docs/<page>` that has these words."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = page_text(page)
     blocks = re.findall(r"(?:^ {4}.*\n)+", text, re.MULTILINE)
     found = [b for b in blocks if words in b]
     assert len(found) == 1, f"docs/{page} has {len(found)} blocks with {words}"
@@ -35,7 +41,7 @@ def shell_block(page, words):
 
 def table(page, heading):
     """The rows, as tuples of cells, of the table of `docs/<page>` whose first heading is this."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = page_text(page)
     found = re.search(
         rf"^\| {re.escape(heading)} \|.*\n\|[-:| ]+\n((?:\|.*\n)+)", text, re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""The examples of docs/library.md give the updates of one big batch in plain torch."""
+"""The examples of docs/how-to/library.md give the updates of one big batch in plain torch."""
 
 import subprocess
 import sys

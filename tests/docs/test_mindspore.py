@@ -1,4 +1,4 @@
-"""The example of docs/mindspore.md takes the steps of the big batch."""
+"""The example of docs/how-to/mindspore.md takes the steps of the big batch."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Every row of the table in docs/library.md is what happens, and every misuse tried has a row."""
+"""Every row of the table in usage-errors.md is what happens, and every misuse tried has a row."""
 
 import re
 
@@ -9,7 +9,7 @@ import tests.docs.loops  # noqa: F401  # their cases are among CASES
 from tests.docs.misuses import CASES, said
 from tests.docs.scripts import table
 
-ROWS = dict(table("library.md", "what was done"))
+ROWS = dict(table("usage-errors.md", "what was done"))
 
 
 def test_every_misuse_has_its_row_and_every_row_its_misuse():

@@ -135,7 +135,7 @@ def check(words):
         assert {w for w in rest if w.isidentifier() and w != "N"} <= known, words
         assert {w for w in rest if w.startswith("-")} <= {"--seed", "--faults", "--quick"}, words
     elif program == "orchestrator.config.reference":  # tests/config/test_reference.py does it
-        assert rest == [">", "docs/configuration.md"], words
+        assert rest == [">", "docs/reference/configuration.md"], words
     elif program == "torch.distributed.run":
         scripts = [p.text.partition("\n")[0] for p in python_blocks()]
         assert f"# {rest[-1]}" in scripts, words
@@ -255,7 +255,7 @@ def test_every_setting_with_a_section_exists():
         for key in named.findall(printed.text)
         if not key.endswith((".py", ".yaml", ".md", ".json")) and not of_schema(key)
         and not (ROOT / "orchestrator" / key.replace(".", "/")).with_suffix(".py").exists()
-        and not hasattr(current_run, key.removeprefix("run."))  # as docs/programs.md calls it
+        and not hasattr(current_run, key.removeprefix("run."))  # as programs.md calls it
     ]  # fmt: skip
     assert not wrong
 

@@ -9,7 +9,7 @@ IMPORT = re.compile(r"^\s*(?:from|import) orchestrator.*$", re.MULTILINE)
 
 
 def test_documents_import_from_the_public_surface():
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     found = [
         (page.name, line)
         for page in pages

@@ -1,4 +1,4 @@
-"""The two commands of docs/reproducible.md, made shorter, end with one digest."""
+"""The two commands of docs/explanation/reproducible.md, made shorter, end with one digest."""
 
 import re
 
@@ -7,7 +7,7 @@ from tests.docs.scripts import ROOT
 
 
 def _commands():
-    page = (ROOT / "docs" / "reproducible.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "reproducible.md").read_text(encoding="utf-8")
     block = re.search(r"```bash\n(.*?)```", page, re.DOTALL)[1].replace("\\\n", " ")
     return [line.split()[3:] for line in block.splitlines() if line.strip()]
 

@@ -108,7 +108,7 @@ def test_each_way_with_a_ragged_window_trains(tmp_path, ragged):
 
 
 def test_the_documented_job_runs_as_it_stands_in_the_docs(tmp_path):
-    text = (ROOT / "docs" / "your-own-job.md").read_text()
+    text = (ROOT / "docs" / "tutorial" / "your-own-job.md").read_text()
     source = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
     assert len(source.splitlines()) < 40
     typed = re.search(r"```bash\n(.*?)```", text, re.DOTALL).group(1)

@@ -3,7 +3,7 @@
 import doctest
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "mathematics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "mathematics.md"
 
 
 def test_the_examples_of_the_page_hold():

@@ -30,7 +30,7 @@ def test_unmodified_they_end_with_the_losses_that_they_have_under_torchrun(
 
 
 EACH = int(os.environ.get("PREEMPTIONS", "1"))
-"""How often each of the three is taken away: ten times by hand, see docs/programs.md."""
+"""How often each of the three is taken away: ten times by hand, see docs/how-to/programs.md."""
 
 
 @pytest.mark.timeout(300 + 120 * len(NAMES) * EACH)

@@ -69,7 +69,8 @@ def test_a_toy_is_less_than_80_lines(toy):
 
 def test_the_page_shows_what_is_here():
     here = Path(__file__).parent
-    package, suite = [text for language, text in blocks(ROOT / "docs/extending.md") if language]
+    page = ROOT / "docs/how-to/extending.md"
+    package, suite = [text for language, text in blocks(page) if language]
     assert suite == (here / "test_cluster_suite.py").read_text()
     described = (here / "cluster/pyproject.toml").read_text().splitlines()
     assert set(package.splitlines()) <= set(described)

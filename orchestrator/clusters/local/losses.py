@@ -1,4 +1,4 @@
-"""Ranks and nodes of a local run that are gone while the others go on (docs/surviving.md)."""
+"""Ranks and nodes of a local run that are gone while the others go on (surviving.md)."""
 
 from __future__ import annotations
 

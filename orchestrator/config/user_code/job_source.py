@@ -144,7 +144,7 @@ def _check_class(dotted: str, found: SourceClass, job: Mapping[str, Any]) -> Tar
     if missing and lineage.complete:
         raise JobError(
             f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)} "
-            f"(see docs/your-own-job.md)"
+            f"(see docs/tutorial/your-own-job.md)"
         )
     parameters = lineage.parameters()
     # Of a class that shows no part of a job, the ranks say so, with the class in hand.

@@ -74,7 +74,7 @@ def usable(optimizer: Any, spelled: str) -> Optimizer:
             f"{spelled} gives {several} optimizers, and an accumulator has one, which steps "
             "at its boundary. Where there are several, each with its loss (generator and "
             "discriminator, say), write a loop of your own with an accumulator for each: "
-            "docs/library.md, 'Several optimizers'"
+            "docs/how-to/library.md, 'Several optimizers'"
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"{spelled} gives a {type(optimizer).__name__}, not a torch Optimizer")

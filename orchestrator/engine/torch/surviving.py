@@ -1,4 +1,4 @@
-"""An engine that can go on in another group, in the middle of a window (docs/surviving.md).
+"""An engine that can go on in another group, in the middle of a window (surviving.md).
 
 Weights and optimizer change in the optimizer's step alone, so a window that broke off has left them
 as they were. What a forward changes (batch norm's statistics) and what a boundary may have changed

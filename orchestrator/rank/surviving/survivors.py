@@ -1,6 +1,6 @@
 """How a rank goes on when others are gone or have come, in a group of those that are there.
 
-What happens, and why no number changes: docs/surviving.md.
+What happens, and why no number changes: docs/explanation/surviving.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `FREE`: no number depends on it. `ROUNDING`: sums are added in another order, so results agree up to
 rounding, not in bits. `PLANNED`: the two plans are compared, update by update. `NUMBERS`: refused,
-since what comes out would be neither this run nor a new one. docs/reproducible.md has the table.
+since what comes out would be neither this run nor a new one. reproducible.md has the table.
 """
 
 from __future__ import annotations

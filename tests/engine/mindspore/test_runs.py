@@ -47,7 +47,7 @@ def test_eight_workers_on_two_nodes_learn_digits_with_a_log_each(tmp_path):
 
 @pytest.mark.timeout(400)
 def test_both_engines_agree_from_the_same_start(tmp_path):
-    """The block of docs/mindspore.md, with a narrower net."""
+    """The block of docs/how-to/mindspore.md, with a narrower net."""
     block = shell_block("mindspore.md", "orchestrator compare")
     assert "layers=[784,512,512,10]" in block
     commands = block.replace("784,512,512,10", "784,48,10").replace("python -m", "$PYTHON -m")
