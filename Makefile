@@ -9,7 +9,7 @@ BENCH_STAMP := $(VENV)/.bench-installed
 , := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-quick lint style unit mutants bench slurm-up slurm-down clean
+.PHONY: help setup run test test-quick lint style unit bench slurm-up slurm-down clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -65,10 +65,6 @@ ifdef PYTEST_ARGS
 else
 	@$(BIN)/python -m tests.gate
 endif
-
-mutants: setup  ## change the code in small ways: do the fast tests notice? (MUTANTS_ARGS)
-	@echo "== mutants: a tenth of them (MUTANTS_ARGS='--share 1': all, for hours)"
-	@$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 $(BENCH_STAMP): $(STAMP)
 	@echo "== installing what is compared with: Accelerate, Lightning Fabric"

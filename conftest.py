@@ -1,18 +1,22 @@
-"""What cannot be installed cannot be tested: there is no MindSpore for Python 3.13 yet.
+"""Settings and fixtures of all tests.
 
-How long an example takes says nothing about a law: machines are shared, so none has a deadline.
-And workers begin with what takes longest (`tests/order.py`).
+Hypothesis has no deadlines: how long an example takes on a shared machine proves nothing.
 """
 
+import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from tests import helpers
 from tests.order import place_of
 
-WITHOUT = sys.version_info >= (3, 13)
-collect_ignore_glob = ["*/engine/mindspore/*", "tests/slurm/test_mindspore.py"] if WITHOUT else []
+NO_MINDSPORE = sys.version_info >= (3, 13)  # there is no build for Python 3.13 yet
+collect_ignore_glob = (
+    ["*/engine/mindspore/*", "tests/slurm/test_mindspore.py"] if NO_MINDSPORE else []
+)
 
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
@@ -20,7 +24,26 @@ settings.load_profile("shared")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # xdist would begin with the files of the most tests
+    # `nohup` ignores SIGHUP, a shell's background job SIGINT, and the commands under test would
+    # inherit that.
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place_of(item.nodeid))
+
+
+def _end_what_it_starts() -> Iterator[None]:
+    before = len(helpers.STARTED)
+    yield
+    helpers.end_started(before)
+
+
+# Both set up before all other fixtures of their scope, so they end what those start, too.
+_of_a_test = pytest.fixture(autouse=True)(_end_what_it_starts)
+_of_a_module = pytest.fixture(autouse=True, scope="module")(_end_what_it_starts)

@@ -1,8 +1,10 @@
-"""What tests make their jobs do at a chosen moment. No framework is imported."""
+"""Faults and holds of the tests' jobs. No framework is imported."""
 
 import os
 import signal
 import time
+
+from tests.hold import Hold
 
 
 class Mute(Exception):
@@ -11,25 +13,33 @@ class Mute(Exception):
 
 
 class Faulty:
-    """Of a job.
+    """Mixin for a job that pauses, waits or fails in a chosen micro-step.
 
     Args:
-        pause_s: sleep in every micro-step, so that a test can step in.
+        pause_s: sleep in every micro-step, until `hold` is released.
+        hold: folder of a `tests.hold.Hold`.
         fault: what happens to rank `fault_rank` when it has done `fault_after` micro-steps:
             "raise", "kill", "exit", "leave", "nan", "memory", "hang", "drift", "mute" (an exception
             that cannot be printed), "fork" (two children that do not end themselves).
     """
 
-    def __init__(self, pause_s=0.0, fault=None, fault_rank=1, fault_after=5):
+    def __init__(self, pause_s=0.0, fault=None, fault_rank=1, fault_after=5, hold=None):
         self.pause_s, self.fault = pause_s, fault
         self.fault_rank, self.fault_after = fault_rank, fault_after
+        self.hold = Hold(hold) if hold else None
         self.steps = 0
+        self.next_update = None  # unknown until this process's first boundary
 
     def now(self, fault):
         mine = int(os.environ["SLURM_PROCID"]) == self.fault_rank
         return self.fault == fault and mine and self.steps == self.fault_after
 
+    def after_update(self, model, update):
+        self.next_update = update + 1
+
     def pause_or_fail(self):
+        if self.hold:
+            self.hold.wait_at(self.next_update)
         if self.now("raise"):
             raise ValueError("the tiny job was told to fail [here]")
         if self.now("mute"):
@@ -49,5 +59,5 @@ class Faulty:
             raise MemoryError
         if self.now("hang"):
             time.sleep(3600)
-        if self.pause_s:
+        if self.pause_s and not (self.hold and self.hold.released):
             time.sleep(self.pause_s)

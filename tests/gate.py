@@ -1,77 +1,79 @@
-"""`make test`: pyright and every test, on two cores (`python -m tests.gate`).
+"""`make test`: pyright and every test on two cores (`python -m tests.gate`).
 
-tests/slurm waits half of its time, and holds clocks against what it sees; nothing may compete with
-it. So it has the machine, and what computes without looking at a clock (`tests.order.CALM`) takes,
-at the lowest priority, what it leaves. Then come whole runs, which have time limits of their own.
+tests/slurm waits half of its time and measures times, so it runs first. Next to it, at the lowest
+priority, only tests run that measure none (`tests.order.CALM`). The other whole runs follow.
+
+Each command has a session of its own: neither Ctrl-C nor the end of the terminal reaches it but
+through this process, so `nohup make test` works (the tests need signals that are not ignored).
 """
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO
 
-from tests.once import SHARED
 from tests.order import CALM
 
 ROOT = Path(__file__).resolve().parent.parent
-# Where a worker has died and another takes its place, pytest waits at its end for ever.
+# pytest never ends where it may replace a worker that has died.
 PYTEST = (sys.executable, "-m", "pytest", "--dist", "loadfile", "--max-worker-restart=0")
-SLURM = ("tests/slurm", "-n", "2")
-REST = ("tests", "-n", "3", "--ignore=tests/slurm", *(f"--ignore={path}" for path in CALM))
-BESIDE = {
-    "pyright": (sys.executable, "-m", "pyright", "--pythonpath", sys.executable),
-    # What is starved is not what hangs: a longer limit than the tests have by themselves.
-    "all other tests": (*PYTEST, "-n", "2", "--timeout=600", *CALM, "orchestrator"),
-}
+SLURM = (*PYTEST, "-n", "2", "tests/slurm")
+WHOLE_RUNS = (
+    *(*PYTEST, "-n", "3", "tests", "--ignore=tests/slurm"),
+    *(f"--ignore={path}" for path in CALM),
+)
+NICE = ("nice", "-n", "19")
+PYRIGHT = (*NICE, sys.executable, "-m", "pyright", "--pythonpath", sys.executable)
+# At this priority a test may stand still for a while, so its limit is longer.
+OTHERS = (*NICE, *PYTEST, "-n", "2", "--timeout=600", *CALM, "orchestrator")
 
 
 def main() -> int:
-    with tempfile.TemporaryDirectory() as shared:
-        os.environ[SHARED] = shared
-        beside = [_Beside(what, command) for what, command in BESIDE.items()]
-        try:
-            _say("tests/slurm, two workers")
-            failed = [subprocess.run((*PYTEST, *SLURM), cwd=ROOT, check=False).returncode]
-            _say("whole runs, three workers")
-            failed += [subprocess.run((*PYTEST, *REST), cwd=ROOT, check=False).returncode]
-            failed += [one.told() for one in beside]
-        finally:
-            for one in beside:
-                one.end()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with ExitStack() as stack:
+        output = stack.enter_context(tempfile.TemporaryFile("w+b"))
+        pyright = _start(stack, PYRIGHT, output)
+        others = _start(stack, OTHERS, output)
+        _say("tests/slurm, two workers")
+        failed = [_start(stack, SLURM).wait()]
+        _say("whole runs, three workers")
+        failed += [_start(stack, WHOLE_RUNS).wait()]
+        failed += [pyright.wait(), others.wait()]
+        _say("at the same time: pyright and all other tests")
+        output.seek(0)
+        sys.stdout.write(output.read().decode("utf-8", "replace"))
     return int(any(failed))
 
 
-class _Beside:
-    """A command at the lowest priority, whose output is told in one piece."""
-
-    def __init__(self, what: str, command: Sequence[str]) -> None:
-        self._what = what
-        self._output: IO[bytes] = tempfile.TemporaryFile("w+b")  # noqa: SIM115  # closed in `end`
-        self._process = subprocess.Popen(
-            ("nice", "-n", "19", *command), cwd=ROOT, stdout=self._output, stderr=subprocess.STDOUT
-        )
-
-    def told(self) -> int:
-        """Its exit status, once it has ended and its output was printed."""
-        status = self._process.wait()
-        _say(f"beside them, at the lowest priority: {self._what}")
-        self._output.seek(0)
-        sys.stdout.write(self._output.read().decode("utf-8", "replace"))
-        return status
-
-    def end(self) -> None:
-        """Where it has not ended by itself (Ctrl-C), it does now, and its workers with it."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            self._process.wait()
-        self._output.close()
+def _start(stack, command, output=None):
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=output,
+        stderr=output and subprocess.STDOUT,
+        start_new_session=True,
+    )
+    stack.callback(_end, process)
+    return process
 
 
-def _say(what: str) -> None:
-    print(f"== {what}", flush=True)  # this is a command
+def _end(process):
+    """End a command that still runs because of Ctrl-C or SIGTERM, as Ctrl-C would."""
+    if process.poll() is not None:
+        return
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+            return
+
+
+def _say(what):
+    print(f"== {what}", flush=True)
 
 
 if __name__ == "__main__":

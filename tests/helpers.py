@@ -1,7 +1,9 @@
-"""Starting the real commands in tests, and looking at what they leave."""
+"""Start the real commands and read what they write."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +17,12 @@ ROOT = warm.ROOT
 TINY = "job._target_=tests.tiny_job.Tiny"
 LIGHT = "job._target_=tests.light_job.Light"  # the same without torch, which takes long to start
 SMALL = "cluster.ranks_per_node=1"  # two ranks instead of four, where their number does not matter
+STARTED = []
+"""Processes of `begin`, which `end_started` ends where a test has failed before it could."""
 
 
 def environment(**extra):
-    """What a user's shell would give, with the checkout importable and one thread a process."""
+    """Return a user's environment in which the checkout can be imported."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
     return {**env, "PYTHONPATH": warm.PATH, "COLUMNS": "100", **extra}
 
@@ -52,13 +56,14 @@ def begin(*arguments, module="orchestrator.launch", cwd=None, **env):
     if "PYTHONPATH" not in env:
         where = {"cwd": cwd or Path.cwd(), "env": environment(**env)}
         if begun := warm.begin(module, [*map(str, arguments)], **where):
+            STARTED.append(begun)
             return begun
     return begin_anew(*arguments, module=module, cwd=cwd, **env)
 
 
 def begin_anew(*arguments, module="orchestrator.launch", cwd=None, **env):
-    """The same as a new interpreter, for whom its start is what is tested."""
-    return subprocess.Popen(
+    """Start a command in a new interpreter, for tests of the start itself."""
+    process = subprocess.Popen(
         command(*arguments, module=module),
         cwd=cwd,
         env=environment(**env),
@@ -67,6 +72,25 @@ def begin_anew(*arguments, module="orchestrator.launch", cwd=None, **env):
         text=True,
         start_new_session=True,
     )
+    STARTED.append(process)
+    return process
+
+
+def end_started(first=0):
+    """End the processes that `begin` has started from number `first` on and close their pipes, so
+    that a test that fails leaves nothing to the next one.
+    """
+    for process in STARTED[first:]:
+        if process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(30)
+        process.stdout.close()
+    del STARTED[first:]
 
 
 def commit(folder):

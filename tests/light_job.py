@@ -17,8 +17,17 @@ class Light(Faulty, Job):
     framework = "numpy"
     metric_names = ("error",)
 
-    def __init__(self, samples=240, width=16, pause_s=0.0, fault=None, fault_rank=1, fault_after=5):
-        super().__init__(pause_s, fault, fault_rank, fault_after)
+    def __init__(
+        self,
+        samples=240,
+        width=16,
+        pause_s=0.0,
+        fault=None,
+        fault_rank=1,
+        fault_after=5,
+        hold=None,
+    ):
+        super().__init__(pause_s, fault, fault_rank, fault_after, hold)
         self.samples, self.width = samples, width
 
     def model(self):
@@ -50,6 +59,7 @@ class Light(Faulty, Job):
         return {"loss": float(((hidden @ model["1.weight"] - y) ** 2).mean())}
 
     def after_update(self, model, update):
+        super().after_update(model, update)
         if self.now("drift"):
             model["0.weight"][0, 0] += 1e-6
 

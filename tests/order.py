@@ -51,7 +51,7 @@ CALM = (
     *(f"tests/engine/{name}" for name in ("common", "mindspore/comm", "torch")),
     *(f"tests/engine/mindspore/test_{name}.py" for name in ("engine", "programs", "runs")),
     *("tests/callbacks", "tests/end_to_end/test_reproducible_runs.py"),
-    *("tests/third_party", "tests/mutants"),
+    "tests/third_party",
 )
 """What computes, and would not notice if it stood still for a few seconds."""
 

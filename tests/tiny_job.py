@@ -1,7 +1,6 @@
 """A small job for tests: quick, exact, and able to fail in many ways at a chosen moment."""
 
 import os
-from pathlib import Path
 
 import torch
 from torch.utils.data import TensorDataset
@@ -24,8 +23,9 @@ class Tiny(Faulty, Job):
         fault=None,
         fault_rank=1,
         fault_after=5,
+        hold=None,
     ):
-        super().__init__(pause_s, fault, fault_rank, fault_after)
+        super().__init__(pause_s, fault, fault_rank, fault_after, hold)
         self.samples, self.width, self.dropout = samples, width, dropout
 
     def model(self):
@@ -57,20 +57,9 @@ class Tiny(Faulty, Job):
         return {"loss": ((model(x.to(parameter)) - y.to(parameter)) ** 2).mean().item()}
 
     def after_update(self, model, update):
+        super().after_update(model, update)
         if self.now("drift"):
             model[0].weight[0, 0] += 1e-6
-
-
-class Unhurried(Tiny):
-    """Pauses in its micro-steps only until a file is there: a run lasts as long as its test."""
-
-    def __init__(self, until, **more):
-        super().__init__(**more)
-        self._until, self._slow_s = Path(until), self.pause_s
-
-    def loss(self, model, batch):
-        self.pause_s = 0.0 if self._until.exists() else self._slow_s
-        return super().loss(model, batch)
 
 
 class Threads(Tiny):
@@ -113,6 +102,6 @@ class Talking(Tiny):
 
 
 class Hidden(Tiny):
-    """What it is for nobody sees who does not run it."""
+    """Has a framework that a static check cannot read."""
 
     framework = "TORCH".lower()

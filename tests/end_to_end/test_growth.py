@@ -1,6 +1,4 @@
-"""Ranks that were killed get another process, which comes in at a boundary; nothing is computed
-otherwise for it.
-"""
+"""Killed ranks get a new process, which joins at a boundary and changes no result."""
 
 import contextlib
 import json
@@ -13,20 +11,22 @@ from functools import partial
 import pytest
 
 from tests import helpers
+from tests.helpers import TINY
+from tests.hold import Hold
 
 RUN = (
-    "job._target_=tests.tiny_job.Unhurried", "job.dropout=0.2", "job.pause_s=0.1",
+    TINY, "job.dropout=0.2", "job.pause_s=0.1",
     "accumulation.reduction=reproducible", "accumulation.micro_batch=4",
     "accumulation.global_batch=48", "train.evaluate_every=25", "tracker=none", "run.survive=true",
 )  # fmt: skip
-UPDATES = 150
+UPDATES = 100
 SHAPE = ("cluster.nodes=2", f"train.updates={UPDATES}")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    one = ("cluster.nodes=1", "cluster.ranks_per_node=1", "run.survive=false", "job.until=/")
+    one = ("cluster.nodes=1", "cluster.ranks_per_node=1", "run.survive=false", "job.pause_s=0")
     done = helpers.call(*RUN, SHAPE[1], *one, f"run.dir={run}", "-q")
     assert done.returncode == 0, done.stdout + done.stderr
     return helpers.result(run)
@@ -42,21 +42,24 @@ def came(run):
 
 @contextlib.contextmanager
 def full_disk(pid):
-    """This process can write to no file meanwhile, as where a disk is full."""
+    """Let this process write to no file meanwhile, as where a disk is full."""
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
     yield
     resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
-def kill_one_after_another(run, victims, *more, ranks_per_node=2, in_vain=False, full=None):
-    """Each, a rank or a whole node, once what was killed before is back; then wait for the end.
-    `in_vain`: the first one's first newcomer is killed on its way in. `full`: this rank has no room
-    on its disk while that one asks to be let in.
+def kill_one_after_another(run, victims, *more, ranks_per_node=2, kill_newcomer=False, full=None):
+    """Kill each victim, a rank or a whole node, once the one before it is back. The last update is
+    held until all are back; then wait for the end.
+
+    Args:
+        kill_newcomer: kill the first victim's first new process before it joins.
+        full: a rank that cannot write while the first victim's new process asks to join.
     """
-    hurry = run.with_name("hurry")
+    hold = Hold(run.with_name("hold")).hold_before(UPDATES - 1)
     shape = (*SHAPE, f"cluster.ranks_per_node={ranks_per_node}")
-    process = helpers.begin(*RUN, *shape, f"job.until={hurry}", f"run.dir={run}", *more)
+    process = helpers.begin(*RUN, *shape, f"job.hold={hold.folder}", f"run.dir={run}", *more)
     helpers.until(lambda: len(helpers.records(run)) >= 3, what="training")
     back = 0
     for number, victim in enumerate(victims):
@@ -64,7 +67,7 @@ def kill_one_after_another(run, victims, *more, ranks_per_node=2, in_vain=False,
         first = helpers.node_process(run, node).pid if node else helpers.rank_pid(run, victim)
         os.kill(first, signal.SIGKILL)
         newcomer = partial(other_process, run, victim, first)
-        if in_vain and not number:
+        if kill_newcomer and not number:
             os.kill(helpers.until(newcomer, what="a newcomer"), signal.SIGKILL)
         if full is not None and not number:
             found = helpers.until(newcomer, what="a newcomer")
@@ -78,14 +81,14 @@ def kill_one_after_another(run, victims, *more, ranks_per_node=2, in_vain=False,
                 time.sleep(1.0)  # some boundaries, at each of which it could come in
         back += ranks_per_node if node else 1
         helpers.until(lambda all_=back: len(came(run)) == all_, what="coming back")
-    hurry.touch()
+    hold.release()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     return output
 
 
 def other_process(run, rank, first):
-    """The pid of a process of this rank that is not its first one; None while there is none."""
+    """Return the pid of a process of this rank that is not its first one, or None."""
     alive = (p.pid for p in helpers.processes_of(run) if helpers.name_of(p) == f"rank {rank}")
     return next((pid for pid in alive if pid != first), None)
 
@@ -104,12 +107,8 @@ def check_whole(run, undisturbed, *, same_bits):
     assert not helpers.processes_of(run)
 
 
-def test_killed_ranks_come_back_the_first_one_included_and_the_bits_are_the_same(
-    tmp_path, undisturbed
-):
-    """All of them in the end: rank 0 comes back to one that has come back itself, and leads. That
-    nothing can be written down while somebody wants to come back is waited out.
-    """
+def test_every_killed_rank_comes_back_rank_0_too_and_the_bits_are_the_same(tmp_path, undisturbed):
+    """Rank 0 comes back to a rank that has come back itself. A full disk only delays it."""
     run = tmp_path / "run"
     output = kill_one_after_another(run, [1, 0], ranks_per_node=1, full=0)
     check_whole(run, undisturbed, same_bits=True)
@@ -127,7 +126,7 @@ def test_killed_ranks_come_back_the_first_one_included_and_the_bits_are_the_same
     assert (status["survived"], status["came_back"]) == (2, 2)
 
 
-def test_shards_are_handed_on_a_node_comes_back_and_a_newcomer_that_dies_on_its_way_hurts_nobody(
+def test_sharded_ranks_and_a_node_come_back_though_one_newcomer_dies_on_its_way(
     tmp_path, undisturbed
 ):
     run = tmp_path / "run"
@@ -136,8 +135,8 @@ def test_shards_are_handed_on_a_node_comes_back_and_a_newcomer_that_dies_on_its_
         [2, "node0", 1],
         "accumulation.reduction=fast",
         "engine.shard_optimizer=true",
-        "run.memory_checkpoint=true",
-        in_vain=True,
+        "train.checkpoint_every=1",  # a lost shard comes from it
+        kill_newcomer=True,
     )
     check_whole(run, undisturbed, same_bits=False)
     assert [note["gone"] for note in notes(run, "survived")] == [[2], [0, 1], [1]]

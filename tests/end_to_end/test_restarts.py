@@ -10,6 +10,7 @@ import pytest
 
 from tests import helpers
 from tests.helpers import SMALL, TINY
+from tests.hold import Hold
 
 FEW = (
     TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "train.checkpoint_every=5",
@@ -24,13 +25,14 @@ def notes(run):
 def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     more = (*FEW, "train.updates=40", "job.dropout=0.5")
-    process = helpers.begin(*more, f"run.dir={run}", "job.pause_s=0.03", "run.max_restarts=2")
-    for attempt, rank in enumerate((1, 0)):
-        helpers.until(
-            lambda n=attempt: len([r for r in helpers.records(run) if r["attempt"] == n]) > 6,
-            what="training",
-        )
+    hold = Hold(tmp_path / "hold").hold_before(7)
+    held = f"job.hold={hold.folder}"
+    process = helpers.begin(*more, f"run.dir={run}", held, "run.max_restarts=2")
+    for update, rank in ((7, 1), (14, 0)):
+        hold.hold_before(update)
+        hold.wait_until_held(update, (0, 1))
         os.kill(helpers.rank_pid(run, rank), signal.SIGKILL)
+    hold.release()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     assert not helpers.processes_of(run)
@@ -76,27 +78,29 @@ def test_a_run_with_a_sharded_optimizer_survives_a_killed_rank_as_planned(tmp_pa
     assert wanted["memory"]["optimizer"] <= 2 * 4 * 41 + 4 * pieces
 
 
-def test_a_frozen_rank_is_lost_after_the_time_out_and_a_thawed_one_is_not(tmp_path):
+def test_a_frozen_rank_is_lost_after_the_timeout_and_one_that_thaws_before_is_not(tmp_path):
     run = tmp_path / "run"
+    hold = Hold(tmp_path / "hold").hold_before(5)
     process = helpers.begin(
-        *FEW, f"run.dir={run}", "job.pause_s=0.03", "train.updates=60", "run.max_restarts=1",
-        "cluster.heartbeat_timeout_s=2",
+        *FEW, f"run.dir={run}", f"job.hold={hold.folder}", "train.updates=20", "run.max_restarts=1",
+        "cluster.heartbeat_timeout_s=4",
     )  # fmt: skip
-    helpers.until(lambda: len(helpers.records(run)) > 5, what="training")
+    hold.wait_until_held(5, (0, 1))
     rank = helpers.rank_pid(run, 1)
     os.kill(rank, signal.SIGSTOP)
-    time.sleep(0.5)  # shorter than the time-out
+    time.sleep(0.5)  # well below the timeout
     os.kill(rank, signal.SIGCONT)
-    before = len(helpers.records(run))
-    helpers.until(lambda: len(helpers.records(run)) > before + 2, what="going on")
+    hold.hold_before(9)
+    hold.wait_until_held(9, (0, 1))
     began = time.monotonic()
     os.kill(rank, signal.SIGSTOP)
-    helpers.until((run / "attempts" / "001").exists, 10, "the next attempt")
-    assert 1.5 < time.monotonic() - began < 5
+    hold.release()
+    helpers.until((run / "attempts" / "001").exists, 30, "the next attempt")
+    assert time.monotonic() - began > 3
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     (note,) = helpers.result(run)["restarts"]
-    assert "rank 1 on node1 failed first: it was frozen (SIGSTOP) for 2 s" in note["why"]
+    assert "rank 1 on node1 failed first: it was frozen (SIGSTOP) for 4 s" in note["why"]
     assert not helpers.processes_of(run)
 
 
@@ -112,12 +116,14 @@ def test_an_exception_that_comes_back_at_the_same_update_ends_the_run(tmp_path):
 
 def test_an_interrupted_run_does_not_start_again(tmp_path):
     run = tmp_path / "run"
+    hold = Hold(tmp_path / "hold").hold_before(3)
     process = helpers.begin(
-        *FEW, f"run.dir={run}", "job.pause_s=0.3", "train.updates=40", "run.max_restarts=5"
+        *FEW, f"run.dir={run}", f"job.hold={hold.folder}", "train.updates=40", "run.max_restarts=5"
     )
-    helpers.until(lambda: helpers.records(run), what="training")
+    hold.wait_until_held(3, (0, 1))
     process.send_signal(signal.SIGINT)
     os.kill(helpers.rank_pid(run, 1), signal.SIGKILL)
+    hold.release()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert len(list((run / "attempts").glob("0*"))) == 1

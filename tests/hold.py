@@ -1,0 +1,66 @@
+"""Hold a run at chosen updates, so that a test injects its fault at a known point.
+
+The test and the job share a folder. The test calls `hold_before`, waits with `wait_until_held`,
+acts, and moves the hold on or calls `release`. The job calls `wait_at` in every micro-step.
+"""
+
+import math
+import os
+import time
+from pathlib import Path
+
+
+class Hold:
+    """A folder with the first update that may not begin yet, and one marker for each held rank."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self._limit_file = self.folder / "first-held-update"
+
+    def hold_before(self, update):
+        """Let the updates below `update` run and hold every rank in the first micro-step of it."""
+        self.folder.mkdir(exist_ok=True)
+        part = self.folder / "part"
+        part.write_text(str(update))
+        part.rename(self._limit_file)  # a rank never reads half of it
+        return self
+
+    def release(self):
+        """Hold no rank any more. The job leaves out its pauses, too, so that the run ends soon."""
+        self.hold_before(math.inf)
+
+    def wait_until_held(self, update, ranks=(0,), timeout_s=90.0):
+        """Wait until these ranks are alive and wait before `update`."""
+        from tests.helpers import until  # not in the job
+
+        held = f"holding ranks {ranks} before update {update}"
+        until(lambda: {*ranks} <= self._held_ranks(update), timeout_s, held)
+
+    def _held_ranks(self, update):
+        found = [path.name.split("-") for path in self.folder.glob(f"held-{update}-*")]
+        return {int(rank) for _, _, rank, pid in found if Path(f"/proc/{pid}").exists()}
+
+    # ------------------------------------------------------------------ in the job
+
+    def wait_at(self, update):
+        """Wait while `update` is held. A rank that has just (re)started passes None until its first
+        boundary: it does not know its update yet, and the others' hold at that boundary holds it.
+        """
+        if update is None or update < self._limit():
+            return
+        rank = os.environ["SLURM_PROCID"]
+        marker = self.folder / f"held-{update}-{rank}-{os.getpid()}"
+        marker.touch()
+        while update >= self._limit():
+            time.sleep(0.02)  # between two polls
+        marker.unlink()
+
+    @property
+    def released(self):
+        return self._limit() == math.inf
+
+    def _limit(self):
+        try:
+            return float(self._limit_file.read_text())
+        except FileNotFoundError:
+            return math.inf
