@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 import typer
 from rich.console import Console
 
-from orchestrator.cli import following, health, quarantine, rehearsal, results
+from orchestrator.cli import following, health, rehearsal, results
 from orchestrator.cli.completion import complete_overrides
 from orchestrator.cli.options import Json, Quiet, Verbose
 from orchestrator.errors import (
@@ -49,7 +49,6 @@ EXAMPLES = {
     "compare": "compare RUN_A RUN_B --tensors",
     "report": "report RUN --format md",
     "doctor": "doctor --run +cluster=slurm",
-    "quarantine": "quarantine add n17 --reason 'ECC errors' --hours 48",
     "rehearse": "rehearse job=digits cluster.nodes=3 --faults 20 --seed 7",
 }
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -213,7 +212,6 @@ for function in (
     results.compare,
     results.report,
     health.doctor,
-    quarantine.quarantine,
     rehearsal.rehearse,
 ):
     verb()(function)

@@ -132,18 +132,6 @@ class ReplicasDiffer(OrchestratorError):
         self.ranks = tuple(ranks)
 
 
-class NodeUnfit(OrchestratorError):
-    """A node on which nothing is to be computed; raised on all ranks together.
-
-    Attributes:
-        ranks: this rank, if it is on such a node.
-    """
-
-    def __init__(self, message: str, ranks: Iterable[int]) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
-
-
 class SilenceError(OrchestratorError):
     """A collective was called between two boundaries by a job that did not declare it."""
 

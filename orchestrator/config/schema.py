@@ -161,7 +161,6 @@ class RunConfig:
     survive: when a rank dies in mid-window, the others redo it and go on (surviving.md); null:
     wherever that can be had on more than one node, see `survive_rules.py`.
     memory_checkpoint: what one rank alone has (its shard of the optimizer) a neighbour keeps, too.
-    preflight: nodes are looked at before training; null: SLURM's are, pretended ones are not.
     """
 
     dir: str | None = free(PATH)
@@ -172,7 +171,6 @@ class RunConfig:
     survive: bool | None = None
     max_replacements: int | None = number(None, least=0, most=10**6)
     memory_checkpoint: bool = False
-    preflight: bool | None = None
 
 
 @dataclass

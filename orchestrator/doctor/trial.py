@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from orchestrator.compose.command_line import CommandLine, program_overrides
@@ -17,6 +19,13 @@ from orchestrator.report.units import format_bytes, format_seconds, plural
 from orchestrator.run_folder.rundir import RunDir, read_json
 from orchestrator.runs.console import Manner
 from orchestrator.runs.start import begun, way_of
+
+LITTLE_MEMORY = 256 << 20
+LITTLE_SCRATCH = 16 << 20
+DEVICE_TAKEN = 0.25  # of a device's memory, by other processes
+CLOCK_S = 5.0
+SLOWER = 4.0  # a node is slow if its best link has less than the median's bandwidth divided by this
+LEAST_NODES = 3  # from which on a median tells which node is slow
 
 
 def tried(overrides: Sequence[str], manner: Manner) -> Iterator[Finding]:
@@ -47,7 +56,7 @@ def measured(run: RunDir, exit_code: int) -> Iterator[Finding]:
         )  # fmt: skip
         return
     yield Finding(about="runs", found=f"{run.path} was written here and read on {where}, and back")
-    yield from _nodes(read_json(run.preflight(0)) or {})
+    yield from _nodes(read_json(run.attempt(0) / exchange.NODES_FILE) or {})
     for record in read_metrics(run.metrics).updates:
         figures = record["metrics"]
         yield Finding(
@@ -62,19 +71,57 @@ def measured(run: RunDir, exit_code: int) -> Iterator[Finding]:
         )
 
 
-def _nodes(seen: Mapping[str, Any]) -> Iterator[Finding]:
-    """What a preflight wrote of each node, and of those that are bad."""
-    for one in seen.get("nodes", ()):
+def _nodes(measured: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield what was measured of each node, then what is wrong with it."""
+    nodes = measured.get("nodes", ())
+    for one in nodes:
         rate = one["bytes_per_s"]
-        speed = f", {format_bytes(rate)}/s to and from other nodes over TCP" if rate else ""
+        speed = f", {format_bytes(rate)}/s to and from other nodes" if rate else ""
         yield Finding(
             about="nodes",
             found=f"{one['node']}: {format_bytes(one['memory'])} of memory free, meets the others "
             f"on {one['interface'] or one['address']}{speed}, its clock {one['clock_s']:+.1f} s",
         )
-    for one in seen.get("bad", ()):
-        yield Finding(
-            about="nodes", found=f"{one['node']}: {one['why']}",
-            state=BAD if one["unfit"] else NOTE,
-            do=f"python -m orchestrator quarantine add {one['node']}, and tell its administrator",
-        )  # fmt: skip
+    yield from node_faults(nodes, measured.get("damaged", ()))
+
+
+def node_faults(
+    nodes: Sequence[Mapping[str, Any]], damaged: Sequence[Sequence[str]]
+) -> Iterator[Finding]:
+    """Yield the faults of nodes.
+
+    Args:
+        nodes: as `exchange.measure_nodes` returns them.
+        damaged: pairs of nodes (sender, receiver) between which data came damaged.
+    """
+    involved = Counter(name for pair in damaged for name in set(pair))
+    if involved:
+        name, count = min(involved.items(), key=lambda item: (-item[1], item[0]))
+        why = f"data that it sent or received came damaged over {count} of {len(damaged)} links"
+        yield _fault(name, why, BAD)
+    rates = [one["bytes_per_s"] for one in nodes if one["bytes_per_s"] is not None]
+    usual = median(rates) if len(rates) >= LEAST_NODES else 0.0
+    for one in nodes:
+        if one["memory"] < LITTLE_MEMORY:
+            yield _fault(one["node"], f"{format_bytes(one['memory'])} of memory are free", BAD)
+        if one["scratch"] < LITTLE_SCRATCH:
+            room = one["scratch"]
+            state = "cannot be written" if room < 0 else f"has {format_bytes(room)} free"
+            yield _fault(one["node"], f"its folder for temporary files (TMPDIR) {state}", BAD)
+        if one["device_taken"] > DEVICE_TAKEN:
+            taken = f"{one['device_taken']:.0%} of a device's memory are taken by other processes"
+            yield _fault(one["node"], taken)
+        if abs(one["clock_s"]) > CLOCK_S:
+            yield _fault(one["node"], f"its clock is {one['clock_s']:+.1f} s off the median")
+        if one["bytes_per_s"] is not None and one["bytes_per_s"] * SLOWER < usual:
+            where = f"{one['interface']} ({one['address']})" if one["interface"] else one["address"]
+            yield _fault(
+                one["node"],
+                f"its network is slow: {format_bytes(one['bytes_per_s'])}/s, where the median is "
+                f"{format_bytes(usual)}/s; it meets the others on {where}",
+            )
+
+
+def _fault(node: str, why: str, state: str = NOTE) -> Finding:
+    do = f"leave it out with cluster.exclude={node}, and report it to its administrator"
+    return Finding(about="nodes", found=f"{node}: {why}", state=state, do=do)

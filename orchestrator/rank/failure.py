@@ -11,7 +11,6 @@ from typing import Any
 
 from orchestrator.errors import (
     EXIT_FAILED,
-    NodeUnfit,
     OrchestratorError,
     PeerLost,
     RankHangs,
@@ -76,10 +75,9 @@ def exit_code(error: BaseException) -> int:
 def failure_of(rank: int, node: str, error: BaseException) -> dict[str, Any]:
     """What is kept of a rank's failure.
 
-    `secondary`: it failed only because a peer did, or differed, or is on a bad node. `hangs`: it
-    got nowhere.
+    `secondary`: it failed only because a peer did, or differed. `hangs`: it got nowhere.
     """
-    others = isinstance(error, ReplicasDiffer | NodeUnfit) and rank not in error.ranks
+    others = isinstance(error, ReplicasDiffer) and rank not in error.ranks
     return {
         "rank": rank,
         "node": node,

@@ -38,7 +38,6 @@ from orchestrator.rank.agreed.rates import own_rates
 from orchestrator.rank.agreed.stated_facts import compare_facts
 from orchestrator.rank.agreed.survival import agreed_survival
 from orchestrator.rank.attending.attendance import Attendance
-from orchestrator.rank.preflight import preflight
 from orchestrator.rank.restoring import restore
 from orchestrator.rank.surviving.entering import Entering, may_stay_out
 from orchestrator.rank.training import Training
@@ -72,8 +71,6 @@ def _set_up(
         group = framework.form_group(replace(spec, rank=0, size=1) if alone else spec)
     config = with_survival(config, on=True) if alone else agreed_survival(config, job, group)
     engine = framework.build_engine(job, engine_settings(config, job), group)
-    if not alone:
-        preflight(run, attempt, config, topology, engine)
     planned = _planned(config, job, engine, topology.nodes)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     training = Training(

@@ -93,10 +93,6 @@ class RunPaths:
         """Where the seconds of a few windows went, by rank; see `rank/attending/rank_times.py`."""
         return self.attempt(attempt) / "timeline.json"
 
-    def preflight(self, attempt: int) -> Path:
-        """What was seen of all nodes before training; see `lifecycle/preflight/`."""
-        return self.attempt(attempt) / "preflight.json"
-
     def failure(self, attempt: int, rank: int) -> Path:
         return self.attempt(attempt) / f"failure-{rank:05d}.json"
 

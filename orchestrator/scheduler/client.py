@@ -59,9 +59,7 @@ MEANINGS = {
     ),
     "invalid feature": "no node has what cluster.constraint asks for",
     "reservation is invalid": "there is no such reservation, or it is not yours",
-    "invalid node name": (
-        "cluster.exclude, or `python -m orchestrator quarantine`, names a node that does not exist"
-    ),
+    "invalid node name": "cluster.exclude names a node that does not exist",
     "more processors requested than permitted": (
         "cluster.ranks_per_node x cluster.cpus_per_rank is more than a node has"
     ),

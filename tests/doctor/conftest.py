@@ -1,5 +1,5 @@
 """Run folders as a page's tests have them."""
 
-from tests.page.conftest import made
+from tests.report.conftest import made
 
 __all__ = ["made"]

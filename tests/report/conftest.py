@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 from rich.console import Console
+
+from orchestrator.compose.composer import compose
+from orchestrator.config.reading import to_yaml
+from orchestrator.plan.parts import Known
+from orchestrator.plan.plan import Plan
+from orchestrator.run_folder.rundir import SEALED, RunDir
 
 
 class Screen(Console):
@@ -77,3 +84,31 @@ def result(**changes):
         "culprit": None,
         **changes,
     }
+
+
+def maker(home):
+    """Makes a run's folder; `records` and `ended` in place of five updates that went well."""
+
+    def make(name, *overrides, records=None, ended=None, **more):
+        folder = home / name
+        config = compose([*overrides, f"run.dir={folder}"])
+        run = RunDir(folder)
+        run.create()
+        run.write_config(to_yaml(config))
+        run.write_own(run.plan, Plan.of(config, Known(dataset_samples=1437)).to_json())
+        told = {"overrides": list(overrides), "folder": str(home), SEALED: True, **more}
+        run.write_own(run.submission, told)
+        lines = [record(n) for n in range(5)] if records is None else records
+        lines += [{"update": 4, "attempt": 0, "time": 1005.0, "evaluation": {"accuracy": 0.9}}]
+        run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if ended is not False:
+            run.write_own(run.result, result() if ended is None else ended)
+        run.begin_attempt()
+        return run
+
+    return make
+
+
+@pytest.fixture
+def made(tmp_path):
+    return maker(tmp_path)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.lifecycle import quarantine
 from orchestrator.snapshot.start_from_copy import DISK, MEMORY, bases
 from tests.helpers import TINY, call, commit, environment, result, until
 from tests.slurm import runs
@@ -128,17 +127,6 @@ def test_a_sweep_submits_its_points_and_returns(slurm, tmp_path):
         plan = json.loads((sweep / str(number) / "plan.json").read_text())
         assert plan["steps"] == steps
         assert result(sweep / str(number))["updates"] == 3
-
-
-def test_nodes_in_quarantine_are_not_asked_for_and_unknown_ones_hurt_nobody(
-    slurm, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for node in ("n0", "n1", "n2", "long-gone"):
-        quarantine.add(node, "smoke", slurm_conf=str(slurm.slurm_conf))
-    done = runs.verb("plan", *runs.overrides(slurm, tmp_path / "run"))
-    assert "#SBATCH --exclude=n0,n1,n2\n" in done.stdout
-    assert "gives 1 at most without the 3 of cluster.exclude or in quarantine" in done.stdout
 
 
 @pytest.mark.parametrize(

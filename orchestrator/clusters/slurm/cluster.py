@@ -17,7 +17,6 @@ from orchestrator.clusters.slurm.queue.arrays import submit_as_arrays
 from orchestrator.clusters.slurm.queue.packing.shares import all_memory, refuse_uncounted, step_of
 from orchestrator.clusters.slurm.queue.scripts import UNLIKE, patiently, script_name
 from orchestrator.clusters.slurm.request.batch_script import Here, batch_script, share_script
-from orchestrator.clusters.slurm.request.quarantined import left_out, told
 from orchestrator.clusters.slurm.request.srun_lines import shape_of
 from orchestrator.clusters.slurm.task import Task, write_task
 from orchestrator.clusters.slurm.watch import SlurmHandle
@@ -75,7 +74,7 @@ class SlurmCluster(OnSlurm):
         slow = too_slow(self.config, said.grace_s)
         return Admission(
             words=said.words + self._survives(),
-            warnings=(*told(left_out(cluster)), *said.warnings, *([slow] if slow else [])),
+            warnings=(*said.warnings, *([slow] if slow else [])),
             notice={"preempt_grace_s": said.preempt_grace_s, "kill_wait_s": said.kill_wait_s},
         )
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from orchestrator.clusters.api import Cluster, Request
 from orchestrator.clusters.slurm.request.batch_script import Here, all_options
-from orchestrator.clusters.slurm.request.quarantined import left_out
 from orchestrator.clusters.slurm.request.safe_values import (
     check_clusters,
     check_defaults,
@@ -51,7 +50,6 @@ def here(config: Config, copy: Path) -> Here:
         unpacked=copy if config.run.snapshot else None,
         defaults=read_defaults(os.environ),
         copies=None if isinstance(target, str) else places if config.run.snapshot else {},
-        quarantined=tuple(entry.node for entry in left_out(config.cluster)),
     )
 
 

@@ -222,8 +222,6 @@ def _wrong_first(word: str, *, alone: bool) -> str:
 def _in_vain(config: Any, defaults: Any) -> Iterator[str]:
     """Keys of ours that say how we train, and are not as they come."""
     stated, usual = asdict(config), asdict(defaults)
-    if config.run.preflight:  # ranks of ours look at nodes once their group is formed
-        yield "run.preflight=true"
     for section in MEANINGLESS:
         value, plain = stated[section], usual[section]
         if is_dataclass(getattr(config, section)):

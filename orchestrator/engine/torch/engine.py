@@ -30,7 +30,7 @@ from orchestrator.engine.torch.comm.gathered import numbers_of_all
 from orchestrator.engine.torch.deferred.base import whole_windows
 from orchestrator.engine.torch.deferred.parts import Parts
 from orchestrator.engine.torch.gradients.chunks import Leaves
-from orchestrator.engine.torch.memory import device_taken, memory_bytes, peak_memory_bytes
+from orchestrator.engine.torch.memory import memory_bytes, peak_memory_bytes
 from orchestrator.engine.torch.model.device_and_dtype import be_deterministic, moved
 from orchestrator.engine.torch.model.precision import Precision
 from orchestrator.engine.torch.model_building import (
@@ -278,10 +278,6 @@ class TorchEngine:
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of this rank's parameters, gradients and optimizer state."""
         return memory_bytes(self._model, self._accumulator)
-
-    def device_taken(self) -> float:
-        """The share of its device's memory that others than this rank hold."""
-        return device_taken(self._group.device)
 
     def peak_memory_bytes(self) -> int:
         """Largest memory of this rank so far: its GPU's if it computes there, or the process's."""

@@ -25,16 +25,6 @@ def memory_bytes(model: Module, accumulator: Accumulator) -> dict[str, int]:
     }
 
 
-def device_taken(device: torch.device) -> float:
-    """The share of a GPU's memory that is neither free nor ours (our context counts as others');
-    0 for a CPU.
-    """
-    if device.type != "cuda":
-        return 0.0
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, total - free - torch.cuda.memory_reserved(device)) / total
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Largest memory so far: the GPU's where it computes there, or else the process's."""
     if device.type == "cuda":

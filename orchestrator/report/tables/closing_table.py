@@ -6,6 +6,7 @@ command that tries again. Everything is read from the run folder, so it can be p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,17 @@ from orchestrator.report.units import (
     format_seconds,
     plural,
 )
-from orchestrator.run_folder.rundir import RESUMED
+from orchestrator.run_folder.rundir import RESUMED, RunDir
 
 STATE_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
 LOG_LINES = 20
 DIGEST_DIGITS = 16
 RESTARTS_SHOWN = 5
 TREE = "reproducible"
+# Causes that a node's hardware may have; a Python exception of the job is none.
+NODE_FAULT = re.compile(
+    r"SIG(KILL|BUS|SEGV|ABRT)|stopped answering|silent|NCCL|HCCL|CUDA|Ascend|ECC|device"
+)
 
 
 def print_closing(
@@ -244,6 +249,17 @@ def _print_culprit(culprit: Mapping[str, Any] | None, folder: Path, console: Con
         if culprit.get("remark"):
             say(console, str(culprit["remark"]), "red")
     say(console, f"to try again: {command('resume', folder)}", "bold")
+    if culprit is not None and (node := suspect_node(culprit, folder)):
+        without = f"{command('resume', folder)} cluster.exclude={node}"
+        say(console, f"to try again without {node}, if that node is to blame: {without}")
+
+
+def suspect_node(culprit: Mapping[str, Any], folder: Path) -> str | None:
+    """Return the node to exclude from the next submission, if its hardware may have failed."""
+    node, cause = culprit.get("node"), culprit.get("cause") or ""
+    if not node or node in ("batch", "scheduler") or not NODE_FAULT.search(cause):
+        return None
+    return node if RunDir(folder).read_handle() is not None else None
 
 
 def describe_culprit(culprit: Mapping[str, Any]) -> str:

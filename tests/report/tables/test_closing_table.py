@@ -6,6 +6,7 @@ import pytest
 
 from orchestrator.report.metrics import History
 from orchestrator.report.tables.closing_table import log_lines, print_closing
+from orchestrator.run_folder.rundir import write_json
 from tests.report.conftest import Screen, record, result
 
 FOLDER = Path("runs/a very long name of a folder") / ("x" * 90)
@@ -193,3 +194,16 @@ def test_only_the_last_lines_of_a_log_are_shown():
     assert log_lines("a\nb\nc\n", most=2) == ["b", "c"]
     assert log_lines(["a\n", "b"], most=9) == ["a", "b"]
     assert log_lines(None) == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "node", "offered"),
+    [("killed by SIGKILL", "n3", True), ("NCCL error: unhandled", "n3", True),
+     ("ValueError: no", "n3", False), ("killed by SIGKILL", "batch", False)],
+)  # fmt: skip
+def test_a_failure_of_hardware_offers_to_exclude_its_node(screen, made, cause, node, offered):
+    culprit = {"rank": 2, "node": node, "cause": cause, "log_tail": []}
+    run = made("run", ended=result(state="failed", culprit=culprit))
+    write_json(run.handle, {"job_id": "7"})
+    print_closing(run.read_result(), History([]), run.path, screen)
+    assert ("cluster.exclude=n3" in screen.text) == offered

@@ -91,7 +91,7 @@ def misfit(job: Wanted, partition: Partition) -> str | None:
     name, allows = partition.name, partition.allows
     most = min(partition.nodes, allows.max_nodes or partition.nodes)
     if job.nodes > most:
-        without = f" without the {partition.excluded} of cluster.exclude or in quarantine"
+        without = f" without the {partition.excluded} of cluster.exclude"
         return f"cluster.nodes={job.nodes}, but partition {name} gives {most} at most" + (
             without if partition.excluded else ""
         )

@@ -44,16 +44,14 @@ def job_name(config: Config) -> str:
     return config.run.name or short_name(config.job)
 
 
-def options(config: Config, run: RunDir, here: Here) -> Iterator[tuple[str, object]]:
+def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     """The #SBATCH options in the order in which a person would look for them. True: no value."""
     cluster = config.cluster
     least, most = node_range(cluster.nodes)
     yield "job-name", job_name(config)
-    for name in ("partition", "account", "qos", "reservation", "constraint"):
+    for name in ("partition", "account", "qos", "reservation", "constraint", "exclude"):
         if getattr(cluster, name) is not None:
             yield name, getattr(cluster, name)
-    if excluded := [*filter(None, [cluster.exclude]), *here.quarantined]:
-        yield "exclude", ",".join(excluded)
     yield "nodes", most if least == most else f"{least}-{most}"
     yield "ntasks-per-node", cluster.ranks_per_node
     yield "cpus-per-task", cluster.cpus_per_rank
@@ -80,13 +78,13 @@ def options(config: Config, run: RunDir, here: Here) -> Iterator[tuple[str, obje
 
 def all_options(config: Config, run: RunDir, here: Here) -> dict[str, object]:
     """What holds for the job: the configuration, and the person's defaults where it is silent."""
-    stated = dict(options(config, run, here))
+    stated = dict(options(config, run))
     return {**stated, **{d.option: d.value for d in obeyed(here.defaults, stated)}}
 
 
 def _from_environment(config: Config, run: RunDir, here: Here) -> Iterator[str]:
     """The #SBATCH lines of the person's defaults, under a line that says whose they are."""
-    taken = obeyed(here.defaults, dict(options(config, run, here)))
+    taken = obeyed(here.defaults, dict(options(config, run)))
     if taken:
         yield f"# as set in the environment: {', '.join(default.variable for default in taken)}"
     for default in taken:
@@ -160,7 +158,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
     """
     lines = [
         "#!/bin/bash",
-        *(option_line(name, value) for name, value in options(config, run, here)),
+        *(option_line(name, value) for name, value in options(config, run)),
         *_from_environment(config, run, here),
         "",
         *_step(config, run, attempt, here),

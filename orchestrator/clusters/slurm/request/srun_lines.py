@@ -30,7 +30,6 @@ class Here:
         unpacked: the folder that the code's archive, which lies beside it, stands for, if any.
         defaults: options of sbatch that the person's SBATCH_* variables set, by option.
         copies: where each source folder's copy will be; None where the job is no program.
-        quarantined: nodes that are not asked for, besides `cluster.exclude`.
     """
 
     python: str
@@ -40,7 +39,6 @@ class Here:
     unpacked: Path | None = None
     defaults: tuple[Default, ...] = ()
     copies: Mapping[Path, Path] | None = None
-    quarantined: tuple[str, ...] = ()
 
     def in_copy(self, place: Path) -> bool:
         return self.unpacked is not None and place.is_relative_to(self.unpacked)
