@@ -15,15 +15,12 @@ from orchestrator.rehearse.drawing import (
     HERE,
     LEAST_UPDATES,
     LINKS,
-    ON_OWN_SLURM,
     ON_SLURM,
     PER_RUN,
     REQUEUE,
 )
-from orchestrator.rehearse.own_slurm import is_own
 from orchestrator.runs.foreseen import describe
 from orchestrator.runs.start import prepare
-from orchestrator.scheduler.client import SlurmClient
 
 RESTARTS = "run.max_restarts=1000"
 SMALL = (
@@ -148,11 +145,8 @@ def _refuse(config: Config, keys: set[str]) -> None:
 
 
 def _possible(config: Config) -> tuple[str, ...]:
-    """The kinds of faults that there are where it is to run. Raises `ClusterError`."""
-    if config.cluster.kind == "local":
-        return HERE
-    own = is_own(SlurmClient(config.cluster.slurm_conf))
-    return ON_OWN_SLURM if own and config.cluster.slurm_conf else ON_SLURM
+    """The kinds of faults that there are where it is to run."""
+    return HERE if config.cluster.kind == "local" else ON_SLURM
 
 
 def _refuse_unknown(only: Sequence[str], possible: Sequence[str]) -> None:

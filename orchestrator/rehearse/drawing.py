@@ -23,10 +23,6 @@ NOTICE = "ask to leave"
 ON_SLURM = (*(kind for kind in HERE if kind != KILL_LAUNCHER), KILL_SCRIPT, REQUEUE, NOTICE)
 """On SLURM: what a user may do to a job of their own."""
 
-NODE_DOWN, POWER_OFF = "set a node down", "power a node off"
-ON_OWN_SLURM = (*ON_SLURM, NODE_DOWN, POWER_OFF)
-"""On a SLURM that is all on this machine: what breaks a cluster."""
-
 LINKS = frozenset({CUT, SILENCE})
 """These need a kernel that lends a process's connections."""
 ORDERLY = (STOP, REQUEUE, NOTICE)

@@ -16,7 +16,7 @@ from orchestrator.rehearse.drawing import (
     HERE,
     KILL_TWO,
     LEAST_UPDATES,
-    ON_OWN_SLURM,
+    ON_SLURM,
     PER_RUN,
     draws,
 )
@@ -36,7 +36,7 @@ SMALL = (TINY, "accumulation.global_batch=48", "accumulation.micro_batch=4")
     seed=st.integers(0, 10**6),
     count=st.integers(1, 40),
     updates=st.integers(LEAST_UPDATES, 500),
-    kinds=st.sampled_from([HERE, ON_OWN_SLURM, HERE[:1]]),
+    kinds=st.sampled_from([HERE, ON_SLURM, HERE[:1]]),
 )
 def test_a_seed_draws_the_same_faults_of_all_kinds_each_in_its_own_part_of_the_run(
     seed, count, updates, kinds
@@ -59,7 +59,7 @@ def test_a_seed_draws_the_same_faults_of_all_kinds_each_in_its_own_part_of_the_r
 @pytest.mark.parametrize(
     ("only", "more", "said"),
     [
-        (ON_OWN_SLURM[-1], (), "no such fault here; there are kill a rank, kill a node"),
+        (ON_SLURM[-1], (), "no such fault here; there are kill a rank, kill a node"),
         ("silence a node", ("cluster.nodes=1", "cluster.ranks_per_node=1"), "a single rank"),
     ],
 )

@@ -11,7 +11,7 @@ from orchestrator.rehearse.drawing import (
     HERE,
     KILL_LAUNCHER,
     KILL_SCRIPT,
-    ON_OWN_SLURM,
+    ON_SLURM,
     REQUEUE,
 )
 from tests.helpers import TINY
@@ -28,9 +28,9 @@ def small(cluster):
     )  # fmt: skip
 
 
-def test_what_breaks_nodes_is_for_a_cluster_of_ones_own(slurm):
+def test_faults_on_slurm_touch_jobs_alone(slurm):
     kinds = asked(small(slurm), None, 1).kinds
-    assert kinds == ON_OWN_SLURM
+    assert kinds == ON_SLURM
     assert {*HERE} - {*kinds} == {KILL_LAUNCHER}
 
 

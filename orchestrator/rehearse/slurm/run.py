@@ -1,5 +1,5 @@
 """A rehearsed run that is a SLURM job. What hurts its ranks runs in the job's own allocation, so a
-user may do it on any cluster; what breaks nodes is for a cluster of one's own (`own_slurm.py`).
+user may do it on any cluster. No daemon of SLURM is touched.
 """
 
 from __future__ import annotations
@@ -13,22 +13,18 @@ from orchestrator.rehearse.asked import Asked
 from orchestrator.rehearse.drawing import (
     KILL_SCRIPT,
     LINKS,
-    NODE_DOWN,
     NOTICE,
-    POWER_OFF,
     REQUEUE,
     STOP,
     Fault,
 )
 from orchestrator.rehearse.outside import Harm, Outside
-from orchestrator.rehearse.own_slurm import OwnSlurm
 from orchestrator.rehearse.slurm.hands import Hands
 from orchestrator.scheduler.client import SchedulerDown, SlurmClient
 from orchestrator.scheduler.jobs import Job, queued
 
 LOOK_S = 0.5
 SOON_S, END_S = 10.0, 60.0
-BROKEN_S = 20.0
 
 
 class OnSlurm(Outside):
@@ -37,7 +33,6 @@ class OnSlurm(Outside):
     def __init__(self, folder: Path, asked: Asked) -> None:
         super().__init__(folder, asked)
         self._hands: Hands | None = None
-        self._own = OwnSlurm(self._client)
         self._looked, self._job, self._settled = 0.0, None, False
 
     _job: Job | None
@@ -98,11 +93,8 @@ class OnSlurm(Outside):
 
     def end(self) -> None:
         self._let_go()
-        try:
-            if self.run.read_handle() is not None:
-                self._cancel()
-        finally:  # also where a person interrupted the rehearsal in the middle of a fault
-            self._own.mend()
+        if self.run.read_handle() is not None:
+            self._cancel()
 
     def _cancel(self) -> None:
         self._client.ask("scancel", self._id)
@@ -162,7 +154,6 @@ class OnSlurm(Outside):
     def lift(self) -> None:
         """The hands' end is the end of what they hold."""
         self._let_go()
-        self._own.mend()
 
     def _hurt_all(self, fault: Fault) -> Harm | None:
         if fault.kind == STOP:
@@ -173,19 +164,6 @@ class OnSlurm(Outside):
             self._client.must("scontrol", "requeue", self._id)
         elif fault.kind == NOTICE:
             self._client.must("scancel", "--signal=USR2", self._id)
-        elif fault.kind in (NODE_DOWN, POWER_OFF):
-            return self._break_node(fault)
         else:
             return None
         return Harm(said=fault.kind, whole_run=True)
-
-    def _break_node(self, fault: Fault) -> Harm:
-        where = self._reach().where()
-        node = fault.of(sorted(set(where.values())))
-        if fault.kind == NODE_DOWN:
-            self._own.set_down(node)
-        else:
-            self._own.power_off(node)
-        gone = frozenset(rank for rank, of in where.items() if of == node)
-        words = "set {} down" if fault.kind == NODE_DOWN else "power {} off"
-        return Harm(said=words.format(node), gone=gone, lasts_s=BROKEN_S)
