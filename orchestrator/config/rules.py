@@ -172,16 +172,7 @@ def _transport(config: Config, framework: str) -> Iterator[str]:
 
 
 def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
-    if config.engine.norm == "exact" and coupled:
-        yield (
-            "engine.norm=exact is not available for a job with embed() and loss_of_embeddings(); "
-            "try engine.norm=group or engine.norm=frozen"
-        )
-    if config.engine.norm == "exact" and config.train.precision == "float16":
-        yield (
-            "engine.norm=exact is not available with train.precision=float16; try "
-            "train.precision=bfloat16"
-        )
+    del coupled  # torch has them
     if config.engine.wire != "own":
         yield from _narrow_wire(config)
     if config.engine.shard_optimizer:
@@ -234,11 +225,6 @@ def _mindspore(config: Config, *, coupled: bool) -> Iterator[str]:
         yield (
             f"accumulation.reduction={config.accumulation.reduction} is not available with "
             f"MindSpore; try accumulation.reduction=fast"
-        )
-    if config.engine.norm == "exact":
-        yield (
-            "engine.norm=exact is not available with MindSpore; try engine.norm=group or "
-            "engine.norm=frozen"
         )
     if config.engine.wire != "own":
         wire = config.engine.wire

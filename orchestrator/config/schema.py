@@ -139,7 +139,7 @@ class EngineConfig:
     framework: str = registered(FRAMEWORKS, "auto")
     bucket_mib: float | None = number(None, above=0, most=2**20)
     wire: str = choice("own", "bfloat16")
-    norm: str = choice("warn", "frozen", "group", "exact")
+    norm: str = choice("warn", "frozen", "group")
     mode: str = choice("pynative", "jit", "graph", default="jit")
     jit_level: str = choice("auto", "O0", "O1", "O2")
     style: str = choice("own", "framework")

@@ -150,8 +150,6 @@ def _torch(config: Config) -> Iterator[str]:
             f"{SURVIVE} transport={config.transport}, whose collectives cannot be left when a peer "
             f"is gone; try transport=gloo, or {RESTARTS} in its place"
         )
-    if config.engine.norm == "exact":
-        yield f"{SURVIVE} engine.norm=exact; try engine.norm=group or frozen"
 
 
 def _mindspore() -> Iterator[str]:

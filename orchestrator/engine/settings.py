@@ -92,7 +92,7 @@ class EngineSettings(AccumulationOptions):
         mode: "pynative", "jit" or "graph": how MindSpore runs a job; torch has no such choice.
         jit_level: MindSpore's optimisation level of compiled functions; None for its default.
         style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
-        norm: "warn", "frozen", "group" or "exact": what torch does about batch norm.
+        norm: "warn", "frozen" or "group": what torch does about batch norm.
         survive: ranks may have to go on without those that die (docs/explanation/surviving.md).
         memory_checkpoint: a sharded optimizer's shards are mirrored for that.
         log_every: the loss goes to each rank's log every so many micro-steps; 0 never.

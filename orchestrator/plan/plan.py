@@ -227,11 +227,9 @@ def _traffic(config: Config, known: Known, split: Split) -> Traffic:
     summed = None if asked.reduction == "reproducible" else parameters
     collectives, sent = wire.collectives(summed), wire.bytes_sent(summed)
     beside = known.collectives_beside
-    # How many batch norms there are, and how large embeddings are, is the job's secret.
-    secret = engine.norm == "exact" and beside is None
     beside = int(known.coupled and split.ranks > 1) if beside is None else beside
-    if collectives is not None and (beside or secret):
-        collectives, sent = None if secret else collectives + beside, None
+    if collectives is not None and beside:
+        collectives, sent = collectives + beside, None  # only the job knows its embeddings' size
     return Traffic(
         parameters=parameters,
         collectives=collectives,

@@ -31,7 +31,6 @@ def refuse(made, framework):
     [
         ({}, "mindspore", "run.max_restarts=3"),
         ({"transport": "nccl"}, "torch", "transport=gloo"),
-        ({"engine__norm": "exact"}, "torch", "engine.norm=group"),
         ({"job": {"command": ["train.py"]}}, None, "means nothing to a program"),
         (
             {"cluster__kind": "slurm", "cluster__allocation": "current"},
@@ -70,7 +69,6 @@ def test_what_can_survive_is_let_through(kind):
 
 REFUSED = (
     ({"transport": "nccl"}, "transport=gloo"),
-    ({"engine__norm": "exact"}, "engine.norm=group"),
     ({"cluster__kind": "slurm", "cluster__allocation": "current"}, "leave one of them"),
     ({"cluster__gpus_per_node": 4}, "transport=gloo"),
     ({"cluster__kind": "elsewhere"}, "not available on a elsewhere cluster"),

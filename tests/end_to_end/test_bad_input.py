@@ -35,8 +35,6 @@ def refused(tmp_path, *arguments, code=2, **more):
         (("job._target_=tests.helpers.call",), "is a function"),
         (("job._target_=tests.tiny_job.Tinny",), "did you mean 'Tiny'"),
         (("transport=nccl",), "transport=gloo"),
-        (("engine.norm=exact", "train.precision=float16"), "train.precision=bfloat16"),
-        (("engine.norm=exact", "job=contrastive"), "try engine.norm=group"),
         (("engine.wire=bf16",), "bfloat16"),
         (
             (

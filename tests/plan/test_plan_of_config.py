@@ -101,11 +101,3 @@ def test_alone_nothing_travels_beside():
     config = changed(cluster={"nodes": 1, "ranks_per_node": 1})
     assert Plan.of(config, Known(coupled=True)) == Plan.of(config)
     assert Plan.of(config).traffic.collectives == 0
-
-
-def test_exact_batch_norms_are_not_counted_before_the_model_is_there():
-    config = changed(engine={"norm": "exact"})
-    unknown, known = Plan.of(config), Plan.of(config, Known(collectives_beside=4))
-    plain = Plan.of(STATED).traffic.collectives
-    assert (unknown.traffic.collectives, known.traffic.collectives) == (None, plain + 4)
-    assert unknown.traffic.bytes_on_wire is known.traffic.bytes_on_wire is None

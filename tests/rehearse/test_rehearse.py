@@ -80,7 +80,7 @@ def test_kinds_of_faults_that_there_cannot_be_are_refused(only, more, said):
         (("job=program", "job.command=[train.py]"), 1, "a program keeps"),
         ((*SMALL, "train.seed=1,2"), 1, "sweep"),
         ((*SMALL, "cluster.nodse=2"), 1, "nodes"),
-        ((*SMALL, "run.survive=true", "engine.norm=exact"), 1, "engine.norm=group"),
+        ((*SMALL, "run.survive=true", "transport=nccl"), 1, "transport=gloo"),
     ],
     ids=lambda value: str(value)[-30:],
 )
@@ -103,7 +103,7 @@ def test_what_a_job_cannot_have_is_left_out_and_equality_says_what_it_means():
     assert not found.to_the_bit
     assert "accumulation.reduction=fast rounds otherwise" in found.equality
     assert "without accumulation.reduction=reproducible" in found.notes[0]
-    found = asked((*SMALL, "engine.norm=exact"), None, 1, HERE[2:4])
+    found = asked((*SMALL, "run.survive=false"), None, 1, HERE[2:4])
     assert found.kinds == HERE[2:4]
     fast = replace(found.config.accumulation, reduction="fast")
     nodes = replace(found.config.cluster, nodes={"min": 2, "max": 4})

@@ -27,8 +27,7 @@ from orchestrator.engine.torch.checks.at_start.same_machine import (
 )
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.comm.gathered import numbers_of_all
-from orchestrator.engine.torch.deferred.base import whole_windows
-from orchestrator.engine.torch.deferred.parts import Parts
+from orchestrator.engine.torch.grad_cache import CoupledWindows
 from orchestrator.engine.torch.gradients.chunks import Leaves
 from orchestrator.engine.torch.memory import memory_bytes, peak_memory_bytes
 from orchestrator.engine.torch.model.device_and_dtype import be_deterministic, moved
@@ -98,12 +97,7 @@ class TorchEngine:
         self._gathered: dict[str, Any] | None = None  # the optimizer's state, until it is saved
         self._taken = threading.Event()  # what is to be saved was copied, so it may change
         self._taken.set()
-        self._whole = whole_windows(
-            Parts(
-                job=job, model=self._model, settings=settings, accumulator=self._accumulator,
-                prepare=self._prepared, leaves=self._leaves,
-            )
-        )  # fmt: skip
+        self._coupled = self._coupled_windows()
         self._window: Window | None = None
         self._in_window = False  # until its boundary is over
         self._done, self._trains = 0, self._model.training
@@ -114,6 +108,18 @@ class TorchEngine:
             self._warnings += tried_loss(
                 job, self._model, group, self._accumulator.precision, self._prepared
             )
+
+    def _coupled_windows(self) -> CoupledWindows | None:
+        if not is_coupled(self._job):
+            return None
+        return CoupledWindows(
+            self._job,
+            self._model,
+            self._settings,
+            self._accumulator,
+            prepare=self._prepared,
+            leaves=self._leaves,
+        )
 
     @property
     def model(self) -> Module:
@@ -143,8 +149,8 @@ class TorchEngine:
         self._window, self._done, self._gathered = window, 0, None
         self._in_window = True
         self._hyperparameters.check(f"before update {window.update}")
-        if self._whole is not None:
-            self._whole.begin()
+        if self._coupled is not None:
+            self._coupled.begin()
         self._accumulator.begin_window(
             update=window.update,
             learning_rate=window.learning_rate,
@@ -159,8 +165,8 @@ class TorchEngine:
         window = self._window
         if window is None or micro_batch.update != window.update:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
-        if self._whole is not None:
-            self._whole.micro_step(batch, micro_batch)
+        if self._coupled is not None:
+            self._coupled.micro_step(batch, micro_batch)
             return
         self._done += 1
         with self._clock.compute():
@@ -190,15 +196,13 @@ class TorchEngine:
         """Reduce once, clip once, step once. Collective."""
         self._taken.wait()
         window, self._window = self._window, None
-        if self._whole is not None and window is not None:
-            self._whole.finish(window)
+        if self._coupled is not None and window is not None:
+            self._coupled.finish(window)
         self._hyperparameters.check("inside a window")
         self._refuse_evaluation_mode()
         report = self._accumulator.boundary(stop=stop)
         self._hyperparameters.keep()  # some optimizers count in them
         if report.applied:
-            if self._whole is not None:
-                self._whole.applied()
             with torch.no_grad():
                 getattr(self._job, "after_update", _nothing)(self._model, report.update)
             self._hyperparameters.check(
@@ -273,7 +277,7 @@ class TorchEngine:
 
     def collectives_beside(self) -> int:
         """Collectives in every window, besides the gradient's reduction."""
-        return 0 if self._whole is None else self._whole.collectives
+        return 0 if self._coupled is None else self._coupled.collectives
 
     def memory_bytes(self) -> dict[str, int]:
         """Bytes of this rank's parameters, gradients and optimizer state."""

@@ -28,8 +28,6 @@ from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.checks.at_start.same_start import spread
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.comm.gathered import numbers_of_all, texts_of_all
-from orchestrator.engine.torch.deferred.base import whole_windows
-from orchestrator.engine.torch.deferred.parts import Parts
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.optimizers import hyperparameters_of
 from orchestrator.engine.torch.sharding.mirrors import mirror_distance
@@ -193,12 +191,7 @@ class SurvivingEngine(TorchEngine):
         self._clock = self._accumulator.clock
         self._hyperparameters = Hyperparameters(hyperparameters_of(earlier.optimizer))
         self._gathered = None
-        self._whole = whole_windows(
-            Parts(
-                job=self._job, model=self._model, settings=self._settings,
-                accumulator=self._accumulator, prepare=self._prepared, leaves=self._leaves,
-            )
-        )  # fmt: skip
+        self._coupled = self._coupled_windows()
 
     def _same_rate(self, accumulator: Accumulator) -> None:
         """Some have begun the next window already, with its rate: each window sets it anew."""

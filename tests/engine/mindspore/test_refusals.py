@@ -69,12 +69,6 @@ def test_a_job_written_for_the_other_engine_is_refused(overrides, words):
         prepare(compose(overrides))
 
 
-def test_an_exact_batch_norm_is_refused():
-    prepare(compose(["job=line", "engine.norm=group"]))
-    with pytest.raises(ConfigError, match=r"engine\.norm=group"):
-        prepare(compose(["job=line", "engine.norm=exact"]))
-
-
 def test_a_level_without_compilation_is_refused():
     with pytest.raises(ConfigError, match=r"engine\.mode=jit"):
         prepare(compose(["job=line", "engine.mode=pynative", "engine.jit_level=O1"]))

@@ -1,1 +1,1 @@
-"""Batch norm, which sees one micro-batch: named, frozen, replaced, or made exact."""
+"""Batch norm, which sees one micro-batch: named, frozen or replaced."""

@@ -1,8 +1,8 @@
-"""`engine.norm`: batch norm sees one micro-batch; it is named, frozen, replaced, or made exact.
+"""Batch norm under gradient accumulation (`engine.norm`): warn, freeze, or use group norm.
 
-A batch norm's output depends on which samples share its micro-batch, so no split but the
-trivial one gives the update of one big batch. With `frozen` or `group` a sample's output is its
-own again; with `exact` the statistics are those of the whole window, at the price of more passes.
+The output of a batch norm depends on which samples share its micro-batch, so no split but the
+trivial one gives the update of one big batch. With `frozen` or `group` the output of a sample
+depends on that sample alone.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.nn import Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]  # the common base
 
-from orchestrator.engine.torch.batch_norm.exact import ExactBatchNorm
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
-CHOICES = ("warn", "frozen", "group", "exact")
+CHOICES = ("warn", "frozen", "group")
 _SHOWN = 5
 
 
@@ -63,11 +62,11 @@ def listed(names: list[str]) -> str:
 
 
 def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
-    """The model with its batch norms frozen, replaced, exact, or left; and a sentence about it.
+    """Return the model with its batch norms frozen, replaced or left, and a note about it.
 
     Args:
         model: is changed in place, unless it is a batch norm itself.
-        choice: "warn", which leaves it to `advice` to warn; "frozen"; "group"; or "exact".
+        choice: "warn", which leaves it to `advice` to warn; "frozen"; or "group".
 
     Raises:
         ConfigError: there is no such choice.
@@ -81,7 +80,6 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
     make, what = {
         "frozen": (_frozen, "keeps the statistics that it has (load trained ones in model())"),
         "group": (_grouped, "was replaced by group norm"),
-        "exact": (_exact, f"is that of the whole update: {2 * len(names) + 1} forwards of each"),
     }[choice]
     made: dict[int, Module] = {}
     for name in names:
@@ -103,15 +101,6 @@ def _frozen(name: str, layer: _BatchNorm) -> Module:
             "engine.norm=group, or track_running_stats=True"
         )
     return FrozenBatchNorm(layer)
-
-
-def _exact(name: str, layer: _BatchNorm) -> Module:
-    if layer.num_features < 1:  # lazy ones do not know yet
-        raise JobError(
-            f"engine.norm=exact: {name} does not know its number of channels before the first "
-            "batch; state it in model()"
-        )
-    return ExactBatchNorm(name, layer)
 
 
 def _grouped(name: str, layer: _BatchNorm) -> Module:

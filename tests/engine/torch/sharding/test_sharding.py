@@ -23,7 +23,6 @@ from orchestrator.engine.torch.sharding.eligibility import ELEMENTWISE
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, RunFolderError
 from orchestrator.plan.split import assign
 from orchestrator.plan.wire import Wire
-from tests.engine.torch.batch_norm.test_exact import Nested
 from tests.engine.torch.processes import run_ranks
 from tests.engine.torch.test_engine import SAMPLES, Curve, _run, _windows
 from tests.jobs.training import difference as train_difference
@@ -244,10 +243,9 @@ def test_one_rank_keeps_its_optimizer_as_it_was():
     ("job", "more"),
     [
         (Contrastive(hidden=16, width=6, dropout=0.0), {}),
-        (Nested(), {"norm": "exact"}),
         (Jepa(width=16, layers=1, horizon=6), {"optimizer": {}}),
     ],
-    ids=["embeddings", "norms", "after_update"],
+    ids=["embeddings", "after_update"],
 )
 def test_jobs_that_do_more_than_micro_steps_take_the_same_steps(job, more):
     given = {"samples": 10, "cap": 3, "updates": 2, **more}

@@ -20,8 +20,7 @@ def norm_advice(names: list[str], *, apart: bool) -> str:
         f"batch norm in {listed(names)} sees one micro-batch at a time, so the update is not "
         f"that of one big batch{differ}. Use "
         "engine.norm=group (GroupNorm in its place), engine.norm=frozen (freeze the statistics "
-        "that it has), engine.norm=exact (those of the whole update, for small nets), or take "
-        "one micro-step of the whole batch on one rank"
+        "that it has), or take one micro-step of the whole batch on one rank"
     )
 
 

@@ -1,28 +1,33 @@
-"""Losses of all the update's embeddings at once (contrastive ones, say), without mid-window talk.
+"""Gradient caching: losses over the embeddings of a whole update (contrastive losses, say).
 
-In two phases. Each micro-step embeds its samples without a graph. At the boundary the embeddings
-are gathered, once; every rank computes the loss of all of them and its gradient with respect to its
-own rows; each micro-batch is run again with the same random numbers and that gradient is sent back
-through it; and the parameters are reduced, once. So an update has two collectives whatever the
-number of micro-steps, and holds the activations of one micro-batch (of the others, the inputs and
-the embeddings). Sources: gradient caching, arXiv 2101.06983; BASIC, arXiv 2111.10050.
+Each micro-step computes its embeddings without a graph. At the boundary the ranks gather all
+embeddings, once; every rank computes the loss of all of them and its gradient with respect to its
+own rows; it then runs each micro-batch again with the same random numbers and back-propagates that
+gradient; and the parameters are reduced, once. So an update has two collectives whatever the number
+of micro-steps, and holds the activations of one micro-batch (of the others, the inputs and the
+embeddings). Sources: gradient caching, arXiv 2101.06983; BASIC, arXiv 2111.10050.
 
-Convention: the loss is replicated, and a rank uses its own slice of the gradient; parameters'
-gradients are then *summed* over ranks, and no collective is needed in the backward. The loss's own
-parameters (a temperature) would be counted R times so: they get their gradient where the sample at
-place 0 of the update is computed, once.
+Every rank computes the same loss and uses its own slice of the gradient; gradients of parameters
+are then *summed* over ranks, and the backward needs no collective. Parameters of the loss itself (a
+temperature) would be counted R times: they get their gradient only where the sample at place 0 of
+the update is computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from orchestrator.engine.api import MicroBatch, Window
-from orchestrator.engine.torch.deferred.parts import Parts
+from orchestrator.engine.settings import EngineSettings
+from orchestrator.engine.torch.accumulator import Accumulator
+from orchestrator.engine.torch.gradients.chunks import Leaves
+from orchestrator.engine.torch.loader import collate_of
 from orchestrator.engine.torch.loss_sums import checked
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.errors import JobError
@@ -97,17 +102,30 @@ class _Kept:
 
 
 class CoupledWindows:
-    """One rank's windows of a job with a coupled loss.
+    """One rank's windows of a job with a coupled loss; takes the place of plain micro-steps.
 
     Args:
-        parts: whose job has `embed` and `loss_of_embeddings`.
+        job: has `embed` and `loss_of_embeddings`.
+        model, settings: of the engine.
+        accumulator: takes the gradients; the engine begins and ends its windows.
+        prepare: moves a batch to where the model computes.
+        leaves: numbers micro-batches as `Accumulator.backward` wants them.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._job, self._model, self._parts = parts.job, parts.model, parts
-        self._accumulator, self._group = parts.accumulator, parts.accumulator.group
-        self._clock, self._prepare = parts.accumulator.clock, parts.prepare
-        self._names, self._seed = tuple(parts.settings.metric_names), parts.settings.seed
+    def __init__(
+        self,
+        job: Any,
+        model: Module,
+        settings: EngineSettings,
+        accumulator: Accumulator,
+        *,
+        prepare: Callable[[Any], Any],
+        leaves: Leaves,
+    ) -> None:
+        self._job, self._model = job, model
+        self._accumulator, self._group = accumulator, accumulator.group
+        self._clock, self._prepare, self._leaves = accumulator.clock, prepare, leaves
+        self._names, self._seed = tuple(settings.metric_names), settings.seed
         self._layout: Layout | None = None
         self._kept: list[_Kept] = []
 
@@ -147,12 +165,9 @@ class CoupledWindows:
                 if first
                 else Loss(surrogate, 0.0, metrics),
                 last=number == len(self._kept) - 1,
-                leaf=self._parts.leaves.leaf_of(kept.micro_batch),
+                leaf=self._leaves.leaf_of(kept.micro_batch),
             )
         self._kept.clear()
-
-    def applied(self) -> None:
-        """The update was applied: nothing follows it here."""
 
     # ------------------------------------------------------------------ parts
 
@@ -169,7 +184,8 @@ class CoupledWindows:
     def _no_rows(self) -> Tensor:
         if self._layout is None:
             with torch.no_grad():
-                self._rows(self._parts.any_batch(), MicroBatch(update=0, start=0, indices=(0,)))
+                one = collate_of(self._job)([self._job.dataset()[0]])
+                self._rows(one, MicroBatch(update=0, start=0, indices=(0,)))
         assert self._layout is not None  # noqa: S101  # `_rows` sets it
         return self._layout.no_rows(self._group.device)
 

@@ -1,1 +1,0 @@
-"""Windows whose micro-batches need each other: computed at the boundary."""
