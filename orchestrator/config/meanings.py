@@ -39,7 +39,6 @@ MEANINGS = {
     "accumulation.steps": "Micro-steps of an update on each rank (4 where nothing says otherwise)",
     "accumulation.micro_batch": "Samples of a micro-step on a rank: at most; in `reproducible` the chunk's size",
     "accumulation.ragged": "The smaller last window of an epoch: an exactly weighted update, left out, or filled from the next",
-    "accumulation.sync": "When gradients are reduced; `every_step` is for comparison",
     "accumulation.reduction": "`reproducible`: the same bits on any number of ranks",
     "accumulation.balance": "Who gets how many samples",
     "schedule.base_lr": "The learning rate",

@@ -143,12 +143,6 @@ def _reproducible(config: Config) -> Iterator[str]:
             "accumulation.reduction=reproducible needs accumulation.micro_batch: the size of a "
             "leaf, the atom of work; try accumulation.micro_batch=16"
         )
-    if config.accumulation.sync == "every_step":
-        yield (
-            "accumulation.sync=every_step adds micro-steps up in an order that depends on the "
-            "ranks, which accumulation.reduction=reproducible forbids; use "
-            "accumulation.sync=boundary or accumulation.reduction=fast"
-        )
 
 
 def _only_on_slurm(config: Config) -> Iterator[str]:
@@ -191,11 +185,6 @@ def _narrow_wire(config: Config) -> Iterator[str]:
             f"{wire} rounds sums in an order that depends on the ranks; try "
             f"accumulation.reduction=fast, {own}"
         )
-    if config.accumulation.sync != "boundary":
-        yield (
-            f"{wire} would round what is summed already once more in every micro-step; try "
-            f"accumulation.sync=boundary, {own}"
-        )
 
 
 def _shards(config: Config) -> Iterator[str]:
@@ -206,10 +195,7 @@ def _shards(config: Config) -> Iterator[str]:
             f"{sharded} optimizer._target_={module}.{name}, which does not "
             f"treat each number by itself, from nothing; there are {', '.join(SHARDABLE)}"
         )
-    for key, only in (
-        ("accumulation.reduction", "fast"), ("accumulation.sync", "boundary"),
-        ("engine.wire", "own"),
-    ):  # fmt: skip
+    for key, only in (("accumulation.reduction", "fast"), ("engine.wire", "own")):
         if (value := value_of(config, key)) != only:
             yield f"{sharded} {key}={value}; try {key}={only}"
 
@@ -262,8 +248,6 @@ def _framework_style(config: Config) -> Iterator[str]:
         yield (f"{style} cannot clip the accumulated gradient; leave train.clip_norm out, {own}")
     if config.accumulation.ragged != "drop":
         yield f"{style} needs windows of equal size; try accumulation.ragged=drop, {own}"
-    if config.accumulation.sync != "boundary":
-        yield f"{style} synchronises once an update; try accumulation.sync=boundary, {own}"
     if config.train.precision != "float32":
         yield f"{style} computes in float32; try train.precision=float32, {own}"
     if config.train.on_non_finite != "stop":

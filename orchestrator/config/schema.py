@@ -86,7 +86,6 @@ class AccumulationConfig:
     steps: int | None = number(None, least=1)
     micro_batch: int | None = number(None, least=1)
     ragged: str = choice("update", "drop", "carry")
-    sync: str = choice("boundary", "every_step")
     reduction: str = choice("fast", "reproducible")
     balance: str = choice("even", later=("measured",))
 

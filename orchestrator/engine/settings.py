@@ -22,14 +22,13 @@ class AccumulationOptions:
             eight (see `plan.wire.bucket_count`).
         reduction: "fast", or "reproducible": the same bits for any contiguous assignment of whole
             leaves (micro-steps that are the same whoever computes them) to ranks.
-        sync: "boundary", or "every_step" (one reduction a micro-step; for comparison only).
         on_non_finite: "stop" raises `NonFiniteError` on all ranks; "skip" skips the update on all.
         precision: "float32", "bfloat16", "float16" (autocast, with loss scaling) or "float64".
             Run the forward within `accumulator.precision.forward()`.
         wire: "own", or "bfloat16": gradients travel, and are added up between ranks, as that, for
             half the bytes and an error of R * 2**-8 of their magnitudes; for reduction="fast".
-        shard_optimizer: each rank keeps and steps 1/R of the optimizer, for reduction="fast" with
-            sync="boundary". Parameters move into flat buffers, and `optimizer` holds pieces of them
+        shard_optimizer: each rank keeps and steps 1/R of the optimizer, for reduction="fast".
+            Parameters move into flat buffers, and `optimizer` holds pieces of them
             from then on: save it with `optimizer_state`. After a boundary every `.grad` is None.
         mirror_shards: each rank also keeps and steps the shard of the rank that is so many places
             before it, so that none is lost with its owner; 0: no.
@@ -46,7 +45,6 @@ class AccumulationOptions:
     metric_names: Sequence[str] = ()
     bucket_bytes: int | None = None
     reduction: str = "fast"
-    sync: str = "boundary"
     on_non_finite: str = "stop"
     precision: str = "float32"
     wire: str = "own"

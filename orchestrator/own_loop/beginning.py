@@ -67,8 +67,6 @@ def _check_group(run: Run, accumulators: Sequence[Accumulator]) -> None:
     reductions = {one.options.reduction for one in accumulators}
     if len(reductions) > 1:
         raise ConfigError("accumulators that share windows must have the same reduction=")
-    if any(one.options.sync != "boundary" for one in accumulators):
-        raise ConfigError("run.windows() needs sync='boundary', which is the default")
     if run.ranks is not None and run.ranks != group.size:
         raise ConfigError(
             f"this run has {run.ranks} ranks, but the accumulator's group has {group.size}: each "

@@ -139,7 +139,6 @@ class Windows:
             one.begin_handed(
                 update,
                 micro_batches=len(mine),
-                steps=given.steps,
                 # others' losses may be recorded, whose backward does not divide
                 expected_weight=given.samples if len(self._all) == 1 else None,
                 leaves=None if leaves is None else (leaves, [n for n in mine if n is not None]),

@@ -30,7 +30,7 @@ def at_least(minimum: int, key: str, value: int) -> int:
 def one_of(key: str, value: str) -> str:
     """Give `value` back if it is one of the schema's choices for `key`.
 
-    >>> one_of("accumulation.sync", "boundary")
+    >>> one_of("accumulation.ragged", "drop")
     'boundary'
 
     Raises:

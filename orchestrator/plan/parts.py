@@ -39,7 +39,6 @@ class Modes:
 
     ragged: str
     reduction: str
-    sync: str
     seed: int
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.config.schema import Config, FactsConfig, ScheduleConfig, TrainConfig, node_range
 from orchestrator.plan.batch import Batch, resolve_batch
-from orchestrator.plan.bounds import at_least, one_of
+from orchestrator.plan.bounds import at_least
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.parts import Known, Length, Modes, Rates, Traffic
 from orchestrator.plan.plan_warnings import warnings_of
@@ -144,7 +144,6 @@ def _modes(config: Config) -> Modes:
     return Modes(
         ragged=asked.ragged,
         reduction=asked.reduction,
-        sync=one_of("accumulation.sync", asked.sync),
         seed=config.train.seed,
     )
 
@@ -219,7 +218,6 @@ def _traffic(config: Config, known: Known, split: Split) -> Traffic:
         itemsize=ITEMSIZE.get(config.train.precision, 4),
         metric_count=known.metric_count,
         bucket_bytes=engine.bucket_bytes,
-        sync_steps=split.micro_steps if asked.sync == "every_step" else 1,
         wire_itemsize=WIRE_ITEMSIZE[engine.wire],
         sharded=engine.shard_optimizer * (1 + config.run.memory_checkpoint),
         early=known.framework != "mindspore",

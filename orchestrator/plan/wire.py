@@ -97,8 +97,6 @@ class Wire:
         itemsize: bytes of a number of the gradient.
         metric_count: metrics that the job reports besides its loss.
         bucket_bytes: see `bucket_count`.
-        sync_steps: how many times the update synchronises: 1 at the boundary, or K when it does so
-            after every micro-step (`accumulation.sync=every_step`).
         wire_itemsize: bytes of a number while it travels, where those are fewer; the trailer then
             travels by itself.
         sharded: how many ranks step each R-th of the weights: 1 (or True), or 2 where shards are
@@ -106,14 +104,13 @@ class Wire:
         early: buckets leave during the backward.
 
     Raises:
-        PlanError: `bucket_bytes`, `ranks` or `sync_steps` below 1.
+        PlanError: `bucket_bytes` or `ranks` below 1.
     """
 
     ranks: int
     itemsize: int
     metric_count: int
     bucket_bytes: int | None = None
-    sync_steps: int = 1
     wire_itemsize: int | None = None
     sharded: int = 0
     early: bool = True
@@ -121,10 +118,6 @@ class Wire:
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise PlanError(f"the number of ranks is {self.ranks}; it must be 1 or more")
-        if self.sync_steps < 1:
-            raise PlanError(
-                f"an update synchronises {self.sync_steps} times; it must do so at least once"
-            )
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise PlanError(
                 f"the size of a bucket is {self.bucket_bytes} bytes; it must be 1 or more"
@@ -155,16 +148,14 @@ class Wire:
             return (1 + self.sharded) * self._sharded_buckets(parameters) + 1
         payload = self._payload(parameters)
         if self.wire_itemsize is None:
-            count = bucket_count(payload, self.bucket_bytes, early=self.early)
-        else:
-            count = bucket_count(parameters * self.wire_itemsize, self.bucket_bytes) + 1
-        return self.sync_steps * count
+            return bucket_count(payload, self.bucket_bytes, early=self.early)
+        return bucket_count(parameters * self.wire_itemsize, self.bucket_bytes) + 1
 
     def bytes_sent(self, parameters: int | None) -> int | None:
         """Bytes that each rank must send in one update, at the least: 2(R-1)/R of what it reduces.
 
         That floor is reached by ring and recursive-halving all-reduces (Patarasuk and Yuan, 2009).
-        Rounded up, once per synchronisation; None when `parameters` is unknown, 0 on a single rank.
+        Rounded up; None when `parameters` is unknown, 0 on a single rank.
         When `sharded`, (R-1)/R of the padded gradient and of the weights, and to every other rank
         the numbers of the trailer and a norm, in float64; when mirrored 1/R of the gradient more.
 
@@ -187,7 +178,7 @@ class Wire:
         payload = self._payload(parameters)
         if self.wire_itemsize is not None:
             payload -= parameters * (self.itemsize - self.wire_itemsize)
-        return self.sync_steps * -(-2 * (self.ranks - 1) * payload // self.ranks)
+        return -(-2 * (self.ranks - 1) * payload // self.ranks)
 
     def _payload(self, parameters: int) -> int:
         return payload_bytes(parameters, itemsize=self.itemsize, metric_count=self.metric_count)

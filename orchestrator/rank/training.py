@@ -90,12 +90,9 @@ class Training:
         return self.recorder
 
     def _collectives_planned(self) -> int | None:
-        """For each update of this group; for each micro-step where ranks meet after every one."""
+        """Return the collectives of each update of this group, if the plan knows them."""
         planned = self.planned
-        count = planned.traffic.among(self.others.place[1] if self.others else planned.ranks)
-        if count is None or planned.modes.sync != "every_step":
-            return count
-        return count // planned.split.micro_steps
+        return planned.traffic.among(self.others.place[1] if self.others else planned.ranks)
 
     def _miss_lines(self) -> None:
         """Say which lines nobody can write any more."""

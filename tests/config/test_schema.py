@@ -63,10 +63,6 @@ def test_a_misspelled_word_is_answered_with_the_right_one(override, right):
         ("schedule.base_lr=nan", "schedule.base_lr must be a number above 0"),
         ("cluster.partition=gpu", "means nothing on a local cluster"),
         ("accumulation.reduction=reproducible", "needs accumulation.micro_batch"),
-        (
-            "accumulation={reduction:reproducible,micro_batch:4,sync:every_step}",
-            "which accumulation.reduction=reproducible forbids; use accumulation.sync=boundary or",
-        ),
         ("train.updates=[1", "the command line cannot be read"),
         (
             "optimizer.betaz=3",

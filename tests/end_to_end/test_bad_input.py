@@ -44,10 +44,6 @@ def refused(tmp_path, *arguments, code=2, **more):
             ),
             "try accumulation.reduction=fast",
         ),
-        (
-            ("engine.wire=bfloat16", "accumulation.sync=every_step"),
-            "try accumulation.sync=boundary",
-        ),
         (("engine.wire=bfloat16", "job=line"), "engine.wire=own"),
         (
             (
@@ -56,10 +52,6 @@ def refused(tmp_path, *arguments, code=2, **more):
                 "accumulation.micro_batch=16",
             ),
             "try accumulation.reduction=fast",
-        ),
-        (
-            ("engine.shard_optimizer=true", "accumulation.sync=every_step"),
-            "try accumulation.sync=boundary",
         ),
         (("engine.shard_optimizer=true", "engine.wire=bfloat16"), "try engine.wire=own"),
         (("engine.shard_optimizer=true", "job=line"), "not available with MindSpore"),

@@ -142,7 +142,6 @@ def split(problem, cuts, expected_weight=None, **accumulator):
 
     Gives one (weights, losses, norms) for each rank.
     """
-    steps = max(len(mine) for mine in cuts)
 
     def train(group):
         model = problem.model()
@@ -151,7 +150,7 @@ def split(problem, cuts, expected_weight=None, **accumulator):
         losses, norms = [], []
         for update in range(problem.updates):
             data = problem.data(update)
-            ours.begin_window(steps=steps, expected_weight=expected_weight)
+            ours.begin_window(expected_weight=expected_weight)
             for number, (first, last) in enumerate(cuts[group.rank]):
                 piece = [part[first:last] for part in data]
                 is_last = number == len(cuts[group.rank]) - 1

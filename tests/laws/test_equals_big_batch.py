@@ -35,7 +35,7 @@ def _check(problem, table, tolerance, **accumulator):
     sparse=st.booleans(),
     seed=st.integers(0, 1000),
     bucket_bytes=st.sampled_from(BUCKETS),
-    how=st.sampled_from(["overlap", "at once", "every step", "sharded"]),
+    how=st.sampled_from(["overlap", "at once", "sharded"]),
     expected_weight=st.one_of(st.none(), st.floats(0.01, 100)),
 )
 @settings(max_examples=120, deadline=None)
@@ -70,16 +70,14 @@ def test_any_split_equals_the_big_batch_in_float64(
         bucket_bytes=bucket_bytes,
         overlap=how in ("overlap", "sharded"),
         shard_optimizer=how == "sharded",
-        sync="every_step" if how == "every step" else "boundary",
         expected_weight=expected_weight,
     )
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("sync", ["boundary", "every_step"])
-def test_what_is_used_for_the_first_time_in_a_later_micro_step_is_stepped(sync, seed):
+def test_what_is_used_for_the_first_time_in_a_later_micro_step_is_stepped(seed):
     problem = Problem(samples=14, optimizer="sgd", seed=seed)
-    _check(problem, [[(0, 1), (1, 14)]], 1e-12, sync=sync)
+    _check(problem, [[(0, 1), (1, 14)]], 1e-12)
 
 
 @given(

@@ -86,13 +86,6 @@ def test_learning_rates_of_the_first_the_highest_and_the_last_update():
     assert rates == pytest.approx((0.1, 0.4, 0.0))
 
 
-def test_synchronising_every_step_costs_k_times_as_much():
-    once = plan(parameters=10**6, steps=4)
-    often = plan(parameters=10**6, steps=4, sync="every_step")
-    assert often.collectives_per_update == 4 * once.collectives_per_update
-    assert often.bytes_on_wire_per_update == 4 * once.bytes_on_wire_per_update
-
-
 def test_one_rank_talks_to_nobody():
     alone = plan(nodes=1, ranks_per_node=1)
     assert alone.collectives_per_update == alone.bytes_on_wire_per_update == 0
@@ -138,7 +131,6 @@ def test_an_ordinary_plan_has_no_warnings():
         ({"ranks_per_node": 0}, "cluster.ranks_per_node=0"),
         ({"updates": 0}, "train.updates=0"),
         ({"epochs": 0.0}, "train.epochs=0.0"),
-        ({"sync": "boundry"}, "did you mean accumulation.sync=boundary?"),
         ({"decay": "cosin"}, "did you mean schedule.decay=cosine?"),
         ({"ragged": "drop", "dataset_samples": 100}, "Set accumulation.global_batch=100 or less"),
         ({"reduction": "reproducible"}, "accumulation.reduction=reproducible needs"),
@@ -187,7 +179,6 @@ WIRES = [
     ),
     ({"parameters": 9_000_000, "framework": "mindspore"}, {"early": False}),
     ({"parameters": 9_000_000, "framework": "torch"}, {"early": True}),
-    ({"sync": "every_step"}, {"sync_steps": 4}),
     ({"nodes": 1, "ranks_per_node": 1}, {"ranks": 1}),
 ]
 
@@ -252,7 +243,7 @@ def test_rates_are_told_as_far_as_they_are_known(stated, first, peak, last):
 
 
 def test_what_was_stated_is_kept():
-    stated = {"ragged": "carry", "sync": "every_step", "seed": 7, "parameters": 8,
+    stated = {"ragged": "carry", "seed": 7, "parameters": 8,
               "dataset_samples": 90, "global_batch": 30, "micro_batch": 3}  # fmt: skip
     made = plan(**stated)
     assert {name: getattr(made, name) for name in stated} == stated

@@ -19,7 +19,7 @@ from orchestrator.plan.wire import Wire
 
 STATED = Config(
     cluster=ClusterConfig(nodes=3, ranks_per_node=2),
-    accumulation=AccumulationConfig(global_batch=64, steps=4, ragged="drop", sync="every_step"),
+    accumulation=AccumulationConfig(global_batch=64, steps=4, ragged="drop"),
     schedule=ScheduleConfig(
         base_lr=0.3, base_batch=16, scaling="sqrt", warmup_updates=7, decay="cosine"
     ),
@@ -29,7 +29,7 @@ STATED = Config(
 )
 SAME = {
     "ranks": 6, "nodes": 3, "ranks_per_node": 2, "global_batch": 64, "steps": 4,
-    "ragged": "drop", "sync": "every_step", "reduction": "fast", "updates": 40, "seed": 11,
+    "ragged": "drop", "reduction": "fast", "updates": 40, "seed": 11,
     "dataset_samples": 999, "parameters": 300_000,
 }  # fmt: skip
 SCHEDULE = {
@@ -55,9 +55,7 @@ def test_every_value_of_a_configuration_reaches_the_plan():
     figures = told(STATED)
     assert {name: figures[name] for name in SAME} == SAME
     assert figures["schedule"] == SCHEDULE
-    wire = Wire(
-        ranks=6, itemsize=4, metric_count=0, bucket_bytes=1 << 18, sync_steps=4, wire_itemsize=2
-    )
+    wire = Wire(ranks=6, itemsize=4, metric_count=0, bucket_bytes=1 << 18, wire_itemsize=2)
     assert figures["collectives_per_update"] == wire.collectives(300_000)
     assert figures["bytes_on_wire_per_update"] == wire.bytes_sent(300_000)
 
@@ -68,9 +66,8 @@ def test_every_value_of_a_configuration_reaches_the_plan():
         ({"train": {"updates": None, "epochs": 2.5}}, {"updates": 38, "epochs": 2.5}),
         ({"train": {"updates": None, "epochs": 2.5}, "facts": {"dataset_samples": None}},
          {"updates": None, "epochs": 2.5}),
-        ({"accumulation": {"reduction": "reproducible", "sync": "boundary", "steps": None,
-                           "micro_batch": 5}},
-         {"reduction": "reproducible", "micro_batch": 5, "steps": 3, "sync": "boundary"}),
+        ({"accumulation": {"reduction": "reproducible", "steps": None, "micro_batch": 5}},
+         {"reduction": "reproducible", "micro_batch": 5, "steps": 3}),
         ({"cluster": {"nodes": {"min": 2, "max": 4}}}, {"nodes": 4, "ranks": 8}),
     ],
 )  # fmt: skip

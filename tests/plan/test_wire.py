@@ -27,17 +27,12 @@ def test_the_digits_network_at_one_bucket_is_one_collective():
     assert payload_bytes(parameters, **COUNTS) == 4 * (parameters + 66)
     buckets = {"bucket_bytes": 25 * 2**20, "ranks": 4}
     assert Wire(**COUNTS, **buckets).collectives(parameters) == 1
-    assert Wire(**COUNTS, **buckets, sync_steps=4).collectives(parameters) == 4
     assert Wire(**COUNTS, ranks=4).bytes_sent(parameters) == 6 * (parameters + 66)
 
 
-@given(parameters_, ranks_, st.integers(1, 2**30), st.integers(1, 9))
-def test_buckets_hold_the_payload_and_none_is_empty(parameters, ranks, bucket_bytes, sync_steps):
-    calls = Wire(
-        **COUNTS, bucket_bytes=bucket_bytes, ranks=ranks, sync_steps=sync_steps
-    ).collectives(parameters)
-    each, rest = divmod(calls, sync_steps)
-    assert rest == 0
+@given(parameters_, ranks_, st.integers(1, 2**30))
+def test_buckets_hold_the_payload_and_none_is_empty(parameters, ranks, bucket_bytes):
+    each = Wire(**COUNTS, bucket_bytes=bucket_bytes, ranks=ranks).collectives(parameters)
     assert (each - 1) * bucket_bytes < payload_bytes(parameters, **COUNTS) <= each * bucket_bytes
 
 
@@ -82,7 +77,6 @@ def test_an_unknown_model_gives_unknown_counts():
         (lambda: payload_bytes(-1, **COUNTS), "the number of parameters is -1"),
         (lambda: payload_bytes(1, itemsize=0, metric_count=0), "a number is 0 bytes"),
         (lambda: Wire(**COUNTS, ranks=0).bytes_sent(1), "the number of ranks is 0"),
-        (lambda: Wire(**COUNTS, ranks=2, sync_steps=0).bytes_sent(1), "0 times"),
         (lambda: Wire(**COUNTS, bucket_bytes=0, ranks=2).collectives(1), "bucket is 0"),
     ],
 )
@@ -92,16 +86,13 @@ def test_counts_that_cannot_be_are_refused(call, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("sync_steps", [1, 3])
 @pytest.mark.parametrize("bucket_bytes", [None, 1000, 10**9])
-def test_a_rounded_gradient_travels_in_its_own_bytes_and_its_trailer_beside_it(
-    sync_steps, bucket_bytes
-):
-    given = {**COUNTS, "ranks": 4, "sync_steps": sync_steps, "wire_itemsize": 2}
+def test_a_rounded_gradient_travels_in_its_own_bytes_and_its_trailer_beside_it(bucket_bytes):
+    given = {**COUNTS, "ranks": 4, "wire_itemsize": 2}
     calls = Wire(**given, bucket_bytes=bucket_bytes).collectives(9000)
-    assert calls == sync_steps * ({None: 1, 1000: 18, 10**9: 1}[bucket_bytes] + 1)
+    assert calls == {None: 1, 1000: 18, 10**9: 1}[bucket_bytes] + 1
     moved = Wire(**given).bytes_sent(9000)
-    assert moved == sync_steps * 2 * 3 * (2 * 9000 + 4 * trailer_numbers(1)) // 4
+    assert moved == 2 * 3 * (2 * 9000 + 4 * trailer_numbers(1)) // 4
 
 
 @pytest.mark.parametrize(

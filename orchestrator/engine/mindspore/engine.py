@@ -14,7 +14,7 @@ from mindspore import Tensor
 from orchestrator.config.optimizer_rules import chosen, described
 from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
 from orchestrator.engine.common.boundary.boundary_sums import said_by
-from orchestrator.engine.common.boundary.packed_sums import STOP, Trailer
+from orchestrator.engine.common.boundary.packed_sums import STOP
 from orchestrator.engine.common.boundary.update_policy import UpdatePolicy
 from orchestrator.engine.common.clock import Clock
 from orchestrator.engine.common.evaluation_figures import checked_figures
@@ -90,8 +90,7 @@ class MindSporeEngine:
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
         self._tally = Tally(len(self._names))
         self._window: Window | None = None
-        self._held: list[Tensor] | None = None
-        self._micro_steps = self._reductions = 0
+        self._micro_steps = 0
         self._compile_mark = 0.0
         self._clock, self._mark = Clock(), group.mark()
         check_same_weights(self.weights_sha256(), self.gather)
@@ -102,8 +101,7 @@ class MindSporeEngine:
         return self._loader.batches(micro_batches)
 
     def begin_window(self, window: Window) -> None:
-        self._window, self._held = window, None
-        self._reductions = 0
+        self._window = window
         self._clock.begin()
         self._compile_mark, self._mark = self._compile_total(), self._group.mark()
         self._tally.begin()
@@ -128,8 +126,6 @@ class MindSporeEngine:
                 total, weight, *_ = figures.asnumpy().tolist()
                 loss = total / weight if weight else float("nan")
                 self._say(f"update {window.update} micro-step {self._micro_steps}: loss {loss:.6f}")
-        if self._synchronises_each_step and self._reductions < window.steps - 1:
-            self._reduce(self._tally.trailer())
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         window = self._window
@@ -140,15 +136,13 @@ class MindSporeEngine:
             trailer = self._tally.trailer()  # waits for the losses, so the rest is not computing
             trailer.flags[STOP] = int(stop)
             self._replicas.tell(trailer, window.update)
-        if self._synchronises_each_step:
-            while self._reductions < window.steps - 1:
-                self._reduce(Trailer.empty(len(self._names)))
-        buckets = self._reduce(trailer)
+        with self._clock.wait(), self._group.silence.lifted():
+            buckets = self._accumulator.reduce(trailer.numbers())
         self._group.silence.end()
         scale = self._accumulator.precision.scale
         with self._clock.optimize():
             applied = self._stepper.apply(window.update, buckets, len(self._names), self._tally)
-        self._window, self._held = None, None
+        self._window = None
         self._hyperparameters.keep()
         if applied.stepped:
             getattr(self._job, "after_update", nothing)(self._model, window.update)
@@ -156,23 +150,6 @@ class MindSporeEngine:
                 f"in after_update of update {window.update}", jobs_turn=True
             )
         return self._report(window, applied, scale)
-
-    def _reduce(self, trailer: Trailer) -> list[Tensor]:
-        """One synchronisation, added to what earlier ones of this window gave."""
-        with self._clock.wait(), self._group.silence.lifted():
-            buckets = self._accumulator.reduce(trailer.numbers())
-        if self._held is not None:
-            buckets = [held + new for held, new in zip(self._held, buckets, strict=True)]
-        if self._synchronises_each_step:
-            buckets = [bucket.copy() for bucket in buckets]
-            self._accumulator.clear()
-            self._held = buckets
-        self._reductions += 1
-        return buckets
-
-    @property
-    def _synchronises_each_step(self) -> bool:
-        return self._settings.sync == "every_step" and self._group.size > 1
 
     def _report(self, window: Window, applied: Applied, scale: float) -> BoundaryReport:
         compile_s = self._compile_total() - self._compile_mark

@@ -50,7 +50,6 @@ class Accumulator(AccumulatorParts):
         *,
         update: int | None = None,
         learning_rate: float | None = None,
-        steps: int | None = None,
         leaves: int | None = None,
         expected_weight: float | None = None,
     ) -> None:
@@ -59,7 +58,6 @@ class Accumulator(AccumulatorParts):
         Args:
             update: its number, for messages and the report; one more than the last by default.
             learning_rate: to set; None leaves the optimizer's.
-            steps: micro-steps of the rank that has most; needed with sync="every_step".
             leaves: leaves of this update over all ranks, for reduction="reproducible"; without it
                 they are counted as they come, in the order of ranks, for more memory.
             expected_weight: what the window's weights will probably add up to over all ranks, the
@@ -68,17 +66,17 @@ class Accumulator(AccumulatorParts):
                 update is the same either way, but for the last bits.
 
         Raises:
-            ValueError: `steps`, `leaves` or `expected_weight` cannot be used.
+            ValueError: `leaves` or `expected_weight` cannot be used.
             JobError: micro-steps of the window before would be lost, or the model or the
                 optimizer's groups have changed.
         """
         with self._window.within("begin_window()"):
             if self._handed is not None:
                 raise JobError("run.windows() begins its windows itself; leave begin_window() out")
-            self._begin(update, learning_rate, steps, leaves, expected_weight)
+            self._begin(update, learning_rate, leaves, expected_weight)
 
     def begin_handed(
-        self, update: int, *, micro_batches: int, steps: int, expected_weight: float | None,
+        self, update: int, *, micro_batches: int, expected_weight: float | None,
         leaves: tuple[int, Sequence[int]] | None,
     ) -> None:  # fmt: skip
         """Start the update that `run.windows` hands out; see `HandedOut.begin`. Not collective.
@@ -88,13 +86,13 @@ class Accumulator(AccumulatorParts):
         """
         of_all, mine = leaves or (None, ())
         with self._window.within("run.windows()"):
-            self._begin(update, None, steps, of_all, expected_weight)
+            self._begin(update, None, of_all, expected_weight)
             if self._handed is not None:
                 self._handed.begin(update, micro_batches, mine)
 
     def _begin(
         self, update: int | None = None, learning_rate: float | None = None,
-        steps: int | None = None, leaves: int | None = None, expected_weight: float | None = None,
+        leaves: int | None = None, expected_weight: float | None = None,
     ) -> None:  # fmt: skip
         if expected_weight is not None:
             expected_weight = number("expected_weight", expected_weight, least="above 0")
@@ -104,7 +102,7 @@ class Accumulator(AccumulatorParts):
         self._window.begin(update, self._tally.micro_steps)
         if learning_rate is not None:
             self._rate.set(number("learning_rate", learning_rate))
-        self._reduction.begin(steps=steps, leaves=leaves)
+        self._reduction.begin(leaves=leaves)
         self._tally.begin()
         self._used.begin()
         self._mark = self.group.mark()

@@ -154,7 +154,6 @@ class TorchEngine:
         self._accumulator.begin_window(
             update=window.update,
             learning_rate=window.learning_rate,
-            steps=window.steps,
             leaves=self._leaves.of_update(window.samples),
             expected_weight=window.samples,  # right wherever the weight is the number of samples
         )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from orchestrator.engine.settings import AccumulationOptions
 from orchestrator.engine.torch.comm.base_group import BaseGroup
-from orchestrator.engine.torch.gradients.at_boundary import AtBoundary, EveryStep, Reduction
+from orchestrator.engine.torch.gradients.at_boundary import AtBoundary, Reduction
 from orchestrator.engine.torch.gradients.bucket_sender import BucketSender
 from orchestrator.engine.torch.gradients.buffer import GradientBuffers
 from orchestrator.engine.torch.gradients.layout import aligned_first
@@ -15,7 +15,7 @@ from orchestrator.engine.torch.gradients.reproducible import Reproducible
 from orchestrator.engine.torch.sharding.reduction import SegmentSender, ShardedBoundary
 from orchestrator.errors import ConfigError, did_you_mean
 
-_THERE_ARE = (("fast", "boundary"), ("fast", "every_step"), ("reproducible", "boundary"))
+_REDUCTIONS = ("fast", "reproducible")
 WIRES = {"own": None, "bfloat16": torch.bfloat16}
 
 
@@ -43,29 +43,25 @@ def reduction_for(
         return Reproducible(buffers, group)
     buffers = GradientBuffers(parameters, metric_count=len(options.metric_names), order=order)
     sender = BucketSender(buffers, group, bucket_bytes, WIRES[options.wire])
-    kind = AtBoundary if options.sync == "boundary" else EveryStep
-    return kind(buffers, group, sender, overlap=overlap)
+    return AtBoundary(buffers, group, sender, overlap=overlap)
 
 
 def _check(options: AccumulationOptions) -> None:
     """Refuse what there is no reduction for."""
-    reduction, sync, wire = options.reduction, options.sync, options.wire
+    reduction, wire = options.reduction, options.wire
     if wire not in WIRES:
         raise ConfigError(f"there is no engine.wire={wire}{did_you_mean(wire, WIRES)}")
-    if wire != "own" and (reduction, sync) != ("fast", "boundary"):
+    if reduction not in _REDUCTIONS:
         raise ConfigError(
-            f"engine.wire={wire} is for accumulation.reduction=fast with "
-            f"accumulation.sync=boundary, not for {reduction} with {sync}"
+            f"there is no accumulation.reduction={reduction}{did_you_mean(reduction, _REDUCTIONS)}"
         )
-    if options.shard_optimizer and (reduction, sync) != ("fast", "boundary"):
+    if wire != "own" and reduction != "fast":
         raise ConfigError(
-            f"engine.shard_optimizer=true is for accumulation.reduction=fast with "
-            f"accumulation.sync=boundary, not for {reduction} with {sync}"
+            f"engine.wire={wire} is for accumulation.reduction=fast, not for {reduction}"
+        )
+    if options.shard_optimizer and reduction != "fast":
+        raise ConfigError(
+            f"engine.shard_optimizer=true is for accumulation.reduction=fast, not for {reduction}"
         )
     if options.shard_optimizer and wire != "own":
         raise ConfigError(f"engine.shard_optimizer=true is for engine.wire=own, not for {wire}")
-    if (reduction, sync) not in _THERE_ARE:
-        raise ConfigError(
-            f"there is no accumulation.reduction={reduction} with accumulation.sync={sync}; there "
-            "are fast with boundary, fast with every_step, and reproducible with boundary"
-        )

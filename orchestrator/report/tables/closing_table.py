@@ -216,17 +216,16 @@ def _regular(record: Record) -> int:
 
 
 def _planned(records: Sequence[Record], planned: int, plan: Mapping[str, Any]) -> Iterator[float]:
-    """For each update, by the group that did it, whose first line says so: ranks go away and come
-    back, and a run goes on with others. One that talks after every micro-step talks less in a
-    ragged window, and one that was skipped has no new weights to gather.
+    """Yield the planned collectives of each update.
+
+    Ranks may leave and come back: the first record of each group says what is planned for it. An
+    update that was skipped has no new weights to gather.
     """
-    often = plan.get("sync") == "every_step"
-    of_group = planned / plan["micro_steps"] if often else planned
+    of_group = planned
     for record in records:
-        told = record.get("planned_collectives")
-        of_group = of_group if told is None else told
-        due = of_group * record["micro_steps"] if often else of_group
-        yield due - plan.get("gathers_per_update", 0) * (record.get("applied") is False)
+        of_this_group = record.get("planned_collectives")
+        of_group = of_group if of_this_group is None else of_this_group
+        yield of_group - plan.get("gathers_per_update", 0) * (record.get("applied") is False)
 
 
 def _print_culprit(culprit: Mapping[str, Any] | None, folder: Path, console: Console) -> None:

@@ -48,7 +48,6 @@ KINDS: dict[str, Kind] = {
     "accumulation.global_batch": Kind.PLANNED,
     "accumulation.steps": Kind.PLANNED,
     "accumulation.micro_batch": Kind.PLANNED,
-    "accumulation.sync": Kind.ROUNDING,
     "accumulation.reduction": Kind.ROUNDING,
     "schedule": Kind.PLANNED,
     "train": Kind.NUMBERS,

@@ -190,12 +190,6 @@ def ranks_without_samples_take_part(group):
     assert report.micro_steps == (0 if group.rank == 0 else 3)
 
 
-def every_step_gives_the_same_update(group):
-    _, report, before, after = _updates(group, sync="every_step", lopsided=True, mode="pynative")
-    assert _distance(after, numpy_update(before, RATE)) < 1e-6
-    assert report.collectives == 3
-
-
 def many_buckets_are_as_planned(group):
     _is_as_planned(group, bucket_bytes=100, mode="pynative")
 
@@ -308,7 +302,6 @@ OWN = (
     update_is_numpys_big_batch,
     update_is_numpys_big_batch_in_float64,
     ranks_without_samples_take_part,
-    every_step_gives_the_same_update,
     many_buckets_are_as_planned,
     weights_are_equal_on_all_ranks,
     a_stop_of_one_is_known_to_all,

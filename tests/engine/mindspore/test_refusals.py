@@ -24,7 +24,6 @@ FRAMEWORK = (
         ("engine.mode=pynative", "engine.mode=graph"),
         ("train.clip_norm=1.0", "engine.style=own"),
         ("accumulation.ragged=update", "accumulation.ragged=drop"),
-        ("accumulation.sync=every_step", "accumulation.sync=boundary"),
         ("train.on_non_finite=skip", "train.on_non_finite=stop"),
         ("transport=gloo", "transport=auto"),
         ("train.precision=bfloat16", "train.precision=float32"),

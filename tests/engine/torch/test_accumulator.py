@@ -37,19 +37,17 @@ def _bits(model):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [64, 100, 256, 10**6])
-@pytest.mark.parametrize(
-    ("sync", "wire"), [("boundary", "own"), ("every_step", "own"), ("boundary", "bfloat16")]
-)
-def test_an_update_sends_what_the_plan_says(ranks, bucket_bytes, sync, wire):
+@pytest.mark.parametrize("wire", ["own", "bfloat16"])
+def test_an_update_sends_what_the_plan_says(ranks, bucket_bytes, wire):
     steps = 3
 
     def train(group):
         ours, model = _accumulator(
-            group, metric_names=("right",), bucket_bytes=bucket_bytes, sync=sync, wire=wire
+            group, metric_names=("right",), bucket_bytes=bucket_bytes, wire=wire
         )
         reports = []
         for _ in range(2):
-            ours.begin_window(steps=steps)
+            ours.begin_window()
             for step in range(steps):
                 loss = _loss(model)
                 ours.backward(Loss(loss.total, 2, {"right": 1}), last=step == steps - 1)
@@ -64,14 +62,11 @@ def test_an_update_sends_what_the_plan_says(ranks, bucket_bytes, sync, wire):
             "ranks": ranks,
             "wire_itemsize": 2 if wire == "bfloat16" else None,
         }
-        sync_steps = steps if sync == "every_step" else 1
-        collectives = Wire(bucket_bytes=bucket_bytes, sync_steps=sync_steps, **given).collectives(
-            parameters
-        )
+        collectives = Wire(bucket_bytes=bucket_bytes, **given).collectives(parameters)
         sent = Wire(**given).bytes_sent(parameters)
         for report in reports:
             assert report.collectives == collectives
-            assert abs(report.bytes_on_wire - sync_steps * sent) < sync_steps
+            assert abs(report.bytes_on_wire - sent) < 1
             assert report.metrics == {"right": 0.5}
 
 
@@ -302,7 +297,7 @@ def test_a_model_without_anything_to_train_is_refused():
         ({"bucket_bytes": 2}, "a bucket of 2 bytes holds no number"),
         ({"on_non_finite": "ignore"}, "must be stop or skip"),
         ({"precision": "bfloat61"}, "did you mean 'bfloat16'"),
-        ({"reduction": "reproducible", "sync": "every_step"}, "there is no accumulation"),
+        ({"reduction": "reproducable"}, "did you mean 'reproducible'"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(settings, message):
@@ -612,13 +607,3 @@ def test_a_parameter_used_by_one_rank_only_is_updated_and_one_used_by_none_is_no
 
     # One more collective where the set of used parameters changed, and only there.
     assert run_in_threads(2, train) == [[2, 1, 1, 2]] * 2
-
-
-def test_ranks_disagree_about_steps_and_one_comes_too_many():
-    ours, model = _accumulator(TorchGroup.alone(), sync="every_step")
-    with pytest.raises(ValueError, match=r"needs begin_window\(steps"):
-        ours.begin_window()
-    ours.begin_window(steps=1)
-    ours.backward(_loss(model))
-    with pytest.raises(ValueError, match="said to have 1 micro-steps; one more came"):
-        ours.backward(_loss(model))

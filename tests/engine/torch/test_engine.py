@@ -102,12 +102,11 @@ def _figures(report):
 
 
 @pytest.mark.parametrize("sizes", [[15, 14], [29, 0, 0], [1, 20, 3, 5]])
-@pytest.mark.parametrize("sync", ["boundary", "every_step"])
-def test_updates_do_not_depend_on_the_split(sizes, sync):
+def test_updates_do_not_depend_on_the_split(sizes):
     settings = {"optimizer": {"name": "sgd"}, "precision": "float64", "clip_norm": 0.5}
     job = Curve(dropout=0.0)
     [(alone, wanted)] = _train(assign([SAMPLES], steps=1), job, **settings)
-    for engine, reports in _train(assign(sizes, cap=4), job, sync=sync, **settings):
+    for engine, reports in _train(assign(sizes, cap=4), job, **settings):
         torch.testing.assert_close(_weights(engine), _weights(alone), rtol=1e-12, atol=1e-13)
         for ours, theirs in zip(reports, wanted, strict=True):
             assert _figures(ours)[0] == pytest.approx(_figures(theirs)[0], rel=1e-12)

@@ -112,12 +112,6 @@ def test_what_only_some_windows_need_is_no_mismatch(screen):
     assert "collectives per update 1, as planned, and 1 exchange of used parameters" in text
 
 
-def test_talking_after_every_micro_step_is_planned_for_short_windows_too(screen):
-    records = [record(0, collectives=4), record(1, collectives=2, micro_steps=2)]
-    plan = {"collectives_per_update": 4, "micro_steps": 4, "sync": "every_step"}
-    assert "2 to 4, as planned" in flat(closing(screen, plan=plan, history=History(records)))
-
-
 def test_each_update_is_held_against_the_plan_of_the_ranks_that_did_it(screen):
     alone = {"generation": 1, "gone": [1], "ranks": 1, "seconds": 0.1}
     again = {"generation": 2, "came": [1], "ranks": 2, "seconds": 0.1}

@@ -59,9 +59,9 @@ def test_a_search_needs_a_sweep_and_is_the_only_one():
 def test_a_value_counts_as_one_that_can_be_where_any_of_the_others_goes_with_it():
     found = asked(
         TINY, "sweep.search=random", "sweep.trials=3", "accumulation.reduction=fast,reproducible",
-        "accumulation.micro_batch=null,8", "accumulation.sync=boundary,every_step",
+        "accumulation.micro_batch=null,8",
     )  # fmt: skip
-    assert found.trials == 3, "reproducible goes with a micro_batch, and with sync=boundary"
+    assert found.trials == 3, "reproducible goes with a micro_batch"
 
 
 def folder_of(*overrides):

@@ -27,7 +27,7 @@ from orchestrator.engine.common.weights_fit import check_fits
 from orchestrator.engine.framework import Framework
 from orchestrator.errors import ConfigError
 
-ONLY = {"reduction": "fast", "sync": "boundary", "precision": "float32", "wire": "own",
+ONLY = {"reduction": "fast", "precision": "float32", "wire": "own",
         "shard_optimizer": False, "survive": False, "loader_workers": 0}  # fmt: skip
 MOMENTUM = 0.9
 

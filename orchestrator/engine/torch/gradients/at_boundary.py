@@ -1,4 +1,4 @@
-"""How local gradients become the sum over ranks: at the boundary, or after every micro-step.
+"""How local gradients become the sum over ranks: at the boundary.
 
 A reduction is told of every micro-step, and at the end gives the totals that all ranks share; the
 summed gradient is then in `buffers`. Two more ways are in
@@ -37,8 +37,8 @@ class Reduction(Protocol):
         """Whether gradients of backwards that somebody else runs can be taken in."""
         ...
 
-    def begin(self, *, steps: int | None, leaves: int | None) -> None:
-        """A window begins, of at most `steps` micro-steps on a rank and `leaves` over all ranks."""
+    def begin(self, *, leaves: int | None) -> None:
+        """Begin a window, of `leaves` leaves over all ranks."""
         ...
 
     def before_backward(self, *, last: bool, leaf: int | None) -> bool:
@@ -115,9 +115,9 @@ class AtBoundary:
         """They only have to be in the buffers."""
         return True
 
-    def begin(self, *, steps: int | None, leaves: int | None) -> None:
+    def begin(self, *, leaves: int | None) -> None:
         """Start from nothing."""
-        del steps, leaves
+        del leaves
         if self._sender.started:
             raise RuntimeError(
                 "a window begins while another one's gradients are on their way: after an error in "
@@ -144,57 +144,3 @@ class AtBoundary:
         self._sender.send_rest()
         self._sender.wait(arrived)
         return read_trailer(self._buffers, self._group.size)
-
-
-class EveryStep(AtBoundary):
-    """One reduction after each micro-step: what people do by mistake, for comparison.
-
-    Every rank takes part in as many reductions as the rank with most micro-steps; one that has run
-    out joins with zeros. What is summed already stays on rank 0 alone, so nothing is counted twice
-    and no second buffer is needed.
-    """
-
-    _steps = _begun = _done = 0
-
-    def begin(self, *, steps: int | None, leaves: int | None) -> None:
-        """Start from nothing. Raises `ValueError` without `steps`: ranks have to agree on it."""
-        if steps is None:
-            raise ValueError(
-                "sync='every_step' needs begin_window(steps=...): the micro-steps of the rank that "
-                "has most of them, the same number on all ranks"
-            )
-        super().begin(steps=steps, leaves=leaves)
-        self._steps, self._begun, self._done = max(1, steps), 0, 0
-
-    def before_backward(self, *, last: bool, leaf: int | None) -> bool:
-        """Send during each backward. Raises `ValueError` when it is one more than was said."""
-        del last, leaf
-        self._begun += 1
-        if self._begun > self._steps:
-            raise ValueError(
-                f"this window was said to have {self._steps} micro-steps; one more came"
-            )
-        if self._overlap:
-            self._sender.arm()
-        # On rank 0 parameters without a gradient have zeros by now, to which autograd adds: only
-        # who is told of each gradient still learns that it was the window's first.
-        return True
-
-    def after_backward(self) -> None:
-        """Reduce, unless this was the last one: that is the boundary's, which adds the trailer."""
-        if self._done < self._steps - 1:
-            self._reduce()
-
-    def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
-        """Join the reductions that other ranks still have, the last one with the trailer."""
-        while self._done < self._steps - 1:
-            self._reduce()
-        return super().finish(trailer, arrived)
-
-    def _reduce(self) -> None:
-        self._buffers.complete()
-        self._sender.send_rest()
-        self._sender.wait()
-        self._done += 1
-        if self._group.rank != 0:
-            self._buffers.begin()

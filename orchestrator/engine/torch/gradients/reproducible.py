@@ -92,9 +92,8 @@ class Reproducible:
         """They would have to be told apart, leaf by leaf."""
         return False
 
-    def begin(self, *, steps: int | None, leaves: int | None) -> None:
+    def begin(self, *, leaves: int | None) -> None:
         """Start without nodes. Without `leaves` they are counted as they come."""
-        del steps
         if leaves is not None and leaves < 1:
             raise ValueError(
                 "begin_window(leaves=...) is the number of the update's leaves over all ranks, 1 "

@@ -34,7 +34,6 @@ WRITES = {
 }
 REDUCTIONS = {
     "fast": ({}, {}),
-    "every_step": ({"sync": "every_step"}, {"steps": 3}),
     "reproducible": ({"reduction": "reproducible"}, {"leaves": 3}),
 }
 

@@ -346,8 +346,7 @@ REFUSALS = {
         {},
         r"a parameter of shape \(3, 2\) that the accumulator does not train",
     ),
-    "every_step": (optim.SGD, {"sync": "every_step"}, "is for accumulation.reduction=fast with"),
-    "reproducible": (optim.SGD, {"reduction": "reproducible"}, "not for reproducible with bound"),
+    "reproducible": (optim.SGD, {"reduction": "reproducible"}, "not for reproducible"),
     "wire": (optim.SGD, {"wire": "bfloat16"}, "is for engine.wire=own"),
 }
 

@@ -20,7 +20,6 @@ RANKS, SAMPLES = 3, 12
 
 WAYS = {
     "fast": {},
-    "every step": {"sync": "every_step"},
     "narrow wire": {"wire": "bfloat16"},
     "sharded": {"shard_optimizer": True},
     "reproducible": {"reduction": "reproducible", "leaf_size": 2},
