@@ -74,7 +74,6 @@ MEANINGS = {
     "run.max_restarts": "How often a run that failed begins again by itself",
     "run.survive": "When a rank dies in mid-window, the others redo it and go on; null: on more than one node, where it can be had ([surviving](../explanation/surviving.md))",
     "run.max_replacements": "How many lost ranks are started again while the others go on; null: 16 on pretended nodes ([surviving](../explanation/surviving.md))",
-    "run.memory_checkpoint": "With an optimizer in shards: each is kept by a neighbour, too, so that survivors read no checkpoint ([surviving](../explanation/surviving.md))",
     "sweep.parallel": "Points of a sweep at once, at the most; auto: as many as this machine has cores, memory "
     "and GPUs for, on a scheduler as it likes",
     "sweep.pack": "Points that share an allocation on SLURM, each on its share of it; true: as many as a node has "

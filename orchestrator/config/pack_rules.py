@@ -48,10 +48,9 @@ def anywhere(config: Config) -> Iterator[str]:
             f"{asked} needs to know how many nodes a point takes, but cluster.nodes="
             f"{cluster.nodes}; try cluster.nodes={most}"
         )
-    if config.run.survive or config.run.memory_checkpoint:
-        key = "run.survive" if config.run.survive else "run.memory_checkpoint"
+    if config.run.survive:
         yield (
-            f"{asked} cannot be with {key}=true: a node that is lost takes all points of its "
+            f"{asked} cannot be with run.survive=true: a node that is lost takes all points of its "
             f"allocation back to the queue; leave one of them out"
         )
     if config.sweep.search != "none":

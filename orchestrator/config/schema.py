@@ -159,7 +159,6 @@ class RunConfig:
     pretended nodes, none on SLURM.
     survive: when a rank dies in mid-window, the others redo it and go on (surviving.md); null:
     wherever that can be had on more than one node, see `survive_rules.py`.
-    memory_checkpoint: what one rank alone has (its shard of the optimizer) a neighbour keeps, too.
     """
 
     dir: str | None = free(PATH)
@@ -169,7 +168,6 @@ class RunConfig:
     max_restarts: int = number(0, least=0, most=10**6)
     survive: bool | None = None
     max_replacements: int | None = number(None, least=0, most=10**6)
-    memory_checkpoint: bool = False
 
 
 @dataclass

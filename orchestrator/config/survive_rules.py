@@ -21,7 +21,7 @@ ON = (
 OFF = "a rank that is lost ends the run: "
 FROM_CHECKPOINT = (
     "; a shard of the optimizer that is lost comes from the newest checkpoint, and the updates "
-    "since are redone, unless run.memory_checkpoint=true keeps each twice"
+    "since are redone"
 )
 UNKNOWN = "the job's source does not say which framework it is for; run.survive=true insists"
 
@@ -39,7 +39,7 @@ def planned(config: Config) -> Survival:
 
     The job's source is read for that. Raises `JobError` as `check_target` does.
     """
-    asked = True if _asked(config) else config.run.survive
+    asked = config.run.survive
     if asked is not None:
         return Survival(asked, _on(config) if asked else "")
     if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
@@ -49,8 +49,7 @@ def planned(config: Config) -> Survival:
 
 
 def _on(config: Config) -> str:
-    kept_once = config.engine.shard_optimizer and not config.run.memory_checkpoint
-    return ON + FROM_CHECKPOINT * kept_once
+    return ON + FROM_CHECKPOINT * config.engine.shard_optimizer
 
 
 def with_survival(config: Config, *, on: bool) -> Config:
@@ -84,33 +83,18 @@ def _with(config: Config, facts: TargetFacts) -> Iterator[str]:
 
 def anywhere(config: Config) -> Iterator[str]:
     """What was asked for and cannot be had, whatever the job is written for."""
-    if config.run.memory_checkpoint and config.run.survive is False:
-        yield (
-            "run.memory_checkpoint=true means nothing with run.survive=false: nobody would go on "
-            "from it; leave one of them out"
-        )
-    elif _asked(config):
-        yield from _of_key(config, _anywhere(config))
+    if config.run.survive:
+        yield from _anywhere(config)
 
 
 def with_torch(config: Config) -> Iterator[str]:
     """The same of a job for torch."""
-    return _of_key(config, _torch(config)) if _asked(config) else iter(())
+    return _torch(config) if config.run.survive else iter(())
 
 
 def with_mindspore(config: Config) -> Iterator[str]:
     """The same of a job for MindSpore."""
-    return _of_key(config, _mindspore()) if _asked(config) else iter(())
-
-
-def _asked(config: Config) -> bool:
-    return bool(config.run.survive or config.run.memory_checkpoint)
-
-
-def _of_key(config: Config, refusals: Iterator[str]) -> Iterator[str]:
-    """Of what was asked for: who wants the copies wants survivors that use them."""
-    key = "run.survive" if config.run.survive else "run.memory_checkpoint"
-    return (one.replace("run.survive=true", f"{key}=true", 1) for one in refusals)
+    return _mindspore() if config.run.survive else iter(())
 
 
 def _anywhere(config: Config) -> Iterator[str]:

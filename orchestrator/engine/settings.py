@@ -30,8 +30,6 @@ class AccumulationOptions:
         shard_optimizer: each rank keeps and steps 1/R of the optimizer, for reduction="fast".
             Parameters move into flat buffers, and `optimizer` holds pieces of them
             from then on: save it with `optimizer_state`. After a boundary every `.grad` is None.
-        mirror_shards: each rank also keeps and steps the shard of the rank that is so many places
-            before it, so that none is lost with its owner; 0: no.
         order: numbers of the trained parameters in the order in which a backward reaches them, the
             same on all ranks: buckets fill up in it. The reverse of the model's by default.
         overlap: send buckets during the last backward; False sends them at the boundary.
@@ -49,7 +47,6 @@ class AccumulationOptions:
     precision: str = "float32"
     wire: str = "own"
     shard_optimizer: bool = False
-    mirror_shards: int = 0
     order: Sequence[int] | None = None
     overlap: bool = True
     silent: bool = True
@@ -92,7 +89,6 @@ class EngineSettings(AccumulationOptions):
         style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
         norm: "warn", "frozen" or "group": what torch does about batch norm.
         survive: ranks may have to go on without those that die (docs/explanation/surviving.md).
-        memory_checkpoint: a sharded optimizer's shards are mirrored for that.
         log_every: the loss goes to each rank's log every so many micro-steps; 0 never.
     """
 
@@ -105,5 +101,4 @@ class EngineSettings(AccumulationOptions):
     style: str = "own"
     norm: str = "warn"
     survive: bool = False
-    memory_checkpoint: bool = False
     log_every: int = 0

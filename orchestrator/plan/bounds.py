@@ -31,7 +31,7 @@ def one_of(key: str, value: str) -> str:
     """Give `value` back if it is one of the schema's choices for `key`.
 
     >>> one_of("accumulation.ragged", "drop")
-    'boundary'
+    'drop'
 
     Raises:
         PlanError: it is not; the message gives the nearest spelling, or all choices.

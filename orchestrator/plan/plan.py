@@ -219,7 +219,7 @@ def _traffic(config: Config, known: Known, split: Split) -> Traffic:
         metric_count=known.metric_count,
         bucket_bytes=engine.bucket_bytes,
         wire_itemsize=WIRE_ITEMSIZE[engine.wire],
-        sharded=engine.shard_optimizer * (1 + config.run.memory_checkpoint),
+        sharded=engine.shard_optimizer,
         early=known.framework != "mindspore",
     )
     summed = None if asked.reduction == "reproducible" else parameters

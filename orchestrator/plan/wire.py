@@ -99,8 +99,7 @@ class Wire:
         bucket_bytes: see `bucket_count`.
         wire_itemsize: bytes of a number while it travels, where those are fewer; the trailer then
             travels by itself.
-        sharded: how many ranks step each R-th of the weights: 1 (or True), or 2 where shards are
-            mirrored, for which its owner sends the other one its gradient. 0: all step all.
+        sharded: each rank steps 1/R of the weights.
         early: buckets leave during the backward.
 
     Raises:
@@ -112,7 +111,7 @@ class Wire:
     metric_count: int
     bucket_bytes: int | None = None
     wire_itemsize: int | None = None
-    sharded: int = 0
+    sharded: bool = False
     early: bool = True
 
     def __post_init__(self) -> None:
@@ -127,9 +126,8 @@ class Wire:
         """Collectives that each rank takes part in during one update; 0 on a single rank.
 
         They are all-reduces. When `sharded`, each bucket is a reduce-scatter of the gradient and a
-        gather of the weights, and what the trailer says travels in one gather more; when mirrored
-        also a shift of each bucket's segments. None when `parameters` is unknown and there is more
-        than one rank.
+        gather of the weights, and the trailer travels in one gather more. None when `parameters` is
+        unknown and there is more than one rank.
 
         >>> Wire(ranks=4, itemsize=4, metric_count=1, bucket_bytes=10**6).collectives(1_000_000)
         5
@@ -145,7 +143,7 @@ class Wire:
         if parameters is None:
             return None
         if self.sharded:
-            return (1 + self.sharded) * self._sharded_buckets(parameters) + 1
+            return 2 * self._sharded_buckets(parameters) + 1
         payload = self._payload(parameters)
         if self.wire_itemsize is None:
             return bucket_count(payload, self.bucket_bytes, early=self.early)
@@ -157,7 +155,7 @@ class Wire:
         That floor is reached by ring and recursive-halving all-reduces (Patarasuk and Yuan, 2009).
         Rounded up; None when `parameters` is unknown, 0 on a single rank.
         When `sharded`, (R-1)/R of the padded gradient and of the weights, and to every other rank
-        the numbers of the trailer and a norm, in float64; when mirrored 1/R of the gradient more.
+        the numbers of the trailer and a norm, in float64.
 
         >>> Wire(ranks=4, itemsize=4, metric_count=0).bytes_sent(1_000)
         6324
@@ -174,7 +172,7 @@ class Wire:
         if self.sharded:
             row = 8 * (trailer_numbers(self.metric_count) + 1)
             shard = padded(parameters, self.ranks) // self.ranks * self.itemsize
-            return (self.ranks - 1) * (2 * shard + row) + (self.sharded - 1) * shard
+            return (self.ranks - 1) * (2 * shard + row)
         payload = self._payload(parameters)
         if self.wire_itemsize is not None:
             payload -= parameters * (self.itemsize - self.wire_itemsize)

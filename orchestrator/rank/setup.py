@@ -143,7 +143,6 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
         "metric_names": tuple(getattr(job, "metric_names", ())),
         "jit_level": None if config.engine.jit_level == "auto" else config.engine.jit_level,
         "survive": bool(config.run.survive),
-        "memory_checkpoint": config.run.memory_checkpoint,
     }
     same: dict[str, Any] = {
         setting.name: getattr(section, setting.name)

@@ -112,19 +112,6 @@ def test_what_was_said_holds(stated):
         assert planned(config(survive=stated, **values)).on is stated
 
 
-def test_shards_that_are_kept_once_come_from_a_checkpoint_and_that_is_said():
+def test_lost_shards_come_from_a_checkpoint_and_the_plan_says_so():
     shards = {"engine__shard_optimizer": True}
     assert "comes from the newest checkpoint" in planned(config(survive=None, **shards)).words
-    kept = config(survive=None, run__memory_checkpoint=True, **shards)
-    assert planned(kept).words == ON
-    refuse(kept, "torch")
-    assert planned(config(survive=None, run__memory_checkpoint=True, cluster__nodes=1)).on
-
-
-@pytest.mark.parametrize(
-    ("survive", "framework", "said"),
-    [(None, "mindspore", "run.memory_checkpoint=true is not"), (False, "torch", "leave one of")],
-)
-def test_copies_that_nobody_could_go_on_from_are_refused(survive, framework, said):
-    with pytest.raises(ConfigError, match=said):
-        refuse(config(survive=survive, run__memory_checkpoint=True), framework)

@@ -34,17 +34,17 @@ def test_rank_0s_node_is_killed_and_another_set_down_and_the_job_ends_as_if_noth
     mended, tmp_path
 ):
     """Beside it a job with a sharded optimizer, which loses a rank, and then the last of a node: it
-    needs both of its nodes, and begins again where it stood.
+    needs both of its nodes, and begins again from its newest checkpoint.
     """
     whole, shards = tmp_path / "whole", tmp_path / "shards"
-    more = (*RUN, "run.survive=true", "train.checkpoint_every=0", "cluster.ranks_per_node=2")
-    runs.submit(mended, whole, *more, REPRODUCIBLE, "cluster.nodes=3")
+    more = (*RUN, "run.survive=true", "cluster.ranks_per_node=2")
+    runs.submit(mended, whole, *more, REPRODUCIBLE, "train.checkpoint_every=0", "cluster.nodes=3")
     job = runs.submit(
         mended,
         shards,
         *more,
         "engine.shard_optimizer=true",
-        "run.memory_checkpoint=true",
+        "train.checkpoint_every=1",
         "cluster.nodes={min: 2, max: 2}",
     )
     undisturbed = tmp_path / "undisturbed"
@@ -74,4 +74,4 @@ def test_rank_0s_node_is_killed_and_another_set_down_and_the_job_ends_as_if_noth
     assert [note["gone"] for note in survived(shards)] == [[1]]
     note = runs.first_records(shards)[1]["restart"]
     assert "fewer than cluster.nodes.min=2" in note["why"]
-    assert note["lost_updates"] == 0
+    assert note["lost_updates"] <= 1

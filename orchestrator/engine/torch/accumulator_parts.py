@@ -67,8 +67,8 @@ class AccumulatorParts:
             check_shardable(optimizer, trained)
         self._shard = None
         if isinstance(self._reduction, ShardedBoundary):
-            slices, mirrored = self._reduction.slices, options.mirror_shards
-            self._shard = OptimizerShard(optimizer, self.buffers, group, slices, mirrored=mirrored)
+            slices = self._reduction.slices
+            self._shard = OptimizerShard(optimizer, self.buffers, group, slices)
         # Once the shard has put its pieces into the optimizer, which has to stay as it is then.
         self._checks = WindowChecks(model, named, trained, optimizer, group, options)
         self._window = WindowState([name for name, _ in trained], group.size)
@@ -105,10 +105,6 @@ class AccumulatorParts:
         """Memory of all gradient buffers that were made."""
         return self._reduction.buffers_made * self.buffers.bytes_of_all()
 
-    def bytes_kept(self) -> int:
-        """Memory of a sharded optimizer's last step, for it to be taken back."""
-        return 0 if self._shard is None else self._shard.bytes_kept()
-
     @property
     def sharded(self) -> bool:
         """Whether this rank holds a part of the optimizer's state only."""
@@ -133,22 +129,13 @@ class AccumulatorParts:
         with self._shard.loading():
             restore_optimizer(self.optimizer, part_of(self._shard, state))
 
-    def optimizer_state_among(self, left: BaseGroup, *, ended: bool) -> dict[str, Any]:
-        """`optimizer_state` on every rank of `left`, those of the group that are left, put together
-        from `mirror_shards`; collective over these where it is sharded.
-
-        Args:
-            ended: some rank of `left` has ended an update which this one has not: every rank has
-                stepped then. Otherwise what it may have stepped is taken back.
+    def optimizer_state_among(self, left: BaseGroup) -> dict[str, Any]:
+        """Return `optimizer_state` on every rank of `left`; collective over it where sharded.
 
         Raises:
-            StateLost: too many are gone, on all alike.
+            StateLost: on all ranks; `left` lacks a rank of the group, and thus its shard.
         """
-        if self._shard is None:
-            return self.optimizer.state_dict()
-        if not ended:
-            self._shard.take_back()
-        return recovered(self._shard, left)
+        return self.optimizer.state_dict() if self._shard is None else recovered(self._shard, left)
 
     def check_replicas(self) -> None:
         """Compare all parameters of all ranks, trained or not; buffers that differ are warned of.

@@ -20,8 +20,7 @@ def memory_bytes(model: Module, accumulator: Accumulator) -> dict[str, int]:
     return {
         "parameters": _bytes((*model.parameters(), *model.buffers())),
         "gradients": accumulator.gradient_bytes(),
-        "optimizer": _bytes(v for held in state for v in held.values() if isinstance(v, Tensor))
-        + accumulator.bytes_kept(),
+        "optimizer": _bytes(v for held in state for v in held.values() if isinstance(v, Tensor)),
     }
 
 

@@ -35,8 +35,7 @@ def reduction_for(
     if options.shard_optimizer and group.size > 1:
         order = aligned_first(parameters, order)
         buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
-        mirrored = options.mirror_shards
-        segments = SegmentSender(buffers, group, bucket_bytes, mirrored=mirrored)
+        segments = SegmentSender(buffers, group, bucket_bytes)
         return ShardedBoundary(buffers, group, segments, overlap=overlap)
     if options.reduction == "reproducible":
         buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)

@@ -2,8 +2,8 @@
 
 Weights and optimizer change in the optimizer's step alone, so a window that broke off has left them
 as they were. What a forward changes (batch norm's statistics) and what a boundary may have changed
-before it broke off (float16's scale) goes back to what it was when the window began. An optimizer
-in shards may be mirrored (`sharding/pieces.py`): each rank has what the one before it has, too.
+before it broke off (float16's scale) goes back to what it was when the window began. The shard of
+an optimizer that is lost with its rank comes from the newest checkpoint (`StateLost`).
 
 A newcomer's engine was built alone. It stands behind all others, and gets what they get who are
 behind; and the order of buckets, which those that began together have agreed on.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.comm.gathered import numbers_of_all, texts_of_all
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.optimizers import hyperparameters_of
-from orchestrator.engine.torch.sharding.mirrors import mirror_distance
 from orchestrator.engine.torch.state import pack, unpack
 from orchestrator.errors import ConfigError, StateLost
 from orchestrator.job import Job
@@ -47,8 +45,7 @@ class SurvivingEngine(TorchEngine):
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
         if refusal := against(job, group):
             raise ConfigError(refusal)
-        mirrors = _mirrors(group) if settings.shard_optimizer and settings.memory_checkpoint else 0
-        super().__init__(job, replace(settings, mirror_shards=mirrors), group)
+        super().__init__(job, settings, group)
         self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups
         self._order: list[int] | None = None  # of buckets, as those who began together agreed
         self._scale_before: dict[str, float] = {}
@@ -82,7 +79,7 @@ class SurvivingEngine(TorchEngine):
     def before_growth(self) -> None:
         if self._accumulator.options.shard_optimizer:
             self._taken.wait()
-            self._whole_state = self._accumulator.optimizer_state_among(self._group, ended=False)
+            self._whole_state = self._accumulator.optimizer_state_among(self._group)
 
     def catch_up(self, group: BaseGroup, updates: int, standing: str) -> str | None:
         self._undo()
@@ -95,7 +92,7 @@ class SurvivingEngine(TorchEngine):
         newest, behind = max(applied), updates < max(applied)
         sharded = self._accumulator.options.shard_optimizer
         try:
-            whole = self._state_among(group, ended=behind) if sharded else None
+            whole = self._state_among(group) if sharded else None
         except StateLost:
             self._incomplete = True
             raise
@@ -126,14 +123,14 @@ class SurvivingEngine(TorchEngine):
             state["optimizer"] = self._accumulator.optimizer_state()
         return state
 
-    def _state_among(self, group: BaseGroup, *, ended: bool) -> dict[str, Any]:
+    def _state_among(self, group: BaseGroup) -> dict[str, Any]:
         """All of a sharded optimizer's state, on every rank of `group`. Collective.
 
         Those that were on their way into a group have it already, where one more was lost then.
         """
         have = [bool(row[0]) for row in numbers_of_all(group, [self._whole_state is not None])]
         if not any(have):
-            return self._accumulator.optimizer_state_among(group, ended=ended)
+            return self._accumulator.optimizer_state_among(group)
         _, found = self._from(group, have.index(True), "", self._whole_state or {})
         return self._whole_state or found
 
@@ -181,8 +178,6 @@ class SurvivingEngine(TorchEngine):
         options = earlier.options
         if self._order is not None:
             options = options.but({"order": self._order})
-        if options.shard_optimizer and self._settings.memory_checkpoint:
-            options = options.but({"mirror_shards": _mirrors(group)})
         self._accumulator = Accumulator(self._model, earlier.optimizer, group, options)
         self._accumulator.succeed(earlier)
         if self._whole_state is not None:
@@ -197,7 +192,3 @@ class SurvivingEngine(TorchEngine):
         """Some have begun the next window already, with its rate: each window sets it anew."""
         if base := accumulator.optimizer.defaults.get("lr"):
             accumulator.set_rate(float(base))
-
-
-def _mirrors(group: BaseGroup) -> int:
-    return mirror_distance(texts_of_all(group, group.node))

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.surviving import SurvivingEngine
 from orchestrator.errors import PeerLost, StateLost
 from orchestrator.plan.split import split_leaves
-from orchestrator.plan.wire import Wire
 from tests.engine.torch.test_engine import Curve
 
 SETTINGS = EngineSettings(
@@ -227,7 +225,7 @@ def test_statistics_of_batch_norm_do_not_count_a_micro_step_twice():
 # ------------------------------------------------------------------ an optimizer in shards
 
 SHARDED = EngineSettings(
-    optimizer={"name": "adam"}, shard_optimizer=True, survive=True, memory_checkpoint=True,
+    optimizer={"name": "adam"}, shard_optimizer=True, survive=True,
     clip_norm=1.0, metric_names=Curve.metric_names,
 )  # fmt: skip
 
@@ -270,25 +268,10 @@ def before_weights_come(engine, rank):
         train(engine, rank, 4, [2])
 
 
-@pytest.mark.parametrize("left", [(1, 2, 3), (0, 2)], ids=len)
-@pytest.mark.parametrize("breaks_off", [in_the_window, before_weights_come])
-def test_shards_of_the_dead_come_from_their_neighbours(tmp_path, left, breaks_off):
-    def before(engine, rank):
-        train(engine, rank, 4, range(2))
-        breaks_off(engine, rank)
-
-    found = survivors_of(4, left, before, settings=SHARDED)
-    expected = of_a_checkpoint(tmp_path, len(left), 2, updates=5)
-    assert found == [(None, expected)] * len(left)
-
-
 @pytest.mark.parametrize("ranks", [3, 1])
-@pytest.mark.parametrize("mirrored", [True, False])
-def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks, mirrored):
-    settings = replace(SHARDED, memory_checkpoint=mirrored)
-
+def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks):
     def save(group):
-        engine = SurvivingEngine(Curve(), settings, group)
+        engine = SurvivingEngine(Curve(), SHARDED, group)
         train(engine, group.rank, group.size, range(2))
         engine.gather_state()
         return engine.save_state(tmp_path) if group.rank == 0 else None
@@ -296,31 +279,13 @@ def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks, mirrored):
     saved = run_in_threads(ranks, save)[0]
 
     def load(group):
-        engine = SurvivingEngine(Curve(), settings, group)
+        engine = SurvivingEngine(Curve(), SHARDED, group)
         engine.load_state(tmp_path, saved)
         train(engine, group.rank, group.size, range(2, 5))
         return digest(engine)
 
     expected = run_in_threads(ranks + 1, load)[0]
-    assert {bits for _, bits in joined_by_one(settings, ranks)} == {expected}
-
-
-def test_who_lacks_the_weights_of_a_sharded_update_gets_them_and_keeps_its_state(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setitem(globals(), "DONE", (2,))
-
-    def before(engine, rank):
-        train(engine, rank, 4, range(2))
-        if rank in DONE:
-            train(engine, rank, 4, range(2, 3))
-            train(engine, rank, 4, [3], most=1)
-        else:
-            before_weights_come(engine, rank)
-
-    found = survivors_of(4, (1, 2, 3), before, settings=SHARDED)
-    assert [told for told, _ in found] == ["standing of 2", None, "standing of 2"]
-    assert {bits for _, bits in found} == {of_a_checkpoint(tmp_path, 3, 3, updates=5)}
+    assert {bits for _, bits in joined_by_one(SHARDED, ranks)} == {expected}
 
 
 def test_one_more_loss_on_the_way_into_the_group_finds_the_state_with_those_who_have_it(tmp_path):
@@ -329,11 +294,11 @@ def test_one_more_loss_on_the_way_into_the_group_finds_the_state_with_those_who_
     def first(group):
         engine = engines[group.rank] = SurvivingEngine(Curve(), SHARDED, group)
         train(engine, group.rank, 4, range(2))
-        before_weights_come(engine, group.rank)
+        engine.before_growth()
 
     run_in_threads(4, first)
 
-    def second(group):  # of 1, 2 and 3, where 3 goes away before the end, and 1 has come farther
+    def second(group):  # of 1, 2 and 3, where 3 goes away before the end
         engines[1 + group.rank].catch_up(group, 2, "")
         if group.rank == 1:
             engines[2]._whole_state = None
@@ -351,16 +316,14 @@ def test_one_more_loss_on_the_way_into_the_group_finds_the_state_with_those_who_
 
 
 @pytest.mark.parametrize("left", [(0, 2, 3), (1,)], ids=len)
-@pytest.mark.parametrize("mirrored", [False, True])
 @pytest.mark.parametrize("breaks_off", [in_the_window, before_weights_come])
 def test_what_nobody_has_comes_from_a_checkpoint_and_until_then_nothing_kept_is_of_use(
-    tmp_path, left, mirrored, breaks_off
+    tmp_path, left, breaks_off
 ):
-    settings = replace(SHARDED, memory_checkpoint=mirrored)
     engines, saved = {}, {}
 
     def first(group):
-        engine = engines[group.rank] = SurvivingEngine(Curve(), settings, group)
+        engine = engines[group.rank] = SurvivingEngine(Curve(), SHARDED, group)
         train(engine, group.rank, 4, range(2))
         engine.gather_state()
         if group.rank == 0:
@@ -368,8 +331,6 @@ def test_what_nobody_has_comes_from_a_checkpoint_and_until_then_nothing_kept_is_
         breaks_off(engine, group.rank)
 
     run_in_threads(4, first)
-    if mirrored and len(left) == 3:
-        left = (0, 3)  # 1 kept the part of 0, and 2 that of 1
 
     def again(group, whole):
         engine = engines[left[group.rank]]
@@ -386,74 +347,3 @@ def test_what_nobody_has_comes_from_a_checkpoint_and_until_then_nothing_kept_is_
     found = run_in_threads(len(left), partial(again, whole=True))
     (tmp_path / "again").mkdir()
     assert set(found) == {of_a_checkpoint(tmp_path / "again", len(left), 2, updates=5)}
-
-
-def states_of_boundary(ranks, distance):
-    """The accumulators of `ranks` ranks after two updates, in the midst of the third, and all of
-    the state as it was at the boundary.
-    """
-    kept = {}
-
-    def rank(group):
-        engine = TorchEngine(Curve(), replace(SHARDED, mirror_shards=distance), group)
-        train(engine, group.rank, group.size, range(2))
-        kept[group.rank] = engine.accumulator
-        whole = engine.accumulator.optimizer_state()
-        train(engine, group.rank, group.size, [2], most=1)
-        return whole
-
-    return kept, run_in_threads(ranks, rank)[0]
-
-
-@pytest.mark.parametrize(("ranks", "distance"), [(2, 1), (3, 1), (4, 1), (4, 2), (5, 2), (5, 3)])
-def test_whoever_is_lost_the_state_is_that_of_the_boundary_where_anybody_kept_it(ranks, distance):
-    """All sets of ranks: to the bit, or `StateLost` where a rank and its keeper are both gone."""
-    kept, whole = states_of_boundary(ranks, distance)
-    for left in (set(c) for n in range(1, ranks + 1) for c in combinations(range(ranks), n)):
-        known = all({q, (q + distance) % ranks} & left for q in range(ranks))
-        order = sorted(left)
-
-        def recover(group, order=order):
-            return kept[order[group.rank]].optimizer_state_among(group, ended=False)
-
-        if not known:
-            with pytest.raises(StateLost, match="nobody has the part of rank"):
-                run_in_threads(len(left), recover)
-            continue
-        for found in run_in_threads(len(left), recover):
-            assert found["state"].keys() == whole["state"].keys()
-            for (name, one), (same, other) in zip(flat(found), flat(whole), strict=True):
-                assert name == same
-                assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-
-
-@pytest.mark.parametrize("left", [(0, 3), (1, 2)])
-def test_two_neighbours_gone_at_once_are_too_many_for_shards(left):
-    with pytest.raises(StateLost, match="nobody has the part of rank"):
-        survivors_of(
-            4, left, lambda engine, rank: train(engine, rank, 4, range(2)), settings=SHARDED
-        )
-
-
-def test_mirrored_shards_change_no_number_and_take_what_is_planned():
-    def rank(group, settings):
-        engine = SurvivingEngine(Curve(), settings, group)
-        train(engine, group.rank, group.size, range(3))
-        one = window(3, group.rank, group.size)
-        engine.begin_window(one)
-        for batch, micro_batch in zip(
-            engine.batches(one.micro_batches), one.micro_batches, strict=True
-        ):
-            engine.micro_step(batch, micro_batch)
-        report = engine.boundary()
-        return digest(engine), report.collectives, report.bytes_on_wire, engine.parameter_count()
-
-    def plain(group):
-        engine = TorchEngine(Curve(), replace(SHARDED, survive=False), group)
-        train(engine, group.rank, group.size, range(4))
-        return digest(engine)
-
-    bits, collectives, sent, parameters = run_in_threads(4, partial(rank, settings=SHARDED))[0]
-    wire = Wire(ranks=4, itemsize=4, metric_count=len(Curve.metric_names), sharded=2)
-    assert (collectives, sent) == (wire.collectives(parameters), wire.bytes_sent(parameters))
-    assert bits == run_in_threads(4, plain)[0]

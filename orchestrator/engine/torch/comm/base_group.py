@@ -191,19 +191,6 @@ class BaseGroup(Member, ABC):
         sent = [tensor.numel() // self._size] * self._size
         self._start_exchange(received, tensor, list(counts), sent).wait()
 
-    def shift_async(self, received: Tensor, tensor: Tensor, *, by: int) -> Work:
-        """Start to send `tensor` to the rank `by` places on, and to fill `received` with that of
-        the one `by` places before: in a ring, of two ranks or more. Both flat, real, contiguous,
-        equally long on all.
-        """
-        self.silence.check("shift")
-        self._count(bytes_of(tensor), self._size * bytes_of(tensor))
-        before, after = (self._rank - by) % self._size, (self._rank + by) % self._size
-        counts = [
-            [tensor.numel() * (r == one) for r in range(self._size)] for one in (before, after)
-        ]
-        return self._start_exchange(received, tensor, *counts)
-
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Replace `tensor` by rank `source`'s, in place. Same shape and dtype on all ranks."""
         self.silence.check("broadcast")

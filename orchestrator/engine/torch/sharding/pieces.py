@@ -5,10 +5,6 @@ bucket of weights is one slice, as a bucket of the gradient is. Rank r owns segm
 bucket. What of a parameter lies in its segments are its pieces; they take the parameter's place in
 the optimizer, which thus keeps state for 1/R of the model, and steps 1/R of it.
 
-Mirrored by d, rank r also keeps and steps the pieces of rank r-d, from the same gradient to the
-same bits. So every shard is there twice, and a step can be taken back as long as nobody has ended
-the update, for survivors to begin it again (`surviving.py`).
-
     [Rajbhandari et al. 2020, ZeRO, stage 1 and the gradient's half of stage 2, arXiv 1910.02054]
 """
 
@@ -24,10 +20,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from orchestrator.engine.torch.comm.base_group import BaseGroup, Work
+from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.gradients.buffer import GradientBuffers, view_of
 from orchestrator.engine.torch.gradients.layout import segment_of
-from orchestrator.engine.torch.sharding.mirrors import Before
 from orchestrator.errors import JobError
 
 
@@ -53,10 +48,8 @@ class OptimizerShard:
         buffers: the gradient, padded to a multiple of the ranks.
         group: the ranks, two or more.
         buckets: slices of the buffers, as (buffer, start, end); R equal segments each.
-        mirrored: d, see the module; 0: no.
 
     Attributes:
-        mirrored: d.
         pieces: this rank's, for each of the trained parameters; none for many of them.
         groups: the numbers of the parameters in each of the optimizer's groups, None for those that
             are not trained: as they were before pieces took their place.
@@ -68,21 +61,13 @@ class OptimizerShard:
         buffers: GradientBuffers,
         group: BaseGroup,
         buckets: Sequence[tuple[int, int, int]],
-        *,
-        mirrored: int = 0,
     ) -> None:
         self.optimizer, self.buffers, self.group, self.buckets = optimizer, buffers, group, buckets
-        self.mirrored = mirrored
-        keeps = [group.rank, *([(group.rank - mirrored) % group.size] if mirrored else [])]
-        owned = [segment_of(bucket, rank, group.size) for rank in keeps for bucket in buckets]
+        owned = [segment_of(bucket, group.rank, group.size) for bucket in buckets]
         self._gradients = [buffers.gradients[buffer][start:end] for buffer, start, end in owned]
         weights = _moved(buffers)
         self._addresses = [place.parameter.data_ptr() for place in buffers.places]
         self._weights = [weights[buffer][start:end] for buffer, start, end in buckets]
-        self._arriving = (
-            [buffers.flats[buffer][start:end] for buffer, start, end in buckets] if mirrored else []
-        )
-        self._before = Before(optimizer) if mirrored else None
         self.pieces = _pieces(buffers, weights, owned)
         self._whole = [list(g["params"]) for g in optimizer.param_groups]
         numbers = {id(place.parameter): number for number, place in enumerate(buffers.places)}
@@ -128,8 +113,6 @@ class OptimizerShard:
         for number, pieces in enumerate(self.pieces):
             for piece in pieces:
                 piece.weight.grad = None if number in left_alone else piece.gradient
-        if self._before is not None:
-            self._before.keep(piece.weight for pieces in self.pieces for piece in pieces)
 
     def attach(self) -> None:
         """After the step every `.grad` is None: no rank has all of the gradient to show."""
@@ -150,26 +133,8 @@ class OptimizerShard:
 
     def spread(self) -> None:
         """Give every rank the weights that their owners have stepped. Collective."""
-        if self._before is None:
-            _await([self.group.gather_in_place_async(bucket) for bucket in self._weights])
-            return
-        # They come where the gradient was: weights stay as they are until all have come.
-        for arriving, bucket in zip(self._arriving, self._weights, strict=True):
-            _, start, end = segment_of((0, 0, len(bucket)), self.group.rank, self.group.size)
-            arriving[start:end].copy_(bucket[start:end])
-        _await([self.group.gather_in_place_async(arriving) for arriving in self._arriving])
-        for arriving, bucket in zip(self._arriving, self._weights, strict=True):
-            bucket.copy_(arriving)
-        self._before.forget()
-
-    def take_back(self) -> None:
-        """Undo a step whose weights have not come from all ranks. Mirrored only; not collective."""
-        if self._before is not None:
-            self._before.restore()
-
-    def bytes_kept(self) -> int:
-        """Memory of what could be taken back."""
-        return 0 if self._before is None else self._before.bytes_kept()
+        for work in [self.group.gather_in_place_async(bucket) for bucket in self._weights]:
+            work.wait()
 
     def release(self) -> None:
         """Let the optimizer have whole parameters again, without any state."""
@@ -178,11 +143,6 @@ class OptimizerShard:
         for group, parameters in zip(self.optimizer.param_groups, self._whole, strict=True):
             group["params"] = parameters
         self.optimizer.state.clear()
-
-
-def _await(works: Iterable[Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def _moved(buffers: GradientBuffers) -> list[Tensor]:

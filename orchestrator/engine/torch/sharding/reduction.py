@@ -29,16 +29,10 @@ class SegmentSender(BucketSender):
         buffers: without a trailer, padded to a multiple of the ranks.
         group: the ranks.
         bucket_bytes: size of a bucket, up to rounding to whole segments.
-        mirrored: each rank also gets the sums of the rank so many places before it; 0: it does not.
     """
 
     def __init__(
-        self,
-        buffers: GradientBuffers,
-        group: BaseGroup,
-        bucket_bytes: int | None,
-        *,
-        mirrored: int = 0,
+        self, buffers: GradientBuffers, group: BaseGroup, bucket_bytes: int | None
     ) -> None:
         super().__init__(buffers, group, bucket_bytes)
         owned = [segment_of(bucket, group.rank, group.size) for bucket in self.slices]
@@ -46,17 +40,6 @@ class SegmentSender(BucketSender):
         self._gradients = [  # what arrives: the same without padding
             buffers.gradients[buffer][start:end] for buffer, start, end in owned
         ]
-
-        mirror = (group.rank - mirrored) % group.size
-        before = [segment_of(bucket, mirror, group.size) for bucket in self.slices if mirrored]
-        self._by = mirrored
-        self._mirrored = [buffers.flats[buffer][start:end] for buffer, start, end in before]
-
-    def mirror(self) -> None:
-        """Send this rank's sums to the one that keeps its shard, too. Collective."""
-        both = zip(self._mirrored, self._segments, strict=False)
-        for work in [self._group.shift_async(*pair, by=self._by) for pair in both]:
-            work.wait()
 
     def _cut(self, bucket_bytes: int | None) -> list[tuple[int, int, int]]:
         return bucket_slices(self._buffers.flats, bucket_bytes, multiple_of=self._group.size)
@@ -84,7 +67,6 @@ class ShardedBoundary(AtBoundary):
         self._sender.send_rest()
         norm = GradientNorm()
         self._sender.wait(norm.add)
-        self._sender.mirror()
         row = [*trailer.numbers(WIDE), norm.value()]
         rows = self._group.all_gather(
             torch.tensor([row], dtype=torch.float64, device=self._group.device)

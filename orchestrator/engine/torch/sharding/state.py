@@ -48,21 +48,18 @@ def gathered(shard: OptimizerShard) -> dict[str, Any] | None:
 
 
 def recovered(shard: OptimizerShard, left: BaseGroup) -> dict[str, Any]:
-    """The same on every rank of `left`, which some of the shard's ranks are, from its mirrors.
+    """Return the same on every rank of `left`, which holds ranks of the shard's group.
 
     Collective over `left`. For a moment each of them has all of the state.
 
     Raises:
-        StateLost: on all alike; a rank is gone, and the one that kept its part, too.
+        StateLost: on all ranks; a rank of the shard's group is gone.
     """
     size = shard.group.size
     ranks = [int(row[0]) for row in numbers_of_all(left, [shard.group.rank])]
-    kept = [(q, (q + shard.mirrored) % size) for q in range(size)]
-    keepers = [next((rank for rank in both if rank in ranks), None) for both in kept]
-    sources = [ranks.index(keeper) for keeper in keepers if keeper is not None]
-    if len(sources) < size:
-        lost = [q for q, keeper in enumerate(keepers) if keeper is None]
+    if lost := [rank for rank in range(size) if rank not in ranks]:
         raise StateLost(lost)
+    sources = [ranks.index(rank) for rank in range(size)]
     told = _told_by_all(shard, left)
     whole = {kind: _recovered_kind(shard, kind, left, sources) for kind in _kinds(told)}
     return _put_together(shard, told, whole)
