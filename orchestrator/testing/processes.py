@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.torch.model.uncompiled import spare_the_compiler
 from orchestrator.engine.torch.rendezvous.forming import form_group
 
 _context = multiprocessing.get_context("forkserver")
@@ -48,7 +47,6 @@ def _be(
     results: Any,
 ) -> None:
     torch.set_num_threads(1)
-    spare_the_compiler()  # as a run's ranks do
     try:
         group = form_group(made())
         results.put((rank, function(group, *arguments), None))

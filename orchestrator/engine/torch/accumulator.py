@@ -142,7 +142,6 @@ class Accumulator(AccumulatorParts):
         factor = self.precision.scale / self._expected
         counted = self.buffers.begun and not told
         with self._ears.counting(self.buffers.versions if counted else None):
-            # Not backward(gradient): that loads torch's symbolic shapes, and sympy with them.
             (loss.total if factor == 1.0 else loss.total * factor).backward()
         self._used.mark(*self.buffers.settle())
         self._reduction.after_backward()

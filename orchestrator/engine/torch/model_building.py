@@ -18,7 +18,6 @@ from orchestrator.engine.torch.checks.at_start.loss_trial import loss_warning
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.model.device_and_dtype import doubled
 from orchestrator.engine.torch.model.precision import Precision
-from orchestrator.engine.torch.model.uncompiled import spare_the_compiler
 from orchestrator.engine.torch.optimizers import build_optimizer, usable
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.errors import JobError
@@ -43,7 +42,6 @@ def built_optimizer(job: Job, model: Module, settings: EngineSettings) -> Optimi
         ConfigError: it cannot be built, or used.
         JobError: a scheduler hangs on it.
     """
-    spare_the_compiler()
     given = getattr(job, "optimizer", lambda _: None)(model)
     own = chosen(given, settings.optimizer, type(job).__name__)
     if own is None:
