@@ -27,7 +27,6 @@ class Bound:
     Attributes:
         choice: the words that it may be.
         seam: where installed packages may add such words.
-        later: words that have a meaning in the documentation's plans, and none in the code.
         least, most: the smallest and largest number.
         above: a finite number that it must be above.
         why_free: why there is no bound, besides those of every text and whole number.
@@ -35,7 +34,6 @@ class Bound:
 
     choice: tuple[str, ...] = ()
     seam: Seam | None = None
-    later: tuple[str, ...] = ()
     least: float | None = None
     above: float | None = None
     most: float | None = None
@@ -49,10 +47,6 @@ class Bound:
 
     def refusal(self, dotted: str, value: Any) -> str | None:
         """A sentence when `value` is no choice, or too little."""
-        if value in self.later:
-            return (
-                f"{dotted}={value} is not there yet; leave it out, or set {dotted}={self.choice[0]}"
-            )
         if self.seam is not None:
             return self.seam.refusal(value)
         if self.choice and value not in self.choice:
@@ -70,9 +64,9 @@ class Bound:
 FREE = Bound()
 
 
-def choice(*allowed: str, default: str | None = None, later: tuple[str, ...] = ()) -> Any:
+def choice(*allowed: str, default: str | None = None) -> Any:
     """A field that is one of these words; the first, where nobody says otherwise."""
-    bound = Bound(choice=allowed, later=later)
+    bound = Bound(choice=allowed)
     return field(default=allowed[0] if default is None else default, metadata={"bound": bound})
 
 

@@ -77,17 +77,13 @@ SLURM_ONLY = (
 
 @dataclass
 class AccumulationConfig:
-    """How the samples of one update are cut. Any two of the first three give the third.
-
-    balance: `even`; `measured` (in proportion to each rank's speed) is not there yet.
-    """
+    """How the samples of one update are cut. Any two of the first three give the third."""
 
     global_batch: int | None = number(None, least=1)
     steps: int | None = number(None, least=1)
     micro_batch: int | None = number(None, least=1)
     ragged: str = choice("update", "drop", "carry")
     reduction: str = choice("fast", "reproducible")
-    balance: str = choice("even", later=("measured",))
 
 
 @dataclass
@@ -132,7 +128,7 @@ class EngineConfig:
     wire: gradients travel in their own type, or rounded; shard_optimizer: each rank keeps 1/R of
     the optimizer's state and steps 1/R of the weights (mathematics.md has what both cost).
     norm is what a model's batch norms become (your-own-job.md). mode, jit_level and style are
-    MindSpore's (docs/how-to/mindspore.md); log_every counts micro-steps.
+    MindSpore's (docs/how-to/mindspore.md).
     """
 
     framework: str = registered(FRAMEWORKS, "auto")
@@ -142,7 +138,6 @@ class EngineConfig:
     mode: str = choice("pynative", "jit", "graph", default="jit")
     jit_level: str = choice("auto", "O0", "O1", "O2")
     style: str = choice("own", "framework")
-    log_every: int = number(0, least=0)
     shard_optimizer: bool = False
 
     @property

@@ -89,7 +89,6 @@ class EngineSettings(AccumulationOptions):
         style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
         norm: "warn", "frozen" or "group": what torch does about batch norm.
         survive: ranks may have to go on without those that die (docs/explanation/surviving.md).
-        log_every: the loss goes to each rank's log every so many micro-steps; 0 never.
     """
 
     seed: int = 0
@@ -101,4 +100,3 @@ class EngineSettings(AccumulationOptions):
     style: str = "own"
     norm: str = "warn"
     survive: bool = False
-    log_every: int = 0

@@ -152,7 +152,6 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
         (["--experimental-rerun", "x.pickle"], "resume RUN"),
         (["--cgf", "job"], "did you mean '--cfg'"),
         (["-m", "train.seed=1,2", "--cfg", "job"], "leave -m out"),
-        (["accumulation.balance=measured"], "is not there yet"),
         (["train.seed=1,2"], "add -m"),
         (["schedule.base_lr=interval(0.1,1)"], "is for a sweep: add -m"),
         (["-m", "schedule.base_lr=interval(0.1,1)"], "add sweep.search=tpe"),

@@ -29,7 +29,6 @@ WRONG = [
     ["train.learning_rate=0.1"],
     ["batch_size=64"],
     ["accumulation.steps=0"],
-    ["accumulation.balance=measured"],
     ["train.seed=-1"],
     ["transport=glooo"],
     ["optimizer=null"],

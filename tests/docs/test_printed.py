@@ -51,7 +51,6 @@ NOT_OURS = {
     "SLURM_RESTART_COUNT=1": "SLURM's",
     "cred_expire=5": "SLURM's",
     "gres=npu:8": "sbatch's",
-    "accumulation.balance=measured": "named as what is refused",
     "cluster.partition=a,b": "a list, which a sweep would take apart",
     "cluster.exclude=n[1-3],n7": "the same",
     "style=own": "short for engine.style=own, beside it",

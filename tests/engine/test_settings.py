@@ -40,12 +40,12 @@ def test_what_of_the_configuration_an_engine_needs_reaches_it():
         "job": {"_target_": "jobs.digits.Digits"},
         "train": {"precision": "float64", "clip_norm": 2.0, "seed": 5, "on_non_finite": "skip"},
         "accumulation": {"reduction": "reproducible", "micro_batch": 8},
-        "engine": {"norm": "group", "log_every": 3, "mode": "pynative"},
+        "engine": {"norm": "group", "mode": "pynative"},
     }
     settings = engine_settings(read_config(changed), Job())
     wanted = EngineSettings(
         seed=5, precision="float64", clip_norm=2.0, on_non_finite="skip",
-        reduction="reproducible", leaf_size=8, norm="group", log_every=3, mode="pynative",
+        reduction="reproducible", leaf_size=8, norm="group", mode="pynative",
         optimizer=settings.optimizer, bucket_bytes=settings.bucket_bytes,
         loader_workers=settings.loader_workers,
     )  # fmt: skip

@@ -22,7 +22,7 @@ KEYS = {
     "job.width": st.integers(1, 9),
     "job.inner.depth": st.integers(1, 9),
     "job.inner.rate": st.sampled_from([0.5, 0.25]),
-    "engine.log_every": st.integers(1, 9),
+    "train.loader_workers": st.integers(1, 9),
     "optimizer.weight_decay": st.sampled_from([0.125, 0.5]),
 }
 OURS = {"job": ["digits", "line", "default"], "optimizer": ["adam", "sgd"], "tracker": ["none"]}

@@ -90,7 +90,6 @@ class MindSporeEngine:
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
         self._tally = Tally(len(self._names))
         self._window: Window | None = None
-        self._micro_steps = 0
         self._compile_mark = 0.0
         self._clock, self._mark = Clock(), group.mark()
         check_same_weights(self.weights_sha256(), self.gather)
@@ -118,14 +117,7 @@ class MindSporeEngine:
         with self._clock.compute():
             seed = derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
             seed_everything(seed)
-            figures = self._accumulator.add(batch)
-            self._tally.add(figures)
-            self._micro_steps += 1
-            every = self._settings.log_every
-            if every and self._micro_steps % every == 0:
-                total, weight, *_ = figures.asnumpy().tolist()
-                loss = total / weight if weight else float("nan")
-                self._say(f"update {window.update} micro-step {self._micro_steps}: loss {loss:.6f}")
+            self._tally.add(self._accumulator.add(batch))
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         window = self._window

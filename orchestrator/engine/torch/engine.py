@@ -37,7 +37,6 @@ from orchestrator.engine.torch.memory import memory_bytes, peak_memory_bytes
 from orchestrator.engine.torch.model.device_and_dtype import be_deterministic, moved
 from orchestrator.engine.torch.model.precision import Precision
 from orchestrator.engine.torch.model_building import (
-    LossLines,
     built_model,
     built_optimizer,
     tried_loss,
@@ -105,7 +104,6 @@ class TorchEngine:
         self._window: Window | None = None
         self._in_window = False  # until its boundary is over
         self._done, self._trains = 0, self._model.training
-        self._lines = LossLines(settings.log_every)
         rows = self.gather(as_numbers(machine_digest()))
         self._warnings = norms + machine_warning(rows, settings.reduction)
         if not (talks or is_coupled(job)):
@@ -184,7 +182,6 @@ class TorchEngine:
             last=self._done == len(window.micro_batches),
             leaf=self._leaves.leaf_of(micro_batch),
         )
-        self._lines.tell(loss, micro_batch.update)
 
     def _refuse_evaluation_mode(self) -> None:
         """Nothing would show it: without dropout, and with frozen statistics, losses look fine."""

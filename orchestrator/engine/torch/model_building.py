@@ -21,7 +21,7 @@ from orchestrator.engine.torch.model.precision import Precision
 from orchestrator.engine.torch.optimizers import build_optimizer, usable
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.errors import JobError
-from orchestrator.job import Job, Loss
+from orchestrator.job import Job
 
 
 def built_model(job: Job, settings: EngineSettings, device: torch.device) -> Module:
@@ -71,22 +71,3 @@ def tried_loss(
         )
     finally:
         group.silence.end()
-
-
-class LossLines:
-    """Puts losses in the rank's log.
-
-    Args:
-        every: after so many micro-steps; 0 never.
-    """
-
-    def __init__(self, every: int) -> None:
-        self._every, self._seen = every, 0
-
-    def tell(self, loss: Loss, update: int) -> None:
-        """One more micro-step is done."""
-        self._seen += 1
-        if self._every and self._seen % self._every == 0:
-            mean = float(loss.total.detach()) / float(loss.weight) if loss.weight else float("nan")
-            sentence = f"update {update} micro-step {self._seen}: loss {mean:.6f}"
-            print(sentence, flush=True)

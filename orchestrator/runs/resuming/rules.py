@@ -60,7 +60,6 @@ KINDS: dict[str, Kind] = {
     "train.loader_workers": Kind.FREE,
     "train.on_non_finite": Kind.FREE,  # what went well so far would have gone the same way
     "engine": Kind.NUMBERS,
-    "engine.log_every": Kind.FREE,
     "engine.bucket_mib": Kind.ROUNDING,
     "engine.shard_optimizer": Kind.ROUNDING,
     "engine.mode": Kind.ROUNDING,

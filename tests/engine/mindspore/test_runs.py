@@ -39,10 +39,6 @@ def test_eight_workers_on_two_nodes_learn_digits_with_a_log_each(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert helpers.result(run)["metrics"]["accuracy"] >= 0.9
     assert len(rank_logs(run)) == 8
-    for log in rank_logs(run):
-        text = log.read_text()
-        assert "micro-step 100: loss" in text
-        assert "micro-step 200: loss" in text
 
 
 @pytest.mark.timeout(400)

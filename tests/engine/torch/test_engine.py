@@ -435,15 +435,6 @@ def test_a_job_need_not_derive_from_job():
     assert engine.evaluate() == {}
 
 
-def test_the_loss_is_told_as_often_as_asked(capsys):
-    _train(assign([SAMPLES], steps=4), log_every=5)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "update 1 micro-step 5",
-        "update 2 micro-step 10",
-    ]
-
-
 class Twisted(Job):
     """A complex parameter, which torch's own double() would leave in single precision."""
 
