@@ -159,7 +159,7 @@ def plan(
     """Print who would compute what, without starting anything."""
     del verbose
     from orchestrator.cli.application import show_plan
-    from orchestrator.compose.command_line import CommandLine, check_overrides, program_overrides
+    from orchestrator.config.command_line import CommandLine, check_overrides, program_overrides
 
     given = tuple(overrides or ())
     if program := _after_dashes():
@@ -195,7 +195,7 @@ def resume(
     folder = run.absolute()
     points, searched = find_runs(folder), RunDir(folder).search.exists()
     if searched or points not in ([], [folder]):
-        from orchestrator.sweeps.going_on import resume_sweep
+        from orchestrator.sweep.sweep import resume_sweep
 
         runs = [RunDir(point) for point in points]
         raise typer.Exit(resume_sweep(folder, runs, manner, overrides or [], config_dir))

@@ -29,7 +29,7 @@ def run_app(arguments: Sequence[str]) -> int:
 
     asked = read(arguments)
     if asked.sweep is not None:
-        from orchestrator.sweeps.sweep import run_sweep
+        from orchestrator.sweep.sweep import run_sweep
 
         return run_sweep(asked.sweep, asked.manner)
     if asked.config is None:

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from orchestrator.clusters.api import cluster_of
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.errors import ConfigError
-from orchestrator.extensions import CLUSTERS, shadowed
+from orchestrator.plugins import CLUSTERS, shadowed
 from tests.helpers import TINY
 
 CLUSTER = """

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'third_party' / 'framework'}"
 COMMANDS = ("orchestrator.launch", "orchestrator.__main__")
 TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engine.torch.engine")
-OURS = ("compose.composer", "runs.start", "clusters.local.cluster", "clusters.slurm.cluster",
+OURS = ("config.composer", "runs.start", "clusters.local.cluster", "clusters.slurm.cluster",
         "report.compare", "runs.status", "runs.resuming.resumption")  # fmt: skip
 NAMES = (*COMMANDS, *(f"orchestrator.{name}" for name in OURS))
 IMPORTED = {"commands": NAMES, "torch": TORCH, "runs": (*NAMES, *TORCH, "orchestrator.rank.main")}
@@ -237,7 +237,7 @@ def _compose_once():
     """What a process keeps of its first composition whatever it was: the parsers' tables, and the
     schemas; a third of a second, which each command would take again.
     """
-    from orchestrator.compose.composer import compose
+    from orchestrator.config.composer import compose
     from orchestrator.config.reading import to_yaml
 
     to_yaml(compose(["job._target_=tests.light_job.Light", "train.seed=1"]))

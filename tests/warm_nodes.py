@@ -20,9 +20,9 @@ import sys
 import traceback
 from pathlib import Path
 
+from orchestrator.config.job_source import check_target
+from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config
-from orchestrator.config.user_code.job_source import check_target
-from orchestrator.config.user_code.program_section import is_program
 from orchestrator.run_folder.rundir import RunDir
 
 MODULE = "orchestrator.clusters.local.preloaded"

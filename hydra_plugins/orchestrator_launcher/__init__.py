@@ -48,7 +48,7 @@ class OrchestratorLauncher(Launcher):
         own = getattr(self._task, "launch_points", None)
         if own is not None:
             return own(job_overrides, initial_job_idx)
-        from orchestrator.sweeps.hydra_apps import AppPoints
+        from orchestrator.sweep.hydra_apps import AppPoints
 
         points = AppPoints(self._context, self._task, self._config)
         return points.launch(job_overrides, initial_job_idx, self._place)

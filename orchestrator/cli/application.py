@@ -13,12 +13,11 @@ from typing import Any, Self
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from orchestrator.compose.command_line import CommandLine, read_command_line
-from orchestrator.compose.composer import Composer
-from orchestrator.compose.hydra.input import check_arguments
-from orchestrator.compose.wording import no_such_key
-from orchestrator.config.pack_rules import refuse_without_sweep
+from orchestrator.config.command_line import CommandLine, read_command_line
+from orchestrator.config.composer import Composer
+from orchestrator.config.guard import check_arguments, no_such_key
 from orchestrator.config.reading import to_yaml
+from orchestrator.config.rules import refuse_without_sweep
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FINISHED, ConfigError, OrchestratorError, plainly_said
 from orchestrator.report.terminal import say, say_error
@@ -51,7 +50,7 @@ def read(arguments: Sequence[str]) -> Asked:
     if line.cfg == "job":
         return Asked(manner=manner, exit_code=show_config(composer))
     if line.asks_hydra:
-        from orchestrator.compose.hydra_app import answer
+        from orchestrator.config.composer import answer
 
         return Asked(manner=manner, exit_code=answer(composer))
     found = composer.compose()
@@ -84,7 +83,7 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
     if not found.sweeps:
         _show_plan_of_one(found.config(), console, as_json=as_json)
         return
-    from orchestrator.sweeps.foreseen import cells_and_plans, foretold, print_cells, row_of
+    from orchestrator.sweep.tables import cells_and_plans, foretold, print_cells, row_of
 
     made = cells_and_plans(composer)
     sentences = foretold([cell for cell, _ in made])

@@ -48,10 +48,9 @@ def complete_overrides(args: list[str], incomplete: str) -> list[str]:
 
 
 def _asked_of_hydra(words: Sequence[str]) -> list[str]:
-    from orchestrator.compose.command_line import read_command_line, spelled
-    from orchestrator.compose.composer import Composer
-    from orchestrator.compose.hydra.input import guarded
-    from orchestrator.compose.hydra_completion import HydrasCompletion
+    from orchestrator.config.command_line import read_command_line, spelled
+    from orchestrator.config.composer import Composer, HydrasCompletion
+    from orchestrator.config.guard import guarded
 
     *before, word = words or [""]
     line = read_command_line([w for w in before if w.startswith("-") or "=" in w or "~" in w])

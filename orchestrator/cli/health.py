@@ -30,7 +30,7 @@ def doctor(
 
     Exit code 1 where something is bad.
     """
-    from orchestrator.compose.composer import compose
+    from orchestrator.config.composer import compose
     from orchestrator.doctor.findings import findings_of
     from orchestrator.doctor.machine import devices, file_system, limits, packages
     from orchestrator.doctor.network import network

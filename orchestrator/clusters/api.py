@@ -1,7 +1,7 @@
 """The seam between a plan and a place to run it: `Cluster`, `Request`, `Handle`.
 
 Ours are `local` (pretended nodes on this machine) and `slurm`; anybody's is one class in a package
-of their own (see `extensions.py`). Whoever starts,
+of their own (see `plugins.py`). Whoever starts,
 follows or ends a run knows it by these classes alone.
 """
 
@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from orchestrator.clusters.request import Admission, Request, Share
-from orchestrator.config.options import NoOptions, options_of
+from orchestrator.config.reading import NoOptions, options_of
+from orchestrator.config.rules import Survival, planned_survival, with_survival
 from orchestrator.config.schema import Config, node_range
-from orchestrator.config.survive_rules import Survival, planned, with_survival
 from orchestrator.errors import ClusterError
-from orchestrator.extensions import CLUSTERS
 from orchestrator.outcome.folder_status import ENDED_STATES, RunStatus, has_begun, looked_at
 from orchestrator.outcome.how_it_stops import how_it_stops
 from orchestrator.outcome.lock_holder import is_held, signal_holder
 from orchestrator.outcome.run_state import Culprit, State
 from orchestrator.plan.plan import Plan
+from orchestrator.plugins import CLUSTERS
 from orchestrator.run_folder.rundir import RunDir
 
 __all__ = ["POLL_S", "Admission", "Cluster", "Culprit", "Handle", "Request", "Share", "State"]
@@ -114,7 +114,7 @@ class Cluster(ABC):
     @cached_property
     def survival(self) -> Survival:
         """Whether ranks go on there without those that are lost. Raises `JobError` for no job."""
-        return planned(self.config)
+        return planned_survival(self.config)
 
     @property
     def decided(self) -> Config:

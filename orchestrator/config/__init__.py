@@ -1,1 +1,1 @@
-"""The configuration as values: its schema, and every rule that refuses one."""
+"""The configuration: schema, rules, and composition by Hydra."""

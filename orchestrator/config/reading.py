@@ -1,4 +1,4 @@
-"""A checked configuration from plain values, and its text; what is no key of it."""
+"""Conversion of plain values into a checked `Config`, and back into YAML."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, fields, is_dataclass, make_dataclass
 from functools import cache, lru_cache
 from types import UnionType
 from typing import Any, cast, get_args, get_type_hints
@@ -14,9 +14,8 @@ from typing import Any, cast, get_args, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator.config.bounds import plain
 from orchestrator.config.rules import check
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, did_you_mean
 
 PLAIN = (int, float, bool, str)
@@ -151,3 +150,35 @@ def unknown_keys(found: Mapping[str, Any], schema: type = Config, prefix: str = 
         elif (section := known[key]) is not None and isinstance(value, Mapping):
             sentences += unknown_keys(value, section, f"{prefix}{key}.")
     return sentences
+
+
+@dataclass
+class NoOptions:
+    """Of what has none."""
+
+
+def options_of(schema: type, values: Mapping[str, Any], key: str) -> Any:
+    """A `schema`, a dataclass with a default for each field (`omegaconf.MISSING`: has to be set).
+
+    Args:
+        key: of the section, `cluster.options` say.
+
+    Raises:
+        ConfigError: a key that the schema does not have, a wrong type, or one that has to be set.
+    """
+    if schema is NoOptions and not values:
+        return NoOptions()
+    # Not above: `status` and its like ask clusters where runs stand, and read no options.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if sentences := unknown_keys(values, schema, f"{key}."):
+        raise ConfigError("\n".join(sentences))
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(dict(values)))
+        if lacking := OmegaConf.missing_keys(merged):
+            raise ConfigError("\n".join(f"{key}.{name} has to be set" for name in sorted(lacking)))
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        reason = str(error).split("\n", maxsplit=1)[0]
+        raise ConfigError(f"{key}.{error.full_key}: {reason}") from error

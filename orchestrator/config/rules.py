@@ -1,18 +1,14 @@
-"""What a configuration must not be all at once, in one place: rules on values, nothing imported.
-
-What one field may hold stands beside it (`bounds.py`); an optimizer's arguments have rules of their
-own (`optimizer_rules.py`). The workers check again what only they can know (devices, the model).
-Each function is of one thought and gives a sentence for all of it that is wrong.
-"""
+"""Rules about combinations of configuration values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from orchestrator.config import pack_rules, search_rules, survive_rules
-from orchestrator.config.bounds import beyond, plain, value_of
-from orchestrator.config.optimizer_rules import problems
+from orchestrator.config.job_source import TargetFacts, check_target
+from orchestrator.config.optimizer import optimizer_problems
+from orchestrator.config.program import is_program, program_problems
 from orchestrator.config.schema import (
     BOUNDS,
     SLURM_ONLY,
@@ -20,13 +16,264 @@ from orchestrator.config.schema import (
     Config,
     EngineConfig,
     ScheduleConfig,
+    SweepConfig,
+    beyond,
     gpu_count,
     node_range,
+    plain,
+    value_of,
 )
-from orchestrator.config.user_code import program_section
-from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.extensions import FRAMEWORKS
+from orchestrator.plugins import FRAMEWORKS
+
+MOST_PACKED = 4096
+
+
+def packing(pack: Any) -> int | None:
+    """How many points share an allocation: 0 for as many as its nodes have room for; None: each has
+    one of its own. Raises `ConfigError`.
+    """
+    if isinstance(pack, bool):
+        return 0 if pack else None
+    if isinstance(pack, int) and 2 <= pack <= MOST_PACKED:
+        return pack
+    raise ConfigError(
+        f"sweep.pack must be true, false, or how many points share an allocation, from 2 to "
+        f"{MOST_PACKED}, but is {pack!r}"
+    )
+
+
+def pack_problems(config: Config) -> Iterator[str]:
+    """A sentence for each thing that is wrong."""
+    if packing(config.sweep.pack) is None:
+        return
+    asked, cluster = f"sweep.pack={str(config.sweep.pack).lower()}", config.cluster
+    if cluster.kind == "local":
+        yield (
+            f"{asked} means nothing on a local cluster, where as many points run at once as the "
+            f"machine has room for; add +cluster=slurm, or leave it out"
+        )
+    elif cluster.kind != "slurm":
+        yield f"{asked} means nothing on a {cluster.kind} cluster; leave it out"
+    elif cluster.allocation == "current":
+        yield (
+            f"{asked} makes allocations that points share, and cluster.allocation=current has the "
+            f"points run one after another in one that is there; leave one of them out"
+        )
+    least, most = node_range(cluster.nodes)
+    if least != most:
+        yield (
+            f"{asked} needs to know how many nodes a point takes, but cluster.nodes="
+            f"{cluster.nodes}; try cluster.nodes={most}"
+        )
+    if config.run.survive:
+        yield (
+            f"{asked} cannot be with run.survive=true: a node that is lost takes all points of its "
+            f"allocation back to the queue; leave one of them out"
+        )
+    if config.sweep.search != "none":
+        yield (
+            f"{asked} cannot be with sweep.search={config.sweep.search}, whose trials begin one by "
+            f"one, as others end; leave sweep.pack out"
+        )
+    if config.sweep.parallel != "auto":
+        yield (
+            f"{asked} cannot be with sweep.parallel={config.sweep.parallel}: all points of an "
+            f"allocation run at once; leave one of them out"
+        )
+
+
+def refuse_without_sweep(config: Config) -> None:
+    """Raise `ConfigError` where there is one run, which has nobody to share with."""
+    if packing(config.sweep.pack) is not None:
+        raise ConfigError(
+            f"sweep.pack={str(config.sweep.pack).lower()} is for the points of a sweep, and this "
+            f"is one run; add -m and values with commas, or leave it out"
+        )
+
+
+OF_A_SEARCH = ("trials", "seed", "direction", "prune")
+SMALL_IS_GOOD = ("loss", "seconds")
+
+
+def search_problems(sweep: SweepConfig) -> Iterator[str]:
+    """A sentence for each thing that is wrong."""
+    if sweep.search == "none":
+        yield from _search_keys_without_search(sweep)
+        return
+    if sweep.trials is None and sweep.search != "grid":
+        yield f"sweep.search={sweep.search} needs how many trials it is to make: sweep.trials=20"
+    if sweep.direction == "auto" and sweep.objective not in SMALL_IS_GOOD:
+        yield (
+            f"sweep.objective={sweep.objective}: whether it is wanted small or large is not known; "
+            f"add sweep.direction=minimize, or maximize"
+        )
+    if sweep.prune != "none" and sweep.objective == "seconds":
+        yield (
+            "sweep.prune judges trials by their objective while they run, but seconds are known at "
+            "the end alone; leave sweep.prune out"
+        )
+
+
+def _search_keys_without_search(sweep: SweepConfig) -> Iterator[str]:
+    """Of a search, where there is none."""
+    plain = SweepConfig()
+    for name in OF_A_SEARCH:
+        if getattr(sweep, name) != getattr(plain, name):
+            yield (
+                f"sweep.{name} means nothing without a search of ours; add sweep.search=tpe, or "
+                f"leave it out"
+            )
+
+
+SURVIVE = "run.survive=true is not available with"
+RESTARTS = "run.max_restarts=3"
+ON = (
+    "a rank or a node that is lost does not end the run: the others redo its update and go on "
+    "(run.survive)"
+)
+OFF = "a rank that is lost ends the run: "
+FROM_CHECKPOINT = (
+    "; a shard of the optimizer that is lost comes from the newest checkpoint, and the updates "
+    "since are redone"
+)
+UNKNOWN = "the job's source does not say which framework it is for; run.survive=true insists"
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """Whether the others go on, and what a person is told of it; "" where there is nothing to."""
+
+    on: bool
+    words: str = ""
+
+
+def planned_survival(config: Config) -> Survival:
+    """What was asked for; where nothing was, on wherever it can be had on more than one node.
+
+    The job's source is read for that. Raises `JobError` as `check_target` does.
+    """
+    asked = config.run.survive
+    if asked is not None:
+        return Survival(asked, _survival_text(config) if asked else "")
+    if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
+        return Survival(False)
+    against = next(_survive_default_refusals(config), None)
+    return (
+        Survival(True, _survival_text(config))
+        if against is None
+        else Survival(False, OFF + against)
+    )
+
+
+def _survival_text(config: Config) -> str:
+    return ON + FROM_CHECKPOINT * config.engine.shard_optimizer
+
+
+def with_survival(config: Config, *, on: bool) -> Config:
+    """The same, where whoever reads it needs not ask again."""
+    return replace(config, run=replace(config.run, survive=on))
+
+
+def _survive_default_refusals(config: Config) -> Iterator[str]:
+    """Why it is off where nobody has said, the first reason first."""
+    if packing(config.sweep.pack) is not None:
+        yield (
+            f"{SURVIVE} sweep.pack: a node that is lost takes all points of its allocation back to "
+            "the queue"
+        )
+    yield from _survive_refusals(config)
+    yield from _survive_with_job(config, check_target(config.job))
+
+
+def _survive_with_job(config: Config, facts: TargetFacts) -> Iterator[str]:
+    if facts.framework == "torch":
+        yield from _survive_on_torch(config)
+        if facts.talks_in_window:
+            yield f"{SURVIVE} talks_in_window: nobody could break those collectives off"
+    elif facts.framework == "mindspore":
+        yield from _survive_on_mindspore()
+    elif facts.framework is None:
+        yield UNKNOWN
+    else:
+        yield f"{SURVIVE} {facts.framework}; try {RESTARTS}"
+
+
+def survive_problems(config: Config) -> Iterator[str]:
+    """What was asked for and cannot be had, whatever the job is written for."""
+    if config.run.survive:
+        yield from _survive_refusals(config)
+
+
+def survive_problems_on_torch(config: Config) -> Iterator[str]:
+    """The same of a job for torch."""
+    return _survive_on_torch(config) if config.run.survive else iter(())
+
+
+def survive_problems_on_mindspore(config: Config) -> Iterator[str]:
+    """The same of a job for MindSpore."""
+    return _survive_on_mindspore() if config.run.survive else iter(())
+
+
+def _survive_refusals(config: Config) -> Iterator[str]:
+    if is_program(config.job):
+        yield (
+            "run.survive=true means nothing to a program, whose updates nobody else can redo; try "
+            f"{RESTARTS}"
+        )
+    elif node_range(config.cluster.nodes)[1] * config.cluster.ranks_per_node == 1:
+        yield (
+            "run.survive=true needs a second rank, which goes on without the first; try "
+            f"cluster.ranks_per_node=2, or {RESTARTS}"
+        )
+    if config.cluster.kind not in ("local", "slurm"):
+        yield (
+            f"run.survive=true is not available on a {config.cluster.kind} cluster yet; try "
+            f"{RESTARTS}"
+        )
+    if config.cluster.allocation == "current":
+        yield (
+            f"{SURVIVE} cluster.allocation=current: SLURM ends all of a step when a node of it "
+            f"fails, unless the allocation was made otherwise; leave one of them out, or try "
+            f"{RESTARTS}"
+        )
+    asked = config.cluster.gpus_per_node
+    if config.transport == "auto" and gpu_count(asked):
+        yield (
+            f"{SURVIVE} cluster.gpus_per_node={asked}, whose transport (NCCL, HCCL) has "
+            "collectives that cannot be left when a peer is gone; try transport=gloo, which "
+            f"computes on CPUs, or {RESTARTS} in its place"
+        )
+
+
+def _survive_on_torch(config: Config) -> Iterator[str]:
+    if config.transport not in ("auto", "gloo"):
+        yield (
+            f"{SURVIVE} transport={config.transport}, whose collectives cannot be left when a peer "
+            f"is gone; try transport=gloo, or {RESTARTS} in its place"
+        )
+
+
+def _survive_on_mindspore() -> Iterator[str]:
+    yield (
+        f"{SURVIVE} MindSpore, whose ranks end when a peer is gone; try {RESTARTS}, which begins "
+        "again from the newest checkpoint"
+    )
+
+
+def replacement_problems(config: Config) -> Iterator[str]:
+    """What `run.max_replacements` cannot be had with."""
+    if not config.run.max_replacements:
+        return
+    told = f"run.max_replacements={config.run.max_replacements}"
+    if config.cluster.kind != "local":
+        yield (
+            f"{told} is for pretended nodes: on a {config.cluster.kind} cluster ranks that are "
+            f"lost are not started again while the others go on; leave it out, or try {RESTARTS}"
+        )
+    elif config.run.survive is False:
+        yield f"{told} needs ranks that go on meanwhile; try run.survive=true, or {RESTARTS}"
+
 
 MOST_RANKS = 2**20
 
@@ -45,7 +292,7 @@ def check(config: Config) -> None:
     """Refuse what no plan and no cluster can use. Raises one `ConfigError` for all of it."""
     _refuse(beyond(plain(config), BOUNDS))  # before anything is computed from such numbers
     single = [bound.refusal(dotted, value_of(config, dotted)) for dotted, bound in BOUNDS.items()]
-    _refuse([*filter(None, single), *_any_job(config), *problems(config.optimizer)])
+    _refuse([*filter(None, single), *_any_job(config), *optimizer_problems(config.optimizer)])
 
 
 def at_once(parallel: Any) -> int | None:
@@ -108,8 +355,8 @@ def _any_job(config: Config) -> Iterator[str]:
     yield from _ranks(config)
     gpu_count(config.cluster.gpus_per_node)
     at_once(config.sweep.parallel)
-    yield from search_rules.anywhere(config.sweep)
-    yield from pack_rules.anywhere(config)
+    yield from search_problems(config.sweep)
+    yield from pack_problems(config)
     yield from _reproducible(config)
     yield from _only_on_slurm(config)
     in_queue = config.cluster.allocation == "new"
@@ -118,10 +365,10 @@ def _any_job(config: Config) -> Iterator[str]:
             "run.max_restarts needs cluster.requeue=true: on SLURM a run begins again by being "
             "handed back to the queue"
         )
-    yield from survive_rules.anywhere(config)
-    yield from survive_rules.replacements(config)
+    yield from survive_problems(config)
+    yield from replacement_problems(config)
     if is_program(config.job):
-        yield from program_section.problems(config, Config())
+        yield from program_problems(config, Config())
     elif not isinstance(config.job.get("_target_"), str):
         yield "job._target_ must be the dotted name of a job class, as in jobs.digits.Digits"
 
@@ -171,7 +418,7 @@ def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
         yield from _narrow_wire(config)
     if config.engine.shard_optimizer:
         yield from _shards(config)
-    yield from survive_rules.with_torch(config)
+    yield from survive_problems_on_torch(config)
     plain = EngineConfig()
     for key in ("mode", "jit_level", "style"):
         if getattr(config.engine, key) != getattr(plain, key):
@@ -201,7 +448,7 @@ def _shards(config: Config) -> Iterator[str]:
 
 
 def _mindspore(config: Config, *, coupled: bool) -> Iterator[str]:
-    yield from survive_rules.with_mindspore(config)
+    yield from survive_problems_on_mindspore(config)
     if config.train.precision == "bfloat16" and config.transport not in ("hccl", "nccl"):
         yield (
             "train.precision=bfloat16 cannot be computed by MindSpore on a CPU; try "

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from orchestrator.compose.command_line import CommandLine, program_overrides
-from orchestrator.compose.composer import Composer
+from orchestrator.config.command_line import CommandLine, program_overrides
+from orchestrator.config.composer import Composer
 from orchestrator.doctor import exchange
 from orchestrator.doctor.findings import BAD, NOTE, Finding
 from orchestrator.report.metrics import read_metrics

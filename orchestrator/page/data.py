@@ -30,8 +30,7 @@ from orchestrator.report.units import (
     format_seconds,
     plural,
 )
-from orchestrator.sweeps.remarks import remarks
-from orchestrator.sweeps.shown import accumulation_pairs
+from orchestrator.sweep.tables import accumulation_pairs, remarks
 
 POINTS = 24_000  # drawn in all lines together, so that the page stays below 2 MB
 DIGITS = 6

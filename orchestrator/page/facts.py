@@ -16,7 +16,7 @@ from orchestrator.report.units import short_number
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.resuming.rules import changes
 from orchestrator.runs.status import find_runs
-from orchestrator.sweeps.shown import only_varying, swept_run
+from orchestrator.sweep.tables import only_varying, swept_run
 
 OF_NO_RUN = ("run", "hydra")  # sections that say where a run lies, not what it computes
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from orchestrator.config.job_source import copied_script
+from orchestrator.config.program import program_of
 from orchestrator.config.schema import Config, node_range
-from orchestrator.config.user_code.program_section import program_of
-from orchestrator.config.user_code.program_source import copied_script
 
 NOT_KNOWN = (
     "a program's batch, losses and weights are its own: nothing here splits its data, makes its "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from orchestrator.config.user_code.program_section import is_program
+from orchestrator.config.program import is_program
 from orchestrator.errors import OrchestratorError
 from orchestrator.run_folder.rundir import RunDir
 

@@ -8,11 +8,11 @@ import sys
 import traceback
 from typing import Any
 
+from orchestrator.config.job_source import check_target
+from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config
-from orchestrator.config.user_code.job_source import check_target
-from orchestrator.config.user_code.program_section import is_program
 from orchestrator.engine.framework import Framework
-from orchestrator.extensions import FRAMEWORKS
+from orchestrator.plugins import FRAMEWORKS
 from orchestrator.run_folder.rundir import RunDir
 
 

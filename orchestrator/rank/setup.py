@@ -15,22 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.frameworks import check_installed, check_tracker
+from orchestrator.config.job_source import check_target
 from orchestrator.config.reading import read_config
+from orchestrator.config.rules import with_survival
 from orchestrator.config.schema import Config
-from orchestrator.config.survive_rules import with_survival
-from orchestrator.config.user_code.job_source import check_target
 from orchestrator.engine.api import Engine, GroupSpec
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.framework import Framework
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import JobError, RunFolderError
-from orchestrator.extensions import FRAMEWORKS, shadowed
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.lifecycle import checkpoint
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
+from orchestrator.plugins import FRAMEWORKS, shadowed
 from orchestrator.rank.agreed.dataset import agreed_samples
 from orchestrator.rank.agreed.devices_asked import devices_asked
 from orchestrator.rank.agreed.environment import describe_environment

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
+from orchestrator.config.program import is_program
+from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import Config, node_range
-from orchestrator.config.survive_rules import planned
-from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.rehearse.connections import check_lending
 from orchestrator.rehearse.drawing import (
@@ -62,7 +62,7 @@ class Asked:
         are rounded otherwise, unless they are reproducible.
         """
         least, most = node_range(self.config.cluster.nodes)
-        same_ranks = not planned(self.config).on and least == most
+        same_ranks = not planned_survival(self.config).on and least == most
         return same_ranks or self.config.accumulation.reduction == "reproducible"
 
     @property

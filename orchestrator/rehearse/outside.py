@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator.compose.command_line import literally
+from orchestrator.config.command_line import literally
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rehearse.asked import Asked
 from orchestrator.rehearse.drawing import (

@@ -6,12 +6,12 @@ What is drawn while one waits is imported here and not by `start`: a submission 
 from __future__ import annotations
 
 from orchestrator.clusters.api import POLL_S, Culprit, Handle, State
-from orchestrator.config.user_code.program_section import is_program
+from orchestrator.config.program import is_program
 from orchestrator.errors import EXIT_INTERRUPTED, UsageError
-from orchestrator.extensions import CLUSTERS
 from orchestrator.outcome.how_it_stops import how_it_stops
 from orchestrator.outcome.restart_policy import Ruling, rule
 from orchestrator.outcome.run_result import EXIT_CODES, Ended, end_of
+from orchestrator.plugins import CLUSTERS
 from orchestrator.report.metrics import read_metrics
 from orchestrator.report.tables.closing_table import describe_culprit, print_closing
 from orchestrator.report.terminal import say

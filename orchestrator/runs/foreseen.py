@@ -6,9 +6,9 @@ from typing import Any
 
 from orchestrator.clusters.api import Request, cluster_of
 from orchestrator.config.frameworks import notes
+from orchestrator.config.job_source import check_target
+from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import Config
-from orchestrator.config.survive_rules import planned
-from orchestrator.config.user_code.job_source import check_target
 from orchestrator.errors import ClusterError
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program
@@ -27,7 +27,7 @@ def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
     """As `plan_and_notes`, of a plan that is made already."""
     if isinstance(plan, ProgramPlan):
         return {**plan.to_json(), "notes": notes_of_program(config)}
-    found = [*notes(config, check_target(config.job).framework), planned(config).words]
+    found = [*notes(config, check_target(config.job).framework), planned_survival(config).words]
     return {**plan.to_json(), "notes": [*filter(None, found)]}
 
 

@@ -6,8 +6,8 @@ import os
 from datetime import datetime
 from pathlib import Path
 
+from orchestrator.config.program import short_name
 from orchestrator.config.schema import Config
-from orchestrator.config.user_code.program_section import short_name
 
 
 def new_folder(config: Config) -> Path:

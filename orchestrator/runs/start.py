@@ -16,21 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
-from orchestrator.config.optimizer_rules import check_builder
+from orchestrator.config.job_source import check_program, check_target
+from orchestrator.config.optimizer import check_builder
+from orchestrator.config.program import is_program, program_of
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.schema import Config
-from orchestrator.config.user_code.job_source import check_target
-from orchestrator.config.user_code.program_section import is_program, program_of
-from orchestrator.config.user_code.program_source import check_program
 from orchestrator.errors import ConfigError, RunFailed, RunFolderError, UsageError
-from orchestrator.extensions import CLUSTERS
 from orchestrator.lifecycle.fence import read_newest
 from orchestrator.outcome.lock_holder import held
 from orchestrator.outcome.run_result import Ended
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, plan_of_program
+from orchestrator.plugins import CLUSTERS
 from orchestrator.report.metrics import Tail
 from orchestrator.report.terminal import command, say
 from orchestrator.run_folder.rundir import SEALED, RunDir

@@ -25,9 +25,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
-from orchestrator.config.user_code.class_source import find_module, once
-from orchestrator.config.user_code.program_section import Program
-from orchestrator.config.user_code.program_source import copied_script
+from orchestrator.config.job_source import copied_script, find_module, once
+from orchestrator.config.program import Program
 from orchestrator.errors import RunFolderError
 from orchestrator.report.units import format_bytes
 from orchestrator.run_folder.files import blocks

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from orchestrator.clusters.api import class_of, cluster_of
-from orchestrator.compose.command_line import literally
-from orchestrator.compose.composer import compose
+from orchestrator.config.command_line import literally
+from orchestrator.config.composer import compose
 from orchestrator.engine.conformance import expect
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED
 from orchestrator.lifecycle.checkpoint import folder_of

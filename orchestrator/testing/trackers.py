@@ -21,12 +21,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.engine.conformance import expect
 from orchestrator.errors import ConfigError
-from orchestrator.extensions import TRACKERS
+from orchestrator.plugins import TRACKERS
 from orchestrator.rank.writing.tracker import Scalars, Tracker
 from orchestrator.run_folder.rundir import RunDir
 

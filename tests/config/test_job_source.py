@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from orchestrator.config.user_code.job_source import check_target
+from orchestrator.config.job_source import check_target
 from orchestrator.errors import JobError
 
 SOURCE = """

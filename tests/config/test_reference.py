@@ -1,7 +1,6 @@
 """docs/reference/configuration.md is made of the schema, and says something of every key."""
 
-from orchestrator.config.meanings import MEANINGS
-from orchestrator.config.reference import keys, markdown
+from orchestrator.config.reference import MEANINGS, keys, markdown
 from tests.helpers import ROOT
 
 

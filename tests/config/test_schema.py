@@ -5,7 +5,7 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import BOUNDS, CHOICES, Config
 from orchestrator.errors import ConfigError

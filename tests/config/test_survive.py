@@ -4,9 +4,8 @@ where nobody has said, it is on where it can be had on more than one node, and e
 
 import pytest
 
-from orchestrator.config.rules import check, refuse_unsupported
+from orchestrator.config.rules import OFF, ON, check, planned_survival, refuse_unsupported
 from orchestrator.config.schema import Config
-from orchestrator.config.survive_rules import OFF, ON, planned
 from orchestrator.errors import ConfigError
 
 TINY, LIGHT = {"_target_": "tests.tiny_job.Tiny"}, {"_target_": "tests.light_job.Light"}
@@ -82,7 +81,7 @@ REFUSED = (
 
 @pytest.mark.parametrize(("values", "said"), REFUSED)
 def test_where_nobody_has_said_what_stands_against_it_is_told_and_it_is_off(values, said):
-    found = planned(config(survive=None, **values))
+    found = planned_survival(config(survive=None, **values))
     assert not found.on
     assert found.words.startswith(OFF)
     assert said in found.words
@@ -101,17 +100,19 @@ def test_where_nobody_has_said_what_stands_against_it_is_told_and_it_is_off(valu
 )
 def test_where_nobody_has_said_it_is_on_where_more_than_one_node_is_planned(values, on):
     made = config(survive=None, **values)
-    assert planned(made).on is on
-    assert planned(made).words == ON * on
+    assert planned_survival(made).on is on
+    assert planned_survival(made).words == ON * on
     assert made.run.survive is None, "what was asked for is kept as it was"
 
 
 @pytest.mark.parametrize("stated", [True, False])
 def test_what_was_said_holds(stated):
     for values in ({}, {"cluster__nodes": 1}, {"engine__shard_optimizer": True}):
-        assert planned(config(survive=stated, **values)).on is stated
+        assert planned_survival(config(survive=stated, **values)).on is stated
 
 
 def test_lost_shards_come_from_a_checkpoint_and_the_plan_says_so():
     shards = {"engine__shard_optimizer": True}
-    assert "comes from the newest checkpoint" in planned(config(survive=None, **shards)).words
+    assert (
+        "comes from the newest checkpoint" in planned_survival(config(survive=None, **shards)).words
+    )

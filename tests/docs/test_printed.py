@@ -19,17 +19,16 @@ from omegaconf import OmegaConf
 import benchmarks.__main__ as measurements
 import slurm.__main__ as development
 from orchestrator.__main__ import EXAMPLES, app
-from orchestrator.compose.command_line import read_command_line
-from orchestrator.compose.composer import Composer
-from orchestrator.compose.hydra_sweep import points_of
+from orchestrator.config.command_line import read_command_line
+from orchestrator.config.composer import Composer, points_of
 from orchestrator.config.schema import Config
-from orchestrator.extensions import SEAMS
 from orchestrator.inside.run import current_run
+from orchestrator.plugins import SEAMS
 from orchestrator.report.metrics import History
 from orchestrator.report.tables.closing_table import print_closing
 from orchestrator.runs.start import prepare
-from orchestrator.sweeps.search.asked import asked_of
-from orchestrator.sweeps.sweep import checked
+from orchestrator.sweep.search import asked_of
+from orchestrator.sweep.sweep import checked
 from tests.docs.printed import (
     PROGRAMS,
     ROOT,

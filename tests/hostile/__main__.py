@@ -10,9 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import orchestrator.cli.application
-import orchestrator.compose.composer
-import orchestrator.compose.hydra_app  # noqa: F401  # so that each child finds it imported
 from tests.hostile.arena import run
 from tests.hostile.folders import cases, sources, tried
 from tests.hostile.lines import lines

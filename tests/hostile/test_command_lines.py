@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 
 import orchestrator.cli.application
-import orchestrator.compose.hydra_app  # noqa: F401  # so that each child finds it imported
-from orchestrator.compose.composer import compose
+import orchestrator.config.composer  # noqa: F401  # so that each child finds it imported
+from orchestrator.config.composer import compose
 from tests.hostile.arena import run
 from tests.hostile.lines import FILES, FOLDERS, Line, lines
 

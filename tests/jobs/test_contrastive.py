@@ -5,7 +5,7 @@ import torch
 
 from jobs.contrastive import Contrastive
 from orchestrator import Loss
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.engine.torch.grad_cache import Layout
 from orchestrator.engine.torch.seeds import derived_seed, seed_everything
 from orchestrator.errors import JobError

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jobs.jepa import PATCHES, Jepa, patches_of
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import TorchGroup, build_engine
 from tests.jobs.training import difference, train, windows

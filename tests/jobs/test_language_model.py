@@ -4,7 +4,7 @@ import torch
 
 from jobs.language_model import BEGIN, PADDING, LanguageModel
 from jobs.python_source import Paragraphs
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from tests.jobs.training import difference, train
 
 SMALL = {"width": 16, "layers": 1, "heads": 2, "context": 40, "sequences": 60, "held_out": 20}

@@ -6,8 +6,8 @@ from pathlib import Path
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 
-from orchestrator.compose.command_line import read_command_line
-from orchestrator.compose.composer import Composer
+from orchestrator.config.command_line import read_command_line
+from orchestrator.config.composer import Composer
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.launch import run_app
 from tests.laws.composition import cases

@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan

@@ -9,7 +9,7 @@ import time
 import pytest
 from rich.console import Console
 
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.errors import RunFolderError, UsageError
 from orchestrator.lifecycle.checkpoint import check_initial, digest_of

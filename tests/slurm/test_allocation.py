@@ -7,7 +7,7 @@ import re
 import pytest
 
 from orchestrator.clusters.api import cluster_of
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError
 from tests import helpers
 from tests.programs import QUICK, WAITS, script

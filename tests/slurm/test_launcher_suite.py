@@ -3,7 +3,7 @@
 import pytest
 from hydra.test_utils.launcher_common_tests import LauncherTestSuite
 
-from tests.sweeps.hydra_state import as_in_a_new_process
+from tests.sweep.hydra_state import as_in_a_new_process
 
 __all__ = ["as_in_a_new_process"]  # a fixture for all tests here
 pytestmark = pytest.mark.filterwarnings("ignore:Future Hydra versions:UserWarning")

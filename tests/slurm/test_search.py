@@ -8,7 +8,7 @@ from orchestrator.outcome.lock_holder import is_held
 from orchestrator.run_folder.rundir import RunDir
 from tests.helpers import begin, call, result, until
 from tests.slurm import runs
-from tests.sweeps.search.helpers import line_of, loss_of
+from tests.sweep.search.helpers import line_of, loss_of
 
 
 def line_on(slurm, folder, *more):

@@ -6,10 +6,10 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.__main__ import app
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.engine.framework import Framework
 from orchestrator.errors import ConfigError
-from orchestrator.extensions import CLUSTERS, FRAMEWORKS, SEAMS, TRACKERS, TRANSPORTS
+from orchestrator.plugins import CLUSTERS, FRAMEWORKS, SEAMS, TRACKERS, TRANSPORTS
 from orchestrator.rank.writing.tracker import Scalars
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.testing.processes import run_ranks

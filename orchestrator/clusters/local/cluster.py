@@ -23,8 +23,8 @@ from orchestrator.clusters.machine import share_gpus, visible_gpus
 from orchestrator.clusters.request import Share
 from orchestrator.clusters.root_cause import End, blame, tail
 from orchestrator.config.frameworks import check_installed, check_tracker
+from orchestrator.config.program import is_program
 from orchestrator.config.schema import node_range
-from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import ClusterError, TransportError
 from orchestrator.lifecycle.signs.node_watch import FENCED, FINISHED, FROZEN, STOPPED
 from orchestrator.lifecycle.signs.stacks import STACK_S

@@ -19,8 +19,8 @@ from orchestrator.clusters.slurm.request.safe_values import (
 )
 from orchestrator.clusters.slurm.request.sbatch_defaults import read_defaults
 from orchestrator.clusters.slurm.trust import client_of, remember
+from orchestrator.config.program import target_of
 from orchestrator.config.schema import Config, node_range
-from orchestrator.config.user_code.program_section import target_of
 from orchestrator.lifecycle.signs.last_word import SCRIPT, after_rank
 from orchestrator.run_folder.rundir import RunDir, write_atomically
 from orchestrator.snapshot import code_copy as snapshot

@@ -11,7 +11,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor
 
-from orchestrator.config.optimizer_rules import chosen, described
+from orchestrator.config.optimizer import chosen, described
 from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
 from orchestrator.engine.common.boundary.boundary_sums import said_by
 from orchestrator.engine.common.boundary.packed_sums import STOP

@@ -14,7 +14,7 @@ import torch
 import torch._dynamo
 from torch.nn import Module
 
-from orchestrator.config.optimizer_rules import described
+from orchestrator.config.optimizer import described
 from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
 from orchestrator.engine.common.evaluation_figures import checked_figures
 from orchestrator.engine.common.hyperparameters import Hyperparameters

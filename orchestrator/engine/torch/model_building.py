@@ -10,7 +10,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from orchestrator.config.optimizer_rules import chosen
+from orchestrator.config.optimizer import chosen
 from orchestrator.engine.common.hyperparameters import refuse_scheduler
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import loader

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from orchestrator.config.rules import OFF, planned_survival, with_survival
 from orchestrator.config.schema import Config
-from orchestrator.config.survive_rules import OFF, planned, with_survival
 from orchestrator.engine.api import Group
 from orchestrator.engine.survives import against
 from orchestrator.run_warnings import warn
@@ -17,7 +17,7 @@ from orchestrator.run_warnings import warn
 
 def agreed_survival(config: Config, job: Any, group: Group) -> Config:
     """`config` with `run.survive` true or false, alike on all ranks."""
-    on = planned(config).on
+    on = planned_survival(config).on
     if config.run.survive is None and on:
         refusal = against(job, group)
         if refusal and group.rank == 0:

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.config.user_code.program_section import Program
-from orchestrator.config.user_code.program_source import script_of
+from orchestrator.config.job_source import script_of
+from orchestrator.config.program import Program
 from orchestrator.errors import ClusterError
 from orchestrator.inside.variables import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
 from orchestrator.lifecycle.topology import COPIES_VARIABLE, OUTER_PATH_VARIABLE, Topology

@@ -16,9 +16,9 @@ import time
 import traceback
 from pathlib import Path
 
+from orchestrator.config.program import Program, program_of
 from orchestrator.config.reading import read_config
 from orchestrator.config.schema import Config
-from orchestrator.config.user_code.program_section import Program, program_of
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import (
     EXIT_FAILED,

@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from orchestrator.config.options import NoOptions, options_of
+from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
-from orchestrator.extensions import TRACKERS
+from orchestrator.plugins import TRACKERS
 from orchestrator.run_folder.rundir import RunDir
 from orchestrator.run_warnings import warn
 

@@ -12,12 +12,12 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from orchestrator.clusters.api import cluster_of
-from orchestrator.compose.command_line import CommandLine, check_overrides, key_of, spelled
-from orchestrator.compose.composer import Composer
-from orchestrator.compose.hydra.input import check_arguments, guarded
+from orchestrator.config.command_line import CommandLine, check_overrides, key_of, spelled
+from orchestrator.config.composer import Composer
+from orchestrator.config.guard import check_arguments, guarded
+from orchestrator.config.program import is_program
 from orchestrator.config.reading import as_they_are, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
-from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import ConfigError, PlanError
 from orchestrator.lifecycle.checkpoint import PREFIX, complete, refuse_beyond
 from orchestrator.plan.parts import Known

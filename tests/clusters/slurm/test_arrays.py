@@ -11,7 +11,7 @@ from orchestrator.clusters.api import Request
 from orchestrator.clusters.slurm.cluster import SlurmCluster
 from orchestrator.clusters.slurm.queue.arrays import array_script
 from orchestrator.clusters.slurm.queue.laid_out import lay_out
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.run_folder.rundir import RunDir, code_state_beside, read_json
 
 SAYS = 'echo "umask $(umask)"\n'

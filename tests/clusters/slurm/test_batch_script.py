@@ -21,7 +21,7 @@ from orchestrator.clusters.slurm.request.safe_values import (
     check_values,
 )
 from orchestrator.clusters.slurm.request.sbatch_defaults import OPTION_OF, Default, read_defaults
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError
 from orchestrator.run_folder import files

@@ -24,8 +24,8 @@ from orchestrator.clusters.slurm.queue.packing.script import pack_script
 from orchestrator.clusters.slurm.queue.packing.shares import on_a_node, together
 from orchestrator.clusters.slurm.request.batch_script import Here, share_script
 from orchestrator.clusters.slurm.standing import WAITS, with_job
-from orchestrator.compose.composer import compose
-from orchestrator.config.pack_rules import anywhere
+from orchestrator.config.composer import compose
+from orchestrator.config.rules import pack_problems
 from orchestrator.errors import START_AGAIN, ConfigError
 from orchestrator.outcome.folder_status import from_folder
 from orchestrator.run_folder.rundir import RunDir, write_json
@@ -102,7 +102,7 @@ def test_what_packing_cannot_be_beside_is_refused_with_what_works(words, said):
 def test_a_search_begins_its_trials_one_by_one_so_none_share():
     config = copy.deepcopy(PLAIN)
     config.sweep.pack, config.sweep.search = 4, "grid"
-    assert "leave sweep.pack out" in "".join(anywhere(config))
+    assert "leave sweep.pack out" in "".join(pack_problems(config))
 
 
 def test_on_pretended_nodes_the_queue_packs_already():

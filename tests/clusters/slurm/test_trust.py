@@ -5,7 +5,7 @@ import pytest
 from orchestrator.clusters.slurm import trust as slurm_trust
 from orchestrator.clusters.slurm.cluster import SlurmCluster
 from orchestrator.clusters.slurm.trust import client_of, is_trusted, remember
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.run_folder.rundir import RunDir, write_json
 from orchestrator.runs.status import statuses

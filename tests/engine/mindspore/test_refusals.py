@@ -5,7 +5,7 @@ import importlib.metadata
 
 import pytest
 
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.config.frameworks import notes
 from orchestrator.config.rules import refuse_unsupported
 from orchestrator.errors import ConfigError, JobError

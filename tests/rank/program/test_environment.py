@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.user_code.program_section import Program
+from orchestrator.config.program import Program
 from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.program.environment import Start, environment

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import yaml
 
-from orchestrator.compose.composer import compose
+from orchestrator.config.composer import compose
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFolderError

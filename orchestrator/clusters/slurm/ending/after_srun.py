@@ -23,8 +23,8 @@ from orchestrator.clusters.slurm.root_cause import (
     stopped_only,
 )
 from orchestrator.clusters.slurm.watch import CAUSES
+from orchestrator.config.program import is_program
 from orchestrator.config.schema import SIGNAL_AHEAD_S
-from orchestrator.config.user_code.program_section import is_program
 from orchestrator.errors import EXIT_FINISHED, UsageError
 from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.signs.last_word import ended_with, wordless

@@ -14,8 +14,8 @@ from orchestrator.clusters.slurm.queue.elements import NUMBER
 from orchestrator.clusters.slurm.queue.in_turn import next_name
 from orchestrator.clusters.slurm.queue.scripts import UNLIKE, script_name
 from orchestrator.clusters.slurm.task import write_task
+from orchestrator.config.program import target_of
 from orchestrator.config.schema import Config
-from orchestrator.config.user_code.program_section import target_of
 from orchestrator.run_folder.rundir import (
     RunDir,
     code_state_beside,

@@ -25,8 +25,8 @@ from orchestrator.clusters.slurm.request.shell_lines import (
     waiting,
 )
 from orchestrator.clusters.slurm.request.srun_lines import Here, srun_lines
+from orchestrator.config.program import short_name
 from orchestrator.config.schema import SIGNAL_AHEAD_S, Config, gpu_count, node_range
-from orchestrator.config.user_code.program_section import short_name
 from orchestrator.lifecycle.address import INTERFACE_VARIABLE
 from orchestrator.lifecycle.topology import (
     BASE_ATTEMPT_VARIABLE,

@@ -21,7 +21,7 @@ from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.comm.process_group import TorchGroup, never_destroy
 from orchestrator.errors import ConfigError, TransportError
-from orchestrator.extensions import TRANSPORTS
+from orchestrator.plugins import TRANSPORTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from orchestrator.engine.torch.comm.transports import choose, presence, transpor
 from orchestrator.engine.torch.rendezvous.decision import obey
 from orchestrator.engine.torch.rendezvous.store import await_verdict, decide, host, join
 from orchestrator.errors import RendezvousError, StopRequested
-from orchestrator.extensions import TRANSPORTS
+from orchestrator.plugins import TRANSPORTS
 
 
 def form_group(spec: GroupSpec) -> BaseGroup:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from orchestrator.clusters.slurm.admission.limits import Wanted
 from orchestrator.clusters.slurm.admission.partitions import Partition, Shape
-from orchestrator.config.pack_rules import packing
+from orchestrator.config.rules import packing
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 

@@ -19,7 +19,7 @@ from orchestrator.clusters.slurm.queue.packing.shares import on_a_node, together
 from orchestrator.clusters.slurm.queue.packing.threads import cpus_of_cores
 from orchestrator.clusters.slurm.queue.sbatch import queue
 from orchestrator.clusters.slurm.queue.scripts import patiently
-from orchestrator.config.pack_rules import packing
+from orchestrator.config.rules import packing
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError, NotNow
 from orchestrator.report.units import plural

@@ -1,0 +1,236 @@
+"""Parser for the arguments of `orchestrator.launch`."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.job_source import is_this_python
+from orchestrator.config.schema import FREE_SECTIONS, OPTIONS
+from orchestrator.errors import ConfigError, did_you_mean
+
+PRIMARY = "config"
+"""The primary configuration's name, unless `--config-name` says another."""
+
+SHOWN = ("job", "hydra", "all")
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+VERBS = ("run", "plan", "resume", "status", "logs", "attach", "cancel", "compare")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandLine:
+    """What was asked for.
+
+    Attributes:
+        overrides: as they were typed.
+        config_dir: a folder of the user's own configuration; its files win over the shipped ones.
+        config_name: of the primary configuration.
+        multirun: whether a sweep is asked for by -m. A configuration may ask for one, too.
+        cfg: what `--cfg` shows: "job", "hydra" or "all"; `package` is the part of it.
+        info: which of Hydra's own information `--info` shows.
+    """
+
+    overrides: tuple[str, ...] = ()
+    config_dir: str | None = None
+    config_name: str = PRIMARY
+    multirun: bool = False
+    verbose: bool = False
+    quiet: bool = False
+    help: bool = False
+    hydra_help: bool = False
+    version: bool = False
+    shell_completion: bool = False
+    cfg: str | None = None
+    package: str | None = None
+    resolve: bool = False
+    info: str | None = None
+
+    @property
+    def asks_hydra(self) -> bool:
+        """Whether Hydra itself answers, and nothing is started."""
+        switches = (self.help, self.hydra_help, self.version, self.shell_completion)
+        return any(switches) or bool(self.cfg or self.info)
+
+
+SWITCHES = {
+    "-m": "multirun", "--multirun": "multirun", "-v": "verbose", "--verbose": "verbose",
+    "-q": "quiet", "--quiet": "quiet", "-h": "help", "--help": "help",
+    "--hydra-help": "hydra_help", "--version": "version", "--resolve": "resolve",
+    "-sc": "shell_completion", "--shell-completion": "shell_completion", "-r": "", "--run": "",
+    "--force": "force",
+}  # fmt: skip
+VALUED = {
+    "-cd": "config_dir", "--config-dir": "config_dir", "-cn": "config_name",
+    "--config-name": "config_name", "-c": "cfg", "--cfg": "cfg", "-p": "package",
+    "--package": "package",
+}  # fmt: skip
+REFUSED = {
+    "--config-path": "would take the shipped configuration away; --config-dir FOLDER is searched "
+    "before it",
+    "-cp": "would take the shipped configuration away; --config-dir FOLDER is searched before it",
+    "--experimental-rerun": "would run what a file pickles; python -m orchestrator resume RUN goes "
+    "on with a run",
+}
+
+
+def read_command_line(arguments: Sequence[str]) -> CommandLine:
+    """Sort flags from overrides.
+
+    Raises:
+        ConfigError: an unknown flag, one without its value, an argument that is no override.
+    """
+    found: dict[str, Any] = {}
+    overrides: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            overrides += program_overrides(rest, beside=overrides)
+            break
+        flag, equals, value = argument.partition("=")
+        if not argument.startswith("-") or argument == "-":
+            overrides.append(argument)
+        elif flag in REFUSED:
+            raise ConfigError(f"{flag} is not available: it {REFUSED[flag]}")
+        elif argument in SWITCHES:
+            found[SWITCHES[argument]] = True
+        elif flag in VALUED:
+            if not equals and not rest:
+                raise ConfigError(f"{flag} needs a value: {flag} {VALUED[flag].upper()}")
+            found[VALUED[flag]] = value if equals else rest.pop(0)
+        elif flag in {"-i", "--info"}:
+            listed = not equals and rest and rest[0] in INFO
+            found["info"] = value if equals else rest.pop(0) if listed else "all"
+        else:
+            check_overrides(overrides)  # it may be the flag of a script that stands before it
+            known = [*SWITCHES, *VALUED, "--info"]
+            raise ConfigError(f"there is no flag '{flag}'{did_you_mean(flag, known)}")
+    found.pop("", None)
+    if found.pop("force", False):
+        overrides.append("sweep.force=true")
+    line = replace(CommandLine(), overrides=tuple(overrides), **found)
+    _check(line)
+    return line
+
+
+def _check(line: CommandLine) -> None:
+    for flag, value, allowed in (("--cfg", line.cfg, SHOWN), ("--info", line.info, INFO)):
+        if value is not None and value not in allowed:
+            raise ConfigError(f"{flag} must be one of {', '.join(allowed)}, but is '{value}'")
+    if line.multirun and line.cfg:
+        raise ConfigError("--cfg shows one configuration; leave -m out, and sweep over no key")
+    if line.package is not None and not line.cfg:
+        raise ConfigError("--package chooses what --cfg shows; add --cfg job")
+    if not line.shell_completion:
+        check_overrides(line.overrides)
+
+
+def check_overrides(overrides: Iterable[str]) -> None:
+    """Raise `ConfigError` for what cannot be an override: KEY=VALUE, +KEY=VALUE, ++…, or ~KEY."""
+    for override in overrides:
+        if "=" in override or override.startswith("~"):
+            continue
+        if override in VERBS:
+            way = f"to look at runs: python -m orchestrator {override}"
+        elif override.endswith((".py", ".sh")) or shutil.which(override) or _is_file(override):
+            way = (
+                f"a program stands after --, and its arguments after it: python -m orchestrator "
+                f"run cluster.nodes=2 -- {override} --lr 0.1"
+            )
+        else:
+            way = f"a choice is written as in job=digits, a value as in {override}=VALUE"
+        raise ConfigError(f"'{override}' is not KEY=VALUE: {way}")
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # longer than a name can be
+        return False
+
+
+def program_overrides(words: Sequence[str], beside: Sequence[str] = ()) -> tuple[str, str]:
+    r"""What stands after `--`, a program and its arguments, as overrides.
+
+    Args:
+        beside: the overrides that stand before it.
+
+    Raises:
+        ConfigError: there is no program, or what stands before it says another one.
+
+    >>> program_overrides(["train.py", "--lr", "it's"])
+    ('job=program', "job.command=['train.py','--lr','it\\'s']")
+    """
+    check_overrides(beside)
+    for override in beside:
+        if key_of(override) == "job.command" or (
+            key_of(override) == "job" and override.partition("=")[2] != "program"
+        ):
+            raise ConfigError(f"{override} says what to run, and so does -- …; leave one out")
+    given = list(words)
+    if given and is_this_python(given[0]):
+        given = given[2 if given[1:2] == ["-u"] else 1 :]  # both as we start scripts anyway
+    if not given:
+        raise ConfigError("after -- stands the program to run, as in -- train.py --lr 0.1")
+    return "job=program", f"job.command=[{','.join(map(literally, given))}]"
+
+
+def literally(word: str) -> str:
+    """A word in Hydra's quotes, so that it comes out as it is: no escapes, no interpolation."""
+    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", word)
+    escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), escaped)
+    return f"'{escaped}'"
+
+
+def key_of(override: str) -> str:
+    """The key of an override, without what says how it is applied.
+
+    >>> key_of("++job.width=3"), key_of("~optimizer")
+    ('job.width', 'optimizer')
+    """
+    return override.split("=", 1)[0].lstrip("+~")
+
+
+# Values of SLURM's own notations, in which a comma or a bracket is not Hydra's.
+SCHEDULERS_WORDS = re.compile(
+    r"cluster\.(?:partition|account|qos|constraint|exclude|reservation|gpus_per_node|interface"
+    r"|slurm_flags\.[^=]+|srun_flags\.[^=]+)=([^'\"\[{$\s][^'\"$]*)"
+)
+
+
+def spelled(override: str, *, sweep: bool = False) -> str:
+    """What people type as Hydra takes it.
+
+    `cluster=slurm` means `+cluster=slurm` (the group is absent from the defaults). A job's keys, an
+    optimizer's and options need no `+`: what a class does not take is refused with it in hand.
+    A value that begins with `~/` is quoted, for Hydra's grammar has no such letter; so are lists of
+    partitions and nodes as the scheduler writes them, unless a comma is that of a sweep.
+
+    >>> spelled("cluster.partition=long,short"), spelled("cluster.partition=long")
+    ("cluster.partition='long,short'", 'cluster.partition=long')
+    >>> spelled("cluster=slurm"), spelled("job.width=3"), spelled("job.data_dir=~/mnist")
+    ('+cluster=slurm', '++job.width=3', "++job.data_dir='~/mnist'")
+    """
+    key, equals, value = override.partition("=")
+    bare = key.lstrip("+")
+    if not equals or bare.startswith("~"):
+        return override
+    if bare in FREE_SECTIONS and value == "null":
+        return f"~{bare}"  # Hydra's way to choose none of a group
+    found = None if sweep else SCHEDULERS_WORDS.fullmatch(f"{bare}={value}")
+    value = f"'{value}'" if found and set(value) & set(",[]|&()*") else _quoted_home(value)
+    section, _, inner = bare.partition(".")
+    free = section in FREE_SECTIONS and (inner or value.lstrip().startswith("{"))
+    if free or bare.startswith(OPTIONS):
+        return f"++{bare}={value}"
+    return f"{'+' if bare == key == 'cluster' else key[: len(key) - len(bare)]}{bare}={value}"
+
+
+def _quoted_home(value: str) -> str:
+    if "'" in value or '"' in value:
+        return value
+    return re.sub(r"(^|[,\[{:]\s*)(~[^,\[\]{}()\s\\]*)", r"\1'\2'", value)

@@ -1,0 +1,431 @@
+"""Hydra's configuration loader with this project's search path and resolvers."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository, IConfigRepository
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.defaults_list import create_defaults_list
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathElement, SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.core.plugins import Plugins
+from hydra.core.utils import setup_globals
+from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from orchestrator.config.command_line import CommandLine
+from orchestrator.config.guard import MOST_POINTS, register_checked_files
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError
+
+
+def dense_parameters(layers: Sequence[int]) -> int:
+    """Numbers in the weights and biases of dense layers of these sizes.
+
+    >>> dense_parameters([2, 3, 1])
+    13
+    """
+    return sum(a * b + b for a, b in itertools.pairwise(layers))
+
+
+def transformer_parameters(width: int, layers: int, context: int, tokens: int = 256) -> int:
+    """Numbers in a transformer with biases, tied embeddings and learned places.
+
+    >>> transformer_parameters(64, 2, 128)
+    124672
+    """
+    return width * (tokens + context + 2) + layers * (12 * width**2 + 13 * width)
+
+
+def sum_of(*numbers: int) -> int:
+    """The sum.
+
+    >>> sum_of(1, 2, 4)
+    7
+    """
+    return sum(numbers)
+
+
+def when_null(value: Any, then: Any, otherwise: Any) -> Any:
+    """`then` where a key is null, else `otherwise` (OmegaConf has no conditional of its own)."""
+    return then if value is None else otherwise
+
+
+RESOLVERS = (dense_parameters, transformer_parameters, sum_of, when_null)
+CONSTANT = {*(resolver.__name__ for resolver in RESOLVERS), "now", "sweep_name", "oc.env"}
+"""Names of those that give the same for the same arguments as long as a command runs."""
+
+
+def register() -> None:
+    """Make them known to OmegaConf, as `${dense_parameters:…}` and so on. May be called twice.
+
+    `${now:…}` means this moment from here on: Hydra's own is another one in each composition, which
+    put a sweep's points into two folders wherever a second ended between them.
+    """
+    moment = datetime.now().astimezone()
+    OmegaConf.register_new_resolver("now", moment.strftime, replace=True)
+    for resolver in RESOLVERS:
+        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+
+
+OF_A_POINT = ("hydra.job.num", "hydra.job.id")
+REFERENCE = re.compile(r"\$\{(?:(\.*)([A-Za-z_]\w*(?:\.\w+)*)\}|([A-Za-z_][\w.]*):)")
+
+
+def within(one: str, other: str) -> bool:
+    """Whether a key is another one, or below it."""
+    return one == other or one.startswith(f"{other}.")
+
+
+def interpolations(found: DictConfig) -> dict[str, tuple[str, ...] | None]:
+    """Whatever refers to something, by its key, with the whole keys that it refers to; None where
+    these cannot be told from its text.
+    """
+    return dict(_below(OmegaConf.to_container(found, resolve=False), ""))
+
+
+def _below(value: Any, path: str) -> Iterator[tuple[str, tuple[str, ...] | None]]:
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            plain = isinstance(key, int) if isinstance(value, list) else isinstance(key, str)
+            for name, refers_to in _below(inner, f"{path}.{key}" if path else str(key)):
+                yield name, refers_to if plain and "." not in str(key) else None
+    elif isinstance(value, str) and "${" in value:
+        yield path, _references(value, path)
+
+
+def _references(text: str, path: str) -> tuple[str, ...] | None:
+    found = list(REFERENCE.finditer(text))
+    if len(found) != text.count("${"):
+        return None
+    names: list[str] = []
+    for dots, name, resolver in (match.groups() for match in found):
+        if resolver is not None:
+            if resolver not in CONSTANT:
+                return None
+            continue
+        full = ".".join([*(path.split(".")[: -len(dots)] if dots else []), name])
+        if within(full, "hydra") and full not in OF_A_POINT:
+            return None
+        names.append(full)
+    return tuple(names)
+
+
+class Files(ConfigRepository):
+    """Hydra's repository, which remembers what it has read."""
+
+    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
+        super().initialize_sources(config_search_path)
+        self._read: dict[str, ConfigResult | None] = {}  # of these sources
+
+    def __deepcopy__(self, _: dict[int, Any]) -> Files:
+        """For one composition, which may want other sources but leaves those that are there alone:
+        with them Hydra would copy all schemas that are stored.
+        """
+        return copy.copy(self)
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        if config_path not in self._read:
+            self._read[config_path] = super().load_config(config_path)
+        found = self._read[config_path]
+        return None if found is None else _Lent(found)
+
+
+class _Lent(ConfigResult):
+    """What was read, for one composition: its values are copied when they are asked for, since
+    Hydra merges others into them. The list of defaults it copies by itself.
+    """
+
+    def __init__(self, found: ConfigResult) -> None:
+        self._found = found
+        self.provider, self.path, self.header = found.provider, found.path, found.header
+        self.defaults_list, self.is_schema_source = found.defaults_list, found.is_schema_source
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "config":
+            raise AttributeError(name)
+        self.config = copy.deepcopy(self._found.config)
+        return self.config
+
+
+def refuse_twice(parsed: Sequence[Override], is_group: Callable[[str], bool]) -> None:
+    """Raise `ConfigError` for a key that is stated twice where one of them is a sweep, or its
+    folder.
+
+    Args:
+        is_group: whether a name is one of a group of files: `optimizer=adamw optimizer.lr=1,2`
+            chooses a file and changes one key of it.
+    """
+    kept = [one for one in parsed if not one.is_delete()]
+    stated: dict[tuple[str, str | None], list[Override]] = {}
+    for one in kept:
+        stated.setdefault((_name(one), one.package), []).append(one)
+    for (key, _), several in stated.items():
+        _refuse_one_name(key, several)
+    for one, other in combinations(kept, 2):
+        _refuse_inside(one, other, is_group)
+
+
+def _name(one: Override) -> str:
+    return one.key_or_group.replace("/", ".")
+
+
+def _refuse_one_name(key: str, several: Sequence[Override]) -> None:
+    lines = [str(one.input_line) for one in several]
+    swept = [str(one.input_line) for one in several if one.is_sweep_override()]
+    if len(several) > 1 and (swept or key == "run.dir"):
+        once = swept[-1] if swept else lines[-1]
+        values = ",".join(line.partition("=")[2] for line in lines)
+        if swept and not set(values) & set("([{'\""):
+            once = f"{key}={','.join(dict.fromkeys(values.split(',')))}"
+        raise ConfigError(
+            f"{' and '.join(lines)}: {key} is stated {len(several)} times, and only the last would "
+            f"count; state it once, as in {once}"
+        )
+
+
+def _refuse_inside(one: Override, other: Override, is_group: Callable[[str], bool]) -> None:
+    """The same where one of two is named inside the other, as optimizer.lr is in optimizer."""
+    outer, inner = sorted((one, other), key=lambda each: len(_name(each)))
+    if not _name(inner).startswith(f"{_name(outer)}."):
+        return
+    if not (one.is_sweep_override() or other.is_sweep_override() or _name(inner) == "run.dir"):
+        return
+    both = [
+        max(a, b, key=len)
+        for a in _keys(outer, is_group)
+        for b in _keys(inner, is_group)
+        if _holds(a, b) or _holds(b, a)
+    ]
+    if both:
+        raise ConfigError(
+            f"{one.input_line} and {other.input_line}: {both[0]} is stated 2 times, and only the "
+            f"last would count; state it once, and leave it out of {outer.input_line}"
+        )
+
+
+def _holds(outer: str, inner: str) -> bool:
+    return inner == outer or inner.startswith(f"{outer}.")
+
+
+def _keys(one: Override, is_group: Callable[[str], bool]) -> list[str]:
+    """All keys that it sets to a value, in any point; a table is merged into what is there, so it
+    sets those that it names. None where it chooses files of a group.
+    """
+    value: Any = one.value()
+    values = value.list if isinstance(value, ChoiceSweep) else [value]
+    group = is_group(one.key_or_group)
+    return [
+        key
+        for each in values or ()
+        if isinstance(each, Mapping) or not group
+        for key in _inside(_name(one), each)
+    ]
+
+
+def _inside(name: str, value: Any) -> Iterator[str]:
+    if not isinstance(value, Mapping):
+        yield name
+        return
+    for key, each in value.items():
+        yield from _inside(f"{name}.{key}", each)
+
+
+HYDRA_VERSION_BASE = "1.3"
+OF_THE_SWEEP = ("hydra", "sweep", "budget")  # sections of which a sweep has one, not each point
+OF_A_SEARCH = ("search", "seed", "objective", "direction", "prune")  # in `sweep`: not how far
+SEARCH_KEYS = tuple(f"sweep.{name}" for name in OF_A_SEARCH)
+SHIPPED = "shipped"
+OURS = (SHIPPED, "hydra", "schema")
+"""Sources that are nobody's own: what comes from elsewhere, the user has written."""
+
+
+def config_folder() -> Path:
+    """The folder with the shipped configuration: in an installed wheel, or beside the package."""
+    package = Path(__file__).resolve().parents[2]
+    for candidate in (package / "conf", package.parent / "conf"):
+        if (candidate / "config.yaml").is_file():
+            return candidate
+    raise ConfigError(
+        f"the shipped configuration is missing: there is no conf/config.yaml in {package}"
+    )
+
+
+class UsersFirst(ConfigSearchPathImpl):
+    """A search path on which the shipped configuration comes last, whoever adds a folder when.
+
+    Hydra takes the first file of a name, and adds what `hydra.searchpath` says at the end.
+    """
+
+    def append(self, provider: str, path: str, anchor: SearchPathQuery | None = None) -> None:
+        del anchor  # nobody gives one
+        found = self.get_path()
+        last = found[-1].provider if found else None
+        place = len(found) - 1 if last == SHIPPED and provider != "schema" else len(found)
+        found.insert(place, SearchPathElement(provider, path))
+
+
+def search_path(config_dir: str | None) -> UsersFirst:
+    """Hydra's own configuration, the user's folder, the shipped one, and the schema."""
+    path = UsersFirst()
+    path.append("hydra", "pkg://hydra.conf")
+    path.append(SHIPPED, f"file://{config_folder()}")
+    if config_dir is not None:
+        folder = Path(config_dir).expanduser().resolve()
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir must be a folder, but {config_dir} is not one")
+        path.append("--config-dir", f"file://{folder}")
+    for plugin in Plugins.instance().discover(SearchPathPlugin):
+        plugin().manipulate_search_path(path)  # type: ignore[call-arg]
+    path.append("schema", "structured://")
+    return path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Where one group's part of a composition comes from.
+
+    Attributes:
+        default: what the shipped file says that was chosen for the group although no user's file
+            and no override chose it; None when somebody did, or nothing was chosen.
+        stated: whether a file of the user's says anything in this section.
+    """
+
+    default: DictConfig | None
+    stated: bool
+
+
+def _store_schema() -> None:
+    """Have Hydra know the schema: once in a process, it takes as long as reading all files."""
+    stored = ConfigStore.instance().repo.get("schema.yaml")
+    if stored is None or OmegaConf.get_type(stored.node) is not Config:
+        ConfigStore.instance().store(name="schema", node=Config)
+
+
+class Loader(ConfigLoaderImpl):
+    """Composes; says where a group's part comes from; takes the points of a sweep apart."""
+
+    def __init__(self, config_dir: str | None) -> None:
+        _store_schema()
+        version.setbase(HYDRA_VERSION_BASE)
+        register_checked_files(config_folder())
+        setup_globals()  # Hydra's own resolvers
+        register()  # one of which replaces one of those
+        super().__init__(search_path(config_dir))
+        self.repository = Files(self.config_search_path)
+        self.interpolated: set[str] = set()  # keys that referred to others before overrides
+
+    def _compose_config_from_defaults_list(
+        self, defaults: list[ResultDefault], repo: IConfigRepository
+    ) -> DictConfig:
+        found = super()._compose_config_from_defaults_list(defaults, repo)
+        self.interpolated |= interpolations(found).keys()
+        return found
+
+    def files(self, primary: str) -> IConfigRepository:
+        """What can be chosen where no override adds to the search path."""
+        return self._parse_overrides_and_create_caching_repo(primary, [])[1]
+
+    def origin(self, primary: str, overrides: Sequence[str], group: str) -> Origin:
+        """Who chose what is in a group, and whether the user's files say something of it."""
+        parsed, files = self._parse_overrides_and_create_caching_repo(primary, list(overrides))
+        listed = create_defaults_list(
+            repo=files,
+            config_name=primary,
+            overrides_list=parsed,
+            prepend_hydra=True,
+            skip_missing=True,
+        )
+        default, stated = None, False
+        for entry in listed.defaults:
+            assert entry.config_path is not None  # noqa: S101  # only empty entries have none
+            loaded = files.load_config(entry.config_path)
+            shipped = loaded is None or loaded.provider in OURS
+            content = self._load_single_config(entry, files).config
+            if not shipped:
+                stated |= OmegaConf.select(content, group) is not None
+            elif entry.override_key == group:
+                chosen = listed.overrides.override_metadata.get(group)
+                by = chosen.containing_config_path if chosen else entry.parent
+                teller = files.load_config(by) if by else None
+                theirs = teller is None or teller.provider not in OURS
+                if not theirs and isinstance(content, DictConfig):
+                    default = content
+        return Origin(default=default, stated=stated)
+
+    def swept(self, overrides: Sequence[str]) -> list[Override]:
+        """All of them, parsed. Raises `ConfigError` for a sweep over what all its points share."""
+        parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
+        for override in parsed:
+            section = override.key_or_group.replace("/", ".").partition(".")[0]
+            if override.is_sweep_override() and section in OF_THE_SWEEP:
+                raise ConfigError(
+                    f"{override.input_line} cannot be swept: {section} holds for the sweep as a "
+                    f"whole, and its points share it; state one value"
+                )
+        return parsed
+
+    def refuse_twice(self, overrides: Sequence[str]) -> None:
+        """Raise `ConfigError` for a key that is stated twice; see `stated_twice.py`.
+
+        Args:
+            overrides: as typed, which wins over a file's `hydra.sweeper.params`.
+        """
+        parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
+        refuse_twice(parsed, lambda name: bool(self.repository.group_exists(name)))
+
+    def refuse_sweep(self, overrides: Sequence[str]) -> None:
+        """Raise `ConfigError` for a sweep over what all its points share, or of no point, or of
+        more than anybody can mean.
+        """
+        sizes = {
+            o.key_or_group: sum(1 for _ in o.sweep_string_iterator())
+            for o in self.swept(overrides)
+            if o.is_discrete_sweep()
+        }
+        if (number := math.prod(sizes.values())) > MOST_POINTS:
+            raise ConfigError(f"a sweep of {number} points is too large; at most {MOST_POINTS}")
+        for key in (key for key, size in sizes.items() if not size):
+            raise ConfigError(f"{key} has no value to sweep over: the sweep would have no point")
+
+    def sweep_name(self, overrides: Sequence[str], line: CommandLine) -> str:
+        """What a sweep's folder is called: by the keys that are swept over, and a digest of all
+        else that was typed but for what leaves its points as they are.
+        """
+        parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
+        swept = sorted({o.key_or_group for o in parsed if o.is_sweep_override()})
+        stated = [o for o in parsed if not o.is_sweep_override()]
+        outside = ("run", *OF_THE_SWEEP)
+        told = [o for o in stated if o.key_or_group.split(".")[0] not in outside]
+        if any(o.key_or_group == "sweep.search" for o in stated):  # what it may choose is all of it
+            told += [o for o in parsed if o.is_sweep_override()]
+            told += [o for o in stated if o.key_or_group in SEARCH_KEYS]
+        fixed = sorted(str(o.input_line) for o in told)
+        own = str(Path(line.config_dir).absolute()) if line.config_dir else ""
+        made_of = repr((swept, fixed, line.config_name, own))
+        digest = hashlib.sha256(made_of.encode()).hexdigest()[:8]
+        keys = "-".join(key.rpartition(".")[2].replace("/", "_") for key in swept)[:60]
+        return f"sweep_{keys}{'_' if keys else ''}{digest}"
+
+    def refuse_choices(self, overrides: Sequence[str]) -> None:
+        """Raise Hydra's error for `key=a,b` where no sweep is asked for."""
+        parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
+        self.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)

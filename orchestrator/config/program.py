@@ -1,0 +1,226 @@
+"""The `job` section of a training program that runs unchanged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import PurePath
+from typing import Any
+
+from orchestrator.errors import ConfigError, did_you_mean
+
+CHOICES = {
+    "style": ("torch", "mindspore", "plain"),
+    "argument_style": ("equals", "words", "bare"),
+    "devices": ("node", "rank"),
+    "stop_signal": ("TERM", "INT", "USR1", "USR2"),
+}
+KEYS = ("command", "arguments", *CHOICES)
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+MEANINGLESS = ("optimizer", "accumulation", "schedule", "train", "engine", "facts", "transport")
+"""Sections that say how we train; a program trains by itself."""
+LAUNCHERS = {
+    "torchrun": "torchrun", "accelerate": "accelerate launch", "deepspeed": "deepspeed",
+    "msrun": "msrun", "srun": "srun", "mpirun": "mpirun", "mpiexec": "mpiexec",
+}  # fmt: skip
+"""Programs that start ranks themselves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What each rank runs.
+
+    Attributes:
+        command: a script (train.py), a module (`-m`, `package.module`) or any other program, and
+            the arguments that were typed after it.
+        arguments: further ones by name, so that they can be swept.
+        argument_style: `equals` is --lr=0.1, `words` --lr 0.1, `bare` lr=0.1.
+        style: whose variables tell it its rank: torchrun's, msrun's, or plainly the scheduler's.
+        devices: it sees all of its node, or its rank's own alone.
+        stop_signal: what a stop becomes for it.
+    """
+
+    command: tuple[str, ...]
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    argument_style: str = "equals"
+    style: str = "torch"
+    devices: str = "node"
+    stop_signal: str = "TERM"
+
+    @property
+    def is_module(self) -> bool:
+        """Whether Python runs a module: `-m package.module`."""
+        return self.command[0] == "-m"
+
+    @property
+    def target(self) -> str:
+        """The script, module or program."""
+        return self.command[1] if self.is_module else self.command[0]
+
+    @property
+    def name(self) -> str:
+        """For a run's folder, and the scheduler.
+
+        >>> Program(command=("scripts/train.py",)).name, Program(command=("-m", "a.b")).name
+        ('train', 'b')
+        """
+        last = self.target.rpartition(".")[2] if self.is_module else PurePath(self.target).stem
+        return (last or self.target).lower()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """All that follows the target.
+
+        >>> Program(command=("train.py", "--tiny"), arguments={"optim": {"beta": 0.9}}).words
+        ('--tiny', '--optim.beta=0.9')
+        """
+        typed = self.command[2 if self.is_module else 1 :]
+        return (*typed, *rendered(self.arguments, self.argument_style))
+
+
+def is_program(job: Mapping[str, Any]) -> bool:
+    """Whether a `job` section names a program in the place of a class."""
+    return job.get("_target_") is None and "command" in job
+
+
+def short_name(job: Mapping[str, Any]) -> str:
+    """What a run is called where nobody named it: its class's name, or its program's.
+
+    >>> short_name({"_target_": "jobs.digits.Digits"}), short_name({"command": ["a/train.py"]})
+    ('digits', 'train')
+    """
+    if is_program(job):
+        return program_of(job).name
+    return str(job["_target_"]).rpartition(".")[2].lower()
+
+
+def target_of(job: Mapping[str, Any]) -> str | Program:
+    """What a section names: a class, by its dotted name, or a program."""
+    return program_of(job) if is_program(job) else str(job["_target_"])
+
+
+def program_of(job: Mapping[str, Any]) -> Program:
+    """The program of a section that `program_problems` finds nothing wrong with."""
+    values: dict[str, Any] = {key: job[key] for key in KEYS if job.get(key) is not None}
+    values["command"] = tuple(map(str, job["command"]))
+    return Program(**values)
+
+
+def rendered(arguments: Mapping[str, Any], style: str) -> Iterator[str]:
+    """Arguments as a command line has them; see `Program.argument_style`.
+
+    A name in a name has a dot (`optim.lr`). true is the name alone and false is nothing, but in
+    bare style `name=true`; null is nothing. Raises `ConfigError` for what has no such form.
+
+    >>> list(rendered({"lr": 0.1, "fp16": True, "tiny": False}, "words"))
+    ['--lr', '0.1', '--fp16']
+    >>> list(rendered({"layers": [1, 2]}, "words")), list(rendered({"on": True}, "bare"))
+    (['--layers', '1', '2'], ['on=true'])
+    """
+    for name, value in _flat(arguments):
+        bare = style == "bare"
+        if value is None or (value is False and not bare):
+            continue
+        if value is True and not bare:
+            yield f"--{name}"
+        elif isinstance(value, list) and style == "words":
+            yield f"--{name}"
+            yield from map(_text, value)
+        elif isinstance(value, list):
+            raise ConfigError(
+                f"job.arguments.{name}={value} is a list, which has no form as "
+                f"{'' if bare else '--'}{name}=…; try job.argument_style=words (--{name} "
+                f"{' '.join(map(_text, value))}), or write the words after --"
+            )
+        elif style == "words":
+            yield from (f"--{name}", _text(value))
+        else:
+            yield f"{'' if bare else '--'}{name}={_text(value)}"
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"job.arguments.{name} is no name of an argument: leave its dashes out, as in "
+                f"job.arguments.{name.lstrip('-') or 'lr'}=VALUE"
+            )
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def program_problems(config: Any, defaults: Any) -> list[str]:
+    """What is wrong with a program's section, and what is stated beside it in vain.
+
+    Args:
+        config, defaults: a whole `Config`, and one that nobody has changed.
+    """
+    job: Mapping[str, Any] = config.job
+    wrong = [
+        f"there is no key 'job.{key}' for a program{did_you_mean(str(key), KEYS)}; what it is to "
+        f"get belongs to job.arguments.{key}"
+        for key in job
+        if key not in (*KEYS, "_target_")
+    ]
+    wrong += _wrong_command(job["command"])
+    for key, allowed in CHOICES.items():
+        if job.get(key) is not None and job[key] not in allowed:
+            wrong.append(f"job.{key} must be one of {', '.join(allowed)}, but is {job[key]!r}")
+    arguments = job.get("arguments")
+    if arguments is not None and not isinstance(arguments, Mapping):
+        wrong.append(f"job.arguments must be names with values, but is {arguments!r}")
+    if not wrong:
+        try:
+            _ = program_of(job).words
+        except ConfigError as error:
+            wrong.append(str(error))
+    return wrong + [
+        f"{stated} means nothing to a program, which trains by itself; what it is to be told "
+        f"belongs to job.arguments, or after --"
+        for stated in _in_vain(config, defaults)
+    ]
+
+
+def _wrong_command(command: Any) -> list[str]:
+    if not isinstance(command, list) or not command:
+        as_in = "the program and its arguments, as in job.command=[train.py]"
+        return [f"job.command must be a list, {as_in}, but is {command!r}"]
+    words: list[Any] = command
+    if wrong := [word for word in words if isinstance(word, Mapping | list) or word is None]:
+        return [f"job.command must hold words, but holds {wrong[0]!r}"]
+    sentence = _wrong_first(str(words[0]), alone=len(words) == 1)
+    return [sentence] if sentence else []
+
+
+def _wrong_first(word: str, *, alone: bool) -> str:
+    """What is wrong with what a command begins with; "" when nothing is."""
+    if word == "-m":
+        return "job.command=[-m] names no module; write -m package.module" if alone else ""
+    if not word or word.startswith("-"):
+        return f"job.command must begin with a program, a script or -m, but begins with '{word}'"
+    if "=" in word:
+        return f"there is no program {word}; KEY=VALUE of ours stands before --"
+    starter = LAUNCHERS.get(PurePath(word).name, "")
+    return starter and (
+        f"{starter} starts ranks itself, and would do so in each of ours; name the script alone: "
+        f"python -m orchestrator run cluster.nodes=2 -- train.py"
+    )
+
+
+def _in_vain(config: Any, defaults: Any) -> Iterator[str]:
+    """Keys of ours that say how we train, and are not as they come."""
+    stated, usual = asdict(config), asdict(defaults)
+    for section in MEANINGLESS:
+        value, plain = stated[section], usual[section]
+        if is_dataclass(getattr(config, section)):
+            yield from (f"{section}.{k}={v}" for k, v in value.items() if v != plain[k])
+        elif value != plain:
+            yield f"{section}={value}" if isinstance(value, str) else section

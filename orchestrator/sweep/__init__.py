@@ -1,0 +1,1 @@
+"""Sweeps and searches: points, cells and where they run."""

@@ -1,0 +1,374 @@
+"""Cells: what a sweep still has to do for each point, known by content."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.job_source import copied_script, once, read_once
+from orchestrator.config.program import is_program, program_of, target_of
+from orchestrator.config.schema import Config, gpu_count, node_range, plain
+from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.outcome.folder_status import OVER, RunStatus
+from orchestrator.run_folder.files import make_folder, names_in
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.runs.resuming.rules import changes, flat
+from orchestrator.runs.status import statuses
+from orchestrator.snapshot.code_copy import digests_of_code
+from orchestrator.sweep.points import Point, told
+
+CELL = "cell"  # in submission.json
+# Sections and keys that say where, when and how long to wait: a result does not depend on them.
+NOT_MADE_OF = (
+    "run", "sweep", "budget", "facts", "tracker", "cluster.partition", "cluster.account",
+    "cluster.qos", "cluster.exclude", "cluster.reservation", "cluster.comment",
+    "cluster.memory_gib", "cluster.time_min", "cluster.signal_ahead_s", "cluster.requeue",
+    "cluster.allocation", "cluster.exclusive", "cluster.slurm_conf", "cluster.slurm_flags",
+    "cluster.srun_flags", "cluster.interface", "cluster.rendezvous_timeout_s",
+    "cluster.collective_timeout_s", "cluster.heartbeat_timeout_s", "cluster.hang_timeout_s",
+)  # fmt: skip
+PACKAGES = ("cluster-orchestrator", "torch", "mindspore", "numpy")
+MOST_FILES = 10_000
+NO_NAMES = ("", ".", "..")
+
+
+def made_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """What a point would be made of now: its place in the sweep, and digests of all it depends on.
+
+    Args:
+        overrides: that tell it from the sweep's other points.
+    """
+    return {
+        "of": sorted(overrides),
+        "config": _digest(_counted(plain(config))),
+        "code": _code(config),
+        "data": {key: once("stamp", _stamp, path) for key, path in _paths(config)},
+        "versions": dict(_versions()),
+    }
+
+
+def why_changed(
+    run: RunDir, before: Mapping[str, Any], now: Mapping[str, Any], config: Config
+) -> str | None:
+    """What differs between a cell as it ran and as it is asked for; None where nothing does."""
+    causes: list[str] = []
+    if before.get("config") != now["config"]:
+        old, new = _counted(run.read_config()), _counted(plain(config))
+        causes += [change.text for change in changes(old, new)] or ["the configuration"]
+    for name, digest in now["code"].items():
+        if (before.get("code") or {}).get(name) != digest:
+            causes.append(f"code in {name}")
+    read, there = before.get("data") or {}, now["data"]
+    # What was not there when it began it has not read: it may have written it.
+    causes += [f"files of {key}" for key in sorted(read) if read[key] != there.get(key)]
+    old, new = before.get("versions") or {}, now["versions"]
+    causes += [
+        f"{key} (was {old.get(key)})"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+    return ", ".join(causes) or None
+
+
+def _counted(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a result depends on, by dotted key. Sections that older runs lack are at their
+    defaults.
+    """
+    return {k: v for k, v in flat(values) if not _starts(k) and v not in (None, {}, [])}
+
+
+@lru_cache(maxsize=4096)
+def _starts(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in NOT_MADE_OF)
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+_codes: dict[Any, dict[str, str]] = {}
+
+
+def _code(config: Config) -> dict[str, str]:
+    """Digests of the source folders that a job's copy would hold, by folder; read once a command,
+    so that all points are made of one state of it.
+    """
+    target = target_of(config.job)
+    key = target if isinstance(target, str) else target.command
+    if key not in _codes:
+        _codes[key] = digests_of_code(target)
+    return _codes[key]
+
+
+def _paths(config: Config) -> Iterator[tuple[str, Path]]:
+    """What the job may read that is there: its arguments that name it; of a program's command the
+    files, for folders are mostly what it writes into; and the initial weights.
+    """
+    for key, value in flat(config.job):
+        texts: list[Any] = value if isinstance(value, list) else [value]
+        for path in _there(texts) if key != "command" else ():
+            yield f"job.{key}" if texts is not value else f"{path} in job.{key}", path
+    if is_program(config.job):
+        program = program_of(config.job)
+        own = copied_script(program)  # which is code
+        words = [*program.command, *(word.partition("=")[2] for word in program.command)]
+        yield from ((str(p), p) for p in _there(words) if p.is_file() and p.absolute() != own)
+    for path in _there([config.train.initial_weights]):
+        saved = RunDir(path).checkpoints
+        yield "train.initial_weights", saved if saved.is_dir() else path
+
+
+def _there(texts: Sequence[Any]) -> Iterator[Path]:
+    """Those that are names of something; not what is no name at all, as a sentence with a slash in
+    it, or may not be looked at.
+    """
+    for text in texts:
+        if not isinstance(text, str) or text in NO_NAMES:
+            continue
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # "~nobody" is no home
+            path = Path(text).expanduser()
+            path.stat()
+            yield path
+
+
+def _stamp(path: Path) -> str:
+    """A digest of a file's, or a folder's files', names, sizes and times: contents may be large."""
+    whole = hashlib.sha256()
+    for file in islice(_files(path), MOST_FILES):
+        facts = file.stat()
+        told = f"{file.relative_to(path)} {facts.st_size} {facts.st_mtime_ns}\n"
+        whole.update(told.encode("utf-8", "surrogateescape"))  # a name may be any bytes
+    return whole.hexdigest()
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    for folder, folders, names in os.walk(path):
+        folders.sort()
+        yield from (Path(folder, name) for name in sorted(names) if Path(folder, name).is_file())
+
+
+@cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    """Of Python and the packages that compute, as they are installed here."""
+    found = [("python", ".".join(map(str, sys.version_info[:3])))]
+    for name in PACKAGES:
+        try:
+            found.append((name, version(name)))
+        except PackageNotFoundError:
+            continue
+    return tuple(found)
+
+
+REPLACED = ".replaced"  # where cells go that are begun anew, in the sweep's folder
+
+
+class Do(Enum):
+    """What is to be done with a point."""
+
+    NOTHING = "done"
+    WAIT = "in progress"
+    GO_ON = "to go on"
+    BEGIN = "to run"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cell:
+    """A point, and what is to be done with it.
+
+    Attributes:
+        why: for people: in which state its run is, or what has changed.
+        made_of: what it would be made of now.
+        old: a folder that is to make room.
+    """
+
+    point: Point
+    do: Do
+    why: str
+    made_of: Mapping[str, Any]
+    old: Path | None = None
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.point.folder)
+
+
+def cells_of(points: Sequence[Point], *, force: bool = False) -> list[Cell]:
+    """Each point with what is to be done with it. Reads only; asks the scheduler once.
+
+    Args:
+        force: also those that are done.
+
+    Raises:
+        ConfigError: a cell that has changed is in progress as it was before.
+        RunFolderError: a point's folder holds somebody else's run.
+    """
+    known = _known({point.folder.parent for point in points})
+    taken = {run.path for run, _ in known.values()}
+    placed = [_placed(point, known, taken) for point in points]
+    runs = [RunDir(point.folder) for point in placed if point.folder in taken]
+    standing = {status.folder: status for status in statuses(runs)[0]} if runs else {}
+    wrong: dict[str, list[int]] = {}
+    found: list[Cell] = []
+    with read_once():  # of data, too: thousands of points may share it
+        made = [made_of(point.config, point.of) for point in placed]
+    for point, now in zip(placed, made, strict=True):
+        before = known.get(point.of, (None, {}))[1]
+        cell = _cell(point, standing.get(point.folder), before, now, force=force)
+        if cell.do is Do.WAIT and (cell.why.startswith("changed") or force):
+            sentence = (
+                f"it is in progress as it was ({standing[point.folder].state}), and to be run anew "
+                f"({cell.why}); cancel it first, or let it end"
+            )
+            wrong.setdefault(sentence, []).append(point.number)
+        found.append(cell)
+    if wrong:
+        raise ConfigError("\n".join(told(wrong, points[0].number, len(points))))
+    return found
+
+
+def _known(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, dict[str, Any]]]:
+    """The cells that lie in these folders, by what tells them apart, each with what it was made
+    of.
+    """
+    found: dict[tuple[str, ...], tuple[RunDir, dict[str, Any]]] = {}
+    for sweep in sweeps:
+        for name in names_in(sweep) if sweep.is_dir() else ():
+            run = RunDir(sweep / name)
+            if name.startswith(".") or not run.submission.exists():
+                continue
+            try:
+                cell = run.read_submission().get(CELL)
+            except RunFolderError:  # damaged: it is looked at when a point needs its folder
+                continue
+            if isinstance(cell, dict):
+                found[tuple(cell.get("of") or ())] = run, cell
+    return found
+
+
+def _placed(
+    point: Point, known: Mapping[tuple[str, ...], tuple[RunDir, Any]], taken: set[Path]
+) -> Point:
+    """The point in the folder that its cell has already, or in one that no other cell has."""
+    folder = point.folder
+    if point.of in known:
+        folder = known[point.of][0].path
+    number = point.number
+    while point.of not in known and folder in taken:
+        number += 1
+        folder = point.folder.parent / str(number)
+    taken.add(folder)
+    config = replace(point.config, run=replace(point.config.run, dir=str(folder)))
+    return replace(point, config=config)
+
+
+def _cell(
+    point: Point,
+    status: RunStatus | None,
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    force: bool,
+) -> Cell:
+    run = RunDir(point.folder)
+    if not before or status is None:
+        return _unknown(point, run, now)
+    anew = Cell(point=point, do=Do.BEGIN, why="", made_of=now, old=run.path)
+    if status.state == "damaged":
+        return replace(anew, why=f"its folder is damaged: {status.reason}")
+    changed = why_changed(run, before, now, point.config)
+    cell = replace(anew, why=f"changed: {changed}" if changed else status.state)
+    if status.state not in OVER:
+        return replace(cell, do=Do.WAIT, old=None)
+    if changed or force or not status.attempts:
+        return cell
+    return replace(cell, do=Do.NOTHING if status.state == "finished" else Do.GO_ON, old=None)
+
+
+def _unknown(point: Point, run: RunDir, now: Mapping[str, Any]) -> Cell:
+    """A folder that is in the way, and is no cell: only what a start of ours left half-written, or
+    damaged, makes room.
+    """
+    if not run.path.exists():
+        return Cell(point=point, do=Do.BEGIN, why="new", made_of=now)
+    begun = run.lock.exists() and run.attempts.is_dir()
+    try:
+        sound = run.config.exists() and bool(run.read_config()) and run.submission.exists()
+        sound = sound and bool(run.read_submission())
+    except RunFolderError:
+        sound = False
+    if begun and not sound:
+        why = "its folder is half-written"
+        return Cell(point=point, do=Do.BEGIN, why=why, made_of=now, old=run.path)
+    return Cell(point=point, do=Do.BEGIN, why="new", made_of=now)  # its start says what is there
+
+
+def make_room(cell: Cell) -> None:
+    """Put what lies in a cell's folder aside, where it can be looked at."""
+    if cell.old is None:
+        return
+    aside = cell.old.parent / REPLACED
+    if not aside.is_dir():
+        make_folder(aside)
+    number = sum(name.startswith(f"{cell.old.name}-") for name in names_in(aside))
+    cell.old.rename(aside / f"{cell.old.name}-{number}")
+
+
+def seconds_of(cell: Cell) -> float | None:
+    """How long a cell would run: by `facts.update_s`, else by the time limit that it asks for.
+
+    None where neither is known.
+    """
+    config, updates = cell.point.config, cell.point.plan.updates
+    if config.facts.update_s is not None and updates is not None:
+        return config.facts.update_s * updates
+    return None if config.cluster.time_min is None else 60.0 * config.cluster.time_min
+
+
+def gpu_hours(cell: Cell) -> float | None:
+    """GPUs times hours; 0 where no GPU is asked for, None where the time is not known."""
+    gpus = gpus_of(cell.point.config)
+    seconds = seconds_of(cell)
+    if not gpus:
+        return 0.0
+    return None if seconds is None else gpus * seconds / 3600
+
+
+def gpus_of(config: Config) -> int:
+    """On all nodes together, of the most nodes."""
+    return node_range(config.cluster.nodes)[1] * gpu_count(config.cluster.gpus_per_node)
+
+
+def refuse_beyond(cells: Sequence[Cell]) -> None:
+    """Raise `ConfigError` where what is to run costs more than `budget.gpu_hours`, or might."""
+    limit = cells[0].point.config.budget.gpu_hours if cells else None
+    if limit is None:
+        return
+    todo = [cell for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
+    hours = [gpu_hours(cell) for cell in todo]
+    unknown = [c.point.number for c, h in zip(todo, hours, strict=True) if h is None]
+    if unknown:
+        raise ConfigError(
+            f"budget.gpu_hours={limit:g} cannot be kept: how long point {unknown[0]} runs is not "
+            f"known; set facts.update_s, or the limit cluster.time_min"
+        )
+    total = sum(hour for hour in hours if hour is not None)
+    if total > limit:
+        raise ConfigError(
+            f"the {len(todo)} points that are to run take {total:.3g} GPU-hours by their plans, "
+            f"more than budget.gpu_hours={limit:g}"
+        )

@@ -1,0 +1,158 @@
+"""Points of a sweep, checked together before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from orchestrator.clusters.api import class_for, cluster_of
+from orchestrator.config.command_line import key_of
+from orchestrator.config.composer import Composed
+from orchestrator.config.job_source import read_once
+from orchestrator.config.rules import at_once
+from orchestrator.config.schema import Config, plain
+from orchestrator.errors import ConfigError, UsageError
+from orchestrator.plan.plan import Plan
+from orchestrator.plan.plan_warnings import named_numbers
+from orchestrator.plan.program import ProgramPlan
+from orchestrator.runs.start import prepare
+
+NOT_TELLING = ("run", "sweep", "budget")  # sections that tell no cell from another by themselves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One run of a sweep, checked, with its folder.
+
+    Attributes:
+        of: what tells it from the sweep's other points, whatever it is made of.
+    """
+
+    number: int
+    overrides: tuple[str, ...]
+    config: Config
+    plan: Plan | ProgramPlan
+    of: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """For people: which one it is."""
+        return f"point {self.number}: {' '.join(self.overrides)}"
+
+    @property
+    def folder(self) -> Path:
+        return Path(str(self.config.run.dir))
+
+
+def telling(override: str) -> bool:
+    """Whether it tells a point from another by itself."""
+    return key_of(override).split(".")[0] not in NOT_TELLING
+
+
+def checked(
+    found: Sequence[Composed | ConfigError], first: int = 0, *, apart: bool = False
+) -> list[Point]:
+    """The points of a sweep, each with a folder of its own.
+
+    Args:
+        first: the number of the first.
+        apart: they are asked for by a search. There may be more points later, so that a stated
+            folder is never one point's own, and equal ones among them.
+
+    Raises:
+        ConfigError: all that is wrong with them, each thing once with the points that have it.
+    """
+    wrong: dict[str, list[int]] = {}
+    with read_once():
+        points = list(_each(found, first, wrong))
+    if not wrong and not apart:
+        wrong = dict(_equal(points))
+    if wrong:
+        raise ConfigError("\n".join(told(wrong, first, len(found))))
+    stated = Counter(point.config.run.dir for point in points)
+    for item, point in zip(found, points, strict=True):
+        assert isinstance(item, Composed)  # noqa: S101  # errors were raised above
+        _place(point, item, apart=apart or stated[point.config.run.dir] > 1)
+    shared = set[str]().union(*(point.overrides for point in points))
+    if not apart:  # otherwise nobody knows what later ones share
+        shared.intersection_update(*(point.overrides for point in points))
+    return [replace(point, of=tuple(_telling(point.overrides, shared))) for point in points]
+
+
+def _telling(overrides: Sequence[str], shared: Collection[str]) -> list[str]:
+    """Overrides that tell a cell from another: of where and how it is run, those alone that not all
+    points share.
+    """
+    return sorted(o.lstrip("+") for o in overrides if telling(o) or o not in shared)
+
+
+def _place(point: Point, item: Composed, *, apart: bool) -> None:
+    folder = point.config.run.dir
+    if folder is None:
+        point.config.run.dir = str(item.point_folder.absolute())
+    elif apart:
+        point.config.run.dir = str(Path(folder).absolute() / str(point.number))
+
+
+def trial_point(item: Composed | ConfigError, number: int) -> Point:
+    """A point that a search asks for, with a folder of its own. Raises `UsageError`."""
+    point = _point(item, number)
+    assert isinstance(item, Composed)  # noqa: S101  # an error was raised
+    _place(point, item, apart=True)
+    return replace(point, of=tuple(_telling(point.overrides, point.overrides)))
+
+
+def _each(
+    found: Sequence[Composed | ConfigError], first: int, wrong: dict[str, list[int]]
+) -> Iterator[Point]:
+    """Those that can be; what is wrong with the others is put into `wrong`."""
+    for number, item in enumerate(found, first):
+        try:
+            yield _point(item, number)
+        except UsageError as error:
+            for sentence in str(error).split("\n"):
+                wrong.setdefault(sentence, []).append(number)
+
+
+def _point(item: Composed | ConfigError, number: int) -> Point:
+    if isinstance(item, ConfigError):
+        raise item
+    config = item.config()
+    plan = prepare(config)
+    _refuse_at_once(config)
+    return Point(number=number, overrides=item.overrides, config=config, plan=plan)
+
+
+def _refuse_at_once(config: Config) -> None:
+    """Raise `ConfigError` for a bound that nobody would see to: nothing may run beside the run."""
+    most = config.sweep.parallel
+    if at_once(most) in (None, 1) or not class_for(config).attended:
+        return
+    if cluster_of(config).share is None:
+        raise ConfigError(
+            f"sweep.parallel={most}: these points run one after another, for each has the whole "
+            f"place to itself; leave it out, or submit them, as +cluster=slurm does"
+        )
+
+
+def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:
+    """Points that are one and the same, which would be computed twice and shown as two."""
+    alike: dict[str, list[int]] = {}
+    for point in points:
+        values = json.dumps(plain(point.config), sort_keys=True, default=str)
+        alike.setdefault(values, []).append(point.number)
+    for numbers in alike.values():
+        if len(numbers) > 1:
+            yield "they are equal; leave all but one of them out", numbers
+
+
+def told(wrong: dict[str, list[int]], first: int, count: int) -> Iterator[str]:
+    """What is wrong with which points, as sentences."""
+    last = first + count - 1
+    yield f"nothing was started, for the sweep cannot run to its end (points {first} to {last}):"
+    for sentence, numbers in wrong.items():
+        named = "all points" if len(numbers) == count else named_numbers("point", numbers)
+        yield f"{named}: {sentence}"

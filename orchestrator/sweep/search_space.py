@@ -1,0 +1,172 @@
+"""Search space of a sweep, from Hydra's sweep syntax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep, Sweep
+
+from orchestrator.errors import ConfigError
+
+LARGEST = 2**53  # above, whole numbers are not all different as what they are drawn as
+INSIDE = 1 / 64  # of an interval: a number near its end, for the end itself is hardly ever drawn
+TAGS = {"log"}
+NOT_TELLING = (
+    "run",
+)  # sections of which a point is not made; what a sweep shares, its loader says
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """One key that is chosen.
+
+    Attributes:
+        key: as overrides have it, with what says how it is applied.
+        texts: all there is to choose from, as values of overrides; () for an interval.
+        low, high: the ends of an interval, both of them included.
+        whole, log: of an interval: whole numbers alone; drawn by their logarithms.
+    """
+
+    key: str
+    texts: tuple[str, ...] = ()
+    ordered: bool = False
+    low: float = 0
+    high: float = 0
+    whole: bool = False
+    log: bool = False
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return self.key.lstrip("+")
+
+    def text(self, value: Any) -> str:
+        """A drawn value as an override; of `texts`, their number is drawn where they have an order.
+
+        >>> Axis(key="+a", texts=("1", "3"), ordered=True).text(1), Axis(key="b", high=1).text(0.5)
+        ('+a=3', 'b=0.5')
+        """
+        if self.texts:
+            return f"{self.key}={self.texts[value] if self.ordered else value}"
+        return f"{self.key}={int(value) if self.whole else float(value)!r}"
+
+    @property
+    def samples(self) -> list[Any]:
+        """Values as they might be drawn: every alternative, or what lies at both ends."""
+        if self.texts:
+            ends = [0, len(self.texts) - 1]
+            return list(dict.fromkeys(ends)) if self.ordered else list(self.texts)
+        if self.whole:
+            return [int(self.low), int(self.high)]
+        by, back = (math.log, math.exp) if self.log else (float, float)
+        low, high = by(self.low), by(self.high)
+        inside = (high - low) * INSIDE
+        return [back(low + inside), back(high - inside)]
+
+    def told(self) -> dict[str, Any]:
+        """As plain values, for a file, and to be compared with that of another start."""
+        if self.texts:
+            return {"of": list(self.texts), "ordered": self.ordered}
+        return {"low": self.low, "high": self.high, "whole": self.whole, "log": self.log}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """What a search chooses, and the overrides that all of its trials share."""
+
+    axes: tuple[Axis, ...]
+    fixed: tuple[str, ...]
+
+    def overrides(self, drawn: Mapping[str, Any]) -> list[str]:
+        """Those of a trial; `drawn`: a value for each axis, by its key."""
+        return [*self.fixed, *(axis.text(drawn[axis.key]) for axis in self.axes)]
+
+    @property
+    def size(self) -> int | None:
+        """How many points there are; None where an interval has them without end."""
+        if any(not axis.texts for axis in self.axes):
+            return None
+        return math.prod(len(axis.texts) for axis in self.axes)
+
+    def of_grid(self, number: int) -> dict[str, Any]:
+        """One of all points, counted as a sweep counts them: the last axis changes fastest.
+
+        >>> Space(axes=(Axis(key="a", texts=("x", "y")), Axis(key="b", texts=("1", "2", "3"),
+        ...     ordered=True)), fixed=()).of_grid(4)
+        {'a': 'y', 'b': 1}
+        """
+        drawn: dict[str, Any] = {}
+        for axis in reversed(self.axes):
+            number, place = divmod(number, len(axis.texts))
+            drawn[axis.key] = place if axis.ordered else axis.texts[place]
+        return {axis.key: drawn[axis.key] for axis in self.axes}
+
+
+def space_of(parsed: Sequence[Override]) -> Space:
+    """The space that overrides describe. Raises `ConfigError` for all that cannot be drawn."""
+    wrong: list[str] = []
+    axes: list[Axis] = []
+    swept = [override for override in parsed if override.is_sweep_override()]
+    for override in swept:
+        try:
+            axes.append(_axis(override))
+        except ConfigError as error:
+            wrong.append(f"{override.input_line} {error}")
+    names = [axis.name for axis in axes]
+    wrong += [f"{name} is chosen twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    if not swept:
+        wrong.append(
+            "a search has nothing to choose: write what may be chosen, as in "
+            "optimizer.lr='interval(0.001,0.1)' or accumulation.steps=1,2,4"
+        )
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    fixed = tuple(str(o.input_line) for o in parsed if not o.is_sweep_override())
+    return Space(axes=tuple(axes), fixed=fixed)
+
+
+def _axis(override: Override) -> Axis:
+    value = override.value()
+    if override.is_delete() or (not isinstance(value, Sweep) and not override.is_choice_sweep()):
+        raise ConfigError("cannot be drawn: it takes a key away")
+    tags: set[str] = value.tags if isinstance(value, Sweep) else set()
+    if unknown := sorted(tags - TAGS):
+        raise ConfigError(f"has the tag {unknown[0]}, which means nothing here; known is: log")
+    if getattr(value, "shuffle", False):
+        raise ConfigError("cannot be shuffled: a search has an order of its own")
+    key = override.get_key_element()
+    if override.key_or_group.partition(".")[0] in NOT_TELLING:
+        raise ConfigError("cannot be chosen: it tells no trial from another")
+    if isinstance(value, IntervalSweep):
+        return _interval(key, value)
+    if tags:
+        raise ConfigError("cannot be drawn by logarithms: that is for interval(…) alone")
+    try:
+        texts = tuple(dict.fromkeys(override.sweep_string_iterator()))
+    except ValueError as error:
+        raise ConfigError(f"cannot be drawn: {error}") from error
+    if not texts:
+        raise ConfigError("has no value to choose")
+    return Axis(key=key, texts=texts, ordered=isinstance(value, RangeSweep))
+
+
+def _interval(key: str, value: IntervalSweep) -> Axis:
+    low, high = value.start, value.end
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        raise ConfigError("cannot be drawn: both ends of an interval are finite numbers")
+    whole = isinstance(low, int) and isinstance(high, int)
+    if low == high:
+        raise ConfigError(f"cannot be drawn: its lower end and its upper end are both {low:g}")
+    if low > high:
+        raise ConfigError(
+            f"cannot be drawn: its lower end, {low:g}, stands above its upper end, {high:g}; the "
+            f"lower one comes first, as in interval({high:g},{low:g})"
+        )
+    if max(abs(low), abs(high)) > LARGEST and whole:
+        raise ConfigError(f"cannot be drawn: whole numbers go up to {LARGEST}")
+    if "log" in value.tags and low <= 0:
+        raise ConfigError(f"cannot be drawn by logarithms: {low} is not above 0")
+    return Axis(key=key, low=low, high=high, whole=whole, log="log" in value.tags)

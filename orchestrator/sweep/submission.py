@@ -1,0 +1,228 @@
+"""Preparation and submission of a sweep's runs."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
+
+from orchestrator.clusters.api import class_of
+from orchestrator.config.job_source import read_once
+from orchestrator.config.rules import at_once
+from orchestrator.errors import (
+    ClusterError,
+    ConfigError,
+    Interrupted,
+    NotNow,
+    RunFailed,
+    RunFolderError,
+    UsageError,
+)
+from orchestrator.outcome.folder_status import ENDED_STATES
+from orchestrator.outcome.lock_holder import held
+from orchestrator.plugins import CLUSTERS
+from orchestrator.report.tables.closing_table import describe_culprit
+from orchestrator.report.units import plural
+from orchestrator.run_folder.rundir import RunDir, written_together
+from orchestrator.runs.console import Manner
+from orchestrator.runs.interrupts import Interrupts, counted
+from orchestrator.runs.ready import Ready
+from orchestrator.runs.start import begun, resumed, writing
+from orchestrator.runs.status import statuses
+from orchestrator.sweep.cells import CELL, Cell, Do, make_room
+from orchestrator.sweep.points import told
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Generator[None]:
+    """Hold a sweep's folder; one that nothing came to is removed again. Raises `RunFolderError`
+    while another start does.
+    """
+    with contextlib.ExitStack() as until_the_end:
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            until_the_end.enter_context(held(RunDir(folder)))
+        except OSError as error:
+            raise RunFolderError(f"{folder} cannot be written: {error.strerror}") from error
+        until_the_end.callback(_remove_if_empty, RunDir(folder))
+        yield
+
+
+def _remove_if_empty(sweep: RunDir) -> None:
+    if {entry.name for entry in sweep.path.iterdir()} <= {sweep.lock.name}:
+        sweep.lock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody has put something there meanwhile
+            sweep.path.rmdir()
+
+
+class NoSuchFigure(RunFailed):
+    """A run has finished, and measured nothing of the objective's name."""
+
+
+def returned(cell: Cell, point: Any) -> JobReturn:
+    """The point's `sweep.objective` where it has finished; a `RunFailed` where it has not.
+
+    Args:
+        point: as it was composed.
+    """
+    made = JobReturn(
+        overrides=list(point.overrides),
+        cfg=OmegaConf.create(),
+        working_dir=str(cell.run.path),
+        task_name="orchestrator.launch",
+    )
+    result = cell.run.read_result() if cell.run.config.exists() else None
+    if result is None:
+        made.status = JobStatus.UNKNOWN
+        return made
+    if result["state"] != "finished":
+        made.status = JobStatus.FAILED
+        culprit = result.get("culprit")
+        made.return_value = RunFailed(
+            describe_culprit(culprit) if culprit else f"{cell.run.path} was {result['state']}"
+        )
+        return made
+    try:
+        made.return_value = measured(cell.run, cell.point.config.sweep.objective)
+        made.status = JobStatus.COMPLETED
+    except RunFailed as error:
+        made.status, made.return_value = JobStatus.FAILED, error
+    return made
+
+
+def measured(run: RunDir, objective: str) -> float:
+    """What a finished run measured. Raises `RunFailed` where that is no finite number, and its
+    `NoSuchFigure` where there is none of this name.
+    """
+    result = run.read_result() or {}
+    found = {**(result.get("metrics") or {}), **{k: result.get(k) for k in ("loss", "seconds")}}
+    figures = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
+    if objective not in figures:
+        known = ", ".join(sorted(figures))
+        raise NoSuchFigure(
+            f"sweep.objective={objective}: {run.path} measured no such figure, but {known}"
+        )
+    if not math.isfinite(figures[objective]):
+        raise RunFailed(f"its {objective} is {figures[objective]}")
+    return figures[objective]
+
+
+LOOK_S = 1.0
+
+
+@contextlib.contextmanager
+def ready_of(
+    cell: Cell, manner: Manner, interrupts: Interrupts | None = None
+) -> Generator[Ready | None]:
+    """A cell's run made ready: a new one, or one that goes on from where it was."""
+    point = cell.point
+    if cell.do is Do.GO_ON:
+        with resumed(cell.run.path, manner, to=point.config, interrupts=interrupts) as ready:
+            yield ready
+        return
+    make_room(cell)
+    with begun(
+        point.config,
+        manner,
+        overrides=point.overrides,
+        plan=point.plan,
+        notes={CELL: dict(cell.made_of)},
+        interrupts=interrupts,
+    ) as ready:
+        yield ready
+
+
+def submit(
+    cells: Sequence[Cell], manner: Manner, *, wait: bool, interrupts: Interrupts | None = None
+) -> None:
+    """Submit them, by kinds of clusters; nothing is submitted before all folders are written.
+
+    Args:
+        wait: until all have ended.
+        interrupts: where they are counted already, for many submissions.
+
+    Raises:
+        ConfigError: one of them cannot be; none was submitted then, and no new folder is left.
+        Interrupted: by a person, before the first was submitted.
+        NotNow: the scheduler is silent, and nothing was submitted.
+        ClusterError: the scheduler refused some; those that are queued go on, and are counted.
+    """
+    with counted(interrupts) as counts, read_once():
+        made = _made_ready(cells, Manner(console=manner.console, quiet=True), counts)
+        _submit(made, at_once(cells[0].point.config.sweep.parallel))
+    if wait:
+        _await([cell.run for cell in cells])
+
+
+def _made_ready(cells: Sequence[Cell], quiet: Manner, interrupts: Interrupts) -> list[Ready]:
+    """All of them, on the disk; or none, and why is raised."""
+    made: list[Ready] = []
+    wrong: dict[str, list[int]] = {}
+    sweeps = {cell.run.path.parent for cell in cells}
+    try:
+        with writing(RunDir(cells[0].run.path.parent)), written_together(sweeps):
+            for cell in cells:
+                _refuse_interrupted(interrupts)
+                try:
+                    with ready_of(cell, quiet, interrupts) as ready:
+                        made += [ready] if ready is not None else []
+                except NotNow:  # it is nothing that is wrong with a point
+                    raise
+                except UsageError as error:
+                    wrong.setdefault(str(error), []).append(cell.point.number)
+            _refuse(wrong, cells)
+        _refuse_interrupted(interrupts)
+    except BaseException:
+        _withdraw(made)
+        raise
+    return made
+
+
+def _refuse(wrong: dict[str, list[int]], cells: Sequence[Cell]) -> None:
+    numbers = [cell.point.number for cell in cells]
+    if wrong:
+        raise ConfigError("\n".join(told(wrong, min(numbers), len(numbers))))
+
+
+def _refuse_interrupted(interrupts: Interrupts) -> None:
+    if interrupts.count:
+        raise Interrupted("interrupted: none of the points was submitted")
+
+
+def _withdraw(made: Sequence[Ready]) -> None:
+    for ready in made:
+        if not ready.run.may_be_queued:
+            ready.run.withdraw()
+
+
+def _submit(made: Sequence[Ready], most: int | None) -> None:
+    for kind in sorted({ready.config.cluster.kind for ready in made}):
+        members = [(r.cluster, r.request) for r in made if r.config.cluster.kind == kind]
+        try:
+            with CLUSTERS.told(kind, "to submit the points"):
+                class_of(kind).submit_all(members, most)
+        except ClusterError as error:
+            queued = [r for r in made if r.run.handle.exists() or r.run.turn.exists()]
+            _withdraw(made)
+            if not queued:
+                raise
+            raise ClusterError(
+                f"{error}\n{plural(len(queued), 'point')} of {len(made)} "
+                f"{'is' if len(queued) == 1 else 'are'} queued; the same line again submits the "
+                f"others"
+            ) from error
+
+
+def _await(runs: Sequence[RunDir]) -> None:
+    """Until all have ended, by one question for all of them."""
+    left = list(runs)
+    while left:
+        time.sleep(LOOK_S)
+        over = (*ENDED_STATES, "lost", "damaged", "private")
+        left = [RunDir(s.folder) for s in statuses(left)[0] if s.state not in over]

@@ -1,0 +1,249 @@
+"""A sweep from its points to its table."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.utils import JobReturn
+
+from orchestrator.clusters.api import Culprit, class_for
+from orchestrator.config.composer import Composed, Composer, drive
+from orchestrator.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    ConfigError,
+    RunFolderError,
+)
+from orchestrator.outcome.folder_status import OVER, RunStatus
+from orchestrator.report.tables.sweep_table import print_sweep
+from orchestrator.report.tables.time_and_memory import print_time_and_memory
+from orchestrator.report.terminal import command, say
+from orchestrator.report.units import plural
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.runs.console import Manner
+from orchestrator.runs.resuming.resumption import resumption
+from orchestrator.runs.start import config_of, prepare
+from orchestrator.runs.status import statuses
+from orchestrator.sweep.cells import Cell, Do, cells_of, refuse_beyond
+from orchestrator.sweep.points import Point, checked
+from orchestrator.sweep.submission import alone_in, returned, submit
+from orchestrator.sweep.tables import (
+    accumulation_pairs,
+    only_varying,
+    remarks,
+    swept_run,
+    timed_beside,
+)
+
+if TYPE_CHECKING:
+    from orchestrator.sweep.local import PointEnded
+
+
+OLDEST_OPTUNA = 4
+NOT_INSTALLED = (
+    "a search needs optuna, which is not installed; pip install 'cluster-orchestrator[search]'"
+)
+
+
+def require_optuna() -> None:
+    """Raise `ConfigError` if optuna is missing or too old."""
+    if importlib.util.find_spec("optuna") is None:
+        raise ConfigError(NOT_INSTALLED)
+    import optuna
+
+    if int(optuna.__version__.partition(".")[0]) < OLDEST_OPTUNA:
+        raise ConfigError(
+            f"a search needs optuna {OLDEST_OPTUNA} or later, but {optuna.__version__} is "
+            f"installed; hydra-optuna-sweeper, which needs optuna<3, wants another environment"
+        )
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def run_sweep(composer: Composer, manner: Manner) -> int:
+    """Check all points, run what is to be run, and print their table; give the exit code.
+
+    Raises:
+        ConfigError: what is wrong with any point. Nothing has run then, and nothing was written.
+    """
+    if composer.own_search:
+        require_optuna()
+        from orchestrator.sweep.search import search
+
+        return search(composer, manner)
+    with contextlib.ExitStack() as open_until_the_end:
+        sweep = Sweep(manner, open_until_the_end, search=composer.searches)
+        drive(composer, sweep.launch)
+        return sweep.finish()
+
+
+class Sweep:
+    """Places points and remembers how they ended. A failing point does not end the sweep.
+
+    Args:
+        search: values of earlier points are needed to choose the next.
+    """
+
+    def __init__(self, manner: Manner, stack: contextlib.ExitStack, *, search: bool) -> None:
+        self._manner, self._stack, self._search = manner, stack, search
+        self.cells: list[Cell] = []
+        self._codes: dict[Path, int] = {}
+        self._refused: dict[Path, str] = {}
+        self._locked: set[Path] = set()
+        self._queued: list[Path] = []
+        self._stopped: int | None = None
+
+    def launch(self, found: Sequence[Composed | ConfigError], first: int) -> Sequence[JobReturn]:
+        """Do what is to be done with these points: submitted together, or run here in a queue.
+
+        Args:
+            first: the number of the first.
+        """
+        points = checked(found, first, apart=self._search)
+        for folder in {point.folder.parent for point in points}:
+            self.hold(folder)
+        force = any(point.config.sweep.force for point in points)
+        once = {point.of: point for point in reversed(points)} if self._search else {}
+        cells = cells_of([p for p in points if once.get(p.of, p) is p], force=force)
+        self.place(cells)
+        if self._search:
+            of = {cell.point.of: cell for cell in cells}
+            cells = [of[point.of] for point in points]
+        return [returned(cell, found) for cell, found in zip(cells, found, strict=True)]
+
+    def place(self, cells: Sequence[Cell]) -> None:
+        """Do what is to be done with each. Raises what refuses them, before any is started."""
+        refuse_beyond(cells)
+        self._say(cells)
+        ran = {cell.run.path for cell in cells}  # a search may ask for a point again
+        self.cells = [c for c in self.cells if c.run.path not in ran] + list(cells)
+        todo = [cell for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
+        alone = [c for c in todo if not class_for(c.point.config).attended]
+        if alone:
+            submit(alone, self._manner, wait=self._search)
+        waiting = [c for c in cells if c in alone or c.do is Do.WAIT]
+        self._queued += [] if self._search else [cell.run.path for cell in waiting]
+        here = [cell for cell in todo if cell not in alone]
+        if here and self._stopped is None:
+            self._run_here(here)
+
+    def hold(self, folder: Path) -> None:
+        """Hold the sweep's folder to the end. Raises `RunFolderError` while another start does."""
+        if folder in self._locked:
+            return
+        self._stack.enter_context(alone_in(folder))
+        self._locked.add(folder)
+
+    def _say(self, cells: Sequence[Cell]) -> None:
+        """What will not be run, and what is run again, where there is anything to say of it."""
+        if self._manner.quiet or all(cell.why == "new" for cell in cells):
+            return
+        for cell in cells:
+            say(self._manner.console, f"{cell.point.words}: {cell.do.value} ({cell.why})", "dim")
+
+    def _run_here(self, cells: Sequence[Cell]) -> None:
+        """Run points on this machine to their ends."""
+        from orchestrator.sweep.local import run_here  # what is drawn meanwhile takes time
+
+        if not run_here(cells, self._manner, self._ended):
+            over = [EXIT_INTERRUPTED] if EXIT_INTERRUPTED in self._codes.values() else []
+            self._stopped = over[0] if over else EXIT_STOPPED
+
+    def _ended(self, one: PointEnded) -> None:
+        self._codes[one.cell.run.path] = one.exit_code
+        if one.refusal is not None:
+            self._refused[one.cell.run.path] = one.refusal
+
+    def finish(self) -> int:
+        """Print the table; give the exit code: the worst of the points'."""
+        if self._queued:  # they go on without us; the table would be of runs that have not begun
+            folders = {path.parent for path in self._queued}
+            shown = folders.pop() if len(folders) == 1 else self._queued[0]
+            say(
+                self._manner.console,
+                f"{plural(len(self._queued), 'point')} queued; to see where they stand: "
+                f"{command('status', shown)}",
+                "bold",
+            )
+            return max(self._codes.values(), default=0)
+        ran = [c for c in self.cells if self._stopped is None or c.run.config.exists()]
+        varying = only_varying([cell.point.overrides for cell in ran])
+        shown = [
+            swept_run(cell.run, overrides, result=self._refusal(cell.run.path))
+            for cell, overrides in zip(ran, varying, strict=True)
+        ]
+        print_sweep(shown, self._manner.console)
+        for sentence in remarks(shown):
+            say(self._manner.console, sentence, "dim", prose=True)
+        if (pairs := accumulation_pairs(shown)) and not timed_beside(shown):
+            print_time_and_memory(pairs, self._manner.console)
+        if self._stopped is not None:
+            return self._stopped
+        failed = [code for code in self._codes.values() if code]
+        return EXIT_FAILED if EXIT_FAILED in failed else max(failed, default=0)
+
+    def _refusal(self, path: Path) -> dict[str, Any] | None:
+        """What stands for the result of a point that could not start."""
+        if path not in self._refused:
+            return None
+        culprit = Culprit(rank=None, node="launcher", cause=self._refused[path])
+        state = "stopped" if self._codes[path] == EXIT_STOPPED else "failed"
+        return {"state": state, "culprit": culprit.to_json()}
+
+
+def resume_sweep(
+    folder: Path,
+    runs: Sequence[RunDir],
+    manner: Manner,
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+) -> int:
+    """Let all go on that were stopped, cancelled or failed, or never submitted; the exit code.
+
+    Args:
+        overrides: of each point, as `resume RUN` takes them.
+
+    Raises:
+        RunFolderError: a point cannot be read, or another command is at work in the sweep's folder.
+        ConfigError: a point cannot take the overrides. Nothing was started then.
+    """
+    if RunDir(folder).search.exists():
+        require_optuna()
+        from orchestrator.sweep.search import resume_search
+
+        return resume_search(folder, manner, overrides, config_dir)
+    with contextlib.ExitStack() as open_until_the_end:
+        sweep = Sweep(manner, open_until_the_end, search=False)
+        sweep.hold(folder)
+        found = statuses(runs)[0]
+        sweep.place([_cell(s, n, overrides, config_dir) for n, s in enumerate(found)])
+        return sweep.finish()
+
+
+def _cell(status: RunStatus, number: int, overrides: Sequence[str], config_dir: str | None) -> Cell:
+    """A point as its folder tells it, and what is to be done with it."""
+    run = RunDir(status.folder)
+    if status.state in ("damaged", "private"):
+        raise RunFolderError(
+            f"nothing was started: {status.reason}; the line of the sweep, typed again, begins "
+            f"such a point anew"
+        )
+    config = config_of(run)
+    do = Do.WAIT
+    if status.state in OVER:
+        asked = resumption(run, config, overrides, config_dir)
+        trained = status.state == "finished" and not (asked.total or 0) > status.updates
+        do, config = (Do.NOTHING, config) if trained else (Do.GO_ON, asked.config)
+    config = replace(config, run=replace(config.run, dir=str(run.path)))
+    point = Point(
+        number=int(run.path.name) if run.path.name.isdigit() else number,
+        overrides=tuple(run.read_submission().get("overrides") or ()),
+        config=config,
+        plan=prepare(config, new=False),
+    )
+    return Cell(point=point, do=do, why=status.state, made_of={})

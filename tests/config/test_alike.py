@@ -1,0 +1,158 @@
+"""A point that is set in another one's composition is the point that Hydra composes whole."""
+
+from dataclasses import asdict
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from orchestrator.config.command_line import CommandLine
+from orchestrator.config.composer import Composer
+from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.errors import ConfigError
+
+PRIMARY = {
+    "defaults": ["base", "_self_"],
+    "facts": {"parameters": "${sum_of:${train.seed},${.dataset_samples}}"},
+    "run": {"name": "seed-${train.seed}-${hydra.job.num}"},
+    "job": {
+        "width": 5,
+        "copy": {"of": ["${job.width}", "${optimizer.weight_decay}"]},
+        "pick": "${.copy.of}",
+    },
+    "optimizer": {"weight_decay": 0.5},
+}
+VALUES = {
+    "train.seed": ["1", "2", "3", "x", "null", "1.5", "'4'", "007", "1_0", "-0", "+2", "1e1"],
+    "train.epochs": ["1", "2", "0.50", "1.", ".5", "-0.0", "9" * 19, "9" * 400],
+    "+tracker.options.rate": ["1", "2.0", "02"],
+    "train.clip_norm": ["null", "1", "0.5", "true"],
+    "train.updates": ["3", "5", "${train.seed}"],
+    "job.width": ["1", "2.5", "text", "null", "[1,2]", "{a: 1}", "~/x", "???", '"a b"'],
+    "job.inner.depth": ["1", "a"],
+    "job.inner": ["1", "{depth: 3}"],
+    "job._target_": ["my.A", "my.B"],
+    "job": ["line", "digits"],
+    "optimizer": ["sgd", "adam", "null"],
+    "optimizer.weight_decay": ["0.1", "0"],
+    "cluster.nodes": ["1", "2", "{min: 1, max: 2}", "many"],
+    "cluster": ["slurm", "slurm_dev"],
+    "facts.dataset_samples": ["10", "20"],
+    "hydra.sweep.subdir": ["p${hydra.job.num}", "q${hydra.job.override_dirname}", "${train.seed}"],
+    "+train.seed": ["1", "2"],
+    "+job.more": ["1", "2"],
+    "~job.width": ["1", "2.5"],
+    "acumulation.steps": ["1", "2"],
+    "accumulation.steps": ["1", "2"],
+}
+
+
+@st.composite
+def batches(draw):
+    """Points of a sweep, the same keys with other values, as sweepers make them; and a stranger."""
+    keys = draw(st.lists(st.sampled_from(list(VALUES)), min_size=1, max_size=4))
+    stranger = draw(st.lists(st.sampled_from(list(VALUES)), max_size=2))
+    chosen = [keys, keys, stranger, keys, keys]
+    return [[f"{key}={draw(st.sampled_from(VALUES[key]))}" for key in point] for point in chosen]
+
+
+def composed(composer, points):
+    """What each comes to, in plain values: in words where it comes to nothing."""
+    for number, point in enumerate(points):
+        [found] = composer.points([point], number)
+        yield str(found) if isinstance(found, ConfigError) else found
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(points=batches(), own=st.booleans())
+def test_points_that_share_a_composition_are_those_that_are_composed_whole(
+    points, own, tmp_path_factory
+):
+    folder = tmp_path_factory.mktemp("conf")
+    (folder / "mine.yaml").write_text(yaml.safe_dump(PRIMARY))
+    line = CommandLine(
+        config_dir=str(folder) if own else None, config_name="mine" if own else "config",
+        multirun=True,
+    )  # fmt: skip
+    whole = Composer(line)
+    whole._alike.composed = lambda *_: None  # composes each as the first
+    for shared, alone in zip(
+        composed(Composer(line), points), composed(whole, points), strict=True
+    ):
+        assert shared == alone
+        if not isinstance(shared, str):
+            assert repr(shared) == repr(alone), "1, 1.0 and True are not the same"
+
+
+def test_sweeping_values_composes_twice_and_a_choice_of_files_each_time(monkeypatch):
+    composer = Composer(CommandLine(multirun=True))
+    composer.compose()
+    loads = []
+    load = composer.load
+    # counted, and done all the same
+    monkeypatch.setattr(composer, "load", lambda *a: loads.append(a) or load(*a))
+    where = ["+cluster=slurm_dev", "+cluster.slurm_flags.begin=now", "run.dir=x"]
+    composer.points([[*where, f"train.seed={n}", f"job.width={n % 3}"] for n in range(50)])
+    assert len(loads) == 1
+    composer.points([[f"optimizer={name}"] for name in ("sgd", "adam", "sgd")])
+    assert len(loads) == 3, "the third chooses what the first chose"
+
+
+ODD = st.sampled_from([
+    0, 1, -1, 2**70, 1.5, True, None, [], {}, [1], {"a": 1}, "a", "/a/b.c-d", "/", "/a b", "/a:b",
+    "/a: b", "/é", "/a\n", "1", "null", "~", "???", "${HOME}", "${", "yes", "", " /",
+    "/" + "ab " * 50,
+])  # fmt: skip
+KEYS = [
+    ("train", "seed"), ("train", "clip_norm"), ("train", "updates"), ("run", "dir"),
+    ("run", "name"), ("run", "watch"), ("cluster", "nodes"), ("cluster", "preamble"),
+    ("cluster", "slurm_flags"), ("tracker", "options"), ("engine", "framework"), ("job", "yes"),
+    ("job", 3), ("job", "deep"),
+    ("optimizer", "weight_decay"), ("run", "stranger"),
+]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(chosen=st.dictionaries(st.sampled_from(KEYS), ODD, min_size=1, max_size=4))
+def test_a_configuration_read_field_by_field_is_that_of_all_at_once(chosen):
+    values = {}
+    for (section, key), value in chosen.items():
+        values.setdefault(section, {})[key] = value
+    with pytest.MonkeyPatch.context() as patch:
+        same_by_sections(values, patch)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"train": {"seed": 3, "clip_norm": 1}, "job": {"_target_": "a.B", "layers": [1, {"b": 2}]}},
+        {"cluster": {"nodes": {"min": 1, "max": 2}, "time_min": "7"}},
+        {"train": {"seed": "x"}, "run": 3},
+        {"train": None},
+        {"train": {"sede": 3}},
+        {"tarin": {}},
+        {"job": {"word": "${HOME}", 3: 4}},
+        {"transport": "???"},
+        [],
+    ],
+)
+def test_a_configuration_read_section_by_section_is_that_of_all_at_once(values, monkeypatch):
+    same_by_sections(values, monkeypatch)
+
+
+def same_by_sections(values, monkeypatch):
+    def read():
+        try:
+            found = read_config(values)
+        except ConfigError as error:
+            return str(error)
+        assert to_yaml(found) == OmegaConf.to_yaml(OmegaConf.create(asdict(found)))
+        return repr(found)
+
+    by_sections = read(), read()
+    # what it is compared with: all sections at once
+    monkeypatch.setattr("orchestrator.config.reading._by_sections", lambda _: None)
+    assert by_sections == (read(), read())

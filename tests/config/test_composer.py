@@ -1,0 +1,231 @@
+"""Whose files win, what gives way to what, and what is refused rather than ignored."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from orchestrator.config.command_line import read_command_line
+from orchestrator.config.composer import Composer, compose, points_of
+from orchestrator.errors import ConfigError
+from orchestrator.launch import run_app
+from orchestrator.runs.start import prepare
+from orchestrator.sweep.points import checked
+
+TINY = "job._target_=tests.tiny_job.Tiny"
+
+
+def folder(tmp_path, **files):
+    for name, text in files.items():
+        path = tmp_path / (name.replace("__", "/") + ".yaml")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(tmp_path)
+
+
+def points(*line):
+    composer = Composer(read_command_line(line))
+    assert composer.compose().sweeps
+    return checked(points_of(composer))
+
+
+def test_a_job_file_of_ones_own_wins_over_the_shipped_one_of_its_name(tmp_path):
+    conf = folder(tmp_path, job__line="_target_: tests.tiny_job.Tiny\nwidth: 3\n")
+    own = {"_target_": "tests.tiny_job.Tiny", "width": 3}
+    assert compose(["job=line"], conf).job == own
+    assert [p.config.job for p in points("-m", "job=line", "train.updates=1,2", "-cd", conf)] == [
+        own, own
+    ]  # fmt: skip
+
+
+def test_a_folder_on_hydras_search_path_wins_too(tmp_path):
+    conf = folder(
+        tmp_path,
+        other__job__line="_target_: tests.tiny_job.Tiny\n",
+        main__mine=f"defaults: [base, _self_]\nhydra: {{searchpath: ['{tmp_path}/other']}}\n",
+    )
+    assert compose(["job=line"], f"{conf}/main", "mine").job == {"_target_": "tests.tiny_job.Tiny"}
+
+
+@pytest.mark.parametrize("name", ["mine", "config"])
+def test_a_primary_of_ones_own_is_taken_by_its_name(tmp_path, name):
+    text = "defaults: [base, _self_]\njob: {_target_: my.Job, width: 3}\ntrain: {epochs: 7}\n"
+    conf = folder(tmp_path, **{name: text})
+    found = compose(["train.seed=4"], conf, name)
+    assert (found.job, found.train.epochs) == ({"_target_": "my.Job", "width": 3}, 7)
+    assert found.facts.parameters is None, "digits' are not meant for it"
+
+
+def test_a_primary_that_lists_a_cluster_takes_both_spellings(tmp_path):
+    conf = folder(tmp_path, mine="defaults: [base, cluster: local, _self_]\n")
+    for spelling in ("cluster=slurm", "+cluster=slurm"):
+        assert compose([spelling], conf, "mine").cluster.kind == "slurm"
+
+
+def test_a_default_that_was_chosen_by_name_is_kept(tmp_path):
+    assert compose(["job=digits", "job._target_=my.Digits"]).job["layers"][0] == 784
+    text = "# @package _global_\ndefaults: [override /job: digits]\njob: {_target_: my.Digits}\n"
+    conf = folder(tmp_path, experiment__theirs=text)
+    assert compose(["experiment=theirs"], conf).train.epochs == 20
+
+
+def test_another_optimizer_inherits_no_argument_of_the_default_one():
+    stated = ["optimizer._target_=torch.optim.RMSprop", "optimizer.alpha=0.9"]
+    assert compose(stated).optimizer == {"_target_": "torch.optim.RMSprop", "alpha": 0.9}
+    assert compose(["optimizer.name=sgd"]).optimizer == {"name": "sgd"}
+    prepare(compose(["job=digits_mindspore", "optimizer=adam"]))
+
+
+def test_a_job_that_builds_its_optimizer_is_given_no_other(tmp_path):
+    assert compose(["job=jepa"]).optimizer == {}, "as config.yaml then says"
+    prepare(compose(["job=jepa"]))
+    conf = folder(tmp_path, experiment__theirs="# @package _global_\noptimizer: {eps: 1e-8}\n")
+    for stated in (["optimizer=adam"], ["optimizer.weight_decay=0.0"], ["experiment=theirs"]):
+        with pytest.raises(ConfigError, match=r"builds its own optimizer.*Leave optimizer out"):
+            prepare(compose(["job=jepa", *stated], conf))
+    with pytest.raises(ConfigError, match="try optimizer=adam"):
+        prepare(compose(["optimizer=null"]))
+
+
+def test_the_users_home_is_meant_by_a_tilde_in_a_jobs_paths():
+    found = compose(["job.data_dir=~/mnist", "+job.more=[~/a,{b: ~/c}]"]).job
+    home = str(Path.home())
+    assert (found["data_dir"], found["more"]) == (
+        f"{home}/mnist",
+        [f"{home}/a", {"b": f"{home}/c"}],
+    )
+
+
+def test_an_experiments_own_sweep_honours_run_dir_and_all_points_are_checked(tmp_path):
+    line = ("experiment=time_and_memory", f"run.dir={tmp_path / 'mine'}")
+    assert [p.config.run.dir for p in points(*line)] == [str(tmp_path / "mine" / n) for n in "012"]
+    apart = points("-m", "run.dir=a,b", "hydra.sweep.dir=c")
+    assert [p.config.run.dir for p in apart] == ["a", "b"]
+    named = points(
+        "-m",
+        "train.seed=1,2",
+        f"hydra.sweep.dir={tmp_path}",
+        "hydra.sweep.subdir=x${hydra:job.num}",
+    )
+    assert [p.config.run.dir for p in named] == [str(tmp_path / "x0"), str(tmp_path / "x1")]
+
+
+def test_a_sweeps_folder_is_that_of_its_keys_and_of_what_is_fixed():
+    composer = Composer(read_command_line(["-m", "train.seed=1,2,3"]))
+    folder = composer.compose().sweep_folder
+    assert [point.point_folder for point in points_of(composer)] == [folder / n for n in "012"]
+
+    def folder_of(*line):
+        return Composer(read_command_line(["-m", *line])).compose().sweep_folder
+
+    assert folder_of("train.seed=4,5", "run.watch=true", "--force") == folder
+    assert folder_of("train.seed=1,2", "train.updates=3") != folder
+    assert folder_of("job.width=1,2") != folder
+
+
+def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        run_app(["-m", TINY, "train.seed=1,-1", "job.width=3,4", "accumulation.steps=2,0"])
+    said = str(caught.value)
+    assert "points 4-7: train.seed must be at least 0" in said
+    assert "accumulation.steps must be at least 1" in said
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"all points: .*Tiny takes no argument 'wdth'"):
+        run_app(["-m", TINY, "train.seed=1,2", "job.wdth=3"])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["hydra/launcher=joblib"], "placed by this package's own launcher"),
+        (["-m", "hydra/sweeper=nosuch", "train.seed=1,2"], "not installed here"),
+        (["-m", "hydra/launcher=theirs", "train.seed=1,2"], "placed by this package's own"),
+        (["-m", "+hydra.launcher.cluster.kind=slurm", "train.seed=1,2"], "section cluster says"),
+        (["-m", "hydra.sweeper._target_=os.system", "train.seed=1,2"], "os.system"),
+        (["-m", "train.seed=range(0)"], "train.seed has no value to sweep over"),
+        (["-m", "train.seed=1,2", "hydra.verbose=true,false"], "hydra holds for the sweep"),
+        (["hydra.run.dir=x"], "a run's folder is run.dir="),
+        (["+hydra.job.env_set.A=b"], "cluster.environment"),
+        (["--config-path=conf"], "--config-dir FOLDER is searched before it"),
+        (["--experimental-rerun", "x.pickle"], "resume RUN"),
+        (["--cgf", "job"], "did you mean '--cfg'"),
+        (["-m", "train.seed=1,2", "--cfg", "job"], "leave -m out"),
+        (["train.seed=1,2"], "add -m"),
+        (["schedule.base_lr=interval(0.1,1)"], "is for a sweep: add -m"),
+        (["-m", "schedule.base_lr=interval(0.1,1)"], "add sweep.search=tpe"),
+    ],
+)
+def test_what_would_be_ignored_is_refused_with_the_way_out(tmp_path, line, words):
+    conf = folder(tmp_path, hydra__launcher__theirs="_target_: hydra_plugins.theirs.Launcher\n")
+    with pytest.raises(ConfigError) as caught:
+        run_app([*line, "--config-dir", conf])
+    assert words in str(caught.value)
+
+
+def test_a_part_of_the_configuration_can_be_shown(capsys):
+    assert run_app(["--cfg", "job", "-p", "optimizer", "optimizer=sgd"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["name"] == "sgd"
+    with pytest.raises(ConfigError, match="there is no key 'optimiser'"):
+        run_app(["--cfg", "job", "-p", "optimiser"])
+
+
+@pytest.mark.parametrize(
+    ("line", "once"),
+    [
+        (["train.seed=1,2", "train.seed=3"], "train.seed=1,2,3"),
+        (["train.seed=3", "++train.seed=range(1,3)"], "++train.seed=range(1,3)"),
+        (["train.seed=1,2", "train.seed=2,1"], "train.seed=1,2"),
+        (["+cluster=slurm,slurm_dev", "cluster=slurm"], "cluster=slurm,slurm_dev"),
+        (["train.seed=1,2", "run.dir=a", "run.dir=b"], "run.dir=b"),
+        (["sweep.search=tpe", "train.seed=range(1,3)", "train.seed=7"], "train.seed=range(1,3)"),
+    ],
+)
+def test_a_key_stated_twice_in_a_sweep_is_refused_for_only_its_last_would_count(line, once):
+    with pytest.raises(ConfigError, match="only the last would count; state it once") as refused:
+        points("-m", *line)
+    assert str(refused.value).endswith(f"as in {once}")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "key"),
+    [
+        ("optimizer={weight_decay: 1}", "optimizer.weight_decay=2,3", "optimizer.weight_decay"),
+        ("cluster.nodes={min: 1, max: 2}", "cluster.nodes.min=1,2", "cluster.nodes.min"),
+        ("cluster={nodes: {min: 1, max: 2}}", "cluster.nodes.min=1,2", "cluster.nodes.min"),
+        ("train={seed: 1},{updates: 9}", "train.seed=5", "train.seed"),
+        ("run={dir: a}", "run.dir=b", "run.dir"),
+    ],
+)
+def test_a_key_inside_a_table_that_is_stated_too_is_stated_twice_in_either_order(one, other, key):
+    for line in ((one, other), (other, one)):
+        with pytest.raises(ConfigError, match="only the last would count") as refused:
+            points("-m", TINY, "train.precision=float32,float64", *line)
+        said = f"{line[0]} and {line[1]}: {key} is stated 2 times"
+        assert said in str(refused.value).replace("+", "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ("optimizer=sgd,adamw", "optimizer.weight_decay=0.1"),
+        ("optimizer=adamw", "optimizer.weight_decay=0.1,0.2"),
+        ("train={seed: 1}", "train.precision=float32,float64"),
+        ("train.precision=float32,float64", "train={seed: 1}"),
+    ],
+)
+def test_a_file_or_a_table_beside_other_keys_states_nothing_twice(line):
+    assert len(points("-m", TINY, *line)) == 2
+
+
+@pytest.mark.parametrize("sign", ["", "+", "++", "~"])
+@pytest.mark.parametrize("given", ["={train.seed:'1,2'}", ".train.seed=1", "=null"])
+def test_what_a_file_says_of_a_sweep_is_refused_where_it_is_typed(sign, given):
+    with pytest.raises(ConfigError, match=r"as in -m train\.seed=1,2"):
+        points("-m", TINY, f"{sign}hydra.sweeper.params{given}")
+
+
+def test_what_is_typed_wins_over_the_sweep_of_a_file(tmp_path):
+    text = "defaults: [base, _self_]\nhydra: {sweeper: {params: {train.seed: '1,2'}}}\n"
+    line = ("-m", TINY, "train.seed=3,4", "-cd", folder(tmp_path, mine=text), "-cn", "mine")
+    assert [p.config.train.seed for p in points(*line)] == [3, 4]

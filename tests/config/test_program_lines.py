@@ -1,0 +1,114 @@
+"""What stands after `--` reaches the program as it is; what cannot be run is refused in words."""
+
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator import launch
+from orchestrator.config.command_line import program_overrides, read_command_line
+from orchestrator.config.composer import Composer, points_of
+from orchestrator.config.program import program_of
+from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.plan.program import plan_of_program
+from orchestrator.run_folder.strict_yaml import load_table
+from tests.programs import script
+
+AWKWARD = "'\"\\${},[]=() ~a:#&*!|>%@`\n\t-0\u00e4\u4e2d\u00a0\u2028"
+
+
+def words_of(seed, count):
+    """Words of letters that Hydra, OmegaConf, YAML or a shell have a meaning for."""
+    draw = random.Random(seed)
+    return ["".join(draw.choices(AWKWARD, k=draw.randint(0, 8))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+def test_words_come_through_composition_and_the_run_folder_as_they_were_typed(sweep):
+    words = words_of(seed=sweep, count=300)
+    rate = "0.1,0.2" if sweep else "0.2"
+    flags = ["-m"] if sweep else []
+    line = read_command_line([*flags, f"job.arguments.lr={rate}", "--", "train.py", *words])
+    composer = Composer(line)
+    found = composer.compose()
+    values = points_of(composer)[1].values if sweep else found.values
+    assert values["job"]["command"] == ["train.py", *words]
+    readable = [word for word in words if word.isprintable()]
+    values["job"]["command"][1:] = readable
+    again = read_config(load_table(Path("config.yaml"), to_yaml(read_config(values)), needed=()))
+    assert program_of(again.job).words == (*readable, "--lr=0.2")
+
+
+REFUSED = {
+    ("train.py", "--lr", "0.1"): "a program stands after --",
+    ("cluster.nodes=2", "./train.sh"): "a program stands after --",
+    ("bash", "train.sh"): "a program stands after --",
+    ("--",): "after -- stands the program",
+    ("--", "tran.py"): "did you mean train.py?",
+    ("--", "nowhere/train.py"): "there is no folder nowhere",
+    ("--", "folder"): "folder is a folder; to run a package of Python: -m folder",
+    ("--", "noshebang.sh"): "its first line must be as in #!/bin/bash",
+    ("--", "./norunbit.sh"): "chmod +x ./norunbit.sh",
+    ("--", "./nointerpreter.sh"): "/no/such/thing, which is not on this machine",
+    ("--", "./noenv.sh"): "wants no-such-program, which is not on PATH",
+    ("--", "./windows.sh"): "lines that end as on Windows",
+    ("--", "broken.py"): "broken.py is no Python: line 2: ",
+    ("--", "link.py"): "there is no program link.py",
+    ("--", "/dev/null"): "/dev/null is no file that could be run",
+    ("--", "-m"): "write -m package.module",
+    ("--", "-m", "nothing.at.all"): "there is no module 'nothing.at.all'",
+    ("--", "-m", "tests"): "has no __main__",
+    ("--", "--lr", "train.py"): "must begin with a program",
+    ("--", "cluster.nodes=2", "train.py"): "KEY=VALUE of ours stands before --",
+    ("--", "torchrun", "train.py"): "torchrun starts ranks itself",
+    ("--", "accelerate", "launch", "train.py"): "accelerate launch starts ranks itself",
+    ("job=digits", "--", "train.py"): "job=digits says what to run, and so does --",
+    ("job=program",): "as in job.command=[train.py]",
+    ("job=program", "job.command=train.py"): "must be a list",
+    ("job.lr=0.1", "--", "train.py"): "belongs to job.arguments.lr",
+    ("job.style=tensorflow", "--", "train.py"): "job.style must be one of torch",
+    ("job.arguments.layers=[1,2]", "--", "train.py"): "try job.argument_style=words",
+    ("train.epochs=2", "--", "train.py"): "train.epochs=2.0 means nothing to a program",
+    ("optimizer=sgd", "--", "train.py"): "optimizer means nothing to a program",
+    ("transport=gloo", "--", "train.py"): "transport=gloo means nothing to a program",
+    ("accumulation.global_batch=64", "--", "train.py"): "global_batch=64 means nothing",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED, ids=" ".join)
+def test_what_cannot_be_run_is_one_message_and_nothing_is_done(line, tmp_path, monkeypatch, capsys):
+    script(tmp_path, "")
+    script(tmp_path, "echo\n", "noshebang.sh", run=True)
+    script(tmp_path, "#!/bin/sh\n", "norunbit.sh")
+    script(tmp_path, "#!/bin/sh\n", "train.sh", run=True)
+    script(tmp_path, "#!/no/such/thing\n", "nointerpreter.sh", run=True)
+    script(tmp_path, "#!/usr/bin/env no-such-program\n", "noenv.sh", run=True)
+    script(tmp_path, "#!/bin/sh\r\necho\r\n", "windows.sh", run=True)
+    script(tmp_path, "x = 1\ndef f(:\n", "broken.py")
+    (tmp_path / "link.py").symlink_to("gone.py")
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    handler = signal.getsignal(signal.SIGINT)
+    code = launch.main(line)
+    signal.signal(signal.SIGINT, handler)  # pytest's own, which the command has replaced
+    assert code == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert REFUSED[line] in told
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_this_pythons_name_before_a_script_changes_nothing():
+    plain = program_overrides(["train.py", "x"])
+    assert program_overrides([sys.executable, "-u", "train.py", "x"]) == plain
+
+
+def test_keys_of_ours_after_the_dashes_go_to_the_program_and_that_is_said():
+    ours = ["cluster.nodes=3", "+cluster=slurm", "run.dir=x", "++job.arguments.lr=1"]
+    others = ["lr=0.1", "--cluster.nodes=3", "model.run.dir=x", "job=a", "cluster.nodes", "x=1=2"]
+    config = Composer(read_command_line(["--", "train.py", *others, *ours])).compose()
+    plan = plan_of_program(read_config(config.values))
+    assert plan.words == ("train.py", *others, *ours)
+    assert [said.partition(" stands after --")[0] for said in plan.warnings] == ours

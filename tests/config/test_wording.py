@@ -1,0 +1,93 @@
+"""Who follows the hint in a message does not meet another refusal of the same key."""
+
+import re
+
+import pytest
+
+from orchestrator.config.command_line import read_command_line
+from orchestrator.config.composer import Composer
+from orchestrator.errors import UsageError
+from orchestrator.runs.start import prepare
+
+WRONG = [
+    ["optimizer.lr=0.1"],
+    ["optimizer.learning_rate=0.1"],
+    ["+optimizer.lr=0.1"],
+    ["optimizer._target_=torch.optim.RMSprop", "optimizer.lr=0.1"],
+    ["optimizer.momentum=0.9"],
+    ["optimizer=sgd", "optimizer.eps=0.1"],
+    ["optimizer.betaz=[0.9,0.99]"],
+    ["optimizer._target_=torch.optim.RMSprop", "optimizer.alpa=0.9"],
+    ["optimizer=adm"],
+    ["job=line", "job.sampels=64"],
+    ["job._target_=tests.tiny_job.Tiny", "train.updates=2", "job.wdth=3"],
+    ["job.dropuot=0.5"],
+    ["job=digitz"],
+    ["accumulation.stpes=2"],
+    ["lr=0.1"],
+    ["epochs=3"],
+    ["train.learning_rate=0.1"],
+    ["batch_size=64"],
+    ["accumulation.steps=0"],
+    ["train.seed=-1"],
+    ["transport=glooo"],
+    ["optimizer=null"],
+    ["cluster.nods=1"],
+    ["~job.dorpout"],
+    ["hydra.sweeper=null"],
+    ["hydra.launcher="],
+]
+
+
+def refusal(overrides):
+    try:
+        prepare(Composer(read_command_line(overrides)).compose().config())
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def followed(overrides, said):
+    """The command line with the hint of a message in place of what was refused: the last word."""
+    *before, wrong = overrides
+    key, _, value = wrong.lstrip("+").partition("=")
+    if set_or_tried := re.findall(r"(?:set|try|does:) ((?:[\w.@/]+=\S+ ?)+)", said):
+        return [*before, *set_or_tried[-1].rstrip(" ;").split()]
+    if meant := re.search(r"did you mean '([^']+)'", said):
+        word = meant[1]
+        if word != key and ("." in word or "." not in key):
+            known_choice = f"called '{value}'" in said or repr(value) in said
+            return [*before, f"{key}={word}" if known_choice else f"{word}={value}"]
+        return [*before, f"{key.rpartition('.')[0]}.{word}={value}"]
+    assert "leave" in said, f"no way out: {said}"
+    return before
+
+
+@pytest.mark.parametrize("overrides", WRONG, ids=" ".join)
+def test_a_hint_that_is_followed_leads_on(overrides):
+    said = refusal(overrides)
+    assert said is not None
+    again = followed(overrides, said)
+    assert again != overrides
+    assert refusal(again) is None, f"{said}\nthen {again}"
+
+
+@pytest.mark.parametrize(
+    ("word", "way"),
+    [
+        ("lib/ddp.py", "run cluster.nodes=2 -- lib/ddp.py"),
+        ("status", "python -m orchestrator status"),
+        ("digits", "as in job=digits"),
+    ],
+)
+def test_a_word_that_is_no_override_gets_a_sentence(word, way):
+    assert way in refusal([word])
+
+
+@pytest.mark.parametrize(
+    "target", ["torch.nn.Linear", "torch.utils.data.Dataset", "collections.OrderedDict", "math.sin"]
+)
+def test_a_class_that_is_no_job_is_called_so_before_its_arguments_are_missed(target):
+    assert re.search(
+        r"is not a job|is a part of Python, not a job", refusal([f"job._target_={target}"])
+    )

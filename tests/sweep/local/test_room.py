@@ -1,0 +1,100 @@
+"""How many points run at once: laws over machines, and what a person is told."""
+
+import os
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.clusters.api import Share
+from orchestrator.clusters.local.cluster import LocalCluster
+from orchestrator.clusters.machine import Machine, cores
+from orchestrator.config.composer import compose
+from orchestrator.sweep.local import RANK_BYTES, Room
+
+machines = st.builds(
+    Machine,
+    cores=st.integers(1, 9),
+    free_memory_bytes=st.integers(1, 12).map(lambda ranks: ranks * RANK_BYTES),
+    gpus=st.integers(0, 4).map(lambda count: tuple(map(str, range(count)))),
+)
+shares = st.integers(1, 6).flatmap(
+    lambda ranks: st.builds(
+        Share,
+        ranks=st.just(ranks),
+        cores=st.sampled_from([ranks, 2 * ranks]),
+        gpus=st.sampled_from([0, ranks]),
+    )
+)
+
+
+@given(
+    machines, st.lists(shares, min_size=1, max_size=12), st.none() | st.integers(1, 6), st.data()
+)
+def test_what_runs_beside_others_never_takes_more_than_there_is(machine, wanted, most, data):
+    room, running, waiting = Room(most, machine), [], list(wanted)
+    while waiting or running:
+        for share in list(waiting):
+            if place := room.take(share):
+                waiting.remove(share)
+                running.append(place)
+        assert running, "what has the machine to itself always fits"
+        assert len(running) <= (most or len(running))
+        given_out = [name for place in running for name in place.gpus]
+        assert len(set(given_out)) == len(given_out) <= len(machine.gpus)
+        for place in running:
+            assert len(place.gpus) in (0, place.share.gpus)
+            assert place.gpus or place.share.gpus in (0, *range(len(machine.gpus) + 1, 9))
+        if len(running) > 1:
+            ranks = sum(place.share.ranks for place in running)
+            assert ranks * RANK_BYTES <= machine.free_memory_bytes
+            assert most or sum(place.share.cores for place in running) <= machine.cores
+        ended = data.draw(st.sampled_from(running))
+        running.remove(ended)
+        room.give_back(ended)
+
+
+def test_measured_memory_takes_the_place_of_the_guess():
+    machine = Machine(cores=8, free_memory_bytes=4 * RANK_BYTES, gpus=())
+    share, room = Share(ranks=2, cores=2, gpus=0), Room(None, machine)
+    first, second = room.take(share), room.take(share)
+    assert room.take(share) is None
+    room.give_back(first, {"peak_memory_bytes": [RANK_BYTES // 8, RANK_BYTES // 4]})
+    places = [room.take(share) for _ in range(4)]
+    assert [bool(place) for place in places] == [True, True, True, False], "now cores bound it"
+    room.give_back(second, {"peak_memory_bytes": [3 * RANK_BYTES]})
+    for place in places[:3]:
+        room.give_back(place)
+    assert room.take(share)
+    assert room.take(share) is None
+
+
+def test_what_nothing_may_run_beside_has_the_machine_to_itself():
+    machine = Machine(cores=8, free_memory_bytes=99 * RANK_BYTES, gpus=())
+    small, room = Share(ranks=1, cores=1, gpus=0), Room(None, machine)
+    alone = room.take(None)
+    assert room.take(small) is None
+    room.give_back(alone)
+    assert room.take(small)
+    assert room.take(None) is None
+
+
+def test_a_number_that_the_machine_is_too_small_for_is_one_sentence():
+    one = Share(ranks=1, cores=1, gpus=0)
+    machine = Machine(cores=2, free_memory_bytes=3 * RANK_BYTES, gpus=("0",))
+    assert Room(2, machine).remark([one] * 9) is None
+    assert Room(None, machine).remark([one] * 9) is None
+    assert "ask for 3 cores, and this machine has 2" in Room(3, machine).remark([one] * 9)
+    assert Room(3, machine).remark([one] * 2) is None, "there are not as many points"
+    assert "has room for 3 points at once" in Room(4, machine).remark([one] * 9)
+    on_gpus = Share(ranks=1, cores=1, gpus=1)
+    assert "has room for 1 point at once (1 GPU," in Room(2, machine).remark([on_gpus] * 2)
+
+
+def test_a_run_takes_the_cores_of_all_its_ranks_and_a_gpu_for_each_unless_it_says_cpus():
+    def share(*more):
+        asked = ("cluster.nodes=2", "cluster.ranks_per_node=3", "cluster.cpus_per_rank=2")
+        return LocalCluster(compose([*asked, *more])).share
+
+    assert share() == Share(ranks=6, cores=12, gpus=6)
+    assert share("transport=gloo").gpus == 0
+    assert 1 <= cores() <= len(os.sched_getaffinity(0))

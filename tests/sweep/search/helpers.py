@@ -1,0 +1,108 @@
+"""A search in this process: of a plain program, whose trials a test may let end at once."""
+
+from types import SimpleNamespace
+
+from rich.console import Console
+
+from orchestrator.config.command_line import CommandLine, program_overrides
+from orchestrator.config.composer import Composer
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.runs.console import Manner
+from orchestrator.sweep.local import PointEnded
+from orchestrator.sweep.search import Searcher, asked_of, journal_of
+from orchestrator.sweep.submission import alone_in, ready_of
+
+QUIET = Manner(console=Console(quiet=True), quiet=True)
+PROGRAM = """\
+import sys, time
+from orchestrator import current_run as run
+given = dict(word.lstrip("-").split("=") for word in sys.argv[1:])
+lr, k = float(given["lr"]), int(given["k"])
+if k in (2, 5):
+    sys.exit(f"{k} cannot be")
+for update in range(int(given.get("updates", 4))):
+    run.report(update, loss=(lr - 0.3) ** 2 + k / 10 + 1 / (update + 1))
+    if run.should_stop(update):
+        break
+    if lr >= float(given.get("slow_from", 0)):
+        time.sleep(float(given.get("pause", 0)))
+"""
+SPACE = ("job.arguments.lr=interval(0,1)", "job.arguments.k=range(1,7)")
+ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none")
+
+
+def loss_of(lr, k, updates=4):
+    """What the program reports last; None where it fails."""
+    return None if k in (2, 5) else (lr - 0.3) ** 2 + k / 10 + 1 / updates
+
+
+def line_of(folder, *more):
+    """The overrides of a search of `PROGRAM`, which is written into the folder above it."""
+    script = folder.parent / "program.py"
+    script.write_text(PROGRAM)
+    return (*SPACE, *ONE, "sweep.search=tpe", f"run.dir={folder}", *more,
+            *program_overrides([str(script)]))  # fmt: skip
+
+
+def asked(*overrides):
+    """What these ask a search for; raises what refuses it."""
+    composer = Composer(CommandLine(overrides=overrides, multirun=True))
+    composer.compose()
+    return asked_of(composer)
+
+
+class AtOnce:
+    """A place where a trial has ended as soon as it has begun, with the value that is its own.
+
+    Args:
+        most: trials that are held back until as many run, so that all of them run beside others.
+    """
+
+    def __init__(self, most=1):
+        self.interrupts, self.running, self.most = SimpleNamespace(count=0), [], most
+        self.began, self.stopped = [], []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def has_room(self, cell):
+        return len(self.running) < self.most
+
+    def start(self, cell):
+        self.began.append(cell.run.path)
+        with ready_of(cell, QUIET) as ready:
+            run = ready.run
+            run.begin_attempt()
+        self.running.append(cell)
+        return True
+
+    def follow(self, cell):
+        raise AssertionError(f"nobody holds {cell.run.path}")
+
+    def stop(self, cell):
+        self.stopped.append(cell.run.path)
+
+    def wait(self):
+        cell = self.running.pop(0)
+        write_result(cell.run, cell.point.config.job["arguments"])
+        return [PointEnded(cell=cell, exit_code=0)]
+
+
+def write_result(run: RunDir, arguments):
+    loss = loss_of(arguments["lr"], arguments["k"])
+    culprit = {"rank": 0, "node": "node0", "cause": "it cannot be", "log_tail": []}
+    run.write_own(run.result, {
+        "state": "failed" if loss is None else "finished", "updates": 4, "loss": loss,
+        "seconds": 0.1, "metrics": {}, "culprit": culprit if loss is None else None,
+    })  # fmt: skip
+
+
+def searched(question, place=None):
+    """A start of a search, to its end; its table."""
+    with alone_in(question.folder):
+        begun = Searcher(question, journal_of(question), place or AtOnce(), QUIET)
+        begun.run()
+    return begun.table

@@ -1,0 +1,246 @@
+"""A search that was killed, wherever that was, ends as if nothing had been: laws in one process.
+
+Trials end at once here, in real folders and a real journal; whole ones are in `test_whole.py`.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from optuna.storages.journal import JournalFileBackend
+
+from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.sweep import cells as content
+from tests.sweep.search.helpers import AtOnce, asked, line_of, loss_of, searched
+
+MANY = 8
+
+
+class Killed(BaseException):
+    """As by kill -9: nothing that follows in this start is done."""
+
+
+@pytest.fixture
+def killed_at(monkeypatch):
+    """Kill the search while it writes the n-th record of its journal, torn in its middle."""
+    write = JournalFileBackend.append_logs
+    left = [None]
+
+    def torn(self, logs):
+        if left[0] == 0:
+            write(self, logs)
+            path = Path(self._file_path)
+            content = path.read_bytes()
+            begin = content.rfind(b"\n", 0, -1) + 1
+            path.write_bytes(content[: (begin + len(content)) // 2])
+            raise Killed
+        if left[0] is not None:
+            left[0] -= 1
+        write(self, logs)
+
+    monkeypatch.setattr(JournalFileBackend, "append_logs", torn)
+
+    def after(count):
+        left[0] = count
+
+    return after
+
+
+def told(table):
+    return [(trial["point"], trial["state"], trial["value"]) for trial in table["trials"]]
+
+
+def test_a_search_killed_at_any_record_runs_no_trial_twice_and_ends_the_same(tmp_path, killed_at):
+    line = line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=3")
+    question = asked(*line)
+    whole = searched(question)
+    assert {state for _, state, _ in told(whole)} == {"complete", "failed"}
+    shutil.rmtree(tmp_path / "found")
+    place, kills = AtOnce(), 0
+    for records in (0, 1, 2, 3, 1, 0, 2, 4, 1, 3):
+        killed_at(records)
+        place.running.clear()
+        try:
+            searched(question, place)
+        except Killed:
+            kills += 1
+    killed_at(None)
+    place.running.clear()
+    assert told(searched(question, place)) == told(whole)
+    assert kills >= 8
+    finished = [n for n, (_, state, _) in enumerate(told(whole)) if state == "complete"]
+    for number in finished:
+        run = RunDir(tmp_path / "found" / str(number))
+        assert place.began.count(run.path) in range(1, 2 + kills)
+        assert run.read_result()["state"] == "finished"
+    assert len(list((tmp_path / "found").glob("[0-9]*"))) == len({*place.began})
+
+
+def test_more_trials_are_those_of_a_search_that_asked_for_as_many_at_once(tmp_path):
+    few = asked(*line_of(tmp_path / "found", "sweep.trials=4"))
+    many = asked(*line_of(tmp_path / "found", f"sweep.trials={MANY}"))
+    searched(few)
+    place = AtOnce()
+    grown = searched(many, place)
+    assert len(place.began) == MANY - 4
+    shutil.rmtree(tmp_path / "found")
+    assert told(searched(many)) == told(grown)
+
+
+def test_values_are_those_of_the_runs_and_the_best_is_the_smallest(tmp_path):
+    for direction, best in (("minimize", min), ("maximize", max)):
+        found = searched(
+            asked(*line_of(tmp_path / direction, "sweep.trials=6", f"sweep.direction={direction}"))
+        )
+        values = {}
+        for trial in found["trials"]:
+            lr, k = (float(word.partition("=")[2]) for word in trial["point"])
+            values[trial["number"]] = loss_of(lr, int(k))
+            assert trial["value"] == values[trial["number"]]
+        known = {number: value for number, value in values.items() if value is not None}
+        assert known[found["best"]] == best(known.values())
+
+
+def test_a_new_trial_is_drawn_when_one_has_ended_not_when_all_have(tmp_path):
+    place = AtOnce(most=3)
+    searched(asked(*line_of(tmp_path / "found", "sweep.trials=7")), place)
+    assert len(place.began) == 7
+    assert [path.name for path in place.began] == [str(number) for number in range(7)]
+
+
+def test_a_trial_whose_room_is_gone_at_the_last_moment_waits_for_it(tmp_path):
+    class Shrinking(AtOnce):
+        refused = 0
+
+        def start(self, cell):
+            if len(self.running) == 2 and self.refused < 3:
+                self.refused += 1
+                return False
+            return super().start(cell)
+
+    place = Shrinking(most=3)
+    found = searched(asked(*line_of(tmp_path / "found", "sweep.trials=7")), place)
+    assert place.refused == 3
+    assert [path.name for path in place.began] == [str(number) for number in range(7)]
+    assert {trial["state"] for trial in found["trials"]} <= {"complete", "failed"}
+
+
+def test_a_grid_is_tried_whole_and_a_point_that_is_drawn_again_is_not_run_again(tmp_path):
+    script = line_of(tmp_path / "grid")[-2:]
+    space = ("job.arguments.lr=0.1,0.2", "job.arguments.k=1,3", "cluster.nodes=1",
+             "cluster.ranks_per_node=1", "tracker=none")  # fmt: skip
+    grid = searched(asked(*space, "sweep.search=grid", f"run.dir={tmp_path}/grid", *script))
+    points = [tuple(trial["point"]) for trial in grid["trials"]]
+    assert points == [
+        (f"job.arguments.lr={lr}", f"job.arguments.k={k}") for lr in (0.1, 0.2) for k in (1, 3)
+    ]
+    place = AtOnce()
+    drawn = ("sweep.search=random", "sweep.trials=12", f"run.dir={tmp_path}/drawn")
+    again = searched(asked(*space, *drawn, *script), place)
+    assert len(place.began) == len({tuple(trial["point"]) for trial in again["trials"]}) <= 4
+    assert len(again["trials"]) == 12
+    assert all(trial["value"] is not None for trial in again["trials"])
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (("sweep.seed=1",), "sweep.seed is not what it was"),
+        (("job.arguments.pause=9",), "job.arguments.pause is not what it was"),
+        (("sweep.trials=1",), "3 trials already"),
+        (("job.arguments.lr=interval(0,2)",), "job.arguments.lr is not what it was"),
+    ],
+)
+def test_another_search_is_refused_in_the_same_folder(tmp_path, other, why):
+    line = line_of(tmp_path / "found", "sweep.trials=3")
+    searched(asked(*line))
+    keys = {text.partition("=")[0] for text in other}
+    kept = [text for text in line if text.partition("=")[0] not in keys]
+    with pytest.raises(ConfigError, match=why):
+        searched(asked(*kept[:-2], *other, *kept[-2:]))
+
+
+def test_a_search_anew_puts_the_old_one_aside_and_other_code_is_refused(tmp_path, monkeypatch):
+    line = line_of(tmp_path / "found", "sweep.trials=2")
+    first = searched(asked(*line))
+    (tmp_path / "found" / "0" / "start.py").write_text("")  # among the sources, and none of them
+    monkeypatch.setattr(content, "_codes", {})  # as in another command
+    assert told(searched(asked(*line))) == told(first)
+    script = tmp_path / "program.py"
+    script.write_text(script.read_text().replace("0.3", "0.4"))
+    monkeypatch.setattr(content, "_codes", {})
+    with pytest.raises(ConfigError, match=r"trials 0-1 of .*changed: code in"):
+        searched(asked(*line))
+    anew = searched(asked(*line[:-2], "sweep.force=true", *line[-2:]))
+    assert told(anew) == told(first), "the same points"
+    aside = tmp_path / "found" / ".replaced" / "search-0"
+    assert {path.name for path in aside.iterdir()} == {"0", "1", "search.json", "search.journal"}
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7])
+def test_what_a_journal_has_lost_at_its_end_the_folders_of_its_trials_know(tmp_path, kept):
+    question = asked(*line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=3"))
+    whole = searched(question)
+    journal = tmp_path / "found" / "search.journal"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:kept]))
+    place = AtOnce()
+    assert told(searched(question, place)) == told(whole)
+    assert place.began == [], "what has ended is not run again"
+
+
+def test_no_line_of_a_journal_that_no_search_writes_ends_in_a_traceback(tmp_path):
+    question = asked(*line_of(tmp_path / "found", "sweep.trials=3"))
+    searched(question)
+    journal = tmp_path / "found" / "search.journal"
+    lines = journal.read_text().splitlines(keepends=True)
+    wrong = ["null", "7", "[]", "{}", '"x"', '{"op_code": 99, "worker_id": "x"}', "[" * 9999]
+    refused = 0
+    for place, sound in enumerate(lines):
+        record = json.loads(sound)
+        forged = [record | {key: value} for key in record for value in (None, -1, "x", [], {})]
+        for bad in (*wrong, *map(json.dumps, forged)):
+            journal.write_text("".join([*lines[:place], bad + "\n", *lines[place + 1 :]]))
+            try:
+                assert len(searched(question)["trials"]) == 3
+            except (RunFolderError, ConfigError):
+                refused += 1
+    assert refused > len(wrong) * len(lines) // 2
+
+
+def test_a_trial_without_the_figure_is_one_that_failed_where_others_have_it(tmp_path):
+    class Mute(AtOnce):
+        def __init__(self):
+            super().__init__()
+            self.left = [True, False, True]  # whether the next that finishes has measured nothing
+
+        def wait(self):
+            [ended] = super().wait()
+            run = ended.cell.run
+            found = run.read_result()
+            if found["state"] == "finished" and self.left and self.left.pop(0):
+                run.write_own(run.result, found | {"loss": None})
+            return [ended]
+
+    question = asked(*line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=1"))
+    place = Mute()
+    with pytest.raises(ConfigError, match=r"measured no such figure.* the same line goes on"):
+        searched(question, place)
+    place.running.clear()
+    found = searched(question, place)["trials"]
+    assert len([trial for trial in found if "no such figure" in (trial["why"] or "")]) == 2
+    assert [trial["state"] for trial in found].count("complete") >= 2
+
+
+def test_a_damaged_journal_and_a_folder_of_other_runs_are_refused(tmp_path):
+    line = line_of(tmp_path / "found", "sweep.trials=2")
+    searched(asked(*line))
+    journal = tmp_path / "found" / "search.journal"
+    first, *rest = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join([first[:-9] + "\n", *rest]))
+    with pytest.raises(RunFolderError, match=r"search\.journal is damaged"):
+        searched(asked(*line))
+    journal.unlink()
+    with pytest.raises(ConfigError, match="no trials of a search"):
+        searched(asked(*line))

@@ -1,0 +1,93 @@
+"""Whole searches, as commands, of a plain program: killed, pruned, told of from the folder."""
+
+import json
+import random
+import signal
+
+from orchestrator.outcome.lock_holder import is_held
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.sweep.submission import alone_in
+from tests.helpers import begin, call, result, until, verb
+from tests.sweep.search.helpers import line_of, loss_of
+
+WITH_A_VALUE, IN_ALL = 10, 12
+SEED = 0  # draws two points that cannot be among its first twelve
+
+
+def trials_of(folder):
+    return json.loads((folder / "search.json").read_text())["trials"]
+
+
+def over_in(folder):
+    known = trials_of(folder) if (folder / "search.json").exists() else []
+    return sum(trial["state"] != "open" for trial in known)
+
+
+def test_a_search_killed_at_three_moments_runs_no_trial_twice_and_has_the_same_best(tmp_path):
+    folder, moments = tmp_path / "found", random.Random(7)
+    line = ("-m", *line_of(folder, f"sweep.trials={IN_ALL}", f"sweep.seed={SEED}",
+                           "sweep.parallel=1", "job.arguments.pause=0.05"))  # fmt: skip
+    over = 0
+    for _ in range(3):
+        begun = begin(*line)
+        over += moments.randint(1, 3)
+        until(lambda least=over: over_in(folder) >= least)
+        begun.send_signal(signal.SIGKILL)
+        begun.communicate()
+    until(lambda: not is_held(RunDir(folder)))  # the kernel ends what the search had forked
+    with alone_in(folder):  # as another shell would
+        refused = call(*line)
+    assert refused.returncode == 2
+    assert "in progress" in refused.stderr
+    done = call(*line)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trials = trials_of(folder)
+    assert [trial["state"] for trial in trials].count("complete") == WITH_A_VALUE
+    assert [trial["state"] for trial in trials].count("failed") == IN_ALL - WITH_A_VALUE
+    values = {}
+    for trial in trials:
+        lr, k = (float(word.partition("=")[2]) for word in trial["point"])
+        values[trial["number"]] = loss_of(lr, int(k))
+        assert trial["value"] == values[trial["number"]]
+        if trial["same_as"] is None:
+            assert result(folder / trial["folder"])["loss"] == trial["value"] or not trial["value"]
+    best = min((value, number) for number, value in values.items() if value is not None)[1]
+    assert json.loads((folder / "search.json").read_text())["best"] == best
+    assert f"the best is trial {best}" in done.stdout
+    shown = verb("status", folder)
+    assert shown.returncode == 0
+    assert f"12 of 12 trials: {WITH_A_VALUE} with a value, 2 failed" in shown.stdout
+    told = [t for row in json.loads(verb("status", folder, "--json").stdout) for t in row["trials"]]
+    assert {t["number"]: t["value"] for t in told} == {t["number"]: t["value"] for t in trials}
+    for trial in told:
+        point = [f"{key}={value}" for key, value in trial["parameters"].items()]
+        assert point == trials[trial["number"]]["point"]
+
+
+def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tmp_path):
+    folder = tmp_path / "found"
+    script = line_of(folder)[-2:]
+    shared = (
+        "cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none", "sweep.search=grid",
+        "sweep.prune=median", "sweep.parallel=1", f"run.dir={folder}", "job.arguments.k=1",
+        "job.arguments.updates=600", "job.arguments.pause=0.05", "job.arguments.slow_from=1",
+    )  # fmt: skip
+    line = ("-m", "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5", *shared, *script)
+    done = call(*line)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [trial["state"] for trial in trials_of(folder)] == ["complete"] * 5 + ["pruned"]
+    assert "worse after update 1 than the median" in done.stdout
+    stopped = result(folder / "5")
+    assert stopped["state"] == "stopped"
+    assert stopped["updates"] < 600
+    [status] = json.loads(verb("status", folder / "5", "--json").stdout)
+    assert status["state"] == "pruned"
+    assert "median" in status["reason"]
+    page = json.loads(verb("report", folder, "--format", "json").stdout)
+    assert [run["state"] for run in page["runs"]] == ["finished"] * 5 + ["pruned"]
+    assert "median" in page["runs"][5]["why"]
+    assert page["sentences"][0] == "6 of 6 trials: 5 with a value, 1 pruned"
+    assert page["sentences"][1].startswith("the best is trial 0: loss ")
+    again = verb("resume", folder)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert result(folder / "5")["updates"] == stopped["updates"], "it is not run again"

@@ -1,0 +1,208 @@
+"""What the same line does again with each point of a sweep, whatever happened to it meanwhile."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from orchestrator.config.command_line import program_overrides, read_command_line
+from orchestrator.config.composer import Composer, points_of
+from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.outcome.lock_holder import held
+from orchestrator.outcome.run_result import write_end
+from orchestrator.outcome.run_state import State
+from orchestrator.run_folder.rundir import RunDir
+from orchestrator.runs.console import Manner
+from orchestrator.sweep import cells as content
+from orchestrator.sweep.cells import REPLACED, Do, cells_of, refuse_beyond
+from orchestrator.sweep.points import checked
+from orchestrator.sweep.submission import ready_of
+
+JOB = "job._target_=cells_job.Mine"
+SOURCE = """
+from orchestrator import Job, Loss
+
+class Mine(Job):
+    def __init__(self, data="{data}"):
+        self.data = data
+
+    def model(self): ...
+    def dataset(self): ...
+    def loss(self, model, batch): return Loss(0.0, weight=1)
+"""
+QUIET = Manner(console=Console(quiet=True), quiet=True)
+
+
+class Sweep:
+    """A sweep over two seeds, in this process: what its line would do, and what it leaves."""
+
+    def __init__(self, base):
+        self.code, self.data, self.folder = base / "code", base / "data", base / "sweep"
+        self.code.mkdir()
+        self.data.mkdir()
+        (self.data / "samples").write_text("1 2 3")
+        self.edit("")
+
+    def edit(self, more):
+        (self.code / "cells_job.py").write_text(SOURCE + more)
+        content._codes.clear()  # which a new command would have to read
+
+    def cells(self, *more, over=("train.seed=1,2",), force=False):
+        line = ["-m", JOB, f"job.data={self.data}", f"run.dir={self.folder}", *over, *more]
+        return cells_of(checked(points_of(Composer(read_command_line(line)))), force=force)
+
+    def run(self, cells, state=State.FINISHED):
+        """What a launch of these cells leaves, but for what the ranks would have computed."""
+        for cell in cells:
+            with ready_of(cell, QUIET) as ready:
+                ready.run.begin_attempt()
+                write_end(ready.run, state)
+
+    def run_of(self, number):
+        return RunDir(self.folder / str(number))
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+    found = Sweep(tmp_path)
+    monkeypatch.syspath_prepend(found.code)
+    found.run(found.cells())
+    return found
+
+
+def of_another_version(run):
+    noted = run.read_submission()
+    run.submission.unlink()
+    run.write_own(run.submission, noted | {"cell": noted["cell"] | {"versions": {"torch": "0.1"}}})
+
+
+def ended_as(state):
+    return lambda run: (run.result.unlink(), write_end(run, state))
+
+
+HAPPENED = [  # to a point, what is done with it then, and why; is what lay there kept?
+    (lambda _: None, Do.NOTHING, "finished", False),
+    (lambda run: shutil.rmtree(run.path), Do.BEGIN, "new", False),
+    (lambda run: run.submission.unlink(), Do.BEGIN, "half-written", True),
+    (lambda run: run.plan.write_text("{"), Do.BEGIN, "damaged", True),
+    (of_another_version, Do.BEGIN, "torch (was 0.1)", True),
+    (lambda run: run.result.unlink(), Do.GO_ON, "lost", False),
+    (ended_as(State.FAILED), Do.GO_ON, "failed", False),
+    (ended_as(State.STOPPED), Do.GO_ON, "stopped", False),
+]
+
+
+def test_what_happened_to_a_point_decides_what_is_done_with_it_and_with_no_other(sweep):
+    over = (f"train.seed=range(1,{len(HAPPENED) + 1})",)
+    sweep.run([cell for cell in sweep.cells(over=over) if cell.do is Do.BEGIN])
+    begun = sweep.cells(over=over)
+    for cell, (happen, *_) in zip(begun, HAPPENED, strict=True):
+        happen(cell.run)
+    for cell, (_, do, why, _) in zip(sweep.cells(over=over), HAPPENED, strict=True):
+        assert (cell.do, why in cell.why) == (do, True), (cell.why, why)
+        if do is not Do.NOTHING:
+            sweep.run([cell])
+    assert {cell.do for cell in sweep.cells(over=over)} == {Do.NOTHING}
+    kept = {f"{c.run.path.name}-0" for c, (*_, k) in zip(begun, HAPPENED, strict=True) if k}
+    assert {path.name for path in (sweep.folder / REPLACED).iterdir()} == kept
+
+
+def test_code_and_data_that_changed_are_named_and_run_again(sweep):
+    (sweep.data / "samples").write_text("4")
+    assert {cell.why for cell in sweep.cells()} == {"changed: files of job.data"}
+    sweep.edit("# another line\n")
+    for cell in sweep.cells():
+        assert cell.do is Do.BEGIN
+        assert cell.why == f"changed: code in {sweep.code}, files of job.data"
+
+
+def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrote(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    files = [
+        Path("folder", os.fsdecode(b"caf\xe9")),
+        Path("train.sh"),
+        Path("data.csv"),
+        Path("more.txt"),
+    ]
+    for file in files:
+        file.write_text("true\n")
+    words = ("bash", "train.sh", "--data=data.csv", "--log", "log.txt", f"and/or {'x' * 300}")
+    line = ("-m", "job.arguments.x=1,2", "job.argument_style=words", f"run.dir={tmp_path}/sweep",
+            "job.arguments.folder=folder", "job.arguments.all=[data.csv,more.txt]",
+            *program_overrides(words))  # fmt: skip
+
+    def cells():
+        content._codes.clear()
+        return cells_of(checked(points_of(Composer(read_command_line(line)))))
+
+    Sweep.run(None, cells())
+    Path("log.txt").write_text("of the first run")
+    assert {cell.why for cell in cells()} == {"finished"}
+    for file in files:
+        file.write_text("changed\n")
+    assert {cell.do for cell in cells()} == {Do.BEGIN}
+    [why] = {cell.why for cell in cells()}
+    assert sorted(why.removeprefix("changed: files of ").split(", files of ")) == sorted((
+        "data.csv", "data.csv in job.arguments.all", "job.arguments.folder",
+        "more.txt in job.arguments.all", "train.sh",
+    ))  # fmt: skip
+
+
+def test_where_and_how_a_point_is_run_is_no_change_unless_that_is_what_is_compared(sweep):
+    elsewhere = ("run.max_restarts=3", "sweep.parallel=1", "budget.gpu_hours=1")
+    assert [cell.do for cell in sweep.cells(*elsewhere)] == [Do.NOTHING] * 2
+    over = ("run.max_restarts=0,1",)
+    compared = sweep.cells(over=over)
+    assert len({cell.run.path for cell in compared}) == 2
+    assert [cell.do for cell in compared] == [Do.BEGIN] * 2
+    sweep.run(compared)
+    again = sweep.cells(over=over)
+    assert [cell.do for cell in again] == [Do.NOTHING] * 2
+    assert [cell.run.path for cell in again] == [cell.run.path for cell in compared]
+
+
+def test_values_more_leave_the_other_points_where_they_are_and_force_runs_all(sweep):
+    cells = sweep.cells(over=("train.seed=7,2,1",))
+    assert [cell.do for cell in cells] == [Do.BEGIN, Do.NOTHING, Do.NOTHING]
+    assert [cell.run.path.name for cell in cells] == ["2", "1", "0"]
+    forced = sweep.cells(force=True)
+    assert [cell.do for cell in forced] == [Do.BEGIN] * 2
+    sweep.run(forced)
+    assert {path.name for path in (sweep.folder / REPLACED).iterdir()} == {"0-0", "1-0"}
+
+
+def test_a_point_that_changed_while_it_is_in_progress_is_refused(sweep):
+    run = sweep.run_of(1)
+    run.result.unlink()
+    with held(run):
+        assert [cell.do for cell in sweep.cells()] == [Do.NOTHING, Do.WAIT]
+        sweep.edit("# another line\n")
+        with pytest.raises(ConfigError, match="point 1: it is in progress as it was"):
+            sweep.cells()
+
+
+def test_a_folder_of_somebody_elses_is_never_taken(sweep):
+    foreign = sweep.folder / "2" / "theirs"
+    foreign.parent.mkdir()
+    foreign.touch()
+    *_, third = sweep.cells(over=("train.seed=1,2,3",))
+    with pytest.raises((ConfigError, RunFolderError), match="is not empty"):
+        sweep.run([third])
+    assert foreign.exists()
+
+
+def test_a_budget_counts_only_what_is_to_run_and_wants_to_know_how_long_that_takes(sweep):
+    more = ("cluster.gpus_per_node=4", "cluster.nodes=2", "cluster.time_min=60")
+    asked = ("+cluster=slurm", *more, "budget.gpu_hours=15")
+    cells = sweep.cells(*asked)
+    with pytest.raises(ConfigError, match="the 2 points that are to run take 16 GPU-hours"):
+        refuse_beyond(cells)
+    refuse_beyond([replace(cells[0], do=Do.NOTHING), cells[1]])
+    with pytest.raises(ConfigError, match=r"is not known; set facts\.update_s"):
+        refuse_beyond(sweep.cells(*asked, "cluster.time_min=null"))
