@@ -9,7 +9,7 @@ BENCH_STAMP := $(VENV)/.bench-installed
 , := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-quick lint style unit bench slurm-up slurm-down clean
+.PHONY: help setup run test test-quick lint style unit bench docs slurm-up slurm-down clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -74,6 +74,9 @@ $(BENCH_STAMP): $(STAMP)
 bench: setup $(BENCH_STAMP)  ## side by side with peers, an hour (BENCH_ARGS=--quick: minutes)
 	@echo "== benchmarks"
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+docs: setup  ## build the documentation into build/site
+	@$(BIN)/python -m properdocs build --strict
 
 slurm-up: setup  ## start a real SLURM with four nodes on this machine
 	@echo "== SLURM development cluster: up"
