@@ -21,8 +21,8 @@ from orchestrator.engine.settings import EngineSettings
 from orchestrator.engine.torch import TorchGroup, build_engine
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.snapshot import Snapshot
-from orchestrator.lifecycle import checkpoint
 from orchestrator.rank.writing.saving import Saving
+from orchestrator.rundir import checkpoints as checkpoint
 
 AT_ONCE, BACKGROUND = "on the spot", "in the background"
 WIDTH, BATCH, WINDOWS = 3072, 32, 8

@@ -186,7 +186,7 @@ def resume(
 
     What is given after the run may change where and for how long it trains, never its numbers.
     """
-    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.rundir.folder import RunDir
     from orchestrator.runs.console import Manner
     from orchestrator.runs.start import resumed, way_of
     from orchestrator.runs.status import find_runs

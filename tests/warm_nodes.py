@@ -23,7 +23,7 @@ from pathlib import Path
 from orchestrator.config.job_source import check_target
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 MODULE = "orchestrator.clusters.local.preloaded"
 ROOM = " " * 4000

@@ -46,7 +46,7 @@ def status(
 
 def _is_search_without_runs(asked: list[Path]) -> bool:
     """Whether one search is asked about whose trials could not begin yet."""
-    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.rundir.folder import RunDir
     from orchestrator.runs.status import find_runs
 
     if len(asked) != 1 or not RunDir(asked[0]).search.exists():
@@ -76,7 +76,7 @@ def attach(
     quiet: Quiet = False,
 ) -> None:
     """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
-    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.rundir.folder import RunDir
     from orchestrator.runs.attach import attach as show
     from orchestrator.runs.console import Manner
 
@@ -95,7 +95,7 @@ def logs(
 ) -> None:
     """Print a rank's log."""
     del verbose
-    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.rundir.folder import RunDir
     from orchestrator.runs import logs as of_run
 
     folder = RunDir(run.absolute()).existing()
@@ -117,7 +117,7 @@ def cancel(
     program by its signal.
     """
     del verbose
-    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.rundir.folder import RunDir
     from orchestrator.runs import cancelling
     from orchestrator.runs.status import find_runs
 

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from orchestrator.cli.options import print_json
 from orchestrator.errors import ClusterError
-from orchestrator.outcome.folder_status import RunStatus
 from orchestrator.report.terminal import command, say
+from orchestrator.rundir.status import RunStatus
 from orchestrator.scheduler.client import NoClient, SlurmClient
 
 PATIENCE_S = 3.0  # with a scheduler that does not answer

@@ -17,8 +17,8 @@ def final_weights(run: Path) -> Path:
     """The file of a run's newest weights. Raises `RunFolderError` when there is none, or when it is
     not as it was written: what is left of it would be compared as if it were the run's.
     """
-    from orchestrator.lifecycle.checkpoint import WEIGHTS, complete, load
-    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.rundir.checkpoints import WEIGHTS, complete, load
+    from orchestrator.rundir.folder import RunDir
 
     if run.is_file():
         return run
@@ -49,7 +49,7 @@ def compare(
     from orchestrator.report import compare as comparing
     from orchestrator.report.computed_with import differing
     from orchestrator.report.tables.compare_table import print_comparison
-    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.rundir.folder import RunDir
 
     found = comparing.compare(final_weights(a), final_weights(b))
     if as_json:

@@ -21,13 +21,12 @@ from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.rules import Survival, planned_survival, with_survival
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError
-from orchestrator.outcome.folder_status import ENDED_STATES, RunStatus, has_begun, looked_at
-from orchestrator.outcome.how_it_stops import how_it_stops
-from orchestrator.outcome.lock_holder import is_held, signal_holder
-from orchestrator.outcome.run_state import Culprit, State
 from orchestrator.plan.plan import Plan
 from orchestrator.plugins import CLUSTERS
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import is_held, signal_holder
+from orchestrator.rundir.outcome import Culprit, State, describe_stop
+from orchestrator.rundir.status import ENDED_STATES, RunStatus, has_begun, status_or_damage
 
 __all__ = ["POLL_S", "Admission", "Cluster", "Culprit", "Handle", "Request", "Share", "State"]
 
@@ -56,7 +55,7 @@ class Handle(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Ask all ranks to stop, each kind of run in its way; see `how_it_stops`."""
+        """Ask all ranks to stop, each kind of run in its way; see `describe_stop`."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -70,7 +69,7 @@ class Handle(ABC):
         if now:
             self.kill()
             return f"every process of {self.title} is being ended"
-        how = how_it_stops(run)  # as long as it goes on
+        how = describe_stop(run)  # as long as it goes on
         self.stop()
         return f"{self.title} {how}"
 
@@ -241,7 +240,7 @@ class Cluster(ABC):
             found: what their folders alone say, by `run.path`.
         """
         for run in runs:
-            found[run.path] = looked_at(run, partial(cls._look, run, found[run.path]))
+            found[run.path] = status_or_damage(run, partial(cls._look, run, found[run.path]))
         yield from ()
 
     @classmethod

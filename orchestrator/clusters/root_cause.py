@@ -11,8 +11,8 @@ from typing import Any
 from orchestrator.clusters.api import Culprit
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
 from orchestrator.lifecycle.signs.last_word import has_last_word
-from orchestrator.run_folder.files import read_end
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.files import read_end
+from orchestrator.rundir.folder import RunDir
 
 TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024

@@ -15,7 +15,8 @@ import psutil
 
 from orchestrator.inside.variables import ATTEMPT, RUN
 from orchestrator.lifecycle.address import interface_of, own_address
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 
 ALL_REDUCE_MIB = (1, 64)
 REPEATS = 5

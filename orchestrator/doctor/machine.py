@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from orchestrator.doctor.findings import BAD, GOOD, NOTE, Finding
-from orchestrator.report.units import format_bytes, plural
+from orchestrator.units import format_bytes, plural
 
 # What the tests run with; constraints.txt has the same (a test compares them).
 TESTED = {

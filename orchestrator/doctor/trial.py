@@ -13,12 +13,13 @@ from orchestrator.config.command_line import CommandLine, program_overrides
 from orchestrator.config.composer import Composer
 from orchestrator.doctor import exchange
 from orchestrator.doctor.findings import BAD, NOTE, Finding
-from orchestrator.report.metrics import read_metrics
-from orchestrator.report.tables.closing_table import describe_culprit
-from orchestrator.report.units import format_bytes, format_seconds, plural
-from orchestrator.run_folder.rundir import RunDir, read_json
+from orchestrator.rundir.files import read_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_metrics
+from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.runs.console import Manner
 from orchestrator.runs.start import begun, way_of
+from orchestrator.units import format_bytes, format_seconds, plural
 
 LITTLE_MEMORY = 256 << 20
 LITTLE_SCRATCH = 16 << 20

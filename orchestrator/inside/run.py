@@ -166,7 +166,7 @@ class Run:
     def warn(self, sentence: str) -> None:
         """Tell whoever looks at this run, as its ranks' own warnings are told."""
         # By name, as above: what the run's folder is made of is not loaded before it is needed.
-        told: Any = importlib.import_module("orchestrator.run_warnings")
+        told: Any = importlib.import_module("orchestrator.rundir.warnings")
         if self._warnings is not None:
             told.warn_into(self._warnings, self._rank)
         told.warn(sentence)

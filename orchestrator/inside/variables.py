@@ -7,7 +7,7 @@ WORLD = "ORCHESTRATOR_WORLD_SIZE"
 SIGNAL = "ORCHESTRATOR_STOP_SIGNAL"
 WARNINGS = "ORCHESTRATOR_WARNINGS"
 
-# Names in an attempt's folder; `run_folder/rundir.py` has the paths.
+# Names in an attempt's folder; `rundir/folder.py` has the paths.
 STOP_ASKED = "stop-asked"
 STOP_AFTER = "stop-after"
 HEEDS = "heeds-{:05d}"

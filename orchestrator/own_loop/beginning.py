@@ -16,8 +16,8 @@ from orchestrator.inside.run import Run
 from orchestrator.own_loop.options import WindowOptions, decided_by, plan_of, whole_number
 from orchestrator.own_loop.saved import Saved
 from orchestrator.own_loop.windows import Windows
-from orchestrator.run_folder.rundir import RunDir
-from orchestrator.run_warnings import warn_into
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn_into
 
 
 def windows_of(run: Run, samples: int, accumulator: Any, told: Mapping[str, Any]) -> Windows:

@@ -15,8 +15,8 @@ from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.comm.gathered import numbers_of_all
 from orchestrator.engine.torch.state import load_model, load_optimizer, save_model, save_optimizer
 from orchestrator.errors import ConfigError, RunFolderError
-from orchestrator.lifecycle import checkpoint
-from orchestrator.run_warnings import warn
+from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir.warnings import warn
 
 
 class Saved:

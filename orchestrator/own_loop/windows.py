@@ -27,7 +27,7 @@ from orchestrator.plan.plan import Plan
 from orchestrator.rank.loop import Cadence
 from orchestrator.rank.windows import RankWindows
 from orchestrator.rank.writing.recorder import update_line
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.warnings import warn
 
 
 class Window:

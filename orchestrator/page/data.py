@@ -14,14 +14,14 @@ from typing import Any
 from orchestrator.page.facts import Facts, RunFacts, differing
 from orchestrator.page.hidden_values import hidden, shown
 from orchestrator.page.timeline import timeline
-from orchestrator.report.metrics import Record
-from orchestrator.report.summary import Summary
-from orchestrator.report.tables.closing_table import describe_culprit
 from orchestrator.report.tables.search_table import told_in_words
 from orchestrator.report.tables.sweep_table import differences, names
 from orchestrator.report.tables.time_and_memory import verdict
 from orchestrator.report.terminal import harmless
-from orchestrator.report.units import (
+from orchestrator.rundir.metrics import Record, Summary
+from orchestrator.rundir.outcome import describe_culprit
+from orchestrator.sweep.tables import accumulation_pairs, remarks
+from orchestrator.units import (
     UNKNOWN,
     format_bytes,
     format_count,
@@ -30,7 +30,6 @@ from orchestrator.report.units import (
     format_seconds,
     plural,
 )
-from orchestrator.sweep.tables import accumulation_pairs, remarks
 
 POINTS = 24_000  # drawn in all lines together, so that the page stays below 2 MB
 DIGITS = 6

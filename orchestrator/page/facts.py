@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import RunFolderError
-from orchestrator.report.metrics import Record, read_metrics
 from orchestrator.report.tables.search_table import search_of
 from orchestrator.report.tables.sweep_table import SweptRun, names, short_key
-from orchestrator.report.units import short_number
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import Record, read_metrics
 from orchestrator.runs.resuming.rules import changes
 from orchestrator.runs.status import find_runs
 from orchestrator.sweep.tables import only_varying, swept_run
+from orchestrator.units import short_number
 
 OF_NO_RUN = ("run", "hydra")  # sections that say where a run lies, not what it computes
 

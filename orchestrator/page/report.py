@@ -14,7 +14,7 @@ from orchestrator.page.formats import FORMATS
 from orchestrator.page.html import html_of
 from orchestrator.page.serve import FRESH_S, Server
 from orchestrator.report.terminal import say
-from orchestrator.run_folder.rundir import write_atomically
+from orchestrator.rundir.files import write_atomically
 
 TO_A_FILE = ("html", "png")  # the others go to standard output unless a file is named
 

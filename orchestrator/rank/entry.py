@@ -7,7 +7,7 @@ from pathlib import Path
 
 from orchestrator.config.program import is_program
 from orchestrator.errors import OrchestratorError
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 
 def main_of(run: Path) -> Callable[[Path, int], int]:

@@ -20,7 +20,8 @@ from orchestrator.errors import (
     words_of,
 )
 from orchestrator.rank.remedies import remedy
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 
 
 def describe(error: BaseException) -> str:

@@ -37,8 +37,8 @@ from orchestrator.rank.windows import RankWindows
 from orchestrator.rank.writing.rank_log import send_output_to
 from orchestrator.rank.writing.recorder import Recorder
 from orchestrator.rank.writing.result import memory_of_ranks, result_of
-from orchestrator.run_folder.rundir import RunDir
-from orchestrator.run_warnings import warn_into
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn_into
 
 LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, FENCED_RANK: FENCED}
 

@@ -13,7 +13,7 @@ from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config
 from orchestrator.engine.framework import Framework
 from orchestrator.plugins import FRAMEWORKS
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 
 def preload(run: RunDir) -> None:

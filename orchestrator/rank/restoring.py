@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from orchestrator.engine.api import Engine
-from orchestrator.lifecycle import checkpoint
 from orchestrator.rank.loop import Outcome
-from orchestrator.run_folder.rundir import RunDir
-from orchestrator.run_warnings import warn
+from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn
 
 GOES_BACK = (
     "nobody has its part of the optimizer's state, so the run goes back to its newest checkpoint, "

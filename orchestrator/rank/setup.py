@@ -25,7 +25,6 @@ from orchestrator.engine.framework import Framework
 from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import JobError, RunFolderError
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
-from orchestrator.lifecycle import checkpoint
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.plan.parts import Known
@@ -42,8 +41,10 @@ from orchestrator.rank.restoring import restore
 from orchestrator.rank.surviving.entering import Entering, may_stay_out
 from orchestrator.rank.training import Training
 from orchestrator.report.computed_with import warnings_of
-from orchestrator.run_folder.rundir import RunDir, write_json
-from orchestrator.run_warnings import warn
+from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot.code_state import code_state, folder_of
 
 

@@ -18,7 +18,7 @@ from orchestrator.lifecycle.stopping.departure import (
     scheduler,
 )
 from orchestrator.lifecycle.topology import Topology
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 
 class Left(Protocol):

@@ -14,9 +14,9 @@ from orchestrator.rank.loop import Attended, Outcome
 from orchestrator.rank.restoring import restore
 from orchestrator.rank.writing.recorder import Recorder, Silent
 from orchestrator.rank.writing.survival_notes import Notes, merged, unrecorded
-from orchestrator.report.metrics import read_metrics
-from orchestrator.run_folder.rundir import RunDir
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_metrics
+from orchestrator.rundir.warnings import warn
 
 
 class WayOn(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.rehearse.asked import CLOSE, Asked
 from orchestrator.rehearse.disturbed import Row
 from orchestrator.rehearse.outside import Outside
-from orchestrator.report.metrics import History
+from orchestrator.rundir.metrics import History
 
 
 def compare(rows: Sequence[Row], run: Outside, undisturbed: Outside, asked: Asked) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.rehearse.asked import Asked
 from orchestrator.rehearse.drawing import FILL_DISK, ORDERLY, Fault
 from orchestrator.rehearse.outside import Outside
-from orchestrator.run_warnings import read_warnings
+from orchestrator.rundir.warnings import read_warnings
 
 LOOK_S = 0.01
 PATIENCE_S = 180.0

@@ -24,8 +24,8 @@ from orchestrator.rehearse.drawing import (
     SILENCE,
     Fault,
 )
-from orchestrator.report.metrics import Tail
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import Tail
 
 AFTER_SILENCE_S = 3.0
 """How much longer than a silent rank may live the silence lasts."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from orchestrator.errors import UsageError
-from orchestrator.report.safetensors_file import SafetensorsFile, Tensor
+from orchestrator.rundir.tensors import SafetensorsFile, Tensor
 
 PIECE = 1 << 20
 SHOWN_NAMES = 8

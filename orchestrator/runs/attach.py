@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from orchestrator.clusters.api import POLL_S, Handle, State
 from orchestrator.errors import EXIT_INTERRUPTED, EXIT_USAGE
-from orchestrator.outcome.run_result import EXIT_CODES, Ended, end_of
-from orchestrator.report.metrics import read_metrics
 from orchestrator.report.tables.closing_table import print_closing
 from orchestrator.report.terminal import command, say
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_metrics
+from orchestrator.rundir.outcome import EXIT_CODES, Ended, end_of
 from orchestrator.runs.console import Manner
 from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.interrupts import Interrupts

@@ -6,9 +6,9 @@ The launcher holds nothing of such a run. What it prints here, any shell can see
 from __future__ import annotations
 
 from orchestrator.clusters.api import State
-from orchestrator.outcome.run_result import Ended
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.terminal import command, say
+from orchestrator.rundir.outcome import Ended
 from orchestrator.runs.ready import Ready
 
 

@@ -10,23 +10,23 @@ from pathlib import Path
 
 from orchestrator.clusters.api import Cluster, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
-from orchestrator.outcome.folder_status import OVER, kind_of
-from orchestrator.outcome.how_it_stops import how_it_stops
-from orchestrator.outcome.lock_holder import is_held, signal_holder
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.tables.status_table import UNREADABLE
-from orchestrator.report.units import plural
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import is_held, signal_holder
+from orchestrator.rundir.outcome import describe_stop
+from orchestrator.rundir.status import OVER, kind_of
 from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.status import expand, find_runs, statuses
 from orchestrator.runs.waiting import take, waits
+from orchestrator.units import plural
 
 LOOK_S = 0.2
 HOLDER_S = 20.0  # how long a command that runs nothing here may take to end
 
 
 def cancel(run: RunDir, *, now: bool = False) -> str:
-    """Stop a run: as `how_it_stops` says, or at once.
+    """Stop a run: as `describe_stop` says, or at once.
 
     Returns:
         A sentence that says what happens. Raises `ClusterError` when there is nothing to stop.
@@ -84,7 +84,7 @@ def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
     signal_holder(sweep, *((signal.SIGINT, signal.SIGTERM) if now else (signal.SIGINT,)))
     here = [run for run in runs if _is_here(run)]
     if here:
-        how = "ends at once" if now else how_it_stops(here[0])
+        how = "ends at once" if now else describe_stop(here[0])
         return f"the command that runs the sweep was told to end; what it runs {how}"
     give_up = time.monotonic() + HOLDER_S
     while is_held(sweep) and time.monotonic() < give_up:

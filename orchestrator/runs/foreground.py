@@ -8,13 +8,19 @@ from __future__ import annotations
 from orchestrator.clusters.api import POLL_S, Culprit, Handle, State
 from orchestrator.config.program import is_program
 from orchestrator.errors import EXIT_INTERRUPTED, UsageError
-from orchestrator.outcome.how_it_stops import how_it_stops
-from orchestrator.outcome.restart_policy import Ruling, rule
-from orchestrator.outcome.run_result import EXIT_CODES, Ended, end_of
 from orchestrator.plugins import CLUSTERS
-from orchestrator.report.metrics import read_metrics
-from orchestrator.report.tables.closing_table import describe_culprit, print_closing
+from orchestrator.report.tables.closing_table import print_closing
 from orchestrator.report.terminal import say
+from orchestrator.rundir.metrics import read_metrics
+from orchestrator.rundir.outcome import (
+    EXIT_CODES,
+    Ended,
+    Ruling,
+    describe_culprit,
+    describe_stop,
+    end_of,
+    rule,
+)
 from orchestrator.runs.ready import Ready
 from orchestrator.runs.showing import Showing
 
@@ -94,7 +100,7 @@ def _follow(handle: Handle, showing: Showing, ready: Ready) -> tuple[State, bool
             handle.stop()
             say(
                 ready.manner.console,
-                f"the run {how_it_stops(ready.run)}; once more ends every process at once",
+                f"the run {describe_stop(ready.run)}; once more ends every process at once",
                 "yellow",
             )
         if interrupts.count > 1:

@@ -9,8 +9,9 @@ from typing import Any
 
 from orchestrator.clusters.api import Handle, Held, class_of
 from orchestrator.errors import ClusterError, RunFolderError
-from orchestrator.outcome.folder_status import kind_of
-from orchestrator.run_folder.rundir import RunDir, read_json
+from orchestrator.rundir.files import read_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import kind_of
 
 NOBODY_KNOWS = "; see for yourself whether the job that it is about is queued, then remove the file"
 

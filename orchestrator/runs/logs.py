@@ -11,11 +11,11 @@ from pathlib import Path
 
 from orchestrator.clusters.api import Handle
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
-from orchestrator.outcome.folder_status import OVER
 from orchestrator.report.tables.status_table import UNREADABLE
 from orchestrator.report.terminal import HarmlessStream
-from orchestrator.run_folder.files import blocks, start_of_last
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.files import blocks, start_of_last
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import OVER
 from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.status import statuses
 

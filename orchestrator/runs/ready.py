@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from orchestrator.clusters.api import Cluster, Request
 from orchestrator.config.schema import Config
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.runs.console import Manner
 from orchestrator.runs.interrupts import Interrupts
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from orchestrator.lifecycle.signs.progress import read_progress
 from orchestrator.report.live.progress import Progress
-from orchestrator.report.metrics import Tail
-from orchestrator.run_folder.rundir import RunDir
-from orchestrator.run_warnings import NewWarnings
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import Tail, read_progress
+from orchestrator.rundir.warnings import NewWarnings
 from orchestrator.runs.console import Manner
 
 

@@ -23,16 +23,16 @@ from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFailed, RunFolderError, UsageError
-from orchestrator.lifecycle.fence import read_newest
-from orchestrator.outcome.lock_holder import held
-from orchestrator.outcome.run_result import Ended
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.plugins import CLUSTERS
-from orchestrator.report.metrics import Tail
 from orchestrator.report.terminal import command, say
-from orchestrator.run_folder.rundir import SEALED, RunDir
+from orchestrator.rundir.checkpoints import read_newest
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import held
+from orchestrator.rundir.metrics import Tail
+from orchestrator.rundir.outcome import Ended
 from orchestrator.runs.console import Manner
 from orchestrator.runs.found_again import handle_of
 from orchestrator.runs.interrupts import Interrupts, counted
@@ -195,7 +195,6 @@ def resumed(
 
     run = RunDir(path).existing()
     check_own(run)
-    run.check_writable()
     Tail(run.metrics).skip_to_the_end()  # whether it can be read at all
     asked = resumption(run, config_of(run), overrides, config_dir, to=to)
     config, result = asked.config, run.read_result()
@@ -267,14 +266,9 @@ def _of_checkpoints(run: RunDir, config: Config, contents: bool) -> list[str]:
         RunFolderError: there are checkpoints, but none that is sound; or there are none yet, and
             the weights that it begins with are damaged.
     """
-    from orchestrator.lifecycle.checkpoint import check_initial, newest
+    from orchestrator.rundir.checkpoints import check_initial, newest
 
     sentences: list[str] = []
-    if not run.sealed:
-        sentences.append(
-            f"{run.path} was made before run folders had digests: damage of {run.config.name} or "
-            f"of a checkpoint's state would go unnoticed"
-        )
     found, passed_over = newest(run.checkpoints, run.identity, contents=contents)
     if found is None and contents and config.train.initial_weights is not None:
         check_initial(run)
@@ -290,5 +284,4 @@ def _submission(cluster: Cluster, overrides: Sequence[str]) -> dict[str, Any]:
         "overrides": list(overrides),
         "folder": str(Path.cwd()),
         **cluster.placed,
-        SEALED: True,
     }

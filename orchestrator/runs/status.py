@@ -14,17 +14,17 @@ from pathlib import Path
 
 from orchestrator.clusters.api import class_of
 from orchestrator.errors import ConfigError, RunFolderError
-from orchestrator.outcome.folder_status import (
+from orchestrator.report.tables.status_table import UNREADABLE
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import loss_curve
+from orchestrator.rundir.status import (
     ENDED_STATES,
     RunStatus,
     from_folder,
-    looked_at,
-    of_held,
+    infer_from_heartbeats,
+    status_or_damage,
+    with_lock,
 )
-from orchestrator.outcome.hearts import by_hearts
-from orchestrator.report.metrics_glance import loss_course
-from orchestrator.report.tables.status_table import UNREADABLE
-from orchestrator.run_folder.rundir import RunDir
 from orchestrator.runs.found_again import settle_submissions
 from orchestrator.runs.waiting import REASON, waiting_in, waits
 
@@ -97,13 +97,13 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
     alone: dict[str, list[RunDir]] = {}
     sentences, unknown = settle_submissions(runs)
     for run in runs:
-        found[run.path] = looked_at(run, partial(_first_look, run, alone))
+        found[run.path] = status_or_damage(run, partial(_first_look, run, alone))
     for kind, members in alone.items():
         try:
             cluster = class_of(kind)
         except ConfigError as error:
             sentences.append(str(error))
-            by_hearts(members, found)
+            infer_from_heartbeats(members, found)
         else:
             sentences += cluster.look(members, found)
     for path, why in unknown.items():
@@ -126,7 +126,7 @@ def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
         return status
     if status.state not in ENDED_STATES and not _is_held(run, status.cluster):
         return replace(status, state="lost", reason="it was never submitted")
-    return of_held(run, status)
+    return with_lock(run, status)
 
 
 def _is_held(run: RunDir, kind: str) -> bool:
@@ -141,4 +141,4 @@ def losses_so_far(status: RunStatus, points: int) -> list[float]:
     """A run's losses from its beginning to now; none where it cannot be read."""
     if status.state in UNREADABLE:
         return []
-    return loss_course(RunDir(status.folder).metrics, points)
+    return loss_curve(RunDir(status.folder).metrics, points)

@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from orchestrator.outcome.lock_holder import is_held
-from orchestrator.run_folder.files import make_folder, names_in
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.files import make_folder, names_in
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import is_held
 
 REASON = "it waits for room on this machine"
 

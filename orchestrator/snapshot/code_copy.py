@@ -28,11 +28,11 @@ from typing import NoReturn
 from orchestrator.config.job_source import copied_script, find_module, once
 from orchestrator.config.program import Program
 from orchestrator.errors import RunFolderError
-from orchestrator.report.units import format_bytes
-from orchestrator.run_folder.files import blocks
-from orchestrator.run_folder.rundir import code_state_beside, write_atomically, write_json
+from orchestrator.rundir.files import blocks, write_atomically, write_json
+from orchestrator.rundir.folder import code_state_beside
 from orchestrator.snapshot.code_state import code_state, is_installed
 from orchestrator.snapshot.secret_files import is_secret
+from orchestrator.units import format_bytes
 
 LIMIT_BYTES = 64 * 2**20
 LIMIT_FILES = 20_000

@@ -20,9 +20,9 @@ from orchestrator.config.job_source import copied_script, once, read_once
 from orchestrator.config.program import is_program, program_of, target_of
 from orchestrator.config.schema import Config, gpu_count, node_range, plain
 from orchestrator.errors import ConfigError, RunFolderError
-from orchestrator.outcome.folder_status import OVER, RunStatus
-from orchestrator.run_folder.files import make_folder, names_in
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.files import make_folder, names_in
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import OVER, RunStatus
 from orchestrator.runs.resuming.rules import changes, flat
 from orchestrator.runs.status import statuses
 from orchestrator.snapshot.code_copy import digests_of_code

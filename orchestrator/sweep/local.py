@@ -26,14 +26,12 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, OrchestratorError, describe_status
 from orchestrator.lifecycle.forks import fork
 from orchestrator.lifecycle.prctl import name_process
-from orchestrator.outcome.how_it_stops import how_it_stops
 from orchestrator.plan.program import ProgramPlan
-from orchestrator.report.summary import summarize
-from orchestrator.report.tables.closing_table import describe_culprit
 from orchestrator.report.terminal import say
-from orchestrator.report.units import format_bytes, format_number, format_seconds, plural
-from orchestrator.run_folder.files import APPENDING, open_regular
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.files import APPENDING, open_nofollow
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import summarize
+from orchestrator.rundir.outcome import describe_culprit, describe_stop
 from orchestrator.runs import waiting as waiting_room
 from orchestrator.runs.console import Manner
 from orchestrator.runs.foreground import hold
@@ -42,6 +40,7 @@ from orchestrator.runs.waiting import take
 from orchestrator.sweep.cells import Cell
 from orchestrator.sweep.submission import ready_of
 from orchestrator.sweep.tables import only_varying
+from orchestrator.units import format_bytes, format_number, format_seconds, plural
 
 RANK_BYTES = 512 << 20
 """What a rank is taken to need before one has been measured: a framework's import is most of it."""
@@ -276,7 +275,7 @@ class LocalQueue:
 
     def _say_stopping(self) -> None:
         begun = [held.cell.run for held in self._running if held.cell.run.plan.exists()]
-        ways = dict.fromkeys(map(how_it_stops, begun))
+        ways = dict.fromkeys(map(describe_stop, begun))
         told = f"each point that runs {', or '.join(ways)}; " if ways else "no more are started; "
         say(self._manner.console, f"{told}once more ends every process at once", "yellow")
 
@@ -373,7 +372,7 @@ class _Screen:
         sys.stdout.flush()
         self._before.seek(0)
         said = self._before.read()
-        log = open_regular(run.terminal_log, APPENDING)
+        log = open_nofollow(run.terminal_log, APPENDING)
         os.write(log, said)
         for standard in (1, 2):
             os.dup2(log, standard)

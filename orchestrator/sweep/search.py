@@ -44,17 +44,14 @@ from orchestrator.errors import (
     UsageError,
     did_you_mean,
 )
-from orchestrator.outcome.folder_status import ENDED_STATES
-from orchestrator.outcome.run_result import write_end
-from orchestrator.outcome.run_state import State
 from orchestrator.plan.plan_warnings import named_numbers
-from orchestrator.report.metrics import Tail
-from orchestrator.report.tables.closing_table import describe_culprit
 from orchestrator.report.tables.search_table import print_search, words_of
 from orchestrator.report.terminal import command, say
-from orchestrator.report.units import plural
-from orchestrator.run_folder.files import PRIVATE_FILE, make_folder, names_in
-from orchestrator.run_folder.rundir import RunDir, read_json, write_json
+from orchestrator.rundir.files import PRIVATE_FILE, make_folder, names_in, read_json, write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import Tail
+from orchestrator.rundir.outcome import State, describe_culprit, write_end
+from orchestrator.rundir.status import ENDED_STATES
 from orchestrator.runs.cancelling import cancel
 from orchestrator.runs.console import Manner
 from orchestrator.runs.interrupts import Interrupts
@@ -65,6 +62,7 @@ from orchestrator.sweep.local import LocalQueue, PointEnded, Room, share_of
 from orchestrator.sweep.points import Point, telling, trial_point
 from orchestrator.sweep.search_space import Axis, Space, space_of
 from orchestrator.sweep.submission import NoSuchFigure, alone_in, measured, submit
+from orchestrator.units import plural
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

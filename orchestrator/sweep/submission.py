@@ -24,12 +24,12 @@ from orchestrator.errors import (
     RunFolderError,
     UsageError,
 )
-from orchestrator.outcome.folder_status import ENDED_STATES
-from orchestrator.outcome.lock_holder import held
 from orchestrator.plugins import CLUSTERS
-from orchestrator.report.tables.closing_table import describe_culprit
-from orchestrator.report.units import plural
-from orchestrator.run_folder.rundir import RunDir, written_together
+from orchestrator.rundir.files import written_together
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import held
+from orchestrator.rundir.outcome import describe_culprit
+from orchestrator.rundir.status import ENDED_STATES
 from orchestrator.runs.console import Manner
 from orchestrator.runs.interrupts import Interrupts, counted
 from orchestrator.runs.ready import Ready
@@ -37,6 +37,7 @@ from orchestrator.runs.start import begun, resumed, writing
 from orchestrator.runs.status import statuses
 from orchestrator.sweep.cells import CELL, Cell, Do, make_room
 from orchestrator.sweep.points import told
+from orchestrator.units import plural
 
 
 @contextlib.contextmanager

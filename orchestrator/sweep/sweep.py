@@ -20,12 +20,11 @@ from orchestrator.errors import (
     ConfigError,
     RunFolderError,
 )
-from orchestrator.outcome.folder_status import OVER, RunStatus
 from orchestrator.report.tables.sweep_table import print_sweep
 from orchestrator.report.tables.time_and_memory import print_time_and_memory
 from orchestrator.report.terminal import command, say
-from orchestrator.report.units import plural
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import OVER, RunStatus
 from orchestrator.runs.console import Manner
 from orchestrator.runs.resuming.resumption import resumption
 from orchestrator.runs.start import config_of, prepare
@@ -40,6 +39,7 @@ from orchestrator.sweep.tables import (
     swept_run,
     timed_beside,
 )
+from orchestrator.units import plural
 
 if TYPE_CHECKING:
     from orchestrator.sweep.local import PointEnded

@@ -15,18 +15,18 @@ from orchestrator.config.job_source import read_once
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError, ConfigError
-from orchestrator.lifecycle.checkpoint import WEIGHTS, complete
 from orchestrator.plugins import CLUSTERS
-from orchestrator.report.metrics import read_metrics
 from orchestrator.report.tables.sweep_table import SweptRun, names
 from orchestrator.report.tables.time_and_memory import Pair
 from orchestrator.report.terminal import literal, say
-from orchestrator.report.units import UNKNOWN, format_number, format_seconds, plural
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.checkpoints import WEIGHTS, complete
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_metrics
 from orchestrator.runs.foreseen import with_notes
 from orchestrator.runs.resuming.rules import Kind, changes
 from orchestrator.sweep.cells import Cell, Do, cells_of, gpu_hours, refuse_beyond, seconds_of
 from orchestrator.sweep.points import checked
+from orchestrator.units import UNKNOWN, format_number, format_seconds, plural
 
 
 def swept_run(

@@ -28,8 +28,8 @@ from orchestrator.config.command_line import literally
 from orchestrator.config.composer import compose
 from orchestrator.engine.conformance import expect
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED
-from orchestrator.lifecycle.checkpoint import folder_of
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.checkpoints import folder_of
+from orchestrator.rundir.folder import RunDir
 from orchestrator.testing.trial_program import BEAT_S
 
 WAIT_S = 120.0

@@ -28,7 +28,7 @@ from orchestrator.engine.conformance import expect
 from orchestrator.errors import ConfigError
 from orchestrator.plugins import TRACKERS
 from orchestrator.rank.writing.tracker import Scalars, Tracker
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 LOSS, ACCURACY = "train/loss", "evaluation/accuracy"
 

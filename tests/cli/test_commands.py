@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from orchestrator import errors
 from orchestrator.__main__ import EXAMPLES, EXIT_CODES, app
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 from tests.helpers import ROOT, environment
 from tests.page.conftest import made
 from tests.report.tables.test_search_table import FOUND

@@ -1,6 +1,6 @@
 import pytest
 
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 
 @pytest.fixture

@@ -3,7 +3,8 @@
 import pytest
 
 from orchestrator.clusters.root_cause import TAIL_BYTES, Behind, End, behind_of, blame, tail
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 
 
 def seen(node, rank, status, time=0.0):

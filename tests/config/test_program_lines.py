@@ -13,7 +13,7 @@ from orchestrator.config.composer import Composer, points_of
 from orchestrator.config.program import program_of
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.plan.program import plan_of_program
-from orchestrator.run_folder.strict_yaml import load_table
+from orchestrator.rundir.folder import load_config
 from tests.programs import script
 
 AWKWARD = "'\"\\${},[]=() ~a:#&*!|>%@`\n\t-0\u00e4\u4e2d\u00a0\u2028"
@@ -37,7 +37,7 @@ def test_words_come_through_composition_and_the_run_folder_as_they_were_typed(sw
     assert values["job"]["command"] == ["train.py", *words]
     readable = [word for word in words if word.isprintable()]
     values["job"]["command"][1:] = readable
-    again = read_config(load_table(Path("config.yaml"), to_yaml(read_config(values)), needed=()))
+    again = read_config(load_config(Path("config.yaml"), to_yaml(read_config(values))))
     assert program_of(again.job).words == (*readable, "--lr=0.2")
 
 

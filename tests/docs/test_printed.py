@@ -8,7 +8,6 @@ import ast
 import importlib
 import importlib.util
 import re
-import shutil
 from dataclasses import fields, is_dataclass
 
 import pytest
@@ -24,8 +23,8 @@ from orchestrator.config.composer import Composer, points_of
 from orchestrator.config.schema import Config
 from orchestrator.inside.run import current_run
 from orchestrator.plugins import SEAMS
-from orchestrator.report.metrics import History
 from orchestrator.report.tables.closing_table import print_closing
+from orchestrator.rundir.metrics import History
 from orchestrator.runs.start import prepare
 from orchestrator.sweep.search import asked_of
 from orchestrator.sweep.sweep import checked
@@ -39,7 +38,7 @@ from tests.docs.printed import (
     python_blocks,
     shell_commands,
 )
-from tests.report.conftest import Screen, record, result
+from tests.report.conftest import Screen, maker, record, result
 
 VERBS = typer.main.get_command(app)
 SLURM = typer.main.get_command(development.app)
@@ -73,7 +72,7 @@ def reader(tmp_path_factory):
     """The folder of a reader who has done what the pages say: a job, a site, some runs."""
     folder = tmp_path_factory.mktemp("reader")
     for run in ("RUN", "RUN_A", "RUN_B", "A", "B"):
-        shutil.copytree(ROOT / "tests" / "data" / "run_of_f3b2971", folder / run)
+        maker(folder)(run, ended=result(state="failed", updates=5))
     mine = next(p.text for p in python_blocks() if "class Line(Job)" in p.text)
     for path, text in {
         "my_jobs/__init__.py": "", "my_jobs/line.py": mine,

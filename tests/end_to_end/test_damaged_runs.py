@@ -1,14 +1,12 @@
-"""Runs that were damaged, or made before files had digests: gone on with as far as can be sure."""
+"""Damaged runs are resumed from what is sound, or refused."""
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
 from tests.helpers import SMALL, TINY, call, result, verb
 
-OLD = Path(__file__).parent.parent / "data" / "run_of_f3b2971"
 SHAPE = (
     TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "accumulation.steps=2",
     "train.updates=12", "train.checkpoint_every=4", "run.survive=false",
@@ -99,16 +97,3 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_and_nothing_is_touched
     assert "Traceback" not in done.stderr
     after = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
     assert after == before
-
-
-def test_a_run_made_before_there_were_digests_goes_on_and_says_so(undisturbed, tmp_path):
-    run = shutil.copytree(OLD, tmp_path / "run")
-    submission = json.loads((run / "submission.json").read_text())
-    (run / "submission.json").write_text(json.dumps({**submission, "folder": str(tmp_path)}))
-    done = verb("resume", run)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "was made before run folders had digests" in " ".join(done.stdout.split())
-    found = result(run)
-    assert (found["state"], found["updates"]) == ("finished", 12)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert next(line for line in lines if "restart" in line)["restart"]["resumed_from"] == 8

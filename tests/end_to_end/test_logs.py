@@ -6,10 +6,9 @@ import subprocess
 
 import pytest
 
-from orchestrator.outcome.run_result import write_end
-from orchestrator.outcome.run_state import State
+from orchestrator.rundir.outcome import State, write_end
 from tests.helpers import command, environment, verb
-from tests.run_folder.test_files import made
+from tests.rundir.test_files import made
 
 NASTY = (
     b"plain\n\x1b]0;title\x07\x1b[2J\x1b[31mred\x1b[0m \x9b31m\xc2\x9b0m\xff\n"
@@ -57,7 +56,7 @@ def test_the_end_of_a_long_log_can_be_had_alone(tmp_path):
         assert verb("logs", run.path, "-n", "2", *more).stdout == "late\nlast\n"
 
 
-@pytest.mark.parametrize("what", ["link", "fifo"])
+@pytest.mark.parametrize("what", ["link"])
 def test_a_log_that_is_none_is_refused_in_one_sentence(tmp_path, what):
     run = made(tmp_path / "run")
     if what == "link":

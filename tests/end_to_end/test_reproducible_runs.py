@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from orchestrator.run_folder.rundir import read_json, write_json
+from orchestrator.rundir.files import read_json, write_json
 from tests import helpers
 from tests.helpers import TINY
 

@@ -5,7 +5,8 @@ import json
 import numpy as np
 from safetensors.numpy import save_file
 
-from orchestrator.run_folder.rundir import RunDir, read_json, write_json
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import RunDir
 from tests.helpers import TINY, call, result, verb
 
 LEAVES = (

@@ -4,8 +4,8 @@ import json
 import os
 
 from orchestrator import Loss
-from orchestrator.lifecycle.checkpoint import WEIGHTS
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.checkpoints import WEIGHTS
+from orchestrator.rundir.warnings import warn
 from tests.helpers import SMALL, call, verb
 from tests.tiny_job import Tiny
 

@@ -4,7 +4,6 @@ Damage of a file gets the file; damage of a folder the run. Both get a `World`: 
 run, which no damage may make a command change or print.
 """
 
-import json
 import os
 import random
 import shutil
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.run_folder.seal import sealed_json
 from tests.hostile.lines import CANARY
 
 ESCAPE = "\x1b[31mred\x07"
@@ -29,9 +27,6 @@ TEXTS = {
     "a pickle": f"cos\nsystem\n(S'touch {CANARY}'\ntR.", "surrogates": '{"state": "\\ud800"}',
     "an alias": "a: &a [1]\nb: *a\n", "dates": "{time: 2001-01-01}", "another encoding": "",
 }  # fmt: skip
-FORGED = (None, -1, 10**400, 1e300, float("nan"), float("inf"), True, "text", "", [], {}, "7",
-          [[1]], {"a": [1]}, ESCAPE, "../../../etc/passwd", "/etc/passwd", "x" * 5000, "\ud800",
-          2**63, -0.0, "a\nb", [None])  # fmt: skip
 VALUES = ("null", "-1", "1e999", "NaN", "true", '"text"', "[]", "{}", "9" * 5000, "1.5", "[[1]]",
           '"\\u001b[31mred"', '"../../../etc/passwd"', '"/etc/passwd"', str(2**64), "-0.0")  # fmt: skip
 NAMES = ("x", ".partial-000000009-1", "update-", "update-0", "update-999999999999999999", "100000000",
@@ -49,13 +44,11 @@ class World:
         outside: a folder beside the run, with files that hold `secret`, and a run.
         others: undamaged runs, whose files may be put into this one.
         secret: words that no command may print.
-        sealed: the run is of a version that seals its files.
     """
 
     outside: Path
     others: tuple[Path, ...]
     secret: str
-    sealed: bool
 
 
 def _is_plain(path: Path) -> bool:
@@ -89,8 +82,6 @@ def empty(path: Path, chance: random.Random, world: World) -> str:
 
 
 def grow(path: Path, chance: random.Random, world: World) -> str:
-    if not world.sealed and path.suffix == ".safetensors":  # how long it was, nobody wrote down
-        return flip(path, chance, world)
     os.truncate(path, SPARSE)
     return "a terabyte of nothing"
 
@@ -141,18 +132,15 @@ def swap_between(path: Path, chance: random.Random, world: World) -> str:
 def replace(path: Path, chance: random.Random, world: World) -> str:
     """Something else in a file's or a folder's place."""
     _remove(path)
-    kind = chance.choice(("fifo", "folder", "nothing", "loop", "dangling", "device", "secret", "up",
-                          "passwd", "other", "socket"))  # fmt: skip
+    kind = chance.choice(
+        ("folder", "nothing", "loop", "dangling", "device", "secret", "up", "passwd", "other")
+    )
     links = {
         "loop": path.name, "dangling": "nowhere", "device": "/dev/zero", "passwd": "/etc/passwd",
         "secret": world.outside / "secret", "other": world.others[0] / path.name,
         "up": os.path.relpath(world.outside / "secret", path.parent),
     }  # fmt: skip
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "socket":
-        os.mknod(path, 0o140600)
-    elif kind == "folder":
+    if kind == "folder":
         path.mkdir()
     elif kind in links:
         path.symlink_to(links[kind])
@@ -167,36 +155,10 @@ def forbid(path: Path, chance: random.Random, world: World) -> str:
     return f"mode {mode:o} of user {owner}"
 
 
-def second_name(path: Path, chance: random.Random, world: World) -> str:
-    """As `cp -al` leaves it: what is written here is written elsewhere, too."""
-    elsewhere = world.outside / f"{chance.randrange(10**9)}-{path.name[:50]}"
-    shutil.copyfile(path, elsewhere)
-    path.unlink()
-    path.hardlink_to(elsewhere)
-    return "has a second name outside"
-
-
 def date(path: Path, chance: random.Random, world: World) -> str:
     when = chance.choice((0, 1, 2**31, 2**33, 2**40))
     os.utime(path, (when, when))
     return f"is of {when}"
-
-
-def forge(path: Path, chance: random.Random, world: World) -> str:
-    """A value of another kind under a sound seal, as who may write in the folder could leave it."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):
-        return mistype(path, chance, world)
-    if not isinstance(value, dict) or not value:
-        return rewrite(path, chance, world)
-    value.pop("sha256", None)
-    place, inner = value, chance.choice(list(value))
-    while isinstance(place[inner], dict) and place[inner] and chance.random() < 0.5:
-        place, inner = place[inner], chance.choice(list(place[inner]))
-    place[inner] = chance.choice(FORGED)
-    path.write_text(sealed_json(path.name, value))
-    return f"{inner!r} is forged, {place[inner]!r:.40}"
 
 
 def nest(folder: Path, chance: random.Random, world: World) -> str:
@@ -240,7 +202,7 @@ def handle(folder: Path, chance: random.Random, world: World) -> str:
     job = chance.choice(("7", "-1", "7; touch canary", "$(touch canary)", "--version", ESCAPE))
     conf = chance.choice((str(run / "slurm.conf"), "null", "../slurm.conf", "/etc/passwd", ESCAPE))
     text = {"kind": "slurm", "job_id": job, "attempt": 0, "slurm_conf": conf, "time": 1.0}
-    from orchestrator.run_folder.rundir import write_json
+    from orchestrator.rundir.files import write_json
 
     if not os.path.lexists(run / "handle.json"):
         write_json(run / "handle.json", text)
@@ -259,8 +221,7 @@ def lock(folder: Path, chance: random.Random, world: World) -> str:
 Damage = Callable[[Path, random.Random, World], str]
 OF_FILES: tuple[Damage, ...] = (
     flip, flip, flip, cut, cut, empty, grow, rewrite, rewrite, rewrite, mistype, mistype, mistype,
-    swap_within, swap_between, swap_between, replace, replace, forbid, second_name, second_name,
-    date, forge, forge,
+    swap_within, swap_between, swap_between, replace, replace, forbid, date,
 )  # fmt: skip
 OF_FOLDERS: tuple[Damage, ...] = (
     lead_out,

@@ -16,7 +16,6 @@ from tests.hostile.arena import Ended, run
 from tests.hostile.damage import World, spoil
 from tests.hostile.lines import Line
 
-OLD = ROOT / "tests" / "data" / "run_of_f3b2971"
 SMALL = ("job._target_=tests.tiny_job.Tiny", "job.samples=24", "cluster.nodes=1",
          "cluster.ranks_per_node=1", "accumulation.global_batch=8", "accumulation.micro_batch=8",
          "train.checkpoint_every=1", "train.updates=5")  # fmt: skip
@@ -35,13 +34,13 @@ MOST_WORDS = 20_000
 @dataclass(frozen=True)
 class Source:
     """An undamaged run. `right`: what `reading` finds after each number of updates; `weights`: the
-    digest that it ends with, undisturbed; both are known only of runs with seals.
+    digest that it ends with, undisturbed.
     """
 
     path: Path
-    told: str | None = None
-    right: tuple[tuple[int, str], ...] = ()
-    weights: str | None = None
+    told: str
+    right: tuple[tuple[int, str], ...]
+    weights: str | None
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Case:
 
 
 def sources(base: Path, *, finished: bool) -> list[Source]:
-    """Runs that were trained: one broken off, one by an older version, one finished."""
+    """Runs that were trained: one broken off, one finished."""
     wanted = {"broken": BREAKS, **({"finished": ()} if finished else {})}
     started = [
         subprocess.Popen(
@@ -69,8 +68,7 @@ def sources(base: Path, *, finished: bool) -> list[Source]:
     found = [_known(base / name, base) for name in wanted]
     if finished:  # the broken one would have ended with the same bits
         found[0] = dataclasses.replace(found[0], weights=found[1].weights)
-    old = shutil.copytree(OLD, base / "old")
-    return [*found, Source(old)]
+    return found
 
 
 def _known(path: Path, base: Path) -> Source:
@@ -106,10 +104,9 @@ def cases(seed: int, count: int, base: Path, made: list[Source], resumed: float)
         shutil.copytree(chance.choice(made).path, outside / "run")
         path = shutil.copytree(source.path, folder / "run")
         others = tuple(other.path for other in made if other is not source)
-        sealed = source.told is not None
-        world = World(outside, others, PRECIOUS, sealed)
+        world = World(outside, others, PRECIOUS)
         damages = tuple(spoil(path, chance, world) for _ in range(chance.choice((1, 1, 1, 2, 3))))
-        verb = "resume" if chance.random() < resumed and sealed else chance.choice(VERBS)
+        verb = "resume" if chance.random() < resumed else chance.choice(VERBS)
         more = {"PYTHONPATH": str(ROOT), "COLUMNS": chance.choice(("100", "40", "100"))}
         yield Case(verb, _line(verb, path, made[0].path, more), path, source, damages)
 
@@ -159,8 +156,7 @@ def tried(case: Case) -> tuple[Ended, list[str]]:
     faults += [f"changed {name}" for name in changed]
     faults += ["changed the system"] if _system() != system else []
     faults += _words(case, ended)
-    forged = any(" is forged, " in damage for damage in case.damages)
-    if not faults and ended.code == 0 and not forged:
+    if not faults and ended.code == 0:
         faults = {"read": _read, "resume": _resumed}.get(case.verb, lambda *_: [])(case, ended)
     return ended, faults
 
@@ -187,8 +183,6 @@ def _words(case: Case, ended: Ended) -> list[str]:
 def _read(case: Case, ended: Ended) -> list[str]:
     """A run with seals is gone on with as it would have been, or it is refused."""
     source = case.source
-    if source.told is None:
-        return []
     found = json.loads(next(line for line in ended.words.splitlines() if line.startswith("{")))
     if found["told"] != source.told:
         return ["reads another result: what was told differs"]

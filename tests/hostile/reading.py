@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from orchestrator.errors import OrchestratorError
-from orchestrator.lifecycle import checkpoint
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir.folder import RunDir
 from orchestrator.runs import start as running
 from orchestrator.runs.resuming.resumption import resumption
 

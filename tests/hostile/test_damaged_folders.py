@@ -7,7 +7,8 @@ import pytest
 
 from orchestrator.cli.results import final_weights
 from orchestrator.errors import RunFolderError
-from orchestrator.run_folder.rundir import RunDir, read_json, write_json
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import RunDir
 from orchestrator.runs.logs import follow
 from tests.hostile.folders import cases, sources, tried
 
@@ -16,8 +17,8 @@ SEED, COUNT = 20261122, 30
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """One run that was broken off, and one of an older version."""
-    return sources(tmp_path_factory.mktemp("runs"), finished=False)
+    """A run that was broken off, and one that finished."""
+    return sources(tmp_path_factory.mktemp("runs"), finished=True)
 
 
 def copy(runs, folder) -> RunDir:
@@ -79,6 +80,6 @@ def test_a_file_of_another_run_says_nothing_about_this_one(runs, tmp_path, name)
     run = copy(runs, tmp_path)
     path, read = getattr(run, name), getattr(run, f"read_{name}")
     assert read()
-    write_json(path, {**read_json(path, sealed=True), "run": "0" * 16})
+    write_json(path, {**read_json(path, checked=True), "run": "0" * 16})
     with pytest.raises(RunFolderError, match=rf"{name}\.json is damaged: it is of another run"):
         read()

@@ -13,7 +13,7 @@ from orchestrator.inside.run import Run
 from orchestrator.inside.stop import Stop, write_number
 from orchestrator.inside.variables import ATTEMPT, NOT_YET, RANK, RUN, STOP_AFTER, STOP_ASKED, WORLD
 from orchestrator.rank.program.unheeded import PATIENCE_S, Unheeded
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from tests.helpers import environment
 
 IMPORT = """

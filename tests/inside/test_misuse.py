@@ -23,15 +23,15 @@ from orchestrator.inside.variables import (
     WARNINGS,
     WORLD,
 )  # fmt: skip
-from orchestrator.report.metrics import read_metrics
-from orchestrator.run_warnings import read_warnings
+from orchestrator.rundir.metrics import read_metrics
+from orchestrator.rundir.warnings import read_warnings
 from tests.helpers import until
 
 
 @pytest.fixture
 def ranks(tmp_path, monkeypatch):
     """Two ranks of one run, as their programs see it."""
-    monkeypatch.setattr("orchestrator.run_warnings._destination", None)
+    monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
     attempt = tmp_path / "attempts" / "000"
     attempt.mkdir(parents=True)
     for name in (STOP_ASKED, STOP_AFTER):

@@ -12,7 +12,7 @@ import pytest
 from orchestrator.page.data import data_of
 from orchestrator.page.facts import facts_of
 from orchestrator.page.html import html_of
-from orchestrator.run_folder.rundir import write_json
+from orchestrator.rundir.files import write_json
 from slurm.errors import DevClusterError
 from slurm.install import ensure_installed
 from tests.page.test_timeline import window

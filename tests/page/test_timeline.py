@@ -9,7 +9,7 @@ from orchestrator.page.charts import charts
 from orchestrator.page.data import data_of
 from orchestrator.page.facts import facts_of
 from orchestrator.page.timeline import MOST_RANKS, PARTS, timeline
-from orchestrator.run_folder.rundir import write_json
+from orchestrator.rundir.files import write_json
 from tests.report.conftest import record, result
 
 SECONDS = st.floats(0, 1e4)

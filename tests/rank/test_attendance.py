@@ -11,14 +11,7 @@ import pytest
 
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
-from orchestrator.lifecycle.fence import Fence, Superseded, read_newest
-from orchestrator.lifecycle.signs.heartbeat import (
-    ENDED,
-    Heartbeat,
-    Silence,
-    read_beat,
-    read_waits,
-)
+from orchestrator.lifecycle.signs.heartbeat import Heartbeat, Silence, read_waits
 from orchestrator.lifecycle.stopping.departure import (
     await_verdict,
     goes_on,
@@ -29,7 +22,10 @@ from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.attending.fenced_recorder import Follower, Guard
 from orchestrator.rank.loop import Outcome
-from orchestrator.run_folder.rundir import RunDir, read_json, write_json
+from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import BEAT_ENDED, read_beat
 from tests.helpers import ROOT, until
 
 
@@ -57,9 +53,9 @@ def test_only_the_newest_attempt_may_write(run):
     old.check()
     new.take()
     assert read_newest(run.newest_attempt) == 10
-    with pytest.raises(Superseded, match="attempt 10 of this run has begun"):
+    with pytest.raises(StaleAttempt, match="attempt 10 of this run has begun"):
         old.check()
-    with pytest.raises(Superseded):
+    with pytest.raises(StaleAttempt):
         old.take()
     assert read_newest(run.newest_attempt) == 10
     new.check()
@@ -92,7 +88,7 @@ def test_a_node_that_ended_in_order_is_never_silent():
     silence = Silence(timeout_s=5, clock=clock)
     for _ in range(100):
         clock.now += 1
-        assert not silence.exceeded(ENDED)
+        assert not silence.exceeded(BEAT_ENDED)
 
 
 def test_each_node_watches_the_next_one_and_finds_it_silent(run):
@@ -115,7 +111,7 @@ def test_each_node_watches_the_next_one_and_finds_it_silent(run):
     assert silent.wait(10)
     assert found == [1]
     one.end()
-    assert read_beat(run.heartbeat(0, 0)) == ENDED
+    assert read_beat(run.heartbeat(0, 0)) == BEAT_ENDED
 
 
 def test_behind_a_beat_stands_what_the_nodes_first_rank_waits_for(run):
@@ -125,7 +121,7 @@ def test_behind_a_beat_stands_what_the_nodes_first_rank_waits_for(run):
         superseded=lambda: False, waits=lambda: waits * 20,
     )  # fmt: skip
     beats.start().end()
-    assert read_beat(path_of(0)) == ENDED
+    assert read_beat(path_of(0)) == BEAT_ENDED
     assert read_waits(path_of(0)).startswith(waits.replace("ü", "?"))
     assert path_of(0).stat().st_size == 512
 
@@ -140,7 +136,7 @@ RANK = """
 import os, sys, time
 from pathlib import Path
 from orchestrator.config.schema import Config
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.rank.attending.attendance import Attendance
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
@@ -176,7 +172,7 @@ def test_a_rank_ends_only_when_the_scheduler_has_heard_that_it_shall_start_again
     )  # fmt: skip
     assert rank.returncode == 7
     assert (commands / "scontrol.asked").read_text().splitlines() == ["requeue 1"] * 4
-    departure = read_json(run.departure(2), sealed=True)  # as all that the next start reads
+    departure = read_json(run.departure(2), checked=True)  # as all that the next start reads
     assert departure["why"] == "node n1 stopped answering"
 
 
@@ -270,9 +266,9 @@ def test_a_superseded_attempt_writes_nothing_more(run):
     guard, record, _ = guard_of(run, None, Clock())
     Fence(run.newest_attempt, 1).take()
     window = Window(update=7, samples=10, micro_batches=(), steps=1, learning_rate=0.1)
-    with pytest.raises(Superseded):
+    with pytest.raises(StaleAttempt):
         guard.boundary(window, BoundaryReport(update=7, loss=0, weight=1), epoch=0, update_s=1)
-    with pytest.raises(Superseded):
+    with pytest.raises(StaleAttempt):
         guard.checkpoint(8, 80)
     assert record.saved == []
 

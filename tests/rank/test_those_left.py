@@ -19,7 +19,8 @@ from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.attending.hung_neighbour import Limits, Lost
 from orchestrator.rank.failure import failure_of
 from orchestrator.rank.those_left import ThoseLeft
-from orchestrator.run_folder.rundir import CONFIG_SECTIONS, RunDir, read_json, write_json
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import CONFIG_SECTIONS, RunDir
 from tests.helpers import until
 
 TOPOLOGY = Topology(

@@ -12,7 +12,7 @@ from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
-from orchestrator.run_folder.rundir import SEALED, RunDir
+from orchestrator.rundir.folder import RunDir
 
 
 class Screen(Console):
@@ -96,7 +96,7 @@ def maker(home):
         run.create()
         run.write_config(to_yaml(config))
         run.write_own(run.plan, Plan.of(config, Known(dataset_samples=1437)).to_json())
-        told = {"overrides": list(overrides), "folder": str(home), SEALED: True, **more}
+        told = {"overrides": list(overrides), "folder": str(home), **more}
         run.write_own(run.submission, told)
         lines = [record(n) for n in range(5)] if records is None else records
         lines += [{"update": 4, "attempt": 0, "time": 1005.0, "evaluation": {"accuracy": 0.9}}]

@@ -16,7 +16,8 @@ from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.report.tables.run_view import print_run, sparkline
 from orchestrator.report.tables.status_table import print_status
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 from orchestrator.runs.found_again import settle_submissions
 from orchestrator.runs.status import expand, find_runs, losses_so_far, statuses
 

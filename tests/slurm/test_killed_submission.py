@@ -8,7 +8,7 @@ import pytest
 
 from orchestrator.clusters.slurm.queue.sbatch import _Asking
 from orchestrator.launch import run_app
-from orchestrator.run_folder import rundir
+from orchestrator.rundir import folder as rundir
 from orchestrator.scheduler.client import SlurmClient
 from orchestrator.scheduler.jobs import accounted_scripts
 from tests.helpers import TINY, begin, call, result, until

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from orchestrator.run_folder.rundir import write_json
+from orchestrator.rundir.files import write_json
 from slurm import breaking
 from tests.helpers import result, until
 from tests.slurm import runs

@@ -7,7 +7,7 @@ import tarfile
 import pytest
 
 from orchestrator.errors import RunFolderError
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot import code_copy as snapshot
 from orchestrator.snapshot.code_state import code_state
 

@@ -9,7 +9,7 @@ from orchestrator.config.reading import to_yaml
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.report.tables.sweep_table import SweptRun
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.sweep.tables import remarks, timed_beside
 
 

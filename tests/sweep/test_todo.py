@@ -11,10 +11,9 @@ from rich.console import Console
 from orchestrator.config.command_line import program_overrides, read_command_line
 from orchestrator.config.composer import Composer, points_of
 from orchestrator.errors import ConfigError, RunFolderError
-from orchestrator.outcome.lock_holder import held
-from orchestrator.outcome.run_result import write_end
-from orchestrator.outcome.run_state import State
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import held
+from orchestrator.rundir.outcome import State, write_end
 from orchestrator.runs.console import Manner
 from orchestrator.sweep import cells as content
 from orchestrator.sweep.cells import REPLACED, Do, cells_of, refuse_beyond

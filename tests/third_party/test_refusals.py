@@ -11,7 +11,7 @@ from orchestrator.engine.framework import Framework
 from orchestrator.errors import ConfigError
 from orchestrator.plugins import CLUSTERS, FRAMEWORKS, SEAMS, TRACKERS, TRANSPORTS
 from orchestrator.rank.writing.tracker import Scalars
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.testing.processes import run_ranks
 from tests.helpers import ROOT, TINY, call
 

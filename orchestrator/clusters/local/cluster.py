@@ -29,8 +29,8 @@ from orchestrator.errors import ClusterError, TransportError
 from orchestrator.lifecycle.signs.node_watch import FENCED, FINISHED, FROZEN, STOPPED
 from orchestrator.lifecycle.signs.stacks import STACK_S
 from orchestrator.plan.plan import Plan
-from orchestrator.run_folder.rundir import RunDir
-from orchestrator.run_warnings import warn_of
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn_of
 
 GRACE_S = 1.0
 IMPORT_HANGS = (

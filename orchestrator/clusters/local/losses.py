@@ -6,7 +6,7 @@ from orchestrator.clusters.request import Request
 from orchestrator.clusters.root_cause import TAKEN_AWAY, End
 from orchestrator.lifecycle.signs.node_watch import FENCED
 from orchestrator.lifecycle.survival.record import GenerationRecord, to_blame
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 
 class Losses:

@@ -18,8 +18,8 @@ from orchestrator.clusters.api import Request
 from orchestrator.lifecycle.signs.processes import processor_s, state_of
 from orchestrator.lifecycle.signs.stacks import STACK_S
 from orchestrator.lifecycle.signs.standstill import Patience, Standstill
-from orchestrator.run_folder.files import APPENDING, open_regular
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.files import APPENDING, open_nofollow
+from orchestrator.rundir.folder import RunDir
 
 END_S = 1.0
 
@@ -141,7 +141,7 @@ class Nodes:
     def _start(self, nodes: list[dict[str, Any]]) -> subprocess.Popen[bytes]:
         """Start the process that will fork the nodes, and tell it what they are."""
         first, pipes = nodes[0], [end for node in nodes for end in node["pipes"]]
-        with os.fdopen(open_regular(self._run.node_log(first["name"]), APPENDING), "ab") as errors:
+        with os.fdopen(open_nofollow(self._run.node_log(first["name"]), APPENDING), "ab") as errors:
             process = subprocess.Popen(
                 [
                     sys.executable,

@@ -29,8 +29,8 @@ from orchestrator.clusters.local.supervisor import serve
 from orchestrator.lifecycle.forks import branch, ending
 from orchestrator.lifecycle.prctl import die_with, name_process
 from orchestrator.rank.preload import draw_other_numbers, preload
-from orchestrator.run_folder.files import APPENDING, open_regular
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.files import APPENDING, open_nofollow
+from orchestrator.rundir.folder import RunDir
 
 Of = TypeVar("Of")
 
@@ -103,7 +103,7 @@ def _become(node: dict[str, Any], order: dict[str, Any], run: RunDir) -> None:
     for other in order["nodes"]:
         if other is not node:
             _close_pipes(other)
-    log = open_regular(run.node_log(node["name"]), APPENDING)
+    log = open_nofollow(run.node_log(node["name"]), APPENDING)
     for standard, descriptor in enumerate((*node["pipes"], log)):
         os.dup2(descriptor, standard)
         os.close(descriptor)

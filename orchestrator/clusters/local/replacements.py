@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from orchestrator.clusters.request import Request
 from orchestrator.config.schema import RunConfig
-from orchestrator.lifecycle.signs.progress import read_progress
 from orchestrator.lifecycle.survival.members import member_of
 from orchestrator.lifecycle.survival.record import GenerationRecord
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_progress
 
 USUAL = 16
 """How many there are where nobody says."""

@@ -17,7 +17,7 @@ from orchestrator.lifecycle.signs.stacks import (
     in_words,
     of_main_thread,
 )
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 
 class Standing:

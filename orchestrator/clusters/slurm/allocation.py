@@ -20,7 +20,7 @@ from orchestrator.clusters.slurm.step import StepHandle
 from orchestrator.clusters.slurm.task import Task
 from orchestrator.config.schema import ClusterConfig, gpu_count, node_range
 from orchestrator.errors import ClusterError
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.client import SlurmClient
 from orchestrator.scheduler.environment import own_job_id
 from orchestrator.scheduler.srun_words import numbers

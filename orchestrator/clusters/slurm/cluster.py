@@ -21,10 +21,10 @@ from orchestrator.clusters.slurm.request.srun_lines import shape_of
 from orchestrator.clusters.slurm.task import Task, write_task
 from orchestrator.clusters.slurm.watch import SlurmHandle
 from orchestrator.config.schema import Config, node_range
-from orchestrator.outcome.folder_status import RunStatus
-from orchestrator.report.units import plural
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import RunStatus
 from orchestrator.scheduler.client import SlurmClient
+from orchestrator.units import plural
 
 _said: dict[tuple[object, ...], Verdict] = {}
 

@@ -25,7 +25,7 @@ from orchestrator.lifecycle.signs.script_life import beat
 from orchestrator.lifecycle.stopping.departure import NODE_FAILURE
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rank.failure import failure_of, write_failure
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.srun_words import STOP_SIGNALS, task_ends
 
 LOOK_S = 0.5

@@ -45,7 +45,8 @@ def _first_of_node(path: Path) -> None:
     """
     from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
     from orchestrator.rank.attending.watcher import start_watcher
-    from orchestrator.run_folder.rundir import RunDir, write_json
+    from orchestrator.rundir.files import write_json
+    from orchestrator.rundir.folder import RunDir
 
     attempt = int(os.environ[BASE_ATTEMPT_VARIABLE]) + int(os.environ.get(RESTARTS_VARIABLE, "0"))
     node = os.environ["SLURMD_NODENAME"]
@@ -76,7 +77,7 @@ def after(run: str, attempt: str, code: str, told: str) -> None:
         told: the first signal that the script got, or "".
     """
     from orchestrator.clusters.slurm.ending.after_srun import finish, others_next
-    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.rundir.folder import RunDir
 
     try:
         finish(Path(run), int(attempt), int(code), told)
@@ -91,7 +92,7 @@ def share(run: str, attempt: str, code: str, told: str) -> None:
     """The same for a run that shares its job: the script of that hands it back to the queue."""
     from orchestrator.clusters.slurm.ending.after_srun import finish
     from orchestrator.errors import START_AGAIN
-    from orchestrator.run_folder.rundir import RunDir
+    from orchestrator.rundir.folder import RunDir
 
     try:
         once_more = finish(Path(run), int(attempt), int(code), told, again=lambda: None)

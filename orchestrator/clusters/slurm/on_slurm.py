@@ -22,7 +22,8 @@ from orchestrator.clusters.slurm.trust import client_of, remember
 from orchestrator.config.program import target_of
 from orchestrator.config.schema import Config, node_range
 from orchestrator.lifecycle.signs.last_word import SCRIPT, after_rank
-from orchestrator.run_folder.rundir import RunDir, write_atomically
+from orchestrator.rundir.files import write_atomically
+from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot import code_copy as snapshot
 from orchestrator.snapshot.secret_files import told
 

@@ -27,10 +27,10 @@ from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, FENCED_RANK, descri
 from orchestrator.lifecycle.signs.heartbeat import read_waits
 from orchestrator.lifecycle.signs.last_word import all_wordless, ended_with
 from orchestrator.lifecycle.signs.node_watch import FINISHED
-from orchestrator.lifecycle.signs.progress import read_progress
 from orchestrator.lifecycle.survival.record import GenerationRecord, to_blame
 from orchestrator.rank.remedies import MEMORY
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_progress
 from orchestrator.scheduler.srun_words import TaskEnd, task_ends
 
 KILLED = 128 + signal.SIGKILL

@@ -21,17 +21,17 @@ from orchestrator.clusters.slurm.queue.packing.members import (
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.errors import ClusterError
-from orchestrator.outcome.folder_status import (
+from orchestrator.report.tables.status_table import UNREADABLE
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import (
     DAMAGE,
     ENDED_STATES,
     RunStatus,
     from_folder,
     has_begun,
-    looked_at,
+    infer_from_heartbeats,
+    status_or_damage,
 )
-from orchestrator.outcome.hearts import by_hearts
-from orchestrator.report.tables.status_table import UNREADABLE
-from orchestrator.run_folder.rundir import RunDir
 from orchestrator.scheduler.client import SlurmClient
 from orchestrator.scheduler.jobs import Job, accounted, queue_of_user, queued, read_queue
 from orchestrator.scheduler.shared_queue import SharedQueue
@@ -59,7 +59,7 @@ def look(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
             jobs = _queue(client, sorted({str(found[run.path].job_id) for run in members}), members)
         except ClusterError as error:
             yield str(error)
-            by_hearts(members, found)
+            infer_from_heartbeats(members, found)
         else:
             yield from _told(client, jobs, members, found)
 
@@ -97,7 +97,7 @@ def _told(
         if job_id in jobs:
             yield from _with_job(run, jobs[job_id], found)
         elif _open(found[run.path]) and silent:
-            by_hearts([run], found)
+            infer_from_heartbeats([run], found)
         elif _open(found[run.path]):
             reason = f"job {job_id} has left the queue without a result"
             found[run.path] = replace(found[run.path], state="lost", reason=reason)
@@ -119,10 +119,10 @@ def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[s
             if sentence is not None:
                 yield sentence
                 job = replace(job, state="CANCELLED" if job.held else "REQUEUED")
-            found[run.path] = looked_at(run, partial(from_folder, run))
+            found[run.path] = status_or_damage(run, partial(from_folder, run))
     if found[run.path].state not in UNREADABLE:
         status = found[run.path]
-        found[run.path] = looked_at(run, partial(with_job, run, status, job))
+        found[run.path] = status_or_damage(run, partial(with_job, run, status, job))
 
 
 def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:

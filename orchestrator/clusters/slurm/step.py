@@ -19,8 +19,8 @@ from orchestrator.errors import EXIT_FINISHED
 from orchestrator.lifecycle.prctl import die_with
 from orchestrator.lifecycle.signs.last_word import ended_with, wordless
 from orchestrator.lifecycle.signs.node_watch import STOPPED
-from orchestrator.run_folder.files import APPENDING, open_regular
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.files import APPENDING, open_nofollow
+from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.srun_words import STOP_CODES
 
 END_S = 60.0  # srun waits for tasks that it has ended, and the scheduler for their node
@@ -37,7 +37,7 @@ class StepHandle(Handle):
     def __init__(self, request: Request, script: Path, environment: Mapping[str, str]) -> None:
         self._run, self._attempt = RunDir(request.run), request.attempt
         self._state, self._stopping = State.RUNNING, False
-        with os.fdopen(open_regular(self._run.batch_log, APPENDING), "ab") as log:
+        with os.fdopen(open_nofollow(self._run.batch_log, APPENDING), "ab") as log:
             self._process = subprocess.Popen(
                 ["bash", str(script)],
                 stdin=subprocess.DEVNULL,

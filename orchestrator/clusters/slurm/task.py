@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 TASK = "task.pkl"  # beside what submitit looks for, which is called by the job's id
 

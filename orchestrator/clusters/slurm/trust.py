@@ -13,8 +13,8 @@ import stat
 from pathlib import Path
 
 from orchestrator.errors import ClusterError
-from orchestrator.run_folder.files import PRIVATE, read_text
-from orchestrator.run_folder.rundir import RunDir, write_atomically
+from orchestrator.rundir.files import PRIVATE, read_text, write_atomically
+from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.client import CONF, SlurmClient
 
 SYSTEM = (Path("/etc"), Path("/run/slurm"), Path("/var/spool/slurmd"))

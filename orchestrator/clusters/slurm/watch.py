@@ -18,7 +18,7 @@ from orchestrator.clusters.slurm.queue.packing.members import is_over, title_of
 from orchestrator.clusters.slurm.root_cause import blame_slurm
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, RunFolderError, describe_status
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.client import SchedulerDown
 from orchestrator.scheduler.jobs import (
     Job,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.errors import JobError
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.warnings import warn
 
 
 def checked_figures(found: Any, job: Any) -> dict[str, float]:

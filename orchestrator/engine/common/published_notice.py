@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from orchestrator.run_folder.rundir import write_atomically
+from orchestrator.rundir.files import write_atomically
 
 FIRST_S, OFTEN_S, RARE_S = 0.05, 0.75, 2.0
 ALONE_AFTER_S = 0.2

@@ -16,28 +16,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from orchestrator.run_folder.files import open_regular, read_text
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.files import open_nofollow, read_text
+from orchestrator.rundir.status import BEAT_BYTES, BEAT_DIGITS, BEAT_ENDED, BEAT_S, read_beat
+from orchestrator.rundir.warnings import warn
 
-BEAT_S = 2.0
 FENCE_EVERY = 2
-ENDED = "ended"
-NUMBER_BYTES, MOST_BYTES = 12, 512
-
-
-def read_beat(path: Path) -> str:
-    """The node's present beat: a number, `ended`, or "" before the first."""
-    return _read(path)[:NUMBER_BYTES].strip()
 
 
 def read_waits(path: Path) -> str:
     """For how long, where and for what the node's first rank waited last; "" where it did not."""
-    return _read(path)[NUMBER_BYTES:].strip()
+    return _read(path)[BEAT_DIGITS:].strip()
 
 
 def _read(path: Path) -> str:
     try:
-        return read_text(path, at_most=MOST_BYTES)
+        return read_text(path, at_most=BEAT_BYTES)
     except FileNotFoundError:
         return ""
 
@@ -72,7 +65,7 @@ class Silence:
         paused = max(0.0, now - self._looked - usual) if self._looked else 0.0
         self._looked = now
         self._since += paused
-        if beat != self._beat or beat in ("", ENDED):
+        if beat != self._beat or beat in ("", BEAT_ENDED):
             self._beat, self._since = beat, now
             return False
         return now - self._since > self.timeout_s
@@ -120,14 +113,14 @@ class Heartbeat:
         """Say that this node has ended in order: its silence from now on means nothing."""
         self._over.set()
         self._thread.join(timeout=5.0)
-        self._write(ENDED)
+        self._write(BEAT_ENDED)
 
     def _write(self, beat: str) -> None:
         try:
-            descriptor = open_regular(self._own, os.O_WRONLY | os.O_CREAT)
+            descriptor = open_nofollow(self._own, os.O_WRONLY | os.O_CREAT)
             try:
-                words = f"{beat:<{NUMBER_BYTES}}{self._waits()}"[:MOST_BYTES]
-                os.pwrite(descriptor, f"{words:<{MOST_BYTES}}".encode("ascii", "replace"), 0)
+                words = f"{beat:<{BEAT_DIGITS}}{self._waits()}"[:BEAT_BYTES]
+                os.pwrite(descriptor, f"{words:<{BEAT_BYTES}}".encode("ascii", "replace"), 0)
             finally:
                 os.close(descriptor)
         except OSError as error:

@@ -17,9 +17,8 @@ from orchestrator.lifecycle.topology import (
     BATCH_COPY_VARIABLE,
     BATCH_PID_VARIABLE,
 )
-from orchestrator.run_folder.files import read_end, read_text
-from orchestrator.run_folder.paths import RANKS_A_FOLDER
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.files import read_end, read_text
+from orchestrator.rundir.folder import RANKS_PER_FOLDER, RunDir
 from orchestrator.snapshot.start_from_copy import DISK, MEMORY, NAME
 
 SCRIPT = "after_rank.sh"
@@ -92,7 +91,7 @@ if [ "${BATCH_COPY_VARIABLE}" != "$SLURMD_NODENAME:${{TMPDIR-}}" ] ||
     done
 fi
 attempt=$((${BASE_ATTEMPT_VARIABLE} + ${{SLURM_RESTART_COUNT:-0}}))
-first=$((rank - rank % {RANKS_A_FOLDER})) folder=$run/{run.logs.name}
+first=$((rank - rank % {RANKS_PER_FOLDER})) folder=$run/{run.logs.name}
 [ "$first" = 0 ] || folder=$folder/$(printf 'ranks-%05d' "$first")
 tail -c {LOOKED_AT_BYTES} "$folder/$(printf 'rank-%05d.log' "$rank")" |
     grep -qx "attempt $attempt ended: .*" && exit

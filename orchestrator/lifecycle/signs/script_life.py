@@ -9,18 +9,18 @@ from __future__ import annotations
 import os
 import time
 
-from orchestrator.lifecycle.signs.heartbeat import NUMBER_BYTES, read_beat
-from orchestrator.run_folder.files import open_regular
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.files import open_nofollow
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import BEAT_DIGITS, read_beat
 
 LOOK_S = 0.2
 
 
 def beat(run: RunDir, attempt: int) -> None:
     """The script lives: the file says something new."""
-    descriptor = open_regular(run.script_beat(attempt), os.O_WRONLY | os.O_CREAT)
+    descriptor = open_nofollow(run.script_beat(attempt), os.O_WRONLY | os.O_CREAT)
     try:
-        os.pwrite(descriptor, f"{time.monotonic():<{NUMBER_BYTES}.2f}".encode("ascii"), 0)
+        os.pwrite(descriptor, f"{time.monotonic():<{BEAT_DIGITS}.2f}".encode("ascii"), 0)
     finally:
         os.close(descriptor)
 

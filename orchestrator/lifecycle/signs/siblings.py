@@ -17,7 +17,7 @@ from pathlib import Path
 
 from orchestrator.lifecycle.signs.node_watch import NodeWatch
 from orchestrator.lifecycle.signs.processes import state_of
-from orchestrator.run_folder.files import open_regular
+from orchestrator.rundir.files import open_nofollow
 
 RANK = b"SLURM_PROCID="
 STEP = b"SLURM_STEP_ID="
@@ -57,7 +57,7 @@ class Beats:
 
     def __init__(self, path: Path, count: int) -> None:
         self._path, self._count = path, count
-        descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+        descriptor = open_nofollow(path, os.O_RDWR | os.O_CREAT)
         try:
             if os.fstat(descriptor).st_uid != os.getuid():
                 raise PermissionError(errno.EPERM, f"{path} is somebody else's")

@@ -38,7 +38,7 @@ from orchestrator.lifecycle.signs.stacks import (
     told_by,
 )
 from orchestrator.lifecycle.signs.standstill import Patience, Standstill
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.warnings import warn
 
 
 def link_to_supervisor() -> socket.socket | None:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from orchestrator.run_folder.files import read_end
+from orchestrator.rundir.files import read_end
 
 ASKS = signal.SIGQUIT
 STACK_S = 0.3

@@ -20,9 +20,9 @@ from orchestrator.lifecycle.stopping.deadline import Standing
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
-from orchestrator.run_folder.files import read_end
-from orchestrator.run_folder.rundir import RunDir, write_json
-from orchestrator.run_folder.seal import sealed_json
+from orchestrator.rundir.checksums import to_json_text
+from orchestrator.rundir.files import read_end, write_json
+from orchestrator.rundir.folder import RunDir
 
 if TYPE_CHECKING:
     from orchestrator.scheduler.client import SlurmClient
@@ -226,7 +226,7 @@ def first_to_leave(run: RunDir, attempt: int, value: dict[str, Any]) -> bool:
     except FileExistsError:
         return False
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(sealed_json(path.name, value))
+        file.write(to_json_text(path.name, value))
     return True
 
 

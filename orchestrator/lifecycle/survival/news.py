@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from orchestrator.engine.common import waiting
 from orchestrator.lifecycle.survival.agreement import Generation
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.warnings import warn
 
 
 class News:

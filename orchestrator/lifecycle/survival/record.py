@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.lifecycle.survival.links import Peer
-from orchestrator.run_folder.rundir import read_json, write_atomically
-from orchestrator.run_folder.seal import sealed_json
+from orchestrator.rundir.checksums import to_json_text
+from orchestrator.rundir.files import read_json, write_atomically
 
 Lost = TypeVar("Lost")
 ROOM = bytes(4096)
@@ -79,7 +79,7 @@ class GenerationRecord:
         path = self.path(generation)
         content = {"generation": generation, "members": list(members), **more}
         own = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        self._write(own, sealed_json(path.name, content))
+        self._write(own, to_json_text(path.name, content))
         try:
             os.link(own, path)
         except FileExistsError:

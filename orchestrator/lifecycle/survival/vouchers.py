@@ -19,7 +19,7 @@ from orchestrator.lifecycle.survival.links import CONNECT_S, Link, Peer
 from orchestrator.lifecycle.survival.members import rank_of
 from orchestrator.lifecycle.survival.silence import Silences
 from orchestrator.lifecycle.survival.witness import GONE, sign
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.warnings import warn
 
 LATE_S = 1.5  # one and a half beats; then a rank may be silent with another that is lost
 PAUSE_S = 0.5

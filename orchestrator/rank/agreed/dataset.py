@@ -18,7 +18,7 @@ from orchestrator.engine.common.replicas import unlike_most
 from orchestrator.errors import JobError
 from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rank.agreed.value_digests import digests_of
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.warnings import warn
 
 _PLACES = 8  # of samples that are looked at
 _SEED = 20_240_229

@@ -12,7 +12,7 @@ from statistics import median
 from orchestrator.config.schema import FactsConfig
 from orchestrator.errors import ConfigError
 from orchestrator.plan.plan import Plan
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.warnings import warn
 
 _FIGURES = {"parameters", "dataset_samples", "bytes_on_wire_per_update", "schedule", "warnings"}
 """Of a plan, what is told but decides nothing; the schedule is there as its rates."""

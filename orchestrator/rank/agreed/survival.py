@@ -12,7 +12,7 @@ from orchestrator.config.rules import OFF, planned_survival, with_survival
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Group
 from orchestrator.engine.survives import against
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.warnings import warn
 
 
 def agreed_survival(config: Config, job: Any, group: Group) -> Config:

@@ -21,7 +21,6 @@ from orchestrator.errors import (
     PeerLost,
     RankHangs,
 )
-from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.signs.heartbeat import Heartbeat
 from orchestrator.lifecycle.signs.last_word import say_last_word, wordless
 from orchestrator.lifecycle.signs.node_watch import FAILED
@@ -51,7 +50,9 @@ from orchestrator.rank.loop import Recorder as LoopRecorder
 from orchestrator.rank.those_left import Left, ThoseLeft
 from orchestrator.rank.writing.recorder import Recorder, Silent
 from orchestrator.rank.writing.restart_note import restart_note
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.rundir.checkpoints import Fence
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 
 KILL_WAIT_S = 60.0
 WAITS_UNMARKED = ("nccl", "hccl")
@@ -274,7 +275,7 @@ class Attendance:
             print(f"that could not be recorded: {error}", flush=True)
 
     def _vanish_if_superseded(self) -> bool:
-        superseded = self._fence.superseded
+        superseded = self._fence.is_stale
         if superseded:
             self._vanish()
         return superseded

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from orchestrator.errors import EXIT_FAILED
 from orchestrator.lifecycle.signs.node_watch import FAILED
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 LOOK_S = 0.5
 

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
-from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.rank.loop import Outcome
 from orchestrator.rank.writing.recorder import Recorder, Silent
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.checkpoints import Fence
+from orchestrator.rundir.warnings import warn
 
 RECENT = 5
 LOOK_S = 1.0

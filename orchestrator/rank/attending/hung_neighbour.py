@@ -20,8 +20,9 @@ from orchestrator.lifecycle.signs.stacks import Frame, as_lines, ask, in_words
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.failure import failure_of, write_failure
-from orchestrator.run_folder.rundir import RunDir, write_json
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn
 
 
 def ranks_of_node() -> list[int]:

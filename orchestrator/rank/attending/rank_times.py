@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.engine.api import BoundaryReport, Engine
-from orchestrator.run_folder.rundir import write_json
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.warnings import warn
 
 LATEST = 1024  # windows that a rank keeps, beside the first
 Row = tuple[int, tuple[float, ...]]  # an update, and its seconds in the order of `PARTS`

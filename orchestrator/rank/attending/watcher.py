@@ -18,7 +18,7 @@ from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeW
 from orchestrator.lifecycle.signs.processes import state_of
 from orchestrator.lifecycle.stopping.departure import requeues
 from orchestrator.rank.attending.hung_neighbour import Limits, Lost
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 LINE_BYTES = 65536
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import OrchestratorError, PeerLost, describe_status
-from orchestrator.run_folder.files import read_end
+from orchestrator.rundir.files import read_end
 
 LOOKED_AT_BYTES = 64 * 1024
 MESSAGE_LINES = 3

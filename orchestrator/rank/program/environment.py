@@ -20,7 +20,7 @@ from orchestrator.errors import ClusterError
 from orchestrator.inside.variables import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
 from orchestrator.lifecycle.topology import COPIES_VARIABLE, OUTER_PATH_VARIABLE, Topology
 from orchestrator.rank.program.meeting_place import MeetingPlace
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot.start_from_copy import PLACE_VARIABLE
 
 HIDDEN = (

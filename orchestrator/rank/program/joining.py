@@ -21,7 +21,7 @@ from orchestrator.lifecycle.signs.node_watch import AT_WORK
 from orchestrator.rank.attending.attendance import Attendance
 from orchestrator.rank.program import processes
 from orchestrator.rank.program.meeting_place import MeetingPlace
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.warnings import warn
 
 
 class Joining:

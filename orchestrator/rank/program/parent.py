@@ -52,8 +52,9 @@ from orchestrator.rank.program.joining import Joining
 from orchestrator.rank.program.passing_on import PassingOn
 from orchestrator.rank.program.unheeded import Unheeded
 from orchestrator.rank.writing.rank_log import send_output_to
-from orchestrator.run_folder.rundir import RunDir, write_json
-from orchestrator.run_warnings import warn, warn_into
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn, warn_into
 
 TICK_S = 0.25
 LOOK_S = 1.0

@@ -10,7 +10,7 @@ from orchestrator.inside.stop import read_number, write_number
 from orchestrator.inside.variables import HEEDS, NOT_YET
 from orchestrator.lifecycle.signs.processes import descendants, state_of
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 AGAIN_S = 5.0  # after which another stop signal of ours is passed on as well
 

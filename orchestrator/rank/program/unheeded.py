@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from orchestrator.inside.stop import read_number
 from orchestrator.inside.variables import HEEDS, NOT_YET
-from orchestrator.run_folder.rundir import RunDir
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn
 
 PATIENCE_S = 5.0  # in which a rank that asks after every update has asked
 

@@ -34,7 +34,7 @@ from orchestrator.rank.surviving.next_group import formed
 from orchestrator.rank.surviving.words import ranks, those_left, went_away
 from orchestrator.rank.watched_recorder import Watched
 from orchestrator.rank.writing.survival_notes import Notes, notes_of
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.warnings import warn
 
 SILENCE_S = 5.0
 """After which a rank that says nothing is gone, where cluster.heartbeat_timeout_s is not less."""

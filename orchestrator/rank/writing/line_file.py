@@ -8,7 +8,7 @@ import os
 from collections import deque
 from pathlib import Path
 
-from orchestrator.run_folder.files import APPENDING, open_regular
+from orchestrator.rundir.files import APPENDING, open_nofollow
 
 MOST_LINES = 100_000  # kept in memory, some 70 MB of metrics; the oldest are given up first
 
@@ -21,7 +21,7 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = open_regular(path, APPENDING)
+        self._descriptor = open_nofollow(path, APPENDING)
         self._waiting: deque[bytes] = deque(maxlen=MOST_LINES)
         self.lost = 0
 

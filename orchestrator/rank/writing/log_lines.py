@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from orchestrator.report.units import format_learning_rate, format_number, format_rate
+from orchestrator.units import format_learning_rate, format_number, format_rate
 
 SHORTEST_S = 1.0
 LONGEST_S = 60.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.config.schema import Config
 from orchestrator.rank.writing.tracker import Tracker
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 EVERY_S = 1.0  # between two calls of the store, which may be far away
 MOST = 500  # values in a call; servers take 1000

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from orchestrator.run_folder.files import APPENDING, open_regular
+from orchestrator.rundir.files import APPENDING, open_nofollow
 
 
 class LossyFile(io.RawIOBase):
@@ -49,7 +49,7 @@ class LossyFile(io.RawIOBase):
 def send_output_to(path: Path) -> None:
     """Make `path` this process's standard output and error, in whole lines."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    descriptor = open_regular(path, APPENDING)
+    descriptor = open_nofollow(path, APPENDING)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -12,15 +12,15 @@ from typing import Any
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import BoundaryReport, Engine, Window
 from orchestrator.errors import RunFolderError
-from orchestrator.lifecycle import checkpoint
-from orchestrator.lifecycle.signs.progress import ProgressWriter
 from orchestrator.rank.agreed.stated_facts import UpdateTime
 from orchestrator.rank.writing.line_file import LineFile
 from orchestrator.rank.writing.log_lines import UpdateLines
 from orchestrator.rank.writing.saving import Saving
 from orchestrator.rank.writing.tracker import Scalars
-from orchestrator.run_folder.rundir import RunDir
-from orchestrator.run_warnings import NewWarnings, warn
+from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import ProgressWriter
+from orchestrator.rundir.warnings import NewWarnings, warn
 
 
 class Silent:

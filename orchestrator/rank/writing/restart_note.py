@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from orchestrator.lifecycle.signs.progress import read_progress
 from orchestrator.lifecycle.stopping.departure import why_restarted
 from orchestrator.lifecycle.topology import Topology
-from orchestrator.run_folder.rundir import RESUMED, RunDir
+from orchestrator.rundir.folder import RESUMED, RunDir
+from orchestrator.rundir.metrics import read_progress
 
 NO_WORD = "it ended without a word: a node failed, or the time to stop was too short"
 

@@ -9,8 +9,8 @@ from orchestrator.engine.api import Engine
 from orchestrator.plan.plan import Plan
 from orchestrator.rank.loop import Outcome
 from orchestrator.rank.writing.survival_notes import WHO
-from orchestrator.report.metrics import read_metrics
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_metrics
 
 
 def memory_of_ranks(engine: Engine) -> dict[str, list[int]]:

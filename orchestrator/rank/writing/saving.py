@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 
 from orchestrator.engine.api import Engine
 from orchestrator.errors import ConfigError
-from orchestrator.lifecycle.checkpoint import Saves
+from orchestrator.rundir.checkpoints import Saves
 
 
 class Kept(Saves, Protocol):

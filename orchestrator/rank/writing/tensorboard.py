@@ -12,7 +12,7 @@ from typing import Any
 
 from orchestrator.config.schema import Config
 from orchestrator.rank.writing.tracker import Tracker
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 
 class TensorBoard(Tracker):

@@ -9,8 +9,8 @@ from typing import ClassVar
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
 from orchestrator.plugins import TRACKERS
-from orchestrator.run_folder.rundir import RunDir
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn
 
 
 class Tracker(ABC):

@@ -9,7 +9,7 @@ from typing import Any
 
 from orchestrator.config.schema import Config
 from orchestrator.rank.writing.tracker import Tracker
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 # The scalars, and nothing of the machine, the code or what is printed: these stay ours.
 QUIET: dict[str, Any] = {

@@ -17,10 +17,9 @@ from rich.live import Live
 from rich.text import Text
 
 from orchestrator.report.live.progress_line import Moment, live_line, plain_line
-from orchestrator.report.metrics import Record, tells_no_update
-from orchestrator.report.summary import time_shares
 from orchestrator.report.terminal import literal, say
-from orchestrator.report.units import (
+from orchestrator.rundir.metrics import Record, is_no_update, time_shares
+from orchestrator.units import (
     format_bytes,
     format_learning_rate,
     format_number,
@@ -96,7 +95,7 @@ class Progress:
             warnings = [sentence for record in records for sentence in record.get("warnings") or ()]
         for sentence in warnings:
             self._say(f"warning: {sentence}")
-        records = [record for record in records if not tells_no_update(record)]
+        records = [record for record in records if not is_no_update(record)]
         for record in records:
             self._take(record)
         # Dots that vanish between two windows would make the line jump.

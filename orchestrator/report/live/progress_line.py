@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from orchestrator.report.terminal import harmless, legible
-from orchestrator.report.units import format_count, format_number, format_rate, format_seconds
+from orchestrator.units import format_count, format_number, format_rate, format_seconds
 
 MOST_DOTS = 16
 FEW_DOTS = 8

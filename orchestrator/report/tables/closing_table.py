@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from orchestrator.report.metrics import History, Record
-from orchestrator.report.summary import Summary, summarize
 from orchestrator.report.tables.compilation import compilation
 from orchestrator.report.terminal import command, literal, say
-from orchestrator.report.units import (
+from orchestrator.rundir.folder import RESUMED, RunDir
+from orchestrator.rundir.metrics import History, Record, Summary, summarize
+from orchestrator.units import (
     format_bytes,
     format_count,
     format_number,
@@ -29,7 +29,6 @@ from orchestrator.report.units import (
     format_seconds,
     plural,
 )
-from orchestrator.run_folder.rundir import RESUMED, RunDir
 
 STATE_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
 LOG_LINES = 20

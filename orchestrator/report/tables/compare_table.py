@@ -8,7 +8,7 @@ from rich.table import Table
 
 from orchestrator.report.compare import Comparison, TensorComparison
 from orchestrator.report.terminal import literal, say
-from orchestrator.report.units import plural
+from orchestrator.units import plural
 
 
 def print_comparison(comparison: Comparison, console: Console, *, tensors: bool = False) -> None:

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from orchestrator.report.metrics import Record
-from orchestrator.report.units import format_seconds, plural
+from orchestrator.rundir.metrics import Record
+from orchestrator.units import format_seconds, plural
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.report.terminal import literal, say
-from orchestrator.report.units import format_bytes, format_count, format_learning_rate, plural
+from orchestrator.units import format_bytes, format_count, format_learning_rate, plural
 
 SHOWN_GROUPS = 12
 SHOWN_RANGES = 6

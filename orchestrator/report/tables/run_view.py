@@ -11,7 +11,7 @@ from rich.table import Table
 
 from orchestrator.report.tables.status_table import STYLES, UNREADABLE, Shown, remark, updates_done
 from orchestrator.report.terminal import command, literal, say
-from orchestrator.report.units import (
+from orchestrator.units import (
     format_count,
     format_learning_rate,
     format_number,

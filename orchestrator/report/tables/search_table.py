@@ -12,8 +12,9 @@ from rich.table import Table
 
 from orchestrator.errors import RunFolderError
 from orchestrator.report.terminal import literal, say
-from orchestrator.report.units import UNKNOWN, format_number, plural, short_number
-from orchestrator.run_folder.rundir import RunDir, read_json
+from orchestrator.rundir.files import read_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.units import UNKNOWN, format_number, plural, short_number
 
 STYLES = {"complete": "green", "pruned": "yellow", "failed": "bold red", "open": "cyan"}
 FIRST = 20  # of the trials with a value; the others are in search.json

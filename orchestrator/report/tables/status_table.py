@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from orchestrator.report.terminal import legible, literal, say
-from orchestrator.report.units import format_count, format_seconds, plural
+from orchestrator.units import format_count, format_seconds, plural
 
 STYLES = {
     "finished": "green", "running": "bold green", "starting": "cyan", "ending": "cyan",
@@ -36,7 +36,7 @@ NONE = "–"
 
 
 class Shown(Protocol):
-    """What is shown of a run; see `orchestrator.outcome.folder_status.RunStatus`."""
+    """What is shown of a run; see `orchestrator.rundir.status.RunStatus`."""
 
     @property
     def folder(self) -> Path: ...

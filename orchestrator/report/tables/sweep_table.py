@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.errors import UsageError
-from orchestrator.report.metrics import Record
-from orchestrator.report.summary import Summary, summarize
-from orchestrator.report.tables.closing_table import STATE_STYLES, describe_culprit
+from orchestrator.report.tables.closing_table import STATE_STYLES
 from orchestrator.report.terminal import legible, literal, say
-from orchestrator.report.units import (
+from orchestrator.rundir.metrics import Record, Summary, summarize
+from orchestrator.rundir.outcome import describe_culprit
+from orchestrator.units import (
     UNKNOWN,
     format_bytes,
     format_count,

@@ -15,10 +15,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.report.summary import Summary
 from orchestrator.report.tables.sweep_table import SweptRun
 from orchestrator.report.terminal import literal, say
-from orchestrator.report.units import (
+from orchestrator.rundir.metrics import Summary
+from orchestrator.units import (
     format_bytes,
     format_count,
     format_number,

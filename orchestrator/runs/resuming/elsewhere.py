@@ -9,7 +9,7 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from orchestrator.errors import RunFolderError
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 
 def at_home(run: RunDir) -> contextlib.AbstractContextManager[None]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFolderError, UsageError
-from orchestrator.lifecycle.checkpoint import WEIGHTS, digest_of, newest
-from orchestrator.run_folder.rundir import INITIAL_BYTES, INITIAL_DIGEST, RunDir
+from orchestrator.rundir.checkpoints import WEIGHTS, digest_of, newest
+from orchestrator.rundir.folder import INITIAL_BYTES, INITIAL_DIGEST, RunDir
 
 
 def initial_weights(config: Config) -> Path | None:
@@ -29,7 +29,7 @@ def initial_weights(config: Config) -> Path | None:
 
 
 def _checked(path: Path) -> Path:
-    from orchestrator.report.safetensors_file import SafetensorsFile  # NumPy, if it is needed
+    from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
 
     if path.is_dir():
         run = RunDir(path).existing()

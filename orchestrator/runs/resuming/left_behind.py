@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from orchestrator.errors import RunFolderError
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.runs.resuming.rules import flat
 
 

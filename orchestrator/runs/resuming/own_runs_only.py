@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from orchestrator.errors import RunFolderError
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 

@@ -19,13 +19,12 @@ from orchestrator.config.program import is_program
 from orchestrator.config.reading import as_they_are, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, PlanError
-from orchestrator.lifecycle.checkpoint import PREFIX, complete, refuse_beyond
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, plan_of_program
-from orchestrator.report.units import format_count, plural
-from orchestrator.run_folder.files import read_text
-from orchestrator.run_folder.rundir import ASKED, RunDir, write_atomically
+from orchestrator.rundir.checkpoints import PREFIX, complete, refuse_beyond
+from orchestrator.rundir.files import read_text, write_atomically
+from orchestrator.rundir.folder import RESUMES, RunDir
 from orchestrator.runs.resuming.left_behind import refuse_left_behind
 from orchestrator.runs.resuming.rules import (
     Change,
@@ -34,6 +33,7 @@ from orchestrator.runs.resuming.rules import (
     refuse_other_numbers,
     rounding,
 )
+from orchestrator.units import format_count, plural
 
 GROUPS = ("cluster", "tracker")  # whose choice a run may change; the others are its numbers
 MOST_SHOWN = 6
@@ -204,7 +204,7 @@ def record(run: RunDir, resumed: Resumption, attempt: int) -> None:
         "overrides": list(resumed.overrides),
         "changes": {c.key: [c.before, c.after] for c in resumed.changes},
     }
-    run.write_own(run.resumes, {ASKED: [*run.read_resumes(), entry]})
+    run.write_own(run.resumes, {RESUMES: [*run.read_resumes(), entry]})
     if not resumed.changes:
         return
     made = run.attempts_made()
@@ -212,10 +212,7 @@ def record(run: RunDir, resumed: Resumption, attempt: int) -> None:
         kept = run.attempt(made - 1) / run.config.name
         if not kept.exists():
             write_atomically(kept, read_text(run.config))
-    if run.sealed:
-        run.write_config(to_yaml(resumed.config))
-    else:  # made before there were seals: its checkpoints name no run
-        write_atomically(run.config, to_yaml(resumed.config))
+    run.write_config(to_yaml(resumed.config))
     run.write_own(run.plan, resumed.plan.to_json())
     cluster = cluster_of(resumed.config)
     run.write_own(run.submission, {**run.read_submission(), **cluster.placed})

@@ -6,7 +6,7 @@ from orchestrator.clusters.local.losses import Losses
 from orchestrator.clusters.request import Request
 from orchestrator.clusters.root_cause import End
 from orchestrator.lifecycle.survival.record import GenerationRecord
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import pytest
 
 from orchestrator.clusters.local.replacements import MOST_IN_VAIN, REST_S, Replacements
 from orchestrator.clusters.request import Request
-from orchestrator.lifecycle.signs.progress import ProgressWriter
 from orchestrator.lifecycle.survival.record import GenerationRecord
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import ProgressWriter
 
 LISTENS = [4.0, 127.0, 0.0, 0.0, 0.0, 80.0, 0.0]
 

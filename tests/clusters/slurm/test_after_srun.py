@@ -16,7 +16,8 @@ from orchestrator.clusters.slurm.ending.after_srun import (
 from orchestrator.clusters.slurm.watch import CAUSES
 from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.lifecycle.stopping.deadline import LATE_S, reason
-from orchestrator.run_folder.rundir import CONFIG_SECTIONS, RunDir, read_json, write_json
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import CONFIG_SECTIONS, RunDir
 from orchestrator.scheduler.client import Answer, SlurmClient
 from orchestrator.scheduler.jobs import STANDING, Standing
 

@@ -12,7 +12,8 @@ from orchestrator.clusters.slurm.cluster import SlurmCluster
 from orchestrator.clusters.slurm.queue.arrays import array_script
 from orchestrator.clusters.slurm.queue.laid_out import lay_out
 from orchestrator.config.composer import compose
-from orchestrator.run_folder.rundir import RunDir, code_state_beside, read_json
+from orchestrator.rundir.files import read_json
+from orchestrator.rundir.folder import RunDir, code_state_beside
 
 SAYS = 'echo "umask $(umask)"\n'
 
@@ -51,7 +52,7 @@ def test_each_run_can_tell_its_code_however_the_copy_and_the_attempt_are_numbere
         placed = [(cluster, cluster.request(run.path, attempt)) for run in some]
         copy = lay_out(tmp_path, placed, lambda *_: "")
         copies.add(copy)
-        state = read_json(code_state_beside(copy), sealed=True)
+        state = read_json(code_state_beside(copy), checked=True)
         assert state["folder"]
         assert all(run.submitted_code(attempt) == state for run in some)
     assert len(copies) == 4

@@ -24,8 +24,8 @@ from orchestrator.clusters.slurm.request.sbatch_defaults import OPTION_OF, Defau
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError
-from orchestrator.run_folder import files
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir import files
+from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot import code_copy as snapshot
 
 SAYS = """\

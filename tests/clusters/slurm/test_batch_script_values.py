@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator.clusters.slurm.request.batch_script import Here, batch_script
 from orchestrator.clusters.slurm.request.srun_lines import STARTER
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from tests.clusters.slurm.test_batch_script import slurm_config
 
 

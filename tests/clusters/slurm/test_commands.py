@@ -7,9 +7,9 @@ import pytest
 
 from orchestrator.clusters.slurm.queue.sbatch import queue
 from orchestrator.errors import ClusterError
-from orchestrator.run_folder.rundir import write_json
+from orchestrator.rundir.files import write_json
 from orchestrator.runs.status import statuses
-from tests.run_folder.test_files import made
+from tests.rundir.test_files import made
 
 HELD = "7|PENDING||1:00|0:00|N/A|launch failed requeued held|/x.sh"
 

@@ -18,7 +18,7 @@ from orchestrator.clusters.slurm.request.sbatch_defaults import Default
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 RUN = Path("/shared/runs/one")

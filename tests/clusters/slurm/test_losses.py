@@ -16,7 +16,8 @@ from orchestrator.lifecycle.signs.script_life import is_silent
 from orchestrator.lifecycle.stopping.departure import why_restarted
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rank.failure import failure_of
-from orchestrator.run_folder.rundir import CONFIG_SECTIONS, RunDir, write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import CONFIG_SECTIONS, RunDir
 
 KILLED = "srun: error: n0: tasks 0-1: Killed\n"
 

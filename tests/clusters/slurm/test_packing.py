@@ -27,8 +27,9 @@ from orchestrator.clusters.slurm.standing import WAITS, with_job
 from orchestrator.config.composer import compose
 from orchestrator.config.rules import pack_problems
 from orchestrator.errors import START_AGAIN, ConfigError
-from orchestrator.outcome.folder_status import from_folder
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import from_folder
 from orchestrator.scheduler.jobs import Job
 from tests.helpers import until
 

@@ -25,9 +25,9 @@ from orchestrator.clusters.slurm.root_cause import blame_slurm, task_ends
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError
-from orchestrator.lifecycle.signs.progress import ProgressWriter
 from orchestrator.rank.failure import describe
-from orchestrator.run_folder.rundir import write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.metrics import ProgressWriter
 from orchestrator.scheduler.client import (
     Answer,
     NoClient,

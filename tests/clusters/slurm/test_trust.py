@@ -7,9 +7,10 @@ from orchestrator.clusters.slurm.cluster import SlurmCluster
 from orchestrator.clusters.slurm.trust import client_of, is_trusted, remember
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, RunFolderError
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 from orchestrator.runs.status import statuses
-from tests.run_folder.test_files import made
+from tests.rundir.test_files import made
 
 
 @pytest.fixture

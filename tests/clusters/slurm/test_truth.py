@@ -8,9 +8,9 @@ from orchestrator.clusters.slurm.standing import with_job
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.stopping.departure import why_restarted
-from orchestrator.outcome.folder_status import from_folder
 from orchestrator.report.tables.status_table import remark
-from orchestrator.run_folder.rundir import write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.status import from_folder
 from orchestrator.scheduler.client import Answer, SchedulerDown
 from orchestrator.scheduler.jobs import (
     STANDING,

@@ -12,7 +12,8 @@ from orchestrator.lifecycle.signs.last_word import after_rank, say_last_word, wo
 from orchestrator.lifecycle.stopping.departure import await_verdict
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import BATCH_COPY_VARIABLE, BATCH_PID_VARIABLE
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot.start_from_copy import NAME
 
 GONE = "exited with code 0 before its training had ended"

@@ -7,7 +7,6 @@ import threading
 import pytest
 
 from orchestrator.errors import StopRequested
-from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.stopping import deadline
 from orchestrator.lifecycle.stopping.deadline import Deadline, Notice, killed_at
 from orchestrator.lifecycle.stopping.departure import depart, script_is_gone
@@ -15,7 +14,9 @@ from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
 from orchestrator.rank.attending.fenced_recorder import Guard
 from orchestrator.rank.loop import Outcome
-from orchestrator.run_folder.rundir import RunDir, read_json, write_json
+from orchestrator.rundir.checkpoints import Fence
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.jobs import Standing
 from tests.helpers import until
 

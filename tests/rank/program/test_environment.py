@@ -10,7 +10,7 @@ from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rank.program.environment import Start, environment
 from orchestrator.rank.program.meeting_place import MeetingPlace
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.config import frameworks
 from orchestrator.errors import ConfigError
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.testing import TrackerSuite
 from tests.helpers import SMALL, TINY, call, records
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.report.metrics import History
 from orchestrator.report.tables.closing_table import log_lines, print_closing
-from orchestrator.run_folder.rundir import write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.metrics import History
 from tests.report.conftest import Screen, record, result
 
 FOLDER = Path("runs/a very long name of a folder") / ("x" * 90)

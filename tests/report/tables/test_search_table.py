@@ -6,7 +6,8 @@ import pytest
 
 from orchestrator.errors import RunFolderError
 from orchestrator.report.tables.search_table import print_search, search_of, with_trials
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 
 TRIAL = {"number": 0, "state": "complete", "value": 0.5, "point": ["job.x='a=b'"], "folder": "0",
          "same_as": None, "why": None}  # fmt: skip

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import RunFolderError
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 from orchestrator.runs.resuming.elsewhere import at_home
 
 

@@ -13,7 +13,8 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
-from orchestrator.run_folder.rundir import RunDir, write_json
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
 from orchestrator.runs.resuming.resumption import record, resumption
 from orchestrator.runs.resuming.rules import Kind, changes, flat
 

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from orchestrator.config.command_line import CommandLine, program_overrides
 from orchestrator.config.composer import Composer
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.runs.console import Manner
 from orchestrator.sweep.local import PointEnded
 from orchestrator.sweep.search import Searcher, asked_of, journal_of

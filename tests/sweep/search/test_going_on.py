@@ -11,7 +11,7 @@ import pytest
 from optuna.storages.journal import JournalFileBackend
 
 from orchestrator.errors import ConfigError, RunFolderError
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.sweep import cells as content
 from tests.sweep.search.helpers import AtOnce, asked, line_of, loss_of, searched
 

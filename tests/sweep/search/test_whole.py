@@ -4,8 +4,8 @@ import json
 import random
 import signal
 
-from orchestrator.outcome.lock_holder import is_held
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import is_held
 from orchestrator.sweep.submission import alone_in
 from tests.helpers import begin, call, result, until, verb
 from tests.sweep.search.helpers import line_of, loss_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from orchestrator.clusters.api import Cluster, Handle, State
 from orchestrator.clusters.root_cause import End, blame, failures_among
 from orchestrator.errors import EXIT_STOPPED, ClusterError
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 
 @dataclass

@@ -26,15 +26,15 @@ from orchestrator.clusters.slurm.watch import CAUSES
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.errors import EXIT_FINISHED, UsageError
-from orchestrator.lifecycle.fence import Fence
 from orchestrator.lifecycle.signs.last_word import ended_with, wordless
 from orchestrator.lifecycle.signs.node_watch import STOPPED
 from orchestrator.lifecycle.stopping.deadline import reason
 from orchestrator.lifecycle.stopping.departure import ask_for_requeue, step_gone
-from orchestrator.outcome.folder_status import recent_updates
-from orchestrator.outcome.restart_policy import rule
-from orchestrator.outcome.run_result import write_end
-from orchestrator.run_folder.rundir import RunDir, read_json, write_json
+from orchestrator.rundir.checkpoints import Fence
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import rule, write_end
+from orchestrator.rundir.status import recent_updates
 from orchestrator.scheduler.client import SchedulerDown, SlurmClient
 from orchestrator.scheduler.environment import own_job_id
 from orchestrator.scheduler.jobs import Standing, standing
@@ -77,7 +77,7 @@ def finish(
         Whether it starts again.
     """
     run = RunDir(path)
-    if Fence(run.newest_attempt, attempt).superseded or run.read_result() is not None:
+    if Fence(run.newest_attempt, attempt).is_stale or run.read_result() is not None:
         return False
     job_id = own_job_id(os.environ)
     job = ask_job(SlurmClient(), job_id)

@@ -16,11 +16,11 @@ from orchestrator.clusters.slurm.ending.after_srun import cancelled_by_scheduler
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.clusters.slurm.watch import ending, read_handle
 from orchestrator.errors import RunFolderError
-from orchestrator.lifecycle.fence import read_newest
 from orchestrator.lifecycle.stopping.departure import ask_for_requeue
-from orchestrator.outcome.lock_holder import held
-from orchestrator.outcome.run_result import write_end
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.checkpoints import read_newest
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import held
+from orchestrator.rundir.outcome import write_end
 from orchestrator.scheduler.jobs import ALIVE, Job, Standing, queued, standing
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from orchestrator.clusters.slurm.ending.after_srun import OURS, ask_job, conclude, culprit_of
 from orchestrator.clusters.slurm.root_cause import KILLED
 from orchestrator.lifecycle.stopping.departure import ask_for_requeue, left_now
-from orchestrator.outcome.run_result import write_end
-from orchestrator.outcome.run_state import State
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import State, write_end
 from orchestrator.scheduler.client import SlurmClient
 from orchestrator.scheduler.environment import own_job_id
 

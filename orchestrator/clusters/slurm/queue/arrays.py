@@ -33,7 +33,8 @@ from orchestrator.clusters.slurm.queue.scripts import script_name
 from orchestrator.clusters.slurm.request.batch_script import option_line
 from orchestrator.clusters.slurm.request.safe_values import quoted
 from orchestrator.errors import ClusterError, spans
-from orchestrator.run_folder.rundir import RunDir, write_atomically
+from orchestrator.rundir.files import write_atomically
+from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.client import SlurmClient
 
 LIMITED_BY = ("account", "qos", "partition", "reservation")  # which limits hold for a job

@@ -15,9 +15,9 @@ from orchestrator.clusters.slurm.queue.packing.cancel import end_parts, of_whole
 from orchestrator.clusters.slurm.queue.packing.members import is_over, is_packed_in
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
-from orchestrator.outcome.how_it_stops import how_it_stops
-from orchestrator.outcome.run_result import write_end
-from orchestrator.run_folder.rundir import RunDir, read_json, write_json
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import describe_stop, write_end
 from orchestrator.scheduler.client import SlurmClient
 from orchestrator.scheduler.jobs import Job, queued
 
@@ -73,7 +73,7 @@ def _cancel(
         found[run.path] = "is cancelled; resume goes on from what was saved"
     for run, job in stops.items():
         still = f"; until then, {job.standstill}" if job.standstill else ""
-        found[run.path] = f"{how_it_stops(run)}{still}; --now ends it at once"
+        found[run.path] = f"{describe_stop(run)}{still}; --now ends it at once"
     return found
 
 
@@ -83,7 +83,7 @@ def end(client: SlurmClient, jobs: Mapping[RunDir, str]) -> None:
 
 
 def stop(client: SlurmClient, jobs: Mapping[RunDir, str]) -> None:
-    """Ask all ranks of each job to stop, each in its way; see `how_it_stops`."""
+    """Ask all ranks of each job to stop, each in its way; see `describe_stop`."""
     _send(client, jobs, "stop", "--signal=USR2")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import submitit
 
-from orchestrator.run_folder.rundir import write_atomically
+from orchestrator.rundir.files import write_atomically
 
 
 class Executor(submitit.SlurmExecutor):

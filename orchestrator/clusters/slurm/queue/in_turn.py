@@ -26,14 +26,21 @@ from orchestrator.clusters.slurm.queue.elements import ARRAYS, NUMBER
 from orchestrator.clusters.slurm.queue.sbatch import BeyondLimit, adopt, queue
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, spans
-from orchestrator.outcome.folder_status import RunStatus
-from orchestrator.outcome.run_result import write_end
-from orchestrator.outcome.run_state import State
-from orchestrator.report.units import plural
-from orchestrator.run_folder.files import make_folder, names_in, open_regular, read_text
-from orchestrator.run_folder.rundir import RunDir, read_json, write_atomically, write_json
+from orchestrator.rundir.files import (
+    make_folder,
+    names_in,
+    open_nofollow,
+    read_json,
+    read_text,
+    write_atomically,
+    write_json,
+)
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import State, write_end
+from orchestrator.rundir.status import RunStatus
 from orchestrator.scheduler.client import SlurmClient
 from orchestrator.scheduler.jobs import Job, mine
+from orchestrator.units import plural
 
 ARRAY = re.compile(r"^#SBATCH --array=.*$", re.MULTILINE)
 # Figures of `scontrol show assoc_mgr`: MaxSubmitJobs=20(3), of which 3 are taken; N for no limit.
@@ -54,7 +61,7 @@ def alone_at(sweep: Path) -> Generator[None]:
     folder = sweep / ARRAYS
     if not folder.is_dir():
         make_folder(folder)
-    lock = open_regular(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    lock = open_nofollow(folder / ".lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if RunDir(sweep).submitting.exists():  # of a command, or a job, that was ended meanwhile

@@ -16,14 +16,8 @@ from orchestrator.clusters.slurm.queue.scripts import UNLIKE, script_name
 from orchestrator.clusters.slurm.task import write_task
 from orchestrator.config.program import target_of
 from orchestrator.config.schema import Config
-from orchestrator.run_folder.rundir import (
-    RunDir,
-    code_state_beside,
-    read_json,
-    write_atomically,
-    write_json,
-    written_together,
-)
+from orchestrator.rundir.files import read_json, write_atomically, write_json, written_together
+from orchestrator.rundir.folder import RunDir, code_state_beside
 
 CODE = "code"  # a folder beside the runs
 

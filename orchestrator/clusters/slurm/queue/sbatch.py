@@ -23,8 +23,8 @@ from orchestrator.clusters.slurm.queue.elements import NUMBER
 from orchestrator.clusters.slurm.queue.scripts import patiently
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, NotNow, RunFolderError, describe_status
-from orchestrator.run_folder.files import open_regular
-from orchestrator.run_folder.rundir import RunDir, read_json, write_json, written_together
+from orchestrator.rundir.files import open_nofollow, read_json, write_json, written_together
+from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.client import SchedulerDown, SlurmClient, explained
 from orchestrator.scheduler.jobs import accounted_scripts, mine
 
@@ -86,7 +86,7 @@ def adopt(folder: RunDir) -> str:
         RunFolderError: the note is damaged.
     """
     try:
-        lock = open_regular(folder.submitting, os.O_RDWR)
+        lock = open_nofollow(folder.submitting, os.O_RDWR)
     except FileNotFoundError:
         return ""
     except OSError as error:
@@ -116,7 +116,7 @@ def _noted(folder: RunDir, note: Mapping[str, Any]) -> Generator[int]:
     lock = None
     while lock is None:
         write_json(folder.submitting, note)
-        lock = open_regular(folder.submitting, os.O_RDWR)
+        lock = open_nofollow(folder.submitting, os.O_RDWR)
         fcntl.flock(lock, fcntl.LOCK_EX)  # somebody may have found it in this moment
         if not folder.submitting.exists():
             os.close(lock)

@@ -34,7 +34,7 @@ from orchestrator.lifecycle.topology import (
     OUTER_PATH_VARIABLE,
     OUTER_UMASK_VARIABLE,
 )
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 PREAMBLE = 8  # the descriptor of its text
 

@@ -10,7 +10,7 @@ from orchestrator.clusters.slurm.request.safe_values import quoted
 from orchestrator.clusters.slurm.request.sbatch_defaults import Default
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
 from orchestrator.lifecycle.signs.last_word import SCRIPT
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 
 STARTER = "clusters/slurm/node_entry.py"
 ENDED_TOGETHER = ("--kill-on-bad-exit=1",)

@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.published_notice import Backoff, Notice
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, spans
-from orchestrator.run_folder.rundir import write_atomically
+from orchestrator.rundir.files import write_atomically
 
 LINGER_S = 5.0
 """How much longer than rank 0 the others wait: it decides, they only guard against its absence."""

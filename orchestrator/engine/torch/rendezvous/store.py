@@ -26,7 +26,7 @@ from orchestrator.engine.torch.comm.transports import Presence, choose
 from orchestrator.engine.torch.rendezvous.decision import obey
 from orchestrator.engine.torch.rendezvous.secret_store import SecretStore
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
-from orchestrator.run_folder.files import open_regular, read_text
+from orchestrator.rundir.files import open_nofollow, read_text
 
 POLL_S = 0.02
 HERE = "here"
@@ -161,7 +161,7 @@ def join(spec: GroupSpec, until: float) -> SecretStore:
                 return store
             time.sleep(backoff.next())
         if spec.stop_requested():
-            os.close(open_regular(_stop_file(spec), os.O_WRONLY | os.O_CREAT))
+            os.close(open_nofollow(_stop_file(spec), os.O_WRONLY | os.O_CREAT))
             raise StopRequested(f"rank {spec.rank} was asked to stop while it waited for rank 0")
         if time.monotonic() > until:
             raise RanksMissing(

@@ -20,7 +20,7 @@ from orchestrator.engine.torch import form_group
 from orchestrator.engine.torch.comm.transports import Presence, choose
 from orchestrator.engine.torch.rendezvous.store import host, rendezvous_file
 from orchestrator.errors import RendezvousError, StopRequested, TransportError
-from orchestrator.run_folder.rundir import write_atomically
+from orchestrator.rundir.files import write_atomically
 from tests.engine.torch.processes import collect, run_ranks, spec, start_ranks
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm.queue.packing.members import pack_of, steps, waits_for_others
 from orchestrator.errors import ClusterError
-from orchestrator.outcome.run_result import write_end
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import write_end
 from orchestrator.scheduler.client import SlurmClient
 from orchestrator.scheduler.jobs import queued
 

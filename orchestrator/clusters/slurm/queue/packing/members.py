@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.clusters.slurm.queue.elements import ARRAYS, NUMBER
-from orchestrator.run_folder.rundir import RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.client import SlurmClient
 
 STEPS = ("squeue", "-h", "-s", "-o", "%i|%j")

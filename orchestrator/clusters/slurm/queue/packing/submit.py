@@ -22,9 +22,10 @@ from orchestrator.clusters.slurm.queue.scripts import patiently
 from orchestrator.config.rules import packing
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError, NotNow
-from orchestrator.report.units import plural
-from orchestrator.run_folder.rundir import RunDir, write_atomically
+from orchestrator.rundir.files import write_atomically
+from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.client import SlurmClient
+from orchestrator.units import plural
 
 
 def submit_packed(placed: Sequence[Placed]) -> list[Placed]:

@@ -17,7 +17,7 @@ from orchestrator.engine.torch.checks.at_start.same_start import sha256_of
 from orchestrator.engine.torch.comm.base_group import BaseGroup
 from orchestrator.engine.torch.comm.gathered import numbers_of_all, texts_of_all
 from orchestrator.plan.plan_warnings import named_ranks
-from orchestrator.run_warnings import warn
+from orchestrator.rundir.warnings import warn
 
 MOST_NAMED = 3
 

@@ -1,1 +1,0 @@
-"""Where a run stands and how it ends, by its folder alone."""

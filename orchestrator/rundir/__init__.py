@@ -1,0 +1,1 @@
+"""Files of a run: the only state that outlives a process."""

@@ -1,0 +1,303 @@
+"""Checkpoints, and the right to write them.
+
+A checkpoint is a folder `update-<n>`: after n updates. It is made under another name, every file
+and the folder are synced to disk, and one rename makes it appear, so a crash at any point leaves
+the last good one. `state.json` names the run and holds the digests of all other files.
+
+Only the newest attempt of a run writes (`Fence`): when a node's slurmd dies, SLURM starts the job
+again elsewhere, but the processes on the lost node run on.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError
+
+from orchestrator.errors import OrchestratorError, RunFolderError
+from orchestrator.rundir.files import (
+    blocks,
+    is_folder,
+    make_folder,
+    names_in,
+    open_nofollow,
+    read_json,
+    read_text,
+    remove,
+    write_json,
+)
+from orchestrator.rundir.folder import INITIAL_BYTES, INITIAL_DIGEST, RunDir
+from orchestrator.rundir.warnings import warn
+
+STATE = "state.json"
+WEIGHTS = "weights.safetensors"
+PREFIX = "update-"
+PARTIAL = ".partial-"
+ATTEMPT_DIGITS = 12
+NAME = re.compile(rf"{PREFIX}([0-9]{{1,18}})")
+
+
+class Saves(Protocol):
+    """The part of an engine that checkpoints need."""
+
+    def save_state(self, folder: Path) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint: `updates` done, `samples` seen, the engine's own `extra`."""
+
+    folder: Path
+    updates: int
+    samples: int
+    extra: dict[str, Any]
+
+
+def digest_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    whole = hashlib.sha256()
+    for block in blocks(path):
+        whole.update(block)
+    return whole.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def folder_of(checkpoints: Path, updates: int) -> Path:
+    """Return the folder of the checkpoint after so many updates."""
+    return checkpoints / f"{PREFIX}{updates:09d}"
+
+
+def save(
+    checkpoints: Path,
+    engine: Saves,
+    *,
+    updates: int,
+    samples: int,
+    keep: int,
+    run: str | None = None,
+) -> Path:
+    """Write a checkpoint and remove all but the newest `keep`.
+
+    Raises `OSError` (a full disk, say); then only the earlier checkpoints are left.
+
+    Args:
+        run: the run's identity; None in library mode.
+    """
+    final = folder_of(checkpoints, updates)
+    if os.path.lexists(final):  # reached again after a resume from an earlier one
+        try:
+            load(final, run)
+        except RunFolderError:  # it was damaged and skipped; replace it
+            remove(final)
+        else:
+            return final
+    partial = checkpoints / f"{PARTIAL}{updates:09d}-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        make_folder(partial)
+        extra = engine.save_state(partial)
+        files = sorted(partial.iterdir())
+        for path in files:
+            _sync(path)
+        digests = {path.name: digest_of(path) for path in files}
+        lengths = {path.name: path.stat().st_size for path in files}
+        state = {
+            "updates": updates, "samples": samples, "run": run, "files": digests,
+            "bytes": lengths, "extra": extra,
+        }  # fmt: skip
+        write_json(partial / STATE, state)
+        _sync(partial)
+        partial.rename(final)
+        _sync(checkpoints)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    except SafetensorError as error:  # how safetensors reports a disk's errors
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(errno.EIO, str(error)) from error
+    for old in complete(checkpoints)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def make_again(checkpoints: Path) -> None:
+    """Recreate the folder of a run's checkpoints if it was removed, with a warning."""
+    if not is_folder(checkpoints):
+        make_folder(checkpoints)
+        name = checkpoints.name
+        warn(f"there was no folder {name}, so no checkpoint either: it begins at update 0")
+
+
+def remove_partial(checkpoints: Path) -> None:
+    """Remove partial checkpoints of attempts that were killed while they saved.
+
+    Only the newest attempt calls it, after `Fence.take`: an older one that still saves shall fail.
+    """
+    for path in checkpoints.glob(f"{PARTIAL}*"):
+        remove(path)
+
+
+def complete(checkpoints: Path) -> list[Path]:
+    """Return the folders of checkpoints, oldest first. One that lacks a file is damaged."""
+    found = [name for name in names_in(checkpoints) if NAME.fullmatch(name)]
+    return [checkpoints / name for name in sorted(found, key=lambda name: int(name[len(PREFIX) :]))]
+
+
+def load(folder: Path, run: str | None = None, *, contents: bool = True) -> Checkpoint:
+    """Read a checkpoint's state and check every digest.
+
+    Args:
+        run: the identity of its run; None in library mode.
+        contents: also read the files whose digests the state holds.
+
+    Raises:
+        RunFolderError: it is damaged, of another run, or after other updates.
+    """
+    try:
+        return _load(folder, run, contents=contents)
+    except OSError as error:
+        raise RunFolderError(f"{folder} cannot be read: {error.strerror}") from error
+
+
+def _load(folder: Path, run: str | None, *, contents: bool) -> Checkpoint:
+    is_folder(folder)
+    state = read_json(folder / STATE, checked=run is not None)
+    if state is None:
+        raise RunFolderError(f"{folder} is damaged: it has no {STATE}")
+    found = NAME.fullmatch(folder.name)
+    if found and int(found[1]) != state["updates"]:
+        raise RunFolderError(
+            f"{folder} is damaged: its {STATE} is of the checkpoint after {state['updates']} "
+            "updates"
+        )
+    if state.get("run") != run:
+        raise RunFolderError(f"{folder} is a checkpoint of another run, or its {STATE} is damaged")
+    there = {name for name in names_in(folder) if name != STATE}
+    if there != state["files"].keys():
+        odd = min(there ^ state["files"].keys())
+        raise RunFolderError(f"{folder / odd} is damaged: {STATE} and the folder differ about it")
+    for name, length in state.get("bytes", {}).items():  # known at once, however much there is
+        path = folder / name
+        has = path.lstat().st_size
+        if has != length and not path.is_symlink():
+            raise RunFolderError(f"{path} is damaged: it has {has} bytes, not {length}")
+    for name, expected in state["files"].items():
+        if contents and digest_of(folder / name) != expected:
+            raise RunFolderError(
+                f"{folder / name} is damaged: its digest is not the one in {STATE}"
+            )
+    return Checkpoint(
+        folder=folder, updates=state["updates"], samples=state["samples"], extra=state["extra"]
+    )
+
+
+def newest(
+    checkpoints: Path, run: str | None = None, *, contents: bool = True
+) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest sound checkpoint (None before the first), and why newer ones were skipped.
+
+    The arguments are those of `load`.
+
+    Raises:
+        RunFolderError: there are checkpoints, but none is sound: a resume does not start over
+            silently.
+    """
+    skipped: list[str] = []
+    for folder in reversed(complete(checkpoints)):
+        try:
+            return load(folder, run, contents=contents), skipped
+        except RunFolderError as error:
+            skipped.append(f"{error}; going on from an earlier checkpoint")
+    if skipped:
+        first = skipped[0].removesuffix("; going on from an earlier checkpoint")
+        raise RunFolderError(
+            f"no checkpoint in {checkpoints} is sound, so there is nothing to go on from: {first}. "
+            f"Bring one back from a copy; or remove them all, and the run begins again at update 0"
+        )
+    return None, skipped
+
+
+def check_initial(run: RunDir) -> None:
+    """Raise `RunFolderError` if the initial weights are not those that the run began with."""
+    submission = run.read_submission()
+    try:
+        length = run.initial_weights.lstat().st_size
+        # a wrong length is known before reading
+        sound = submission.get(INITIAL_BYTES, length) == length
+        found = digest_of(run.initial_weights) if sound else None
+    except OSError as error:
+        raise RunFolderError(f"{run.initial_weights} cannot be read: {error.strerror}") from error
+    if found is None or found != submission.get(INITIAL_DIGEST):
+        raise RunFolderError(f"{run.initial_weights} is damaged: its digest is another one")
+
+
+def refuse_beyond(run: RunDir, done: int, total: int | None) -> None:
+    """Raise `RunFolderError` if more updates are done than the configuration asks for."""
+    if total is not None and done > total:
+        raise RunFolderError(
+            f"{run.config} is an older one of this run: it asks for {total} updates, but the "
+            f"newest checkpoint is after {done}; bring back the newest"
+        )
+
+
+class StaleAttempt(OrchestratorError):
+    """A newer attempt of the same run has begun; this one must not write any more."""
+
+
+def read_newest(path: Path) -> int:
+    """Return the newest attempt that was published; -1 before the first.
+
+    Opens the file anew: on NFS, opening asks the server for the newest content, whereas a listing
+    may come from a cache.
+    """
+    try:
+        text = read_text(path, at_most=ATTEMPT_DIGITS + 1).strip()
+    except FileNotFoundError:
+        return -1
+    if not re.fullmatch(r"[0-9]*", text):
+        raise RunFolderError(f"{path} is damaged: it is not the number of an attempt")
+    return int(text or -1)
+
+
+class Fence:
+    """One attempt's right to write."""
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self._path, self._attempt = path, attempt
+
+    def take(self) -> None:
+        """Publish this attempt as the newest. Raises `StaleAttempt` if there is a newer one."""
+        self.check()
+        descriptor = open_nofollow(self._path, os.O_WRONLY | os.O_CREAT)
+        try:
+            os.pwrite(descriptor, f"{self._attempt:<{ATTEMPT_DIGITS}}".encode("ascii"), 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def is_stale(self) -> bool:
+        return read_newest(self._path) > self._attempt
+
+    def check(self) -> None:
+        """Raise `StaleAttempt` once a newer attempt has begun."""
+        newest = read_newest(self._path)
+        if newest > self._attempt:
+            raise StaleAttempt(
+                f"attempt {newest} of this run has begun; this process of attempt "
+                f"{self._attempt} was forgotten by the scheduler and ends without writing"
+            )

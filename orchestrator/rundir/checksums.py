@@ -1,0 +1,88 @@
+"""Checksums inside the files that a resume reads, so that damage is found and never obeyed.
+
+A JSON table ends with the key `sha256`: the digest of the file's name and of all text before it.
+config.yaml ends with a comment line that holds the run's identity and a digest of the text and the
+identity; a checkpoint's state.json names the same identity and holds the digests of its tensors'
+files. A checksum protects from damage, not from forgery.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import RunFolderError
+
+KEY = "sha256"
+_BEGIN = f',\n "{KEY}": "'
+_END = '"\n}\n'
+_LINE = re.compile(r"\A(.*\n)# run ([0-9a-f]{32}), sha256 ([0-9a-f]{64})\n\Z", re.DOTALL)
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def to_json_text(name: str, value: Mapping[str, Any]) -> str:
+    """Return the text of a JSON file of this name, with its checksum."""
+    body = json.dumps(dict(value), indent=1)
+    if not value:
+        return body + "\n"
+    return f"{body[:-2]}{_BEGIN}{_digest(name, body)}{_END}"
+
+
+def parse_json(path: Path, text: str, *, checked: bool = False) -> dict[str, Any]:
+    """Return the table in a JSON file's text, without its checksum.
+
+    Args:
+        checked: the text must have a checksum.
+
+    Raises:
+        RunFolderError: it is no JSON table, or its checksum is wrong or missing.
+    """
+    try:
+        value: Any = json.loads(text)
+    except ValueError as error:
+        raise RunFolderError(f"{path} is damaged: {error}") from error
+    except RecursionError as error:
+        raise RunFolderError(f"{path} is damaged: it is nested too deep") from error
+    if not isinstance(value, dict):
+        raise RunFolderError(f"{path} is damaged: it is not a table")
+    head, begin, end = text.rpartition(_BEGIN)
+    if begin and end == _digest(path.name, head + "\n}") + _END:
+        del value[KEY]
+    elif KEY in value:
+        raise RunFolderError(f"{path} is damaged: its digest is not that of its content")
+    elif checked:
+        raise RunFolderError(f"{path} is damaged: its digest is missing")
+    return value
+
+
+def new_identity() -> str:
+    """Return a random identity for a run."""
+    return secrets.token_hex(16)
+
+
+def with_identity(text: str, identity: str) -> str:
+    """Return config.yaml's text with its last line: the identity and the checksum."""
+    return f"{text}# run {identity}, sha256 {_digest(identity, text)}\n"
+
+
+def identity_in(path: Path, text: str) -> str:
+    """Return the identity in the last line of config.yaml.
+
+    Raises:
+        RunFolderError: the line is missing, or its digest is not that of the text.
+    """
+    found = _LINE.match(text)
+    if found is None:
+        raise RunFolderError(f"{path} is damaged: its digest is missing")
+    content, identity, digest = found.groups()
+    if digest != _digest(identity, content):
+        raise RunFolderError(f"{path} is damaged: its digest is not that of its content")
+    return identity

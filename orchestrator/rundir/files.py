@@ -1,0 +1,221 @@
+"""Private, atomic files of a run folder.
+
+A file is opened without following a link, which could lead out of the folder. JSON files carry a
+checksum of their own content (`checksums.py`), so that damage is found when they are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import RunFolderError
+from orchestrator.rundir.checksums import parse_json, to_json_text
+
+PRIVATE = 0o700
+PRIVATE_FILE = 0o600
+LIMIT_BYTES = 64 * 2**20
+BLOCK = 1 << 20
+READ = 1 << 16
+
+APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+
+_defer_sync: ContextVar[bool] = ContextVar("_defer_sync", default=False)
+
+
+def open_nofollow(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a file, created private to its owner where `flags` say so.
+
+    Raises:
+        RunFolderError: it is a link.
+        OSError: it does not exist, or may not be opened.
+    """
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _foreign(path, "a link") from error
+        raise
+
+
+def _foreign(path: Path, kind: str) -> RunFolderError:
+    return RunFolderError(f"{path} is {kind}; a run folder holds regular files and folders only")
+
+
+def read_bytes(path: Path, *, at_most: int = LIMIT_BYTES) -> bytes:
+    """Return a file's content. Raises `RunFolderError` for a link or more than `at_most` bytes."""
+    parts, size, descriptor = list[bytes](), 0, open_nofollow(path)
+    try:  # no file object: `status` reads thousands of small files
+        while size <= at_most and (part := os.read(descriptor, READ)):
+            parts.append(part)
+            size += len(part)
+    finally:
+        os.close(descriptor)
+    if size > at_most:
+        raise RunFolderError(f"{path} is damaged: it is larger than {at_most} bytes")
+    return b"".join(parts)
+
+
+def read_text(path: Path, *, at_most: int = LIMIT_BYTES) -> str:
+    """Return a file's UTF-8 text. Raises as `read_bytes` does, and for other encodings."""
+    try:
+        return read_bytes(path, at_most=at_most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RunFolderError(f"{path} is damaged: it is not UTF-8 ({error.reason})") from error
+
+
+def blocks(path: Path, start: int = 0) -> Iterator[bytes]:
+    """Yield a file's content from a byte on, in bounded memory."""
+    with os.fdopen(open_nofollow(path), "rb") as file:
+        file.seek(start)
+        while block := file.read(BLOCK):
+            yield block
+
+
+def start_of_last(path: Path, lines: int) -> int:
+    """Return the offset of a file's last lines. Reads from the end, in bounded memory."""
+    with os.fdopen(open_nofollow(path), "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        wanted, whole = lines, end  # the newline that ends the file begins no line
+        while end:
+            start = max(0, end - BLOCK)
+            file.seek(start)
+            block = file.read(end - start)[: whole - 1 - start]
+            if (found := block.count(b"\n")) >= wanted:
+                at = len(block)
+                for _ in range(wanted):
+                    at = block.rindex(b"\n", 0, at)
+                return start + at + 1
+            wanted, end = wanted - found, start
+    return 0
+
+
+def read_end(path: Path, at_most: int) -> bytes:
+    """Return a file's last bytes."""
+    with os.fdopen(open_nofollow(path), "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - at_most))
+        return file.read(at_most)
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a folder exists. Raises `RunFolderError` for a link or another file."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISDIR(mode):
+        raise _foreign(path, "a link" if stat.S_ISLNK(mode) else "no folder")
+    return True
+
+
+def check_folders(within: Path, named: Callable[[str], object]) -> None:
+    """Raise `RunFolderError` if an entry of these names is no folder of its own.
+
+    One scan for all names: `status` does this to a thousand runs.
+    """
+    try:
+        entries = list(os.scandir(within))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if named(entry.name) and not entry.is_dir(follow_symlinks=False):
+            raise _foreign(Path(entry.path), "a link" if entry.is_symlink() else "no folder")
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the sorted names in a folder; [] if it does not exist."""
+    return sorted(entry.name for entry in os.scandir(folder)) if is_folder(folder) else []
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link (not its target), or a folder with its content."""
+    if not stat.S_ISDIR(path.lstat().st_mode):
+        path.unlink()
+        return
+    try:
+        shutil.rmtree(path)
+    except RecursionError as error:
+        raise RunFolderError(f"{path} is nested too deep to be removed: rm -rf {path}") from error
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder private to its owner, whatever the umask. Raises `FileExistsError`."""
+    path.mkdir(mode=PRIVATE)
+    path.chmod(PRIVATE)
+
+
+@contextlib.contextmanager
+def written_together(folders: Iterable[Path]) -> Generator[None]:
+    """Sync many new files at once: on exit without an error, all below `folders` is on disk."""
+    before = _defer_sync.set(True)
+    try:
+        yield
+    finally:
+        _defer_sync.reset(before)
+    _sync_disks(folders)
+
+
+def _sync_disks(folders: Iterable[Path]) -> None:
+    import ctypes  # Python itself can wait for one file, or for all disks of the machine
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    for folder in {path.stat().st_dev: path for path in folders}.values():
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if libc.syncfs(descriptor):
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number), str(folder))
+        finally:
+            os.close(descriptor)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write so that a reader, or a crash at any point, sees the old file or the new one.
+
+    Inside `written_together` a crash of the machine may leave a damaged file where none was.
+    """
+    sync = not _defer_sync.get() or path.exists()
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a table as JSON with a checksum, atomically."""
+    write_atomically(path, to_json_text(path.name, value))
+
+
+def read_json(path: Path, *, checked: bool = False) -> dict[str, Any] | None:
+    """Return a JSON file's table; None if there is no such file.
+
+    Args:
+        checked: the file must have a checksum.
+
+    Raises:
+        RunFolderError: it is damaged, a link, or cannot be read.
+    """
+    try:
+        text = read_text(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror}") from error
+    return parse_json(path, text, checked=checked)

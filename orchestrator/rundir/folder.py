@@ -1,0 +1,456 @@
+"""The folder of one run: its paths, its creation, and reading its files back.
+
+The folder is the only channel from a run back to people, and all that `resume`, `status` and
+`compare` need. docs/explanation/security.md says what may be trusted of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import RunFolderError
+from orchestrator.inside.variables import STOP_AFTER, STOP_ASKED
+from orchestrator.rundir.checksums import identity_in, new_identity, with_identity
+from orchestrator.rundir.files import (
+    PRIVATE,
+    check_folders,
+    is_folder,
+    make_folder,
+    names_in,
+    open_nofollow,
+    read_json,
+    read_text,
+    remove,
+    write_atomically,
+    write_json,
+)
+
+CONFIG_BYTES = 1 << 20
+RESUMED = "resumed"  # why an attempt was needed, when a person asked for it
+CONFIG_SECTIONS = (
+    "job",
+    "optimizer",
+    "cluster",
+    "accumulation",
+    "schedule",
+    "train",
+    "engine",
+    "run",
+    "transport",
+)
+INITIAL_DIGEST = "initial_weights_sha256"  # keys of submission.json
+INITIAL_BYTES = "initial_weights_bytes"
+RUN = "run"  # key of the run's identity in plan, submission, result and resumes
+RESUMES = "resumes"  # key of resumes.json: what each `resume` asked for, the latest last
+JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
+RANKS_PER_FOLDER = 512
+RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
+ATTEMPT = re.compile(r"[0-9]{1,6}")
+MOST_ATTEMPTS = 10**6
+LOGS_OF_RANKS = re.compile(r"ranks-[0-9]+")
+CODE_STATE = re.compile(rf"({ATTEMPT.pattern})\.json")
+FAILURE = re.compile(r"failure-[0-9]+\.json")
+BEHIND = re.compile(r"behind-[0-9]+\.json")
+OWN_FOLDERS = (
+    "logs",
+    "checkpoints",
+    "attempts",
+    "tensorboard",
+    "mlruns",
+    "wandb",
+    "code",
+    "submitit",
+)
+
+
+def code_state_beside(snapshot: Path) -> Path:
+    """Return the path of the file that says which code a snapshot holds."""
+    return snapshot.with_name(f"{snapshot.name}.json")
+
+
+def _nearest(missing: Path) -> str:
+    """Return a hint at the run folder that was meant, or ""."""
+    runs = Path("runs")
+    try:
+        if (runs / missing.name / "config.yaml").is_file():
+            return f"; did you mean {runs / missing.name}?"
+        begun = {config.parent: config.stat().st_mtime for config in runs.glob("*/config.yaml")}
+    except OSError:  # not ours to read: the message is right without a hint
+        return ""
+    return f"; the newest in {runs}/ is {max(begun, key=begun.__getitem__)}" if begun else ""
+
+
+def load_config(path: Path, text: str) -> dict[str, Any]:
+    """Return the table in a config.yaml's text. Raises `RunFolderError` if it is none."""
+    import yaml  # `status` needs no YAML
+
+    try:
+        value: Any = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        problem = getattr(error, "problem", None) or error
+        raise RunFolderError(f"{path} is damaged: {problem}") from error
+    missing = [key for key in CONFIG_SECTIONS if not isinstance(value, dict) or key not in value]
+    if missing:
+        raise RunFolderError(f"{path} is damaged: it has no {missing[0]}")
+    return value
+
+
+def _below(*names: str) -> functools.cached_property[Path]:
+    """Return a path in the folder, built on first use: `status` asks a thousand runs for a few."""
+    return functools.cached_property(lambda run: run.path.joinpath(*names))
+
+
+class RunDir:
+    """One run's folder. Creating the object touches nothing."""
+
+    config = _below("config.yaml")
+    plan = _below("plan.json")
+    metrics = _below("metrics.jsonl")
+    result = _below("result.json")
+    environment = _below("environment.json")
+    submission = _below("submission.json")
+    resumes = _below("resumes.json")  # what people asked for since
+    initial_weights = _below("initial_weights.safetensors")
+    logs = _below("logs")
+    checkpoints = _below("checkpoints")
+    tensorboard = _below("tensorboard")
+    mlflow = _below("mlruns")
+    wandb = _below("wandb")
+    attempts = _below("attempts")
+    lock = _below(".lock")
+    # A run on a scheduler: where it was placed, the code that it runs, and what it was told.
+    handle = _below("handle.json")
+    submitting = _below("submitting.json")  # for as long as it may become a job
+    turn = _below("turn.json")  # to be queued once there is room: `clusters/slurm/queue/in_turn.py`
+    code = _below("code")
+    submitit = _below("submitit")
+    batch_log = _below("logs", "batch.log")
+    terminal_log = _below("logs", "terminal.log")  # of who holds it, where others do, too
+    cancel = _below("cancel")
+    newest_attempt = _below("attempts", "newest")
+    waiting = _below(".waiting")  # in a sweep's folder; see `runs/waiting.py`
+    pruned = _below("pruned.json")  # why a search ended it early
+    # Of a search, in the sweep's folder: its trials, and what people are shown of them.
+    journal = _below("search.journal")
+    search = _below("search.json")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._made = self._claimed = False  # by `create` of this object
+
+    @property
+    def may_be_queued(self) -> bool:
+        """Whether a scheduler knows the run, or may: then the folder cannot simply be removed."""
+        of_array = self.path.parent / self.submitting.name
+        return any(p.exists() for p in (self.handle, self.turn, self.submitting, of_array))
+
+    def attempt(self, number: int) -> Path:
+        """Return the folder of one attempt (a start or restart)."""
+        return self.attempts / f"{number:03d}"
+
+    def config_of(self, attempt: int) -> Path:
+        """Return the configuration of an attempt, even if a later `resume` changed it."""
+        later = (number for number in self.attempt_numbers() if number >= attempt)
+        kept = (self.attempt(number) / self.config.name for number in later)
+        return next((path for path in kept if path.is_file()), self.config)
+
+    def progress(self, attempt: int) -> Path:
+        return self.attempt(attempt) / "progress"
+
+    def timeline(self, attempt: int) -> Path:
+        """Return the path of the measured times of a few windows, by rank."""
+        return self.attempt(attempt) / "timeline.json"
+
+    def failure(self, attempt: int, rank: int) -> Path:
+        return self.attempt(attempt) / f"failure-{rank:05d}.json"
+
+    def behind(self, attempt: int, rank: int) -> Path:
+        """Return the path of the record of a rank that makes no progress."""
+        return self.attempt(attempt) / f"behind-{rank:05d}.json"
+
+    def meeting_place(self, attempt: int) -> Path:
+        """Return the path of a program's rendezvous: an address and a port."""
+        return self.attempt(attempt) / "meeting-place.json"
+
+    def program_error(self, attempt: int, rank: int) -> Path:
+        """Return the path of the exception that torch's `record` writes for a program."""
+        return self.attempt(attempt) / f"error-{rank:05d}.json"
+
+    def program_end(self, attempt: int) -> Path:
+        """Return the path of a program's duration, written by rank 0's parent process."""
+        return self.attempt(attempt) / "program.json"
+
+    def stop_asked(self, attempt: int) -> Path:
+        """Return the path by which a program's rank says that it was asked to stop."""
+        return self.attempt(attempt) / STOP_ASKED
+
+    def stop_after(self, attempt: int) -> Path:
+        """Return the path of the update after which a program's ranks agreed to stop."""
+        return self.attempt(attempt) / STOP_AFTER
+
+    def wordless(self, attempt: int) -> Path:
+        """Return the path that names the first rank that ended without a report."""
+        return self.attempt(attempt) / "wordless"
+
+    def departure(self, attempt: int) -> Path:
+        """Return the path of why an attempt ended although the run continues (preemption, …)."""
+        return self.attempt(attempt) / "departure.json"
+
+    def restart(self, attempt: int) -> Path:
+        """Return the path of why this attempt began, and what the one before it lost."""
+        return self.attempt(attempt) / "restart.json"
+
+    def heartbeat(self, attempt: int, node_index: int) -> Path:
+        return self.attempt(attempt) / f"heartbeat-{node_index:05d}"
+
+    def script_beat(self, attempt: int) -> Path:
+        """Return the path of the batch script's heartbeat."""
+        return self.attempt(attempt) / "batch-script"
+
+    def warnings(self, attempt: int, node_index: int) -> Path:
+        """Return the path of the warnings of one node's ranks; see `rundir/warnings.py`."""
+        return self.attempt(attempt) / f"warnings-{node_index:05d}.jsonl"
+
+    def node_ranks(self, attempt: int, node_index: int) -> Path:
+        """Return the path of the list of ranks that an attempt had on a node."""
+        return self.attempt(attempt) / f"node-{node_index:05d}.json"
+
+    def srun_log(self, attempt: int) -> Path:
+        return self.attempt(attempt) / "srun.log"
+
+    def snapshot(self, attempt: int) -> Path:
+        """Return the path of the code submitted for this attempt and its requeues."""
+        return self.code / f"{attempt:03d}"
+
+    def rank_log(self, rank: int) -> Path:
+        """Return the path of a rank's log, in a folder of its own per 512 ranks.
+
+        Shared file systems are slow at folders of thousands of files.
+        """
+        first = rank - rank % RANKS_PER_FOLDER
+        folder = self.logs / f"ranks-{first:05d}" if first else self.logs
+        return folder / f"rank-{rank:05d}.log"
+
+    def all_logs(self) -> list[Path]:
+        """Return all files in `logs` and its folders of many ranks."""
+        own = [self.logs / name for name in names_in(self.logs)]
+        folders = [path for path in own if LOGS_OF_RANKS.fullmatch(path.name)]
+        more = [folder / name for folder in folders for name in names_in(folder)]
+        return [path for path in own if path not in folders] + more
+
+    def ranks_with_logs(self) -> list[int]:
+        """Return the ranks that have a log, in order."""
+        names = map(RANK_LOG.fullmatch, (path.name for path in self.all_logs()))
+        return sorted(int(found[1]) for found in names if found)
+
+    def node_log(self, node: str) -> Path:
+        return self.logs / f"{node}.log"
+
+    def attempt_numbers(self) -> list[int]:
+        """Return the attempts that have a folder, in order."""
+        names = [name for name in names_in(self.attempts) if ATTEMPT.fullmatch(name)]
+        return sorted(int(name) for name in names if is_folder(self.attempts / name))
+
+    def attempts_made(self) -> int:
+        """Return how many attempts were begun."""
+        return max(self.attempt_numbers(), default=-1) + 1
+
+    def check_own_folders(self) -> None:
+        """Raise `RunFolderError` if a folder that the run writes in is a link or a file."""
+        check_folders(self.path, OWN_FOLDERS.__contains__)
+        check_folders(self.attempts, str.isdigit)
+        check_folders(self.logs, LOGS_OF_RANKS.fullmatch)
+
+    def create(self) -> None:
+        """Create the folder, private to its owner, and claim it; of concurrent starts one succeeds.
+
+        Raises:
+            RunFolderError: it holds another run, is not empty, or cannot be written.
+        """
+        path = self.path
+        try:
+            path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            try:
+                make_folder(path)
+                self._made = True
+            except FileExistsError:
+                self._check_empty()
+            # Creating the lock file exclusively claims the folder.
+            os.close(open_nofollow(self.lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            self._claimed = True
+            path.chmod(PRIVATE)
+            for folder in (self.logs, self.checkpoints, self.attempts):
+                make_folder(folder)
+        except FileExistsError as error:
+            raise RunFolderError(
+                f"run.dir={path} was taken by another start in this moment; choose another folder"
+            ) from error
+        except OSError as error:
+            self.withdraw()
+            raise RunFolderError(f"run.dir={path} cannot be written: {error.strerror}") from error
+
+    def _check_empty(self) -> None:
+        path = self.path
+        if not path.is_dir():
+            raise RunFolderError(f"run.dir={path} is a file; it must be a new or empty folder")
+        if self.config.exists():
+            raise RunFolderError(
+                f"run.dir={path} holds another run; to continue that one: "
+                f"python -m orchestrator resume {path}; for a new run choose another folder"
+            )
+        if any(path.iterdir()):
+            raise RunFolderError(f"run.dir={path} is not empty; it must be a new or empty folder")
+
+    def withdraw(self) -> None:
+        """Remove what `create` made and all written since; never another run's folder.
+
+        One rename removes the folder, so that no other start claims it while it is emptied.
+        """
+        if not self._claimed:
+            return
+        self._claimed = False
+        with contextlib.suppress(FileNotFoundError):  # removed already
+            if not self._made:
+                for entry in self.path.iterdir():
+                    remove(entry)
+                return
+            gone = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
+            self.path.rename(gone)
+            shutil.rmtree(gone)
+
+    def restarts(self) -> list[dict[str, Any]]:
+        """Return the notes of all attempts that continued an earlier one."""
+        notes = (self.read(self.restart(number)) for number in self.attempt_numbers())
+        return [note for note in notes if note]
+
+    def nodes_of_ranks(self, attempt: int) -> dict[int, str]:
+        """Return the name of each rank's node, as far as the nodes recorded it."""
+        places = [self.read(path) or {} for path in sorted(self.attempt(attempt).glob("node-*"))]
+        return {rank: place["node"] for place in places for rank in place.get("ranks", ())}
+
+    def submitted_code(self, attempt: int) -> dict[str, Any] | None:
+        """Return the `code_state` of the copy that this attempt runs; None without a copy."""
+        names = map(CODE_STATE.fullmatch, names_in(self.code))
+        ours = sorted({int(n[1]) for n in names if n and int(n[1]) <= attempt}, reverse=True)
+        found = (self.read(code_state_beside(self.snapshot(number))) for number in ours)
+        return next((state for state in found if state is not None), None)
+
+    def begin_attempt(self) -> int:
+        """Create the next attempt's folder and return its number, from 0."""
+        number = self.attempts_made()
+        if number >= MOST_ATTEMPTS:
+            raise RunFolderError(f"{self.attempts} is damaged: it has an attempt {number - 1}")
+        try:
+            make_folder(self.attempt(number))
+        except OSError as error:
+            raise RunFolderError(f"{self.path} cannot be written: {error.strerror}") from error
+        return number
+
+    def existing(self) -> RunDir:
+        """Return self after checking that a run is here.
+
+        Raises:
+            RunFolderError: there is none, or a folder in it is a link.
+        """
+        if not self.path.is_dir():
+            raise RunFolderError(f"there is no run folder {self.path}{_nearest(self.path)}")
+        try:
+            if not self.config.is_file():
+                raise RunFolderError(
+                    f"{self.path} is not a run folder: it has no {self.config.name}"
+                )
+            self.check_own_folders()
+        except OSError as error:
+            raise RunFolderError(f"{self.path} cannot be read: {error.strerror}") from error
+        return self
+
+    def write_config(self, text: str) -> None:
+        """Write config.yaml with its checksum; the run keeps its identity, or gets one."""
+        identity = self.identity if self.config.exists() else new_identity()
+        write_atomically(self.config, with_identity(text, identity))
+
+    def read_config(self) -> dict[str, Any]:
+        """Return the plain values of config.yaml; `config.reading.read_config` makes a `Config`.
+
+        Raises:
+            RunFolderError: it is damaged.
+        """
+        text = self._config_text()
+        identity_in(self.config, text)
+        return load_config(self.config, text)
+
+    def _config_text(self) -> str:
+        try:
+            return read_text(self.config, at_most=CONFIG_BYTES)
+        except OSError as error:
+            raise RunFolderError(f"{self.config} cannot be read: {error.strerror}") from error
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """The run's identity in config.yaml. Raises `RunFolderError` if that is damaged."""
+        return identity_in(self.config, self._config_text())
+
+    @property
+    def has_identity(self) -> bool:
+        """Whether config.yaml was written: from then on, all files carry checksums."""
+        return "identity" in self.__dict__ or self.config.exists()
+
+    def read(self, path: Path) -> dict[str, Any] | None:
+        """Return `read_json` of a table in this folder."""
+        return read_json(path, checked=self.has_identity)
+
+    def write_own(self, path: Path, value: Mapping[str, Any]) -> None:
+        """Write JSON that no other run may read: plan, submission, result, resumes."""
+        write_json(path, {**value, RUN: self.identity} if self.has_identity else dict(value))
+
+    def _read_own(self, path: Path) -> dict[str, Any] | None:
+        found = self.read(path)
+        own = self.identity if self.has_identity else None
+        if found is not None and found.pop(RUN, None) != own:
+            raise RunFolderError(f"{path} is damaged: it is of another run")
+        return found
+
+    def read_plan(self) -> dict[str, Any]:
+        return self._read_own(self.plan) or {}
+
+    def read_submission(self) -> dict[str, Any]:
+        return self._read_own(self.submission) or {}
+
+    def read_handle(self) -> dict[str, Any] | None:
+        """Return where a run on a scheduler was placed; None before it was."""
+        handle = self.read(self.handle)
+        if handle is not None and not JOB_ID.fullmatch(handle["job_id"]):
+            # it becomes a word of scancel's command line
+            raise RunFolderError(f"{self.handle} is damaged: {handle['job_id']!r} is no job's id")
+        return handle
+
+    def read_result(self) -> dict[str, Any] | None:
+        return self._read_own(self.result)
+
+    def read_environment(self) -> dict[str, Any] | None:
+        return self.read(self.environment)
+
+    def read_resumes(self) -> list[dict[str, Any]]:
+        """Return what each `resume` asked for, the latest last."""
+        return (self._read_own(self.resumes) or {RESUMES: []})[RESUMES]
+
+    def failures(self, attempt: int) -> list[Mapping[str, Any]]:
+        """Return what the attempt's ranks wrote when they failed."""
+        return self._of_ranks(attempt, FAILURE)
+
+    def all_behind(self, attempt: int) -> list[Mapping[str, Any]]:
+        """Return what the attempt's ranks wrote that made no progress at its end."""
+        return self._of_ranks(attempt, BEHIND)
+
+    def _of_ranks(self, attempt: int, names: re.Pattern[str]) -> list[Mapping[str, Any]]:
+        folder = self.attempt(attempt)
+        found = [folder / name for name in names_in(folder) if names.fullmatch(name)]
+        return [value for path in found if (value := self.read(path)) is not None]

@@ -1,0 +1,168 @@
+"""The lock by which a launcher holds a local run, and signals to its holder alone.
+
+The kernel releases the lock when its process ends. The file names that process, and outlives it, so
+a signal is sent only if the process with that pid started at the recorded time and holds this very
+file open: pids are reused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.rundir.files import open_nofollow
+from orchestrator.rundir.folder import RunDir
+
+WORDS_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process, distinct from others with its pid. `start`: in clock ticks since boot `boot`."""
+
+    pid: int
+    start: str
+    boot: str
+    host: str
+
+    @classmethod
+    def current(cls) -> Holder:
+        pid = os.getpid()
+        return cls(pid, _start_of(pid), _boot(), os.uname().nodename)
+
+    @classmethod
+    def parse(cls, text: str) -> Holder | None:
+        """Return the holder in a lock file's text; None if there is none."""
+        words = text.split()
+        if len(words) != 4 or not (words[0].isascii() and words[0].isdigit()):
+            return None
+        return cls(int(words[0]), *words[1:])
+
+    @property
+    def text(self) -> str:
+        return f"{self.pid} {self.start} {self.boot} {self.host}"
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _start_of(pid: int) -> str:
+    """Return when a process began, in ticks since boot. Raises `OSError` if there is none."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return stat.rpartition(")")[2].split()[19]  # its name, in brackets, may hold anything
+
+
+@contextlib.contextmanager
+def held(run: RunDir) -> Generator[None]:
+    """Hold the run for this launcher. Raises `RunFolderError` while another one does."""
+    descriptor = open_nofollow(run.lock, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _read_holder(descriptor)
+        os.close(descriptor)
+        who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+        raise RunFolderError(f"{run.path} is in progress ({who}); stop that one first") from None
+    try:
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, Holder.current().text.encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_held(run: RunDir) -> bool:
+    """Return whether a local launcher holds the run."""
+    try:
+        descriptor = open_nofollow(run.lock)
+    except FileNotFoundError:
+        return False
+    try:
+        return _is_locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def _read_holder(descriptor: int) -> Holder | None:
+    return Holder.parse(os.pread(descriptor, WORDS_BYTES, 0).decode("utf-8", errors="replace"))
+
+
+def signal_holder(run: RunDir, *numbers: signal.Signals) -> None:
+    """Send signals to the launcher that holds the run, and to no other process.
+
+    Raises:
+        ClusterError: no process holds it, or the holder cannot be verified.
+    """
+    try:
+        descriptor = open_nofollow(run.lock)
+    except FileNotFoundError:
+        raise _nothing_to_cancel(run) from None
+    try:
+        if not _is_locked(descriptor):
+            raise _nothing_to_cancel(run)
+        process = _process_of(run, descriptor)
+        try:
+            for number in numbers:
+                signal.pidfd_send_signal(process, number)
+        finally:
+            os.close(process)
+    finally:
+        os.close(descriptor)
+
+
+def _nothing_to_cancel(run: RunDir) -> ClusterError:
+    return ClusterError(f"{run.path} is not running; there is nothing to cancel")
+
+
+def _process_of(run: RunDir, lock: int) -> int:
+    """Return a pidfd of the process that holds the lock, after verifying it."""
+    holder = _read_holder(lock)
+    if holder is None:
+        raise ClusterError(f"{run.lock} does not say which process holds the run; nothing was sent")
+    if holder.boot != _boot():
+        raise ClusterError(
+            f"{run.path} is held by process {holder.pid} on {holder.host}; cancel it there"
+        )
+    unsure = ClusterError(
+        f"process {holder.pid}, which {run.lock} names, is not this run's launcher; nothing was "
+        f"sent"
+    )
+    try:
+        process = os.pidfd_open(holder.pid)  # from here on the pid cannot be reused
+    except (OSError, OverflowError) as error:
+        raise unsure from error
+    try:
+        if _start_of(holder.pid) == holder.start and _has_open(holder.pid, lock):
+            return process
+    except OSError as error:
+        os.close(process)
+        raise unsure from error
+    os.close(process)
+    raise unsure
+
+
+def _has_open(pid: int, descriptor: int) -> bool:
+    """Return whether a process has the same file open as `descriptor`."""
+    own = os.fstat(descriptor)
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found = entry.stat()
+            if (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino):
+                return True
+    return False

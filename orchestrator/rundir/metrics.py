@@ -1,0 +1,447 @@
+"""What a run did, as its folder records it: `metrics.jsonl`, the place in the current window, sums.
+
+A run may be killed in the middle of a line and may redo updates after a resume, so a reader meets
+torn lines and updates that appear twice. `Tail` deals with the first, `History` with the second,
+`recent_records` and `loss_curve` read a long file in bounded time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import struct
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from orchestrator.errors import RunFolderError
+from orchestrator.rundir.files import open_nofollow, read_bytes
+from orchestrator.rundir.warnings import warn
+
+Record = dict[str, Any]
+MOST_TABLES = 64  # in a record
+MOST_BYTES = 4 << 30  # of some million updates
+TRAFFIC = ("collectives", "bytes_on_wire")
+RECENT_BYTES = 64 * 1024
+WHOLE_BYTES = 256 * 1024  # up to here all of the file is read
+PIECE_BYTES = 4 * 1024  # a few lines
+NUMBER, MAYBE_NUMBER = (int, float), (int, float, type(None))
+# A line without a checksum may be torn, so readers check the types that they rely on.
+FIELDS: dict[str, tuple[type, ...]] = {
+    "attempt": (int,), "epoch": (int,), "time": NUMBER, "loss": MAYBE_NUMBER,
+    "learning_rate": NUMBER, "samples": (int,), "weight": NUMBER, "micro_steps": (int,),
+    "collectives": (int,), "exchanges": (int,), "bytes_on_wire": (int,), "compute_s": NUMBER,
+    "wait_s": NUMBER, "optimizer_s": NUMBER, "update_s": NUMBER, "peak_memory_bytes": (int,),
+    "gradient_norm": MAYBE_NUMBER, "loss_scale": NUMBER, "metrics": (dict,),
+    "evaluation": (dict, type(None)), "restart": (dict,), "survived": (dict,), "joined": (dict,),
+    "planned_collectives": (int, type(None)),
+}  # fmt: skip
+_PLACE = struct.Struct("<qqqd")
+
+
+class Tail:
+    """Reads what was appended to a `metrics.jsonl` since the last read, in whole lines only.
+
+    `damaged` counts unreadable lines: a killed writer leaves at most one per attempt.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged = 0
+        self._offset = 0
+
+    def skip_to_the_end(self, but: int = 0) -> None:
+        """Skip the present content, except whole lines in the last `but` bytes."""
+        try:
+            with os.fdopen(open_nofollow(self.path), "rb") as file:
+                size = self._bounded_size(file)
+                file.seek(max(0, size - but))
+                data = file.read()
+        except FileNotFoundError:
+            return
+        cut = data.find(b"\n") + 1 if size > but else 0
+        self._offset = size - len(data) + (cut or len(data))
+
+    def read(self) -> list[Record]:
+        """Return new complete records, oldest first; [] before the file exists.
+
+        A file that became shorter was cut back by a resume: it is read from its start again, which
+        `History` takes without counting anything twice.
+        """
+        try:
+            with os.fdopen(open_nofollow(self.path), "rb") as file:
+                if self._bounded_size(file) < self._offset:
+                    self._offset = 0
+                data = self._unread(file)
+        except FileNotFoundError:
+            return []
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return self._parse(data[:end].split(b"\n")[:-1])
+
+    def rest(self) -> list[Record]:
+        """Return a last line without a line feed, if it is a record. For runs that have ended."""
+        try:
+            with os.fdopen(open_nofollow(self.path), "rb") as file:
+                data = self._unread(file)
+        except FileNotFoundError:
+            return []
+        records = self._parse([data])
+        self._offset += len(data)
+        return records
+
+    def _unread(self, file: BinaryIO) -> bytes:
+        self._bounded_size(file)
+        file.seek(self._offset)
+        return file.read()
+
+    def _bounded_size(self, file: BinaryIO) -> int:
+        size = file.seek(0, os.SEEK_END)
+        if size > MOST_BYTES:
+            raise RunFolderError(f"{self.path} is damaged: it is larger than {MOST_BYTES} bytes")
+        return size
+
+    def _parse(self, lines: Iterable[bytes]) -> list[Record]:
+        records: list[Record] = []
+        for line in lines:
+            text = line.decode("utf-8", "replace").strip("\0 \t\r\n")
+            if not text:
+                continue
+            record = record_of(text)
+            if record is None:
+                self.damaged += 1
+                # A torn line and the first one of the next attempt can share a line.
+                record = _record_at_end(text)
+            if record is not None:
+                records.append(record)
+        return records
+
+
+class History:
+    """The updates that count, in order, and their evaluations.
+
+    Of lines for the same update the one with the higher attempt counts, and within an attempt the
+    later one. When a later attempt begins at update u, what earlier attempts did from u on was
+    thrown away with their weights, so those lines no longer count even before they are redone; nor
+    do those that survivors of a loss redo from a checkpoint, within an attempt.
+
+    >>> history = History([{"update": 0, "attempt": 1}, {"update": 1, "attempt": 1}])
+    >>> history.add([{"update": 0, "attempt": 2}])
+    >>> history.updates
+    [{'update': 0, 'attempt': 2}]
+    """
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self._attempt = -1
+        self._updates: dict[int, Record] = {}
+        self._evaluations: dict[int, Record] = {}
+        self.add(records)
+
+    def add(self, records: Iterable[Record]) -> None:
+        """Add new records in the order in which they were written."""
+        for record in records:
+            if "evaluation" in record:
+                self._evaluations[record["update"]] = record
+                continue
+            if is_no_update(record):
+                continue
+            attempt = record.get("attempt", 0)
+            if attempt < self._attempt:
+                continue
+            if attempt > self._attempt:
+                self._forget_from(record["update"])
+                self._attempt = attempt
+            if "lost_updates" in record.get("survived", ()):  # back to a checkpoint in its midst
+                self._forget_from(record["update"])
+            self._updates[record["update"]] = record
+
+    def _forget_from(self, update: int) -> None:
+        self._updates = {n: r for n, r in self._updates.items() if n < update}
+        self._evaluations = {n: r for n, r in self._evaluations.items() if n < update}
+
+    @property
+    def updates(self) -> list[Record]:
+        """One record per update that counts, by update."""
+        return [self._updates[n] for n in sorted(self._updates)]
+
+    @property
+    def evaluations(self) -> list[Record]:
+        """One record per evaluation that counts, by update."""
+        return [self._evaluations[n] for n in sorted(self._evaluations)]
+
+    @property
+    def attempt(self) -> int:
+        """The latest attempt seen; -1 before the first record."""
+        return self._attempt
+
+
+def is_no_update(record: Record) -> bool:
+    """Return whether a line is of no update: late warnings, or a program's note that it saved."""
+    return "saved" in record or ("warnings" in record and "loss" not in record)
+
+
+def read_metrics(path: Path) -> History:
+    """Return all of a `metrics.jsonl`; empty if the run wrote none."""
+    tail = Tail(path)
+    history = History(tail.read())
+    history.add(tail.rest())
+    return history
+
+
+def record_of(text: str) -> Record | None:
+    """Return one line as a record; None if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return cast("Record", value) if _is_record(value) else None
+
+
+def _is_record(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("update"), int):
+        return False
+    return all(
+        isinstance(value[name], kinds) and not isinstance(value[name], bool)
+        for name, kinds in FIELDS.items()
+        if name in value
+    )
+
+
+def _record_at_end(text: str) -> Record | None:
+    """Return the whole record at the end of a damaged line, if there is one."""
+    start = len(text)
+    for _ in range(MOST_TABLES):
+        start = text.rfind('{"', 1, start)
+        if start == -1:
+            return None
+        record = record_of(text[start:])
+        if record is not None:
+            return record
+    return None
+
+
+def recent_records(path: Path) -> list[Record]:
+    """Return the latest lines of the latest attempt, evaluations included; [] without a file.
+
+    Raises:
+        OSError: it may not be read.
+    """
+    found = list(_records(_piece(path, -RECENT_BYTES)))
+    last = max((record.get("attempt", 0) for record in found), default=0)
+    return [record for record in found if record.get("attempt", 0) == last]
+
+
+def updates_of(records: Iterable[Record]) -> list[Record]:
+    """Return the records of updates."""
+    return [r for r in records if "evaluation" not in r and not is_no_update(r)]
+
+
+def loss_curve(path: Path, points: int) -> list[float]:
+    """Return about `points` losses from the beginning to now, evenly over the file."""
+    size = path.stat().st_size if path.exists() else 0
+    if size <= WHOLE_BYTES:
+        pieces = [_piece(path, 0, size)]
+    else:
+        step = size / max(1, points - 1)
+        starts = [int(step * n) for n in range(points - 1)]
+        pieces = [_first_line(_piece(path, start, PIECE_BYTES)) for start in starts]
+        pieces.append(b"\n".join(_piece(path, -PIECE_BYTES).split(b"\n")[-2:]))
+    # What a later attempt did again replaces what was done first.
+    losses: dict[int, float] = {}
+    for piece in pieces:
+        for record in updates_of(_records(piece)):
+            if record["update"] <= max(losses, default=-1):
+                losses = {n: loss for n, loss in losses.items() if n < record["update"]}
+            if record.get("loss") is not None:
+                losses[record["update"]] = float(record["loss"])
+    course = [losses[update] for update in sorted(losses)]
+    if len(course) <= points:
+        return course
+    return [course[round(n * (len(course) - 1) / (points - 1))] for n in range(points)]
+
+
+def _first_line(piece: bytes) -> bytes:
+    """Return the first whole line of a piece from the middle of the file."""
+    lines = piece.split(b"\n")
+    return b"\n".join(lines[1:2]) + b"\n" if len(lines) > 2 else b""
+
+
+def _piece(path: Path, start: int, length: int = RECENT_BYTES) -> bytes:
+    """Return bytes of the file from `start`; from its end where negative."""
+    try:
+        descriptor = open_nofollow(path)
+    except FileNotFoundError:
+        return b""
+    with os.fdopen(descriptor, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size + start) if start < 0 else start)
+        content = file.read(length)
+    if start < 0 and size > -start:
+        content = content.partition(b"\n")[2]
+    return content
+
+
+def _records(content: bytes) -> Iterable[Record]:
+    for line in content.split(b"\n")[:-1]:
+        record = record_of(line.decode("utf-8", errors="replace").strip("\0 \t\r"))
+        if record is not None:
+            yield record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The costs of a run: totals of result.json and means of metrics.jsonl; None if unknown."""
+
+    state: str
+    updates: int
+    samples: int | None
+    seconds: float | None
+    seconds_per_update: float | None
+    samples_per_second: float | None
+    time_shares: dict[str, float]
+    collectives_per_update: float | None
+    bytes_on_wire_per_update: float | None
+    peak_memory_bytes: int | None
+    memory_bytes: dict[str, int]
+    metrics: dict[str, Any]
+
+
+def summarize(result: Mapping[str, Any] | None, updates: Sequence[Record]) -> Summary:
+    """Return the figures of a run from its result (None without one) and its update records."""
+    result = result or {}
+    count = _first(result.get("updates"), len(updates))
+    return Summary(
+        state=str(result.get("state", "no result")),
+        updates=count,
+        samples=_first(result.get("samples"), total(updates, "samples")),
+        seconds=result.get("seconds") or None,  # no update was made, or none was told of
+        **_pace(result, updates),
+        **{f"{name}_per_update": _per_update(result, updates, name) for name in TRAFFIC},
+        **_memory(result, updates),
+        metrics=dict(result.get("metrics") or {}),
+    )
+
+
+def _pace(result: Mapping[str, Any], updates: Sequence[Record]) -> dict[str, Any]:
+    return {
+        "seconds_per_update": seconds_per_update(updates),
+        "samples_per_second": _samples_per_second(result, updates),
+        "time_shares": time_shares(updates),
+    }
+
+
+def _memory(result: Mapping[str, Any], updates: Sequence[Record]) -> dict[str, Any]:
+    told = (result.get("memory") or {}).items()
+    parts = {name: size for name, size in told if size is not None and name != "peak"}
+    return {"peak_memory_bytes": _peak(result, updates), "memory_bytes": parts}
+
+
+def seconds_per_update(updates: Sequence[Record]) -> float | None:
+    """Return the median without the first update of each attempt, which also warms up caches.
+
+    >>> seconds_per_update([{"update": n, "update_s": s} for n, s in enumerate([9.0, 1.0, 1.2])])
+    1.1
+    """
+    timed = [r["update_s"] for r in _warm(updates)]
+    return statistics.median(timed) if timed else None
+
+
+def _warm(updates: Sequence[Record]) -> list[Record]:
+    """Return timed updates without the first of each attempt, unless there are no others."""
+    timed = [r for r in updates if r.get("update_s")]
+    warm = [r for before, r in pairwise(updates) if r.get("attempt", 0) == before.get("attempt", 0)]
+    return [r for r in warm if r.get("update_s")] or timed
+
+
+def time_shares(updates: Sequence[Record]) -> dict[str, float]:
+    """Return the shares of the updates' wall time; `other` is loading and bookkeeping.
+
+    >>> time_shares([{"compute_s": 6.0, "wait_s": 2.0, "optimizer_s": 1.0, "update_s": 10.0}])
+    {'compute': 0.6, 'wait': 0.2, 'optimizer': 0.1, 'other': 0.1}
+    """
+    parts = {name: total(updates, f"{name}_s") for name in ("compute", "wait", "optimizer")}
+    known = {name: seconds for name, seconds in parts.items() if seconds is not None}
+    whole = max(total(updates, "update_s") or 0.0, sum(known.values()))
+    if not known or whole <= 0:
+        return {}
+    shares = {name: seconds / whole for name, seconds in known.items()}
+    return {**shares, "other": round(1 - sum(shares.values()), 12)}
+
+
+def _samples_per_second(result: Mapping[str, Any], updates: Sequence[Record]) -> float | None:
+    """Return the rate. Updates first: `seconds` may be of one attempt, `samples` of all."""
+    timed = [r for r in _warm(updates) if r.get("samples") is not None]
+    if timed:
+        return sum(r["samples"] for r in timed) / sum(r["update_s"] for r in timed)
+    if result.get("samples") and result.get("seconds"):
+        return result["samples"] / result["seconds"]
+    return None
+
+
+def _per_update(result: Mapping[str, Any], updates: Sequence[Record], name: str) -> float | None:
+    values = [r[name] for r in updates if r.get(name) is not None]
+    if values:
+        return sum(values) / len(values)
+    if result.get(name) is not None and result.get("updates"):
+        return result[name] / result["updates"]
+    return None
+
+
+def _peak(result: Mapping[str, Any], updates: Sequence[Record]) -> int | None:
+    ranks = [size for size in result.get("peak_memory_bytes") or [] if size is not None]
+    seen = [r["peak_memory_bytes"] for r in updates if r.get("peak_memory_bytes") is not None]
+    return max(ranks or seen, default=None)
+
+
+def total(updates: Sequence[Record], name: str) -> Any:
+    """Return the sum of a field over updates; None if no update has it."""
+    values = [r[name] for r in updates if r.get(name) is not None]
+    return sum(values) if values else None
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's place: update (from 0), micro-steps done and to do in it, time of writing."""
+
+    update: int
+    done: int
+    steps: int
+    time: float
+
+
+class ProgressWriter:
+    """Writes one rank's place at every micro-step.
+
+    By pwrite, not by a store into mapped memory: that kills the process (SIGBUS) on a full disk.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = open_nofollow(path, os.O_RDWR | os.O_CREAT)
+        os.pwrite(self._descriptor, bytes(_PLACE.size), 0)
+
+    def write(self, update: int, done: int, steps: int) -> None:
+        """Write the place; a failure is warned of once."""
+        try:
+            os.pwrite(self._descriptor, _PLACE.pack(update, done, steps, time.time()), 0)
+        except OSError as error:
+            warn(f"its place could not be written: {error.strerror}", kind="no progress")
+
+
+def read_progress(path: Path) -> Place | None:
+    """Return the latest place; None before the first."""
+    try:
+        content = read_bytes(path, at_most=_PLACE.size)
+    except FileNotFoundError:
+        return None
+    if len(content) < _PLACE.size:
+        return None
+    place = Place(*_PLACE.unpack(content[: _PLACE.size]))
+    return place if place.time > 0 else None

@@ -1,0 +1,207 @@
+"""How a run ends: its state, the culprit of a failure, result.json, and whether it starts again."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from orchestrator.inside.variables import HEEDS
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_metrics, read_progress, total
+from orchestrator.units import plural
+
+
+class State(enum.Enum):
+    """The state of a submission; of one that has ended, as in result.json."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+    @property
+    def ended(self) -> bool:
+        return self in (State.FINISHED, State.STOPPED, State.FAILED)
+
+
+EXIT_CODES = {
+    State.FINISHED: EXIT_FINISHED,
+    State.FAILED: EXIT_FAILED,
+    State.STOPPED: EXIT_STOPPED,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Culprit:
+    """The rank that failed first.
+
+    Attributes:
+        cause: a sentence or a few.
+        usage: the request was wrong, so another start would fail in the same way.
+        hangs: other ranks waited for it in vain.
+    """
+
+    rank: int | None
+    node: str
+    cause: str
+    log_tail: tuple[str, ...] = ()
+    usage: bool = False
+    hangs: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "node": self.node,
+            "cause": self.cause,
+            "log_tail": list(self.log_tail),
+        }
+
+
+def describe_culprit(culprit: Mapping[str, Any]) -> str:
+    """Return who failed first and why, as one sentence.
+
+    >>> describe_culprit({"rank": 2, "node": "node1", "cause": "killed by SIGKILL"})
+    'rank 2 on node1 failed first: killed by SIGKILL'
+    >>> describe_culprit({"rank": None, "node": None, "cause": "no rank started"})
+    'the run failed: no rank started'
+    """
+    rank, node = culprit.get("rank"), culprit.get("node")
+    cause = culprit.get("cause") or "cause unknown"
+    if rank is None:
+        return f"the run failed{'' if node is None else f' on {node}'}: {cause}"
+    return f"rank {rank}{'' if node is None else f' on {node}'} failed first: {cause}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a followed run ended; PENDING for one that was only queued."""
+
+    run: RunDir
+    state: State
+    exit_code: int
+    culprit: Culprit | None = None
+
+
+def write_end(
+    run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
+) -> None:
+    """Write result.json where rank 0 could not. For the run itself, and the holder of its lock."""
+    run.write_own(run.result, end_of(run, state, culprit, remark=remark))
+
+
+def end_of(
+    run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
+) -> dict[str, Any]:
+    """Return result.json from what is known: the state, the culprit, and metrics.jsonl.
+
+    Args:
+        remark: why a failed run was not started again.
+    """
+    updates = read_metrics(run.metrics).updates
+    last = updates[-1] if updates else {}
+    ends = [run.read(run.program_end(number)) for number in run.attempt_numbers()]
+    program_s = sum(end["seconds"] for end in ends if end)
+    return {
+        "state": state.value,
+        "updates": last.get("update", -1) + 1,
+        "samples": total(updates, "samples") or 0,
+        "loss": last.get("loss"),
+        "metrics": {},
+        "weights_sha256": None,
+        "peak_memory_bytes": [],
+        "collectives": total(updates, "collectives"),
+        "bytes_on_wire": total(updates, "bytes_on_wire"),
+        "seconds": program_s or total(updates, "update_s") or 0.0,
+        "restarts": run.restarts(),
+        "culprit": {**culprit.to_json(), "remark": remark} if culprit else None,
+    }
+
+
+def describe_stop(run: RunDir) -> str:
+    """Return what the run does when it is asked to stop, as a phrase that follows its name.
+
+    A program gets its signal; its ranks stop together only if all of them have called
+    `should_stop` (or use `run.windows`) in this attempt.
+    """
+    plan = run.read_plan()
+    program: dict[str, Any] | None = plan.get("program")
+    if program is None:
+        return "stops at its next update boundary, with a checkpoint"
+    folder = run.attempt(max(0, run.attempts_made() - 1))
+    if all((folder / HEEDS.format(rank)).exists() for rank in range(int(plan["ranks"]))):
+        return "stops once all its ranks are done with the same update, and saves as it does then"
+    signal = f"SIG{program.get('stop_signal', 'TERM')}"
+    return f"gets {signal} on every rank; what it does then, and whether it saves, is its own"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ruling:
+    """Whether the next attempt begins. `words`: which one it is, or why not; "" if unremarkable."""
+
+    again: bool
+    words: str = ""
+
+
+def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) -> Ruling:
+    """Decide whether a failed run starts again, and note a restart in the attempt's folder.
+
+    The launcher (local) or the scheduler (SLURM) starts it. A start that a person asked for gives
+    a new allowance; preemption, time limits and lost nodes are no failures of the run.
+
+    Args:
+        first: the attempt that a person asked for; those after it were restarts or requeues.
+        most: `run.max_restarts`.
+    """
+    if most == 0 or culprit.usage or run.cancel.exists():
+        return Ruling(again=False)
+    earlier: list[dict[str, Any]] = [
+        departure["failed"]
+        for number in range(first, attempt)
+        if (departure := run.read(run.departure(number))) and departure.get("failed")
+    ]
+    place = read_progress(run.progress(attempt))
+    program = bool(run.read_plan().get("program"))
+    failed = {
+        "attempt": attempt,
+        "update": place.update if place else -1,
+        # A program's progress is unknown: its next start may get further.
+        "raised": None if program else _exception_of(run, attempt, culprit),
+    }
+    if earlier and _is_repeated(earlier[-1], failed):
+        where = f"in update {failed['update']}" if place else "before the first update"
+        words = (
+            f"not started again: attempt {earlier[-1]['attempt']} raised the same {where}, so "
+            f"another start would only repeat it"
+        )
+        return Ruling(again=False, words=words)
+    if len(earlier) >= most:
+        times = plural(len(earlier), "time")
+        words = f"not started again: that was done {times} already (run.max_restarts={most})"
+        return Ruling(again=False, words=words)
+    why = describe_culprit(culprit.to_json()).split("\n", maxsplit=1)[0]
+    departure = {"why": why, "updates": None, "time": time.time(), "failed": failed}
+    write_json(run.departure(attempt), departure)
+    begins = "starts the program again" if program else "begins from the newest checkpoint"
+    words = (
+        f"attempt {attempt + 1} {begins} (restart {len(earlier) + 1} of "
+        f"{most} that run.max_restarts allows)"
+    )
+    return Ruling(again=True, words=words)
+
+
+def _is_repeated(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Return whether an exception came back without an update in between."""
+    same = now["raised"] is not None and now["raised"] == before["raised"]
+    return same and now["update"] <= before["update"]
+
+
+def _exception_of(run: RunDir, attempt: int, culprit: Culprit) -> str | None:
+    """Return the exception behind a failure; None if a process, a node or a peer was lost."""
+    found = [f for f in run.failures(attempt) if f["rank"] == culprit.rank and not f["secondary"]]
+    return str(found[0]["cause"]) if found else None

@@ -1,0 +1,301 @@
+"""The status of a run by its folder alone: its newest records, its lock, its heartbeats."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.rundir.files import names_in, read_json, read_text
+from orchestrator.rundir.folder import RESUMED, RunDir
+from orchestrator.rundir.lock import is_held
+from orchestrator.rundir.metrics import (
+    Record,
+    recent_records,
+    seconds_per_update,
+    updates_of,
+)
+from orchestrator.rundir.warnings import read_warnings
+
+BEAT_S = 2.0
+BEAT_ENDED = "ended"
+BEAT_DIGITS, BEAT_BYTES = 12, 512  # a heartbeat's number, then what its rank waits for
+LOOK_TWICE_S = BEAT_S + 0.5
+ENDED_STATES = ("finished", "failed", "stopped", "cancelled", "pruned")
+OVER = (*ENDED_STATES, "lost")  # no process computes it any more
+STATES = (
+    *ENDED_STATES, "pending", "starting", "running", "ending", "lost", "unknown", "private",
+    "damaged",
+)  # fmt: skip
+_TYPES: dict[str, Any] = {
+    "Path": Path, "str": str, "int": int, "dict[str, Any]": dict, "list[str]": list,
+    "str | None": (str, NoneType), "int | None": (int, NoneType),
+    "float | None": (int, float, NoneType),
+}  # fmt: skip
+# Exceptions of reading a file whose content no run writes.
+DAMAGE = (
+    RunFolderError, ClusterError, OSError, ValueError, TypeError, KeyError, IndexError,
+    AttributeError, RecursionError, OverflowError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus:
+    """One run. None: not known, or it does not apply.
+
+    Attributes:
+        state: pending, starting, running, ending, finished, stopped, failed, cancelled, lost
+            (its launcher ended without a result), pruned (by a search), unknown (the scheduler
+            does not answer and no heartbeat changes), private (readable by its owner), damaged.
+        evaluation: the latest held-out figures, where they are recent.
+        seconds_left: until the last update, at the recent pace; time_left_s: of the job's limit.
+        boundary_age_s: since the last update boundary.
+        restarts: attempts that began by themselves; what a person asked for (resume) is none.
+        survived: how often the latest attempt's ranks agreed on a smaller group; came_back: how
+            many ranks were let in again.
+        lost_updates: over all attempts; why: of the latest restart.
+        reason: why it is pending, why it failed, or why it cannot be read.
+        culprit: which rank failed first, and on which node.
+        program: what runs, where it is a training program as it is.
+        warnings: of the latest attempt's ranks, each once, the latest last.
+    """
+
+    folder: Path
+    state: str
+    cluster: str
+    job_id: str | None = None
+    nodes: str = ""
+    updates: int = 0
+    total: int | None = None
+    loss: float | None = None
+    learning_rate: float | None = None
+    evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
+    samples_per_second: float | None = None
+    seconds_left: float | None = None
+    boundary_age_s: float | None = None
+    attempts: int = 0
+    restarts: int = 0
+    survived: int = 0
+    came_back: int = 0
+    lost_updates: int = 0
+    why: str | None = None
+    time_left_s: float | None = None
+    reason: str | None = None
+    culprit: str | None = None
+    program: str | None = None
+    warnings: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        """Raise `RunFolderError` for a value of another type than a run writes."""
+        for name, kinds in _kinds():
+            if not isinstance(value := getattr(self, name), kinds):
+                raise RunFolderError(f"{self.folder} is damaged: its {name} is {value!r:.60}")
+        if self.state not in STATES:
+            raise RunFolderError(f"{self.folder} is damaged: its state is {self.state!r:.60}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "folder": str(self.folder)}
+
+
+@functools.cache
+def _kinds() -> list[tuple[str, Any]]:
+    """Return the types of each field."""
+    return [(place.name, _TYPES[str(place.type)]) for place in fields(RunStatus)]
+
+
+def recent_updates(run: RunDir) -> list[Record]:
+    """Return the latest updates of the latest attempt, however long metrics.jsonl is."""
+    return updates_of(recent_records(run.metrics))
+
+
+def _age_s(run: RunDir) -> float | None:
+    """Return the seconds since metrics.jsonl grew."""
+    try:
+        return max(0.0, time.time() - run.metrics.stat().st_mtime)
+    except FileNotFoundError:
+        return None
+
+
+def kind_of(run: RunDir) -> str:
+    """Return the kind of cluster that a run was placed on; see `cluster.kind`."""
+    return _kind(run, run.read_handle() or {})
+
+
+def _kind(run: RunDir, handle: dict[str, Any]) -> str:
+    return str(handle.get("kind") or run.read_submission().get("cluster") or "local")
+
+
+def from_folder(run: RunDir) -> RunStatus:
+    """Return the status by the folder alone. Raises one of `DAMAGE` if the folder is damaged."""
+    plan = run.read_plan()
+    result = run.read_result()
+    handle = run.read_handle() or {}
+    return RunStatus(
+        folder=run.path,
+        cluster=_kind(run, handle),
+        job_id=handle.get("job_id"),
+        program=" ".join(map(str, plan["program"]["words"])) if plan.get("program") else None,
+        **_end(run, result),
+        **_progress(run, plan.get("updates"), result),
+        **_attempts(run),
+    )
+
+
+def _end(run: RunDir, result: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the fields that come from result.json."""
+    if result is None:
+        return {"state": "running"}
+    pruned = run.read(run.pruned) if result["state"] == "stopped" else None
+    culprit: dict[str, Any] = result.get("culprit") or {}
+    return {
+        "state": _state_of(result, pruned),
+        "reason": culprit.get("cause") or result.get("why") or (pruned or {}).get("why"),
+        "culprit": _named(culprit),
+    }
+
+
+def _progress(run: RunDir, total: int | None, result: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the fields that come from the latest records of metrics.jsonl."""
+    records = recent_records(run.metrics)
+    updates = updates_of(records)
+    last = updates[-1] if updates else {}
+    evaluations = [record["evaluation"] for record in records if record.get("evaluation")]
+    samples = [r["samples"] for r in updates if r.get("samples")]
+    pace, ended = seconds_per_update(updates), result is not None
+    done = int(result["updates"]) if result else (last["update"] + 1 if last else 0)
+    return {
+        "updates": done,
+        "total": total,
+        "loss": last.get("loss"),
+        "learning_rate": last.get("learning_rate"),
+        "evaluation": dict(evaluations[-1]) if evaluations else {},
+        "samples_per_second": sum(samples) / len(samples) / pace if samples and pace else None,
+        "seconds_left": (total - done) * pace if total and pace and not ended else None,
+        "boundary_age_s": None if ended else _age_s(run),
+    }
+
+
+def _attempts(run: RunDir) -> dict[str, Any]:
+    """Return the fields about attempts, restarts and warnings."""
+    made, notes = run.attempts_made(), run.restarts()
+    generations = list(_generations(run, made - 1)) if made else []
+    return {
+        "attempts": made,
+        "restarts": _restarts(run, notes, made),
+        "survived": sum(1 for found in generations if found.get("gone")),
+        "came_back": sum(len(found.get("joined", ())) for found in generations),
+        "lost_updates": sum(int(note["lost_updates"]) for note in notes),
+        "why": next((str(n["why"]) for n in reversed(notes) if n["why"] != RESUMED), None),
+        "warnings": _warnings(run, made),
+    }
+
+
+def _generations(run: RunDir, attempt: int) -> Iterator[dict[str, Any]]:
+    """Yield the memberships of an attempt after the first."""
+    number = 1
+    while found := read_json(run.attempt(attempt) / f"generation-{number:04d}.json"):
+        yield found
+        number += 1
+
+
+def _named(culprit: dict[str, Any]) -> str | None:
+    rank = culprit.get("rank")
+    return None if rank is None else f"rank {rank} on {culprit.get('node')}"
+
+
+def _state_of(result: dict[str, Any], pruned: dict[str, Any] | None) -> str:
+    """Return the state; a stop with a culprit was not agreed: the job was cancelled."""
+    if result["state"] != "stopped":
+        return str(result["state"])
+    return "cancelled" if result.get("culprit") else "pruned" if pruned else "stopped"
+
+
+def _restarts(run: RunDir, notes: list[dict[str, Any]], made: int) -> int:
+    """Count attempts that began automatically: neither the first, nor one by `resume`."""
+    asked = {note["attempt"] for note in notes if note["why"] == RESUMED}
+    asked |= {int(entry["attempt"]) for entry in run.read_resumes()}
+    return max(0, made - 1 - len(asked & set(range(1, made))))
+
+
+def _warnings(run: RunDir, attempts: int) -> list[str]:
+    """Return the warnings of the latest attempt, the latest last."""
+    return [w.text for w in read_warnings(run.attempt(attempts - 1))] if attempts else []
+
+
+def unknown(run: RunDir, error: BaseException) -> RunStatus:
+    """Return the status of a run that cannot be read: private or damaged, and why."""
+    refused = next((e for e in (error, error.__cause__) if isinstance(e, PermissionError)), None)
+    if refused is not None:
+        why = f"{refused.filename or run.path} may be read by its owner only"
+        return RunStatus(folder=run.path, state="private", cluster="", reason=why)
+    known = isinstance(error, RunFolderError | ClusterError)
+    why = str(error) if known else f"a file of it has content that no run writes ({_words(error)})"
+    return RunStatus(folder=run.path, state="damaged", cluster="", reason=why)
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return f"{type(error).__name__}: {error}"
+
+
+def status_or_damage(run: RunDir, look: Callable[[], RunStatus]) -> RunStatus:
+    """Return `look()`; a run that cannot be read gets a status that says why."""
+    try:
+        return look()
+    except DAMAGE as error:
+        return unknown(run, error)
+
+
+def with_lock(run: RunDir, status: RunStatus) -> RunStatus:
+    """Return a local run's status, corrected by its lock: a run that nothing holds is lost."""
+    if status.state in ENDED_STATES:
+        return status
+    if not is_held(run):
+        return replace(status, state="lost", reason="its launcher is gone, without a result")
+    return status if has_begun(run, status) else replace(status, state="starting")
+
+
+def has_begun(run: RunDir, status: RunStatus) -> bool:
+    """Return whether it trains; of a program that reports nothing, whether it was started."""
+    return bool(status.updates) or (status.attempts > 0 and bool(run.read_plan().get("program")))
+
+
+def infer_from_heartbeats(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> None:
+    """Infer the states of runs that have not ended from their heartbeats."""
+    runs = [run for run in runs if found[run.path].state not in ENDED_STATES]
+    before: dict[Path, list[str]] = {}
+    for run in runs:
+        try:
+            before[run.path] = _beats(run)
+        except DAMAGE as error:
+            found[run.path] = unknown(run, error)
+    if any(before.values()):
+        time.sleep(LOOK_TWICE_S)
+    for run in runs:
+        if run.path not in before:
+            continue
+        now = _beats(run)
+        beating = any(
+            a != b for a, b in zip(now, before[run.path], strict=False) if b != BEAT_ENDED
+        )
+        state = "running" if beating else "unknown"
+        found[run.path] = replace(found[run.path], state=state)
+
+
+def read_beat(path: Path) -> str:
+    """Return a node's present beat: a number, `BEAT_ENDED`, or "" before the first."""
+    try:
+        return read_text(path, at_most=BEAT_BYTES)[:BEAT_DIGITS].strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _beats(run: RunDir) -> list[str]:
+    folder = run.attempt(max(0, run.attempts_made() - 1))
+    return [read_beat(folder / name) for name in names_in(folder) if name.startswith("heartbeat-")]

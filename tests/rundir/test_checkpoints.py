@@ -1,0 +1,299 @@
+"""Checkpoints appear whole or not at all; only the newest attempt writes them."""
+
+import errno
+import json
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+
+from orchestrator.errors import RunFolderError
+from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir.checkpoints import ATTEMPT_DIGITS, Fence, StaleAttempt, read_newest
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import INITIAL_BYTES, INITIAL_DIGEST, RunDir
+
+"""Checkpoints appear whole or not at all, and a damaged one is passed over."""
+
+
+class Engine:
+    """Writes a few bytes; can run out of disk in the middle."""
+
+    def __init__(self, content=b"weights", fails=False):
+        self.content, self.fails = content, fails
+
+    def save_state(self, folder):
+        (folder / checkpoint.WEIGHTS).write_bytes(self.content)
+        if self.fails:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return {"scale": 2.0}
+
+
+def save(folder, updates, engine=None, keep=10, run=None):
+    return checkpoint.save(
+        folder, engine or Engine(), updates=updates, samples=10 * updates, keep=keep, run=run
+    )
+
+
+def test_what_was_saved_is_read_back(tmp_path):
+    save(tmp_path, 3)
+    found, passed_over = checkpoint.newest(tmp_path)
+    assert (found.updates, found.samples, found.extra, passed_over) == (3, 30, {"scale": 2.0}, [])
+
+
+def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(tmp_path):
+    save(tmp_path, 1)
+    with pytest.raises(OSError, match="No space"):
+        save(tmp_path, 2, Engine(fails=True))
+    assert [p.name for p in tmp_path.iterdir()] == ["update-000000001"]
+
+
+def test_a_crash_between_writing_and_renaming_is_not_mistaken_for_a_checkpoint(tmp_path):
+    save(tmp_path, 1)
+    save(tmp_path, 2).rename(tmp_path / ".partial-000000002-77")
+    assert checkpoint.newest(tmp_path)[0].updates == 1
+
+
+def test_what_killed_attempts_left_half_written_is_removed_and_nothing_else(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").touch()
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    kept = save(folder, 3)
+    (folder / ".partial-000000004-77").mkdir()
+    (folder / ".partial-000000004-77" / checkpoint.WEIGHTS).write_bytes(b"x")
+    (folder / ".partial-000000005-78").symlink_to(elsewhere)
+    checkpoint.remove_partial(folder)
+    assert list(folder.iterdir()) == [kept]
+    assert (elsewhere / "mine").exists()
+
+
+def test_a_damaged_one_is_passed_over_with_a_sentence_and_later_replaced(tmp_path):
+    save(tmp_path, 1)
+    damaged = save(tmp_path, 2) / checkpoint.WEIGHTS
+    damaged.write_bytes(b"wrong")
+    found, passed_over = checkpoint.newest(tmp_path)
+    assert found.updates == 1
+    assert "is damaged" in passed_over[0]
+    save(tmp_path, 2)
+    assert checkpoint.newest(tmp_path)[0].updates == 2
+
+
+def test_a_missing_file_is_damage(tmp_path):
+    folder = save(tmp_path, 2)
+    (folder / checkpoint.WEIGHTS).unlink()
+    with pytest.raises(RunFolderError, match="is damaged"):
+        checkpoint.load(folder)
+
+
+def test_where_no_checkpoint_is_sound_a_run_does_not_begin_again_in_silence(tmp_path):
+    for updates in (1, 2):
+        (save(tmp_path, updates) / checkpoint.STATE).write_text("7")
+    with pytest.raises(RunFolderError, match=r"no checkpoint .* is sound"):
+        checkpoint.newest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../update-000000001/weights.safetensors", "/etc/hostname"])
+def test_a_state_that_names_files_outside_its_folder_is_damage(tmp_path, name):
+    folder = save(tmp_path, 2)
+    digest = checkpoint.digest_of(folder / checkpoint.WEIGHTS)
+    state = {"updates": 2, "samples": 20, "run": None, "files": {name: digest}, "extra": {}}
+    write_json(folder / checkpoint.STATE, state)
+    with pytest.raises(RunFolderError, match="is damaged"):
+        checkpoint.load(folder)
+
+
+def test_a_checkpoint_that_is_a_link_is_passed_over_and_what_it_points_to_stays(tmp_path):
+    (tmp_path / "c").mkdir()
+    save(tmp_path / "c", 1)
+    elsewhere = save(tmp_path, 2)
+    (tmp_path / "c" / elsewhere.name).symlink_to(elsewhere)
+    found, passed_over = checkpoint.newest(tmp_path / "c")
+    assert (found.updates, "is a link" in passed_over[0]) == (1, True)
+    save(tmp_path / "c", 2)
+    assert not (tmp_path / "c" / elsewhere.name).is_symlink()
+    assert checkpoint.load(elsewhere).updates == 2
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for updates in range(1, 6):
+        save(tmp_path, updates, keep=2)
+    assert [p.name for p in checkpoint.complete(tmp_path)] == [
+        "update-000000004",
+        "update-000000005",
+    ]
+
+
+def test_an_empty_folder_has_none(tmp_path):
+    assert checkpoint.newest(tmp_path) == (None, [])
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_no_part_of_a_checkpoint(tmp_path):
+    left = tmp_path / f".partial-000000002-{os.getpid()}"
+    left.mkdir()
+    (left / "old.safetensors").write_bytes(b"old")
+    folder = save(tmp_path, 2)
+    assert {p.name for p in folder.iterdir()} == {checkpoint.STATE, checkpoint.WEIGHTS}
+    assert checkpoint.load(folder).updates == 2
+
+
+def test_a_checkpoint_under_the_name_of_another_is_damage(tmp_path):
+    moved = save(tmp_path, 2).rename(tmp_path / "update-000000003")
+    with pytest.raises(RunFolderError, match="is of the checkpoint after 2 updates"):
+        checkpoint.load(moved)
+    elsewhere = moved.rename(tmp_path / "best")
+    assert checkpoint.load(elsewhere).updates == 2  # a name that says nothing
+
+
+def test_a_checkpoint_of_another_run_is_passed_over(tmp_path):
+    save(tmp_path, 1, run="a")
+    folder = save(tmp_path, 2, run="b")
+    assert checkpoint.load(folder, "b").updates == 2
+    with pytest.raises(RunFolderError, match="is a checkpoint of another run"):
+        checkpoint.load(folder, "a")
+    found, passed_over = checkpoint.newest(tmp_path, "a")
+    assert (found.updates, len(passed_over)) == (1, 1)
+    assert passed_over[0].endswith("; going on from an earlier checkpoint")
+    with pytest.raises(RunFolderError, match=r"no checkpoint .* another run.*\. Bring one back"):
+        checkpoint.newest(tmp_path, "c")
+
+
+def test_without_its_contents_a_checkpoint_is_read_by_its_files_and_their_lengths(tmp_path):
+    folder = save(tmp_path, 2)
+    weights = folder / checkpoint.WEIGHTS
+    weights.write_bytes(b"WEIGHTS")
+    assert checkpoint.load(folder, contents=False).updates == 2
+    assert checkpoint.newest(tmp_path, contents=False)[0].updates == 2
+    with pytest.raises(RunFolderError, match=f"{weights} is damaged: its digest"):
+        checkpoint.load(folder)
+    with pytest.raises(RunFolderError, match=f"{weights} is damaged: its digest"):
+        checkpoint.newest(tmp_path)
+    weights.write_bytes(b"longer than that")
+    with pytest.raises(RunFolderError, match="it has 16 bytes, not 7"):
+        checkpoint.load(folder, contents=False)
+    (folder / "more").touch()
+    with pytest.raises(RunFolderError, match="more is damaged"):
+        checkpoint.load(folder, contents=False)
+
+
+def test_a_checkpoint_that_is_met_again_is_kept_as_it_is(tmp_path):
+    before = save(tmp_path, 2, run="a")
+    number = before.stat().st_ino
+    assert save(tmp_path, 2, Engine(content=b"others"), run="a") == before
+    assert before.stat().st_ino == number
+    assert (before / checkpoint.WEIGHTS).read_bytes() == b"weights"
+
+
+def test_an_error_of_the_disk_that_safetensors_tells_is_one_of_the_system(tmp_path):
+    class Fails(Engine):
+        def save_state(self, folder):
+            super().save_state(folder)
+            raise SafetensorError("I/O error: No space left on device")
+
+    save(tmp_path, 1)
+    with pytest.raises(OSError, match="No space left") as raised:
+        save(tmp_path, 2, Fails())
+    assert raised.value.errno == errno.EIO
+    assert [p.name for p in tmp_path.iterdir()] == ["update-000000001"]
+
+
+def test_checkpoints_are_in_the_order_of_their_updates_however_long_the_numbers(tmp_path):
+    for name in ("update-10", "update-9", "update-000000011", "update-x", "update-", "other"):
+        (tmp_path / name).mkdir()
+    assert [p.name for p in checkpoint.complete(tmp_path)] == [
+        "update-9",
+        "update-10",
+        "update-000000011",
+    ]
+    assert checkpoint.folder_of(tmp_path, 7) == tmp_path / "update-000000007"
+
+
+def test_a_checkpoint_from_before_lengths_were_written_is_read_by_its_digests(tmp_path):
+    folder = save(tmp_path, 2)
+    state = read_json(folder / checkpoint.STATE)
+    del state["bytes"]
+    write_json(folder / checkpoint.STATE, state)
+    assert checkpoint.load(folder).updates == 2
+
+
+@pytest.mark.parametrize("lengths", [True, False])
+@pytest.mark.parametrize("content", [b"weightz", b"weights and more", b"", None])
+def test_initial_weights_are_those_of_the_start_or_refused(tmp_path, lengths, content):
+    run = RunDir(tmp_path)
+    run.initial_weights.write_bytes(b"weights")
+    told = {INITIAL_DIGEST: checkpoint.digest_of(run.initial_weights)}
+    write_json(run.submission, {**told, INITIAL_BYTES: 7} if lengths else told)
+    checkpoint.check_initial(run)
+    run.initial_weights.unlink()
+    if content is not None:
+        run.initial_weights.write_bytes(content)
+    said = "cannot be read: No such file" if content is None else "is damaged: its digest"
+    with pytest.raises(RunFolderError, match=f"{run.initial_weights} {said}"):
+        checkpoint.check_initial(run)
+
+
+def test_the_state_of_a_run_that_seals_its_files_has_a_seal(tmp_path):
+    folder = save(tmp_path, 2, run="a")
+    state = folder / checkpoint.STATE
+    state.write_text(json.dumps(read_json(state)))
+    with pytest.raises(RunFolderError, match="its digest is missing"):
+        checkpoint.load(folder, "a")
+
+
+def test_initial_weights_of_another_length_are_refused_unread(tmp_path, monkeypatch):
+    run, read = RunDir(tmp_path), []
+    monkeypatch.setattr(checkpoint, "digest_of", read.append)
+    write_json(run.submission, {INITIAL_DIGEST: "0" * 64, INITIAL_BYTES: 7})
+    run.initial_weights.touch()
+    os.truncate(run.initial_weights, 1 << 40)  # which would be read for an hour
+    with pytest.raises(RunFolderError, match="is damaged"):
+        checkpoint.check_initial(run)
+    assert read == []
+
+
+@given(own=st.integers(0, 50), newest=st.integers(0, 50))
+def test_only_a_higher_number_supersedes(tmp_path_factory, own, newest):
+    path = tmp_path_factory.mktemp("fence") / "newest"
+    Fence(path, newest).take()
+    fence = Fence(path, own)
+    assert fence.is_stale == (newest > own)
+    if newest > own:
+        with pytest.raises(StaleAttempt, match=f"attempt {newest} of this run"):
+            fence.check()
+        with pytest.raises(StaleAttempt):
+            fence.take()
+        assert read_newest(path) == newest
+    else:
+        fence.check()
+        fence.take()
+        assert read_newest(path) == own
+
+
+def test_before_the_first_attempt_nobody_is_superseded(tmp_path):
+    assert read_newest(tmp_path / "newest") == -1
+    assert not Fence(tmp_path / "newest", 0).is_stale
+
+
+def test_a_shorter_number_leaves_nothing_of_a_longer_one(tmp_path):
+    path = tmp_path / "newest"
+    path.write_text("123456789012")
+    path.write_text("")
+    Fence(path, 7).take()
+    Fence(path, 12).take()
+    assert read_newest(path) == 12
+
+
+@pytest.mark.parametrize(
+    "damage", ["x", "1 2", "-3", "1.0", "\u0663", "7" * (ATTEMPT_DIGITS + 2), "1\n2"]
+)
+def test_what_is_not_the_number_of_an_attempt_is_damage_and_not_before_the_first(tmp_path, damage):
+    path = tmp_path / "newest"
+    path.write_text(damage)
+    with pytest.raises(RunFolderError, match=f"{path} is"):
+        read_newest(path)
+    with pytest.raises(RunFolderError):
+        Fence(path, 99).take()
+    assert path.read_text() == damage

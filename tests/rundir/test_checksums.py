@@ -1,0 +1,236 @@
+"""Every bit that a resume reads is under a digest: damage is refused, or passed over and said."""
+
+import itertools
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import RunFolderError
+from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import (
+    INITIAL_BYTES,
+    INITIAL_DIGEST,
+    RESUMES,
+    RUN,
+    RunDir,
+    load_config,
+)
+from tests.rundir.test_checkpoints import Engine, save
+from tests.rundir.test_files import made
+
+READ = ("config.yaml", "submission.json", "plan.json", "result.json", "resumes.json")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run with two checkpoints; what a resume reads of it."""
+    run = made(tmp_path_factory.mktemp("seal") / "run")
+    run.write_own(run.result, {"state": "stopped", "updates": 2, "restarts": []})
+    run.write_own(run.resumes, {RESUMES: [{"attempt": 1, "overrides": []}]})
+    for updates in (1, 2):
+        engine = Engine(bytes(range(40 * updates)))
+        save(run.checkpoints, updates, engine, run=run.identity)
+    return run
+
+
+def read(run):
+    """All that decides how a run goes on; config.yaml as text, since YAML is slow to parse."""
+    run = RunDir(run.path).existing()
+    config = (run.identity, run.config.read_bytes())
+    told = (config, run.read_submission(), run.read_plan(), run.read_result(), run.read_resumes())
+    found, passed_over = checkpoint.newest(run.checkpoints, run.identity)
+    return told, found.updates, found.samples, found.extra, passed_over
+
+
+def files_of(run):
+    states = [f for c in checkpoint.complete(run.checkpoints) for f in sorted(c.iterdir())]
+    return [run.path / name for name in READ] + states
+
+
+def test_no_flipped_bit_of_any_file_changes_how_a_run_goes_on(whole):
+    told, updates, *_ = undisturbed = read(whole)
+    chance, outcomes = random.Random(3), set()
+    for path in files_of(whole):
+        content = path.read_bytes()
+        for place in range(0, len(content), 5 if path == whole.config else 1):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << chance.randrange(8)
+            path.write_bytes(flipped)
+            try:
+                found = read(whole)
+            except RunFolderError as error:
+                assert path.name in str(error)  # noqa: PT017  # every bit may end this way
+                outcomes.add("refused")
+                continue
+            finally:
+                path.write_bytes(content)
+            if found == undisturbed:
+                outcomes.add("the same")
+                continue
+            # an earlier checkpoint, which leads to the same bits, and somebody is told
+            assert found[0] == told, (path, place)
+            assert (found[1], len(found[-1])) == (updates - 1, 1), (path, place)
+            outcomes.add("fell back")
+    assert {"refused", "fell back"} <= outcomes
+    assert read(whole) == undisturbed
+
+
+READERS = {
+    "config.yaml": lambda run: RunDir(run.path).identity,
+    "submission.json": RunDir.read_submission,
+    "plan.json": RunDir.read_plan,
+    "result.json": RunDir.read_result,
+    "resumes.json": RunDir.read_resumes,
+    "handle.json": RunDir.read_handle,
+    "attempts/000/restart.json": RunDir.restarts,
+    "initial_weights.safetensors": checkpoint.check_initial,
+    **dict.fromkeys(
+        (f"checkpoints/update-000000002/{name}" for name in ("state.json", "weights.safetensors")),
+        lambda run: checkpoint.load(run.checkpoints / "update-000000002", run.identity),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def full(whole, tmp_path_factory):
+    """The run with every file that a resume may read."""
+    run = RunDir(shutil.copytree(whole.path, tmp_path_factory.mktemp("full") / "run"))
+    run.begin_attempt()
+    handle = {"kind": "slurm", "job_id": "70", "attempt": 0, "slurm_conf": None, "time": 1.5}
+    write_json(run.handle, handle)
+    note = {"attempt": 1, "why": "preempted", "resumed_from": 1, "lost_updates": 0}
+    write_json(run.restart(0), note)
+    run.initial_weights.write_bytes(bytes(range(100)))
+    digest = {INITIAL_DIGEST: checkpoint.digest_of(run.initial_weights), INITIAL_BYTES: 100}
+    run.write_own(run.submission, {**run.read_submission(), **digest})
+    return run
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_single_bit_of_every_file_that_a_resume_reads_is_under_a_digest(full, name):
+    read_it, path = READERS[name], full.path / name
+    read_it(full)
+    content = path.read_bytes()
+    accepted = []
+    with path.open("r+b", buffering=0) as file:
+        for place, bit in itertools.product(range(len(content)), range(8)):
+            os.pwrite(file.fileno(), bytes([content[place] ^ 1 << bit]), place)
+            try:
+                accepted.append((place, bit, read_it(full)))
+            except RunFolderError as error:
+                assert path.name in str(error)  # noqa: PT017  # every bit may end this way
+            os.pwrite(file.fileno(), content[place : place + 1], place)
+    assert not accepted
+    read_it(full)
+
+
+def test_no_file_cut_short_changes_how_a_run_goes_on(whole):
+    told, updates, *_ = read(whole)
+    for path in files_of(whole):
+        content = path.read_bytes()
+        for length in range(0, len(content), 11):
+            path.write_bytes(content[:length])
+            try:
+                found = read(whole)
+            except RunFolderError:
+                continue
+            finally:
+                path.write_bytes(content)
+            assert found[0] == told, (path, length)
+            assert found[1] == updates - (path.parent.name == "update-000000002")
+
+
+def test_no_file_stands_in_for_another_or_for_another_runs(whole, tmp_path):
+    other = made(tmp_path / "other")
+    save(other.checkpoints, 2, Engine(b"of another run"), run=other.identity)
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    submission = run.submission.read_bytes()
+    shutil.copy(run.plan, run.submission)
+    with pytest.raises(RunFolderError, match=r"submission\.json is damaged"):
+        run.read_submission()
+    run.submission.write_bytes(submission)
+    newest, before = run.checkpoints / "update-000000002", run.checkpoints / "update-000000001"
+    shutil.copy(before / "state.json", newest / "state.json")
+    assert "after 1 updates" in checkpoint.newest(run.checkpoints, run.identity)[1][0]
+    shutil.rmtree(newest)
+    shutil.copytree(other.checkpoints / newest.name, newest)
+    found, passed_over = checkpoint.newest(run.checkpoints, run.identity)
+    assert found.updates == 1
+    assert "of another run" in passed_over[0]
+    shutil.rmtree(newest)
+    shutil.copy(other.config, run.config)
+    run = RunDir(run.path)
+    with pytest.raises(RunFolderError, match=r"no checkpoint .* is sound"):
+        checkpoint.newest(run.checkpoints, run.identity)
+
+
+def test_a_rewritten_config_keeps_the_runs_identity(whole, tmp_path):
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    text = run.config.read_text()
+    run.write_config(text[: text.rindex("#")].replace("updates: 3", "updates: 30"))
+    assert run.identity == whole.identity
+    assert run.read_config()["train"]["updates"] == 30
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"7", b"null", b'"text"', b"[1, 2]", b"", b"\xff\xfe\x00", b"[" * 200_000, b"{}",
+     b'{"updates": 1e999}', b'{"updates": ' + b"9" * 6000 + b"}", b'{"updates": true}',
+     b'{"updates": 1}'],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["state.json", "plan.json", "result.json", "handle.json"])
+def test_whatever_stands_in_a_file_is_a_value_or_one_sentence(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    try:
+        assert isinstance(read_json(path), dict)
+    except RunFolderError as error:
+        assert str(error).startswith(f"{path} is damaged: ")  # noqa: PT017  # every bit may end this way
+        assert len(str(error)) < 400  # noqa: PT017  # every bit may end this way
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda text: text[:400], "digest is missing"),
+        (lambda text: "a: &a [1]\n" + text, "digest is not that"),
+        (lambda _: "7\n", "digest is missing"),
+        (lambda _: "", "digest is missing"),
+    ],
+)
+def test_a_damaged_config_is_one_sentence_and_never_defaults(whole, tmp_path, damage, says):
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    run.config.write_text(damage(run.config.read_text()))
+    with pytest.raises(RunFolderError, match=f"config.yaml is damaged: its {says}"):
+        run.read_config()
+
+
+@pytest.mark.parametrize("name", ["submission", "plan", "result", "resumes"])
+def test_a_file_that_names_no_run_is_refused(whole, tmp_path, name):
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    path = getattr(run, name)
+    write_json(path, {key: value for key, value in read_json(path).items() if key != RUN})
+    with pytest.raises(RunFolderError, match=rf"{path.name} is damaged: it is of another run"):
+        getattr(RunDir(run.path), f"read_{name}")()
+
+
+def test_a_config_that_is_no_table_of_settings_is_refused():
+    for text, says in (("- 1\n", "it has no job"), ("a: [", "."), ("job: {}\n", "it has no opt")):
+        with pytest.raises(RunFolderError, match=f"config.yaml is damaged: .*{says}"):
+            load_config(Path("config.yaml"), text)
+
+
+def test_a_folder_that_no_attempt_made_costs_no_time_and_no_attempt(whole, tmp_path):
+    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
+    run.begin_attempt()
+    (run.attempts / "999999999").mkdir()
+    assert (run.attempts_made(), run.restarts()) == (1, [])
+    assert run.submitted_code(10**9) is None
+    (run.attempts / "999999").mkdir()
+    assert run.restarts() == []
+    with pytest.raises(RunFolderError, match="attempts is damaged: it has an attempt 999999"):
+        run.begin_attempt()

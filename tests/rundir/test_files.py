@@ -1,0 +1,341 @@
+"""Files of a run folder: private, durable, and no links followed."""
+
+import os
+import random
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from orchestrator.config.composer import compose
+from orchestrator.config.reading import to_yaml
+from orchestrator.errors import RunFolderError
+from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir import files
+from orchestrator.rundir.checkpoints import Fence, check_initial, digest_of
+from orchestrator.rundir.files import (
+    open_nofollow,
+    read_bytes,
+    read_json,
+    start_of_last,
+    write_json,
+    written_together,
+)
+from orchestrator.rundir.folder import INITIAL_BYTES, INITIAL_DIGEST, RunDir
+from orchestrator.rundir.lock import held
+from orchestrator.rundir.metrics import ProgressWriter, read_metrics
+from orchestrator.runs.console import Manner
+from orchestrator.runs.start import resumed
+from orchestrator.runs.status import statuses
+
+
+def links(folder, target):
+    """Create one of each kind of link."""
+    (folder / "link").symlink_to(target)
+    (folder / "dangling").symlink_to(folder / "nowhere")
+    (folder / "device").symlink_to("/dev/zero")
+    return [folder / name for name in ("link", "dangling", "device")]
+
+
+@pytest.mark.timeout(120)
+def test_links_are_neither_read_nor_written(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    (tmp_path / "in").mkdir()
+    for path in links(tmp_path / "in", precious):
+        for flags in (os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_RDWR | os.O_CREAT):
+            with pytest.raises(RunFolderError, match="holds regular files and folders only"):
+                os.close(open_nofollow(path, flags))
+        with pytest.raises(RunFolderError):
+            read_json(path)
+        with pytest.raises(RunFolderError):
+            ProgressWriter(path)
+        with pytest.raises(RunFolderError):
+            Fence(path, 3).take()
+    assert precious.read_text() == "keep"
+    assert not (tmp_path / "in" / "nowhere").exists()
+
+
+def test_a_lock_that_is_a_link_never_empties_what_it_points_to(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    run = made(tmp_path / "run")
+    run.lock.unlink()
+    run.lock.symlink_to(precious)
+    with pytest.raises(RunFolderError, match="is a link"), held(run):
+        raise AssertionError("it was held")
+    assert precious.read_text() == "keep"
+
+
+@pytest.mark.parametrize("name", ["logs", "checkpoints", "attempts", "attempts/000", "tensorboard"])
+def test_a_folder_that_leads_elsewhere_is_refused_before_anything_is_written(tmp_path, name):
+    run = made(tmp_path / "run")
+    run.begin_attempt()
+    elsewhere = tmp_path / "elsewhere"
+    place = run.path / name
+    if place.exists():
+        place.rename(elsewhere)
+    else:
+        elsewhere.mkdir()
+    place.symlink_to(elsewhere)
+    with pytest.raises(RunFolderError, match="is a link"):
+        run.existing()
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return made(tmp_path_factory.mktemp("files") / "run").path
+
+
+@pytest.mark.timeout(120)
+def test_metrics_without_an_end_are_refused_before_a_start(sound, tmp_path):
+    run = RunDir(shutil.copytree(sound, tmp_path / "run"))
+    run.metrics.touch()
+    os.truncate(run.metrics, 1 << 40)
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl is damaged: it is larger than"):
+        resumed(run.path, Manner(console=Console(quiet=True))).__enter__()
+    with pytest.raises(RunFolderError, match="larger than"):
+        read_metrics(run.metrics)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("damage", ["a link", "larger than", "gone"])
+def test_initial_weights_that_are_not_those_of_the_start_are_refused_at_once(
+    sound, tmp_path, damage
+):
+    run = RunDir(shutil.copytree(sound, tmp_path / "run"))
+    run.initial_weights.write_bytes(b"weights")
+    digest = {INITIAL_DIGEST: digest_of(run.initial_weights), INITIAL_BYTES: 7}
+    run.write_own(run.submission, {**run.read_submission(), **digest})
+    check_initial(run)
+    run.initial_weights.unlink()
+    if damage == "a link":
+        run.initial_weights.symlink_to(tmp_path / "elsewhere")
+    elif damage == "larger than":
+        run.initial_weights.touch()
+        os.truncate(run.initial_weights, 1 << 40)
+    with pytest.raises(RunFolderError, match=r"initial_weights\.safetensors "):
+        check_initial(run)
+
+
+def test_a_write_replaces_a_link_and_not_what_it_points_to(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("keep")
+    (tmp_path / "plan.json").symlink_to(precious)
+    write_json(tmp_path / "plan.json", {"ranks": 2})
+    assert precious.read_text() == "keep"
+    assert read_json(tmp_path / "plan.json") == {"ranks": 2}
+
+
+def test_files_are_read_up_to_a_bound(tmp_path):
+    path = tmp_path / "large"
+    path.touch()
+    os.truncate(path, 1 << 40)  # a hole: no such disk is needed
+    with pytest.raises(RunFolderError, match="larger than"):
+        read_bytes(path, at_most=1000)
+
+
+def made(path):
+    """A run folder as a start makes it, nothing trained."""
+    run = RunDir(path)
+    run.create()
+    run.write_config(to_yaml(compose(["train.updates=3"])))
+    run.write_own(run.submission, {"cluster": "local"})
+    run.write_own(run.plan, {"updates": 3, "ranks": 4})
+    return run
+
+
+def test_of_two_that_start_in_one_folder_one_wins_and_keeps_it(tmp_path):
+    """300 pairs, released together; the loser is refused and touches nothing of the winner's."""
+    chance = random.Random(7)
+    for pair in range(300):
+        folder = tmp_path / f"{pair}"
+        if pair % 3 == 0:
+            folder.mkdir()
+        gate = threading.Barrier(2)
+        outcomes = []
+        delays = [chance.random() / 5000 for _ in range(2)]
+
+        def start(folder=folder, gate=gate, outcomes=outcomes, delays=delays):
+            run = RunDir(folder)
+            time.sleep(delays[gate.wait()])
+            try:
+                run.create()
+                run.write_config("job: {}\n")
+                outcomes.append("made")
+            except RunFolderError as error:
+                run.withdraw()
+                outcomes.append(str(error))
+
+        threads = [threading.Thread(target=start) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(outcome == "made" for outcome in outcomes) == [False, True], outcomes
+        assert RunDir(folder).config.is_file()
+        assert {p.name for p in folder.iterdir()} == {
+            ".lock", "config.yaml", "logs", "checkpoints", "attempts",
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_start_that_is_refused_takes_back_what_it_made_and_no_more(tmp_path, was_there):
+    run = RunDir(tmp_path / "run")
+    if was_there:
+        run.path.mkdir()
+    run.create()
+    run.write_config("job: {}\n")
+    run.withdraw()
+    assert run.path.exists() == was_there
+    assert [p for p in tmp_path.rglob("*") if p != run.path] == []
+
+
+def test_a_folder_is_private_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        run = made(tmp_path / "run")
+        os.umask(0o277)
+        run.begin_attempt()
+    finally:
+        os.umask(before)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in [run.path, *run.path.rglob("*")]}
+    assert {modes[name] for name in ("run", "logs", "attempts", "000")} == {0o700}
+    assert not any(mode & 0o077 for mode in modes.values()), modes
+
+
+def test_one_damaged_run_hides_no_other_in_status(tmp_path):
+    sound = made(tmp_path / "sound")
+    for name in ("a", "b", "z"):
+        made(tmp_path / name)
+    (tmp_path / "a" / "plan.json").write_bytes(b"\xff\xfe")
+    (tmp_path / "b" / "submission.json").unlink()
+    (tmp_path / "b" / "submission.json").mkdir()
+    (tmp_path / "z" / "result.json").write_text("[" * 100_000)
+    runs = [RunDir(tmp_path / name) for name in ("a", "b", "sound", "z")]
+    found, _ = statuses(runs)
+    assert [status.state for status in found] == ["damaged", "damaged", "lost", "damaged"]
+    assert found[2].folder == sound.path
+    assert "plan.json is damaged: it is not UTF-8" in found[0].reason
+
+
+def test_the_last_lines_of_a_file_are_found_wherever_pieces_of_it_end(tmp_path, monkeypatch):
+    chance, path = random.Random(5), tmp_path / "log"
+    for _ in range(400):
+        text = "".join(chance.choices("ab\n", k=chance.randrange(24)))
+        # pieces so small that lines end anywhere in them
+        monkeypatch.setattr(files, "BLOCK", chance.randint(1, 9))
+        path.write_text(text)
+        for lines in range(6):
+            wanted = "".join(text.splitlines(keepends=True)[-lines:] if lines else [])
+            assert text[start_of_last(path, lines) :] == wanted, (text, lines)
+
+
+# Spies that call the real thing: whether data reached the disk cannot be seen without a power cut.
+CALLS = ("fsync", "rename", "replace")
+
+
+def path_of(descriptor):
+    return Path(f"/proc/self/fd/{descriptor}").readlink().name
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of `os` in order, as (name, file's name)."""
+    seen = []
+
+    def spied(name):
+        real = getattr(os, name)
+
+        def call(*arguments, **more):
+            first = arguments[0]
+            seen.append((name, path_of(first) if isinstance(first, int) else Path(first).name))
+            return real(*arguments, **more)
+
+        return call
+
+    for name in CALLS:
+        monkeypatch.setattr(os, name, spied(name))
+    return seen
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, calls):
+    write_json(tmp_path / "x.json", {"a": 1})
+    assert [name for name, _ in calls] == ["fsync", "replace"]
+    assert calls[0][1] == calls[1][1] != "x.json"
+
+
+def test_many_new_files_wait_for_the_disk_together_and_what_is_replaced_for_itself(
+    tmp_path, calls, monkeypatch
+):
+    write_json(tmp_path / "old.json", {"a": 1})
+    calls.clear()
+    real = files._sync_disks
+    monkeypatch.setattr(  # called all the same
+        files, "_sync_disks", lambda folders: calls.append(("disk", "")) or real(folders)
+    )
+    with written_together([tmp_path]):
+        for number in range(3):
+            write_json(tmp_path / f"{number}.json", {"a": number})
+        assert {name for name, _ in calls} == {"replace"}
+        write_json(tmp_path / "old.json", {"a": 2})
+    assert [name for name, _ in calls] == ["replace"] * 3 + ["fsync", "replace", "disk"]
+    write_json(tmp_path / "later.json", {})
+    assert calls[-2][0] == "fsync"
+
+
+def test_a_disk_that_cannot_take_what_was_written_together_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError), written_together([tmp_path / "gone"]):
+        pass
+
+
+class Engine:
+    def save_state(self, folder):
+        (folder / checkpoint.WEIGHTS).write_bytes(b"weights")
+        (folder / "optimizer.safetensors").write_bytes(b"optimizer")
+        return {}
+
+
+def test_a_checkpoint_is_on_the_disk_whole_before_it_appears(tmp_path, calls):
+    final = checkpoint.save(tmp_path, Engine(), updates=3, samples=30, keep=2)
+    appears = next(n for n, (call, _) in enumerate(calls) if call == "rename")
+    partial = calls[appears][1]
+    before = {name for call, name in calls[:appears] if call == "fsync"}
+    assert {checkpoint.WEIGHTS, "optimizer.safetensors", partial} <= before
+    assert any(checkpoint.STATE in name for name in before)
+    assert ("fsync", tmp_path.name) in calls[appears + 1 :]
+    assert final.name not in [name for _, name in calls[:appears]]
+
+
+@pytest.mark.parametrize("step", range(12))
+def test_a_crash_at_any_step_leaves_a_sound_checkpoint(tmp_path, step):
+    """A child process dies at its n-th call; what it leaves is sound."""
+    checkpoint.save(tmp_path, Engine(), updates=1, samples=10, keep=2)
+    child = os.fork()
+    if child == 0:
+        left = [step]
+
+        def dying(real):
+            def call(*arguments, **more):
+                if left[0] == 0:
+                    os._exit(9)
+                left[0] -= 1
+                return real(*arguments, **more)
+
+            return call
+
+        for name in (*CALLS, "mkdir"):
+            setattr(os, name, dying(getattr(os, name)))
+        checkpoint.save(tmp_path, Engine(), updates=2, samples=20, keep=2)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    found, passed_over = checkpoint.newest(tmp_path)
+    assert passed_over == []
+    assert found.updates in (1, 2)
+    assert (found.folder / checkpoint.WEIGHTS).read_bytes() == b"weights"
+    if os.waitstatus_to_exitcode(status) == 0:
+        assert found.updates == 2
+    assert read_json(found.folder / checkpoint.STATE)["updates"] == found.updates

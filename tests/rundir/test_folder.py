@@ -1,0 +1,99 @@
+"""The run folder: private, never another run's, written whole or not at all."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import RunFolderError
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import RunDir
+
+
+def test_a_new_run_folder_is_private_to_its_owner(tmp_path):
+    run = RunDir(tmp_path / "a" / "b")
+    run.create()
+    for folder in (run.path, run.logs, run.checkpoints, run.attempts):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_an_empty_folder_is_taken_and_made_private(tmp_path):
+    tmp_path.chmod(0o755)
+    RunDir(tmp_path).create()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+
+
+def test_another_runs_folder_is_refused_with_the_way_to_resume_it(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(RunFolderError, match="resume"):
+        RunDir(tmp_path).create()
+
+
+def test_a_folder_with_other_things_or_a_file_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(RunFolderError, match="not empty"):
+        RunDir(tmp_path).create()
+    with pytest.raises(RunFolderError, match="is a file"):
+        RunDir(tmp_path / "thesis.tex").create()
+
+
+def test_a_place_that_cannot_be_written_is_said_in_words():
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        RunDir(Path("/proc/nowhere/run")).create()
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert read_json(path) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_broken_json_is_named(tmp_path):
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(RunFolderError, match=r"x\.json is damaged"):
+        read_json(tmp_path / "x.json")
+
+
+def test_attempts_count_up(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    assert [run.begin_attempt(), run.begin_attempt(), run.attempts_made()] == [0, 1, 2]
+
+
+def test_a_folder_without_a_run_is_not_resumed(tmp_path):
+    with pytest.raises(RunFolderError, match="there is no run folder"):
+        RunDir(tmp_path / "absent").existing()
+    with pytest.raises(RunFolderError, match="is not a run folder"):
+        RunDir(tmp_path).existing()
+
+
+def test_a_run_folder_that_is_not_there_is_told_with_the_nearest_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("new", "old")):
+        config = tmp_path / "runs" / name / "config.yaml"
+        config.parent.mkdir(parents=True)
+        config.touch()
+        os.utime(config, (0, 1000 - number))
+    for asked, hint in (
+        ("RUN", "the newest in runs/ is runs/new"),
+        ("old", "did you mean runs/old"),
+    ):
+        with pytest.raises(RunFolderError, match=f"there is no run folder .*{asked}; {hint}"):
+            RunDir(tmp_path / asked).existing()
+
+
+def test_logs_of_thousands_of_ranks_are_in_folders_of_512(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    ranks = (0, 511, 512, 1023, 1024, 9999, 123456)
+    for rank in ranks:
+        run.rank_log(rank).parent.mkdir(exist_ok=True)
+        run.rank_log(rank).touch()
+    assert run.rank_log(511).parent == run.logs
+    assert run.rank_log(1023) == run.logs / "ranks-00512" / "rank-01023.log"
+    assert run.ranks_with_logs() == list(ranks)
+    assert len({run.rank_log(rank).parent for rank in range(5120)}) == 10

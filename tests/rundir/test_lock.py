@@ -1,0 +1,99 @@
+"""A signal goes to the launcher of this run, or to nobody."""
+
+import fcntl
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import Holder, held, is_held, signal_holder
+from tests.helpers import until
+
+HOLD = """
+import signal, sys, time
+from pathlib import Path
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import held
+with held(RunDir(Path(sys.argv[1]))):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir(tmp_path)
+
+
+@pytest.fixture
+def bystander():
+    """A process that must live on."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield process
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+
+
+def test_the_holder_of_a_run_gets_the_signal(run):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run.path)], stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "held\n"
+        with (
+            pytest.raises(RunFolderError, match=f"in progress .process {process.pid} on"),
+            held(run),
+        ):
+            raise AssertionError("it was held twice")
+        assert is_held(run)
+        signal_holder(run, signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM
+    until(lambda: not is_held(run))
+    with pytest.raises(ClusterError, match="nothing to cancel"):
+        signal_holder(run, signal.SIGTERM)
+
+
+def of(pid, **changes):
+    found = Holder.current()
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    values = {"start": stat.rpartition(")")[2].split()[19], "boot": found.boot, "host": found.host}
+    values |= changes
+    return f"{pid} {values['start']} {values['boot']} {values['host']}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        str,
+        of,
+        lambda pid: of(pid, start="1"),
+        lambda pid: of(pid, boot="another-boot"),
+        lambda pid: f"-{of(pid)}",
+        lambda pid: of(pid).replace(str(pid), "9" * 30),
+        lambda pid: of(pid).replace(str(pid), "0"),
+        lambda _: "",
+        lambda _: "\x00\xff" * 500,
+    ],
+)
+def test_whoever_a_lock_names_without_holding_it_gets_no_signal(run, bystander, words):
+    """The lock itself is held, by this test: as by somebody who wants another process ended."""
+    run.lock.write_text(words(bystander.pid))
+    with run.lock.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ClusterError, match=r"nothing was sent|cancel it there"):
+            signal_holder(run, signal.SIGKILL)
+
+
+def test_a_lock_that_nobody_holds_gets_nobody_a_signal(run, bystander):
+    run.lock.write_text(of(bystander.pid))
+    with pytest.raises(ClusterError, match="nothing to cancel"):
+        signal_holder(run, signal.SIGKILL)
+    run.lock.unlink()
+    run.lock.symlink_to(run.path / "elsewhere")
+    with pytest.raises(RunFolderError, match="is a link"):
+        signal_holder(run, signal.SIGKILL)

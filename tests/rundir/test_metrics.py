@@ -1,0 +1,117 @@
+"""Reading a metrics.jsonl that is being written, torn, redone and cut back."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.rundir.metrics import History, Tail, read_metrics
+from tests.report.conftest import record
+
+
+def lines(*records):
+    return "".join(json.dumps(r) + "\n" for r in records)
+
+
+def test_a_file_that_is_not_there_yet_has_no_records(tmp_path):
+    tail = Tail(tmp_path / "metrics.jsonl")
+    assert tail.read() == []
+    assert read_metrics(tail.path).updates == []
+
+
+def test_a_torn_line_is_returned_once_it_is_whole(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    text = lines(record(0), record(1))
+    tail = Tail(path)
+    path.write_text(text[:-20])
+    assert [r["update"] for r in tail.read()] == [0]
+    assert tail.read() == []
+    path.write_text(text)
+    assert [r["update"] for r in tail.read()] == [1]
+    assert tail.damaged == 0
+
+
+def test_every_record_is_returned_once_wherever_the_writer_pauses(tmp_path_factory):
+    text = lines(*(record(n, note="ü") for n in range(3))).encode()
+
+    @given(st.lists(st.integers(0, len(text)), max_size=6))
+    def check(pauses):
+        path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+        tail, seen = Tail(path), []
+        for end in [*sorted(pauses), len(text)]:
+            path.write_bytes(text[:end])
+            seen += tail.read()
+        assert [r["update"] for r in seen] == [0, 1, 2]
+
+    check()
+
+
+def test_a_torn_line_does_not_swallow_the_next_attempts_first_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = lines(record(0), record(1))
+    path.write_text(whole[:-30] + lines(record(1, attempt=1, metrics={"a": 1.0})))
+    tail = Tail(path)
+    assert [(r["update"], r["attempt"]) for r in tail.read()] == [(0, 0), (1, 1)]
+    assert tail.damaged == 1
+
+
+def test_what_is_no_record_is_counted_and_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\0\0\n[1]\n\xff\xfe\n\n" + lines(record(7)).encode())
+    tail = Tail(path)
+    assert [r["update"] for r in tail.read()] == [7]
+    assert tail.damaged == 2
+
+
+def test_a_file_that_was_cut_back_is_read_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(record(0), record(1), record(2)))
+    tail, history = Tail(path), History()
+    history.add(tail.read())
+    path.write_text(lines(record(0), record(1, attempt=1)))
+    history.add(tail.read())
+    assert [(r["update"], r["attempt"]) for r in history.updates] == [(0, 0), (1, 1)]
+
+
+def test_a_whole_last_line_without_line_feed_counts_when_the_run_is_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(record(0), record(1)).rstrip("\n"))
+    assert [r["update"] for r in read_metrics(path).updates] == [0, 1]
+    path.write_text(lines(record(0), record(1))[:-5])
+    assert [r["update"] for r in read_metrics(path).updates] == [0]
+
+
+def test_of_an_update_that_was_redone_the_last_line_counts():
+    history = History([record(0), record(1), record(1, loss=9.0)])
+    history.add([record(1, attempt=1, loss=7.0)])
+    assert [r["loss"] for r in history.updates] == [1.0, 7.0]
+    history.add([record(1, attempt=0, loss=8.0)])
+    assert [r["loss"] for r in history.updates] == [1.0, 7.0]
+
+
+def test_a_resume_forgets_what_was_thrown_away_with_its_weights():
+    evaluation = {"evaluation": {"accuracy": 0.5}, "epoch": 0, "time": 0.0}
+    history = History([record(n) for n in range(5)])
+    history.add([{**evaluation, "update": n} for n in (1, 2, 4)])
+    history.add([record(2, attempt=1)])
+    assert [r["update"] for r in history.updates] == [0, 1, 2]
+    assert [r["update"] for r in history.evaluations] == [1]
+
+
+@pytest.mark.timeout(120)
+def test_survivors_that_go_back_to_a_checkpoint_forget_what_they_had_done_since():
+    history = History([record(n) for n in range(6)])
+    told = {"generation": 1, "gone": [1], "ranks": 3, "seconds": 0.1}
+    history.add([record(6, survived=told)])
+    assert [r["update"] for r in history.updates] == list(range(7)), "the update under way alone"
+    history.add([record(4, survived={**told, "lost_updates": 3})])
+    assert [r["update"] for r in history.updates] == list(range(5))
+
+
+def test_a_line_of_a_megabyte_of_open_tables_costs_no_time_and_hides_no_record(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"a":' * 200_000 + lines(record(0)))
+    tail = Tail(path)
+    assert tail.read() == [record(0)]
+    assert tail.damaged == 1

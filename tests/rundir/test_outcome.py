@@ -1,0 +1,148 @@
+"""When a failed run starts again, and what a stop does to a run."""
+
+import time
+
+import pytest
+
+from orchestrator.clusters.api import Culprit
+from orchestrator.inside.stop import Stop
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import ProgressWriter
+from orchestrator.rundir.outcome import Ruling, describe_stop, rule
+
+"""When a failed run starts again by itself: a rule on what its folder says."""
+
+
+KILLED = Culprit(rank=1, node="node0", cause="killed by signal 9 (SIGKILL)")
+RAISED = Culprit(rank=1, node="node0", cause="ValueError: wrong")
+
+
+@pytest.fixture
+def run(tmp_path):
+    found = RunDir(tmp_path / "run")
+    found.create()
+    return found
+
+
+def ruled(run, culprit, *, most=2, first=0, update=None):
+    """The ruling on one more attempt, which failed in `update`."""
+    attempt = run.begin_attempt()
+    if update is not None:
+        ProgressWriter(run.progress(attempt)).write(update, 0, 4)
+    if culprit.cause != KILLED.cause:
+        failure = {"rank": 1, "cause": culprit.cause, "secondary": False}
+        write_json(run.failure(attempt, 1), failure)
+    return rule(run, attempt, culprit, first=first, most=most)
+
+
+def test_without_an_allowance_nothing_starts_again_and_nothing_is_said(run):
+    ruling = ruled(run, KILLED, most=0)
+    assert ruling == Ruling(again=False)
+
+
+def test_as_many_restarts_as_are_allowed(run):
+    rulings = [ruled(run, KILLED, update=5) for _ in range(3)]
+    assert [ruling.again for ruling in rulings] == [True, True, False]
+    assert "attempt 2 begins" in rulings[1].words
+    assert "restart 2 of 2" in rulings[1].words
+    assert "run.max_restarts=2" in rulings[2].words
+    assert "rank 1 on node0 failed first: killed" in read_json(run.departure(0))["why"]
+
+
+def test_a_start_by_a_person_gives_a_new_allowance(run):
+    assert [ruled(run, KILLED, most=1).again for _ in range(2)] == [True, False]
+    assert ruled(run, KILLED, most=1, first=2).again
+
+
+def test_the_same_exception_without_progress_ends_it_early(run):
+    assert ruled(run, RAISED, most=9, update=5).again
+    ruling = ruled(run, RAISED, most=9, update=5)
+    assert ruling.again is False
+    assert "attempt 0 raised the same in update 5" in ruling.words
+
+
+def test_the_same_exception_before_any_update_ends_it_early(run):
+    assert ruled(run, RAISED, most=9).again
+    assert "before the first update" in ruled(run, RAISED, most=9).words
+
+
+def test_the_same_exception_after_progress_does_not(run):
+    assert all(ruled(run, RAISED, most=9, update=update).again for update in (5, 6, 9))
+
+
+def test_other_failures_at_the_same_place_do_not(run):
+    assert all(ruled(run, one, most=9, update=5).again for one in (KILLED, RAISED, KILLED, KILLED))
+
+
+def test_what_was_asked_for_wrongly_is_not_tried_again(run):
+    wrong = Culprit(rank=0, node="node0", cause="no such file", usage=True)
+    assert ruled(run, wrong, most=9) == Ruling(again=False)
+
+
+def test_a_cancelled_run_stays_ended(run):
+    run.cancel.touch()
+    assert ruled(run, KILLED, most=9) == Ruling(again=False)
+
+
+def test_another_exception_at_the_same_place_does_not_end_it(run):
+    another = Culprit(rank=1, node="node0", cause="ValueError: something else")
+    assert all(ruled(run, one, most=9, update=5).again for one in (RAISED, another, RAISED))
+
+
+def test_the_note_of_a_restart_says_where_it_failed_and_what_was_raised(run):
+    before = time.time()
+    assert ruled(run, RAISED, update=5).again
+    note = read_json(run.departure(0))
+    assert before <= note.pop("time") <= time.time()
+    assert note == {
+        "why": "rank 1 on node0 failed first: ValueError: wrong",
+        "updates": None,
+        "failed": {"attempt": 0, "update": 5, "raised": "ValueError: wrong"},
+    }
+    assert ruled(run, KILLED).again
+    killed = {"attempt": 1, "update": -1, "raised": None}
+    assert read_json(run.departure(1))["failed"] == killed
+
+
+def test_an_exception_that_only_followed_or_was_another_ranks_is_not_the_runs_own(run):
+    for rank, secondary in ((1, True), (0, False)):
+        attempt = run.attempts_made()
+        run.attempt(attempt).mkdir()
+        failure = {"rank": rank, "cause": "x", "secondary": secondary}
+        write_json(run.failure(attempt, rank), failure)
+        assert rule(run, attempt, KILLED, first=0, most=9).again
+        assert read_json(run.departure(attempt))["failed"]["raised"] is None
+
+
+def test_departures_that_were_no_failures_use_nothing_up(run):
+    for _ in range(3):
+        left = run.begin_attempt()
+        write_json(run.departure(left), {"why": "preempted", "updates": 3, "time": 1.0})
+    ruling = ruled(run, KILLED, most=1)
+    assert ruling.again
+    assert "restart 1 of 1" in ruling.words
+    assert "attempt 4 begins" in ruling.words
+    said = ruled(run, KILLED, most=1).words
+    assert said == "not started again: that was done 1 time already (run.max_restarts=1)"
+
+
+@pytest.fixture
+def program(run):
+    write_json(run.plan, {"ranks": 2, "program": {"words": ["a.py"], "stop_signal": "INT"}})
+    return run
+
+
+def test_only_a_job_of_ours_is_said_to_have_a_boundary_and_a_checkpoint(program):
+    assert "gets SIGINT" in describe_stop(program)
+    write_json(program.plan, {"ranks": 2})
+    assert describe_stop(program) == "stops at its next update boundary, with a checkpoint"
+
+
+def test_a_program_stops_together_once_all_its_ranks_have_asked_in_this_attempt(program):
+    for attempt in range(2):
+        program.begin_attempt()
+        for rank in range(2):
+            assert "gets SIGINT" in describe_stop(program)
+            Stop(program.attempt(attempt), rank, 2).due(0)
+        assert "once all its ranks are done with the same update" in describe_stop(program)

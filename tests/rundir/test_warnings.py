@@ -1,0 +1,91 @@
+"""Warnings of ranks: bounded, counted, told once, and read back from whatever the folder holds."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from orchestrator.rundir import warnings as run_warnings
+from orchestrator.rundir.warnings import MOST_KINDS, NewWarnings, read_warnings, warn, warn_into
+from tests.helpers import ROOT
+
+
+@pytest.fixture
+def as_rank(tmp_path, monkeypatch):
+    """Makes this process a rank, as `run_rank` does."""
+    monkeypatch.setattr(run_warnings, "_destination", None)
+    return lambda rank, node=0: warn_into(tmp_path / f"warnings-{node:05d}.jsonl", rank)
+
+
+def test_a_warning_of_many_ranks_is_one_entry_with_its_ranks_and_a_count(as_rank, tmp_path):
+    for rank in (3, 5):
+        as_rank(rank, node=rank // 4)
+        for number in range(100):
+            warn(f"slow: {number} s", kind="slow")
+    [warned] = read_warnings(tmp_path)
+    assert (warned.sentence, warned.ranks, warned.times) == ("slow: 0 s", (3, 5), 128)
+    assert warned.text == "ranks 3, 5: slow: 0 s (at least 128 times)"
+
+
+def test_a_rank_of_which_a_warning_is_has_its_name_though_it_is_0_and_its_log_says_it_once(
+    as_rank, tmp_path, capsys
+):
+    as_rank(0)
+    warn("it was frozen")
+    warn("slow")
+    assert [one.text for one in read_warnings(tmp_path)] == ["rank 0: it was frozen", "slow"]
+    assert capsys.readouterr().out == "warning: it was frozen\nwarning: slow\n"
+
+
+def test_a_flood_leaves_few_short_lines(as_rank, tmp_path, capsys):
+    as_rank(0)
+    for number in range(5000):
+        warn(f"{number} " + "x" * 5000)
+    lines = (tmp_path / "warnings-00000.jsonl").read_bytes().split(b"\n")[:-1]
+    assert len(lines) < MOST_KINDS + 20
+    assert max(map(len, lines)) < 2000
+    assert capsys.readouterr().out.count("\n") == len(lines)
+    assert "no more are told" in read_warnings(tmp_path)[-1].sentence
+
+
+def test_each_warning_is_news_once_and_the_folder_is_looked_at_now_and_then(as_rank, tmp_path):
+    moment = [0.0]
+    news = NewWarnings(tmp_path, already=["known"], clock=lambda: moment[0])
+    as_rank(0)
+    warn("known")
+    warn("new")
+    assert news.read() == ["new"]
+    warn("newer")
+    assert news.read() == []
+    assert news.read(now=True) == ["newer"]
+    moment[0] = 60.0
+    assert news.read() == []
+
+
+def test_lines_that_are_none_are_passed_over(tmp_path):
+    good = {"sentence": "s", "times": 1, "rank": 0, "time": 1.0}
+    bad = [[], 3, {**good, "rank": "0"}, {**good, "sentence": None}, {"times": 1}]
+    text = "\n".join([*map(json.dumps, bad), json.dumps(good), '{"sentence": "torn', "\x00\udcff"])
+    path = tmp_path / "warnings-00000.jsonl"
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    (tmp_path / "warnings-00001.jsonl").symlink_to(path)
+    (tmp_path / "warnings-00002.jsonl").symlink_to("/dev/zero")
+    assert [warned.sentence for warned in read_warnings(tmp_path)] == ["s"]
+
+
+def test_a_folder_that_cannot_be_written_delays_a_warning_and_ends_nothing(tmp_path, as_rank):
+    as_rank(0)
+    run_warnings.warn_into(tmp_path / "later" / "warnings-00000.jsonl", 0)
+    warn("first")
+    (tmp_path / "later").mkdir()
+    warn("second")
+    assert [warned.sentence for warned in read_warnings(tmp_path / "later")] == ["first", "second"]
+
+
+def test_without_a_run_a_warning_is_pythons():
+    program = "from orchestrator.rundir.warnings import warn; warn('in a program of my own')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "UserWarning: in a program of my own" in done.stderr
