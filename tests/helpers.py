@@ -141,7 +141,7 @@ def processes_of(run):
 
 def preloaded(run):
     """The process that a local run's nodes are forks of; None before it is there."""
-    word = "orchestrator.clusters.local.preloaded"
+    word = "orchestrator.agent.local_nodes"
     named = [p for p in processes_of(run) if word in p.cmdline()]
     return next((p for p in named if not name_of(p).startswith(("node", "rank"))), None)
 

@@ -1,6 +1,6 @@
 """What pretended nodes are forks of, started without a new interpreter.
 
-A local run's start is mostly one import of torch, in a process of its own (`preloaded`), and tests
+A local run's start is mostly one import of torch, in a process of its own, and tests
 start hundreds of runs. The launcher of `warm.call` has torch already, so that process can be its
 fork: all that `subprocess.Popen` does, with the module's run in the place of an exec. It looks like
 what it stands for: its command line, environment, signals and files are those of the new
@@ -25,7 +25,7 @@ from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config
 from orchestrator.rundir.folder import RunDir
 
-MODULE = "orchestrator.clusters.local.preloaded"
+MODULE = "orchestrator.agent.local_nodes"
 ROOM = " " * 4000
 """An argument that makes room for the command lines of forks."""
 

@@ -25,9 +25,9 @@ from orchestrator.errors import (
 )
 from orchestrator.lifecycle.address import interface_variables
 from orchestrator.lifecycle.forks import this_process_alone
-from orchestrator.lifecycle.signs.node_watch import FAILED, FENCED, FINISHED, STOPPED
+from orchestrator.lifecycle.signs.node_watch import FAILED, FENCED, FINISHED, LINK_VARIABLE, STOPPED
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
-from orchestrator.lifecycle.topology import Topology
+from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE, Topology
 from orchestrator.rank.attending.attendance import Attendance
 from orchestrator.rank.failure import exit_code
 from orchestrator.rank.loop import train
@@ -45,7 +45,9 @@ LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, FENCED_RANK: FENCE
 
 def run_rank(run_path: Path, attempt: int) -> int:
     """Be one rank of the run in `run_path`; give the exit code. Never raises what a job raised."""
-    stop = StopFlag().install()
+    stop = StopFlag()
+    if LINK_VARIABLE not in os.environ or BASE_ATTEMPT_VARIABLE in os.environ:
+        stop.install()  # else the agent acts on signals, and this process ignores them
     # MindSpore's C++ prints pages of warnings unless told otherwise before its import.
     os.environ.setdefault("GLOG_v", "3")
     run = RunDir(run_path)

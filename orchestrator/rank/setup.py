@@ -79,7 +79,10 @@ def _set_up(
         rates=own_rates(job, config.schedule, engine, planned.updates),
     )  # fmt: skip
     survives = config.run.survive
-    entering = Entering(spec, config.cluster, topology, framework, engine) if survives else None
+    life = attendance.life
+    entering = (
+        Entering(spec, config.cluster, topology, framework, engine, life) if survives else None
+    )
     if alone and entering is not None:
         training.others = survivors = entering.alone(job, lambda: stop.requested)
         survivors.back, survivors.over = training.back, training.over

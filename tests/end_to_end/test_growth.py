@@ -73,7 +73,8 @@ def kill_one_after_another(run, victims, *more, ranks_per_node=2, kill_newcomer=
             found = helpers.until(newcomer, what="a newcomer")
             os.kill(found, signal.SIGSTOP)
             helpers.until(lambda: notes(run, "survived"), what="going on")
-            with full_disk(helpers.rank_pid(run, full)):
+            coordinator = helpers.node_process(run, "node0").pid
+            with full_disk(helpers.rank_pid(run, full)), full_disk(coordinator):
                 os.kill(found, signal.SIGCONT)
                 log = run / "logs" / f"rank-{victim:05d}.log"
                 asks = lambda log=log: "asks to be let in" in log.read_text()  # noqa: E731

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from orchestrator.clusters.root_cause import WORDLESS
+from orchestrator.agent.root_cause import WORDLESS
 from orchestrator.clusters.slurm.root_cause import read_said, silent_end, survived
 from orchestrator.errors import EXIT_FINISHED, OrchestratorError, describe_status
 from orchestrator.lifecycle.prctl import die_with

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.root_cause import (
+from orchestrator.agent.root_cause import (
     TAIL_LINES,
     TAKEN_AWAY,
     WORDLESS,
@@ -23,6 +22,7 @@ from orchestrator.clusters.root_cause import (
     tail,
     told_with_waits,
 )
+from orchestrator.clusters.api import Culprit
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, FENCED_RANK, describe_status
 from orchestrator.lifecycle.signs.heartbeat import read_waits
 from orchestrator.lifecycle.signs.last_word import all_wordless, ended_with

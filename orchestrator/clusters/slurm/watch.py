@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
+from orchestrator.agent.root_cause import tail
 from orchestrator.clusters.api import Culprit, Handle, State
-from orchestrator.clusters.root_cause import tail
 from orchestrator.clusters.slurm.news import News
 from orchestrator.clusters.slurm.queue.cancelling import UNSENT, cancel_all, end, stop
 from orchestrator.clusters.slurm.queue.packing.members import is_over, title_of

@@ -64,6 +64,7 @@ class Neighbour:
 
     pid: int
     heard: float = 0.0
+    said: float = 0.0
     used_s: float = 0.0
     word: str = ""
     failure: dict[str, Any] | None = None
@@ -98,12 +99,26 @@ class NodeWatch:
         *lines, neighbour.unread = (neighbour.unread + content).split(b"\n")
         news = [json.loads(line) for line in lines if line]
         for line in news:
-            neighbour.word = line.get("word", neighbour.word)
-            neighbour.failure = line.get("failure", neighbour.failure)
-            neighbour.behind = line.get("behind", neighbour.behind)
-            if seen := line.get("seen"):
-                neighbour.seen = Seen.from_json(seen)
+            self.hear_message(rank, line)
         return news
+
+    def hear_message(self, rank: int, line: Mapping[str, Any]) -> None:
+        """Take one line that a rank said."""
+        neighbour = self.ranks[rank]
+        neighbour.heard, neighbour.told = self._clock(), False
+        neighbour.said = neighbour.heard
+        neighbour.word = line.get("word", neighbour.word)
+        neighbour.failure = line.get("failure", neighbour.failure)
+        neighbour.behind = line.get("behind", neighbour.behind)
+        if seen := line.get("seen"):
+            neighbour.seen = Seen.from_json(seen)
+
+    def silent_s(self, rank: int) -> float:
+        """Seconds since a rank's last line, whatever its processor time says; 0 before its first,
+        and after its last.
+        """
+        one = self.ranks[rank]
+        return self._clock() - one.said if one.said and not one.word else 0.0
 
     def silent(self) -> list[int]:
         """Ranks that have just become lost: no line and no processor time for `silence_s`.
@@ -116,6 +131,7 @@ class NodeWatch:
         lost: list[int] = []
         for rank, one in self.ranks.items():
             one.heard += paused if one.heard else 0.0
+            one.said += paused if one.said else 0.0
             if one.word or one.told or not one.heard or now - one.heard < 2 * BEAT_S:
                 continue
             letter, used_s = stat_of(one.pid)

@@ -69,7 +69,10 @@ class Life:
         link: socket.socket | None,
         on_hang: Callable[[str, str], None],
         on_behind: Callable[[dict[str, Any] | None], None] = lambda _: None,
+        *,
+        watched_only: bool = False,
     ) -> None:
+        self._watched_only = watched_only
         self._on_behind = on_behind
         self._beside: Callable[[], None] = lambda: None
         self._log, self._link, self._on_hang = log, link, on_hang
@@ -79,6 +82,32 @@ class Life:
         self._standstill: Standstill | None = None
         self._sending = threading.Lock()
         self._over = threading.Event()
+        self._on_message: list[Callable[[dict[str, Any]], None]] = []
+        self._on_beat: list[Callable[[], None]] = []
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether an agent of ours watches this process, and tells it what to do."""
+        return self._link is not None and not self._watched_only
+
+    def on_message(self, take: Callable[[dict[str, Any]], None]) -> None:
+        """Call `take`, from the thread that reads, with each message of the agent."""
+        self._on_message.append(take)
+
+    def on_beat(self, look: Callable[[], None]) -> None:
+        """Call `look` once a second, from the thread that beats."""
+        self._on_beat.append(look)
+
+    def send_event(self, event: str, **values: Any) -> None:
+        """Tell the agent what its coordinator has to know."""
+        self._send({"event": event, **values})
+
+    def _read(self, link: socket.socket) -> None:
+        with link.makefile("rb") as lines:
+            for line in lines:
+                message = json.loads(line)
+                for take in self._on_message:
+                    take(message)
 
     def begin(self) -> Life:
         """Start. From now on SIGQUIT writes the stacks of all threads to the log, whatever holds
@@ -90,6 +119,11 @@ class Life:
             os.register_at_fork(after_in_child=self._link.close)
         self._send({})
         threading.Thread(target=self._live, name="life", daemon=True).start()
+        if self._link is not None and self.has_agent:
+            reading = threading.Thread(
+                target=self._read, args=(self._link,), name="agent", daemon=True
+            )
+            reading.start()
         return self
 
     def expect(self, patience: Patience, beside: Callable[[], None] = lambda: None) -> None:
@@ -129,6 +163,8 @@ class Life:
             if self._link is not None:
                 self._send({"seen": asdict(self.seen())})
             self._beside()
+            for look in self._on_beat:
+                look()
             if self._standstill is not None:
                 self._look(self._standstill)
 

@@ -57,7 +57,11 @@ class StopFlag:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self.signal = signal.Signals(number)
+        self.take(signal.Signals(number))
+
+    def take(self, number: signal.Signals) -> None:
+        """A stop signal came, to this process or to its agent."""
+        self.signal = number
         now = time.monotonic()
         self.time = self.time or now
         self.times.setdefault(self.signal, now)

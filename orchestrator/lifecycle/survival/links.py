@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-HELLO_BYTES = 512
+HELLO_BYTES = 1 << 16
 MOST_BYTES = 1 << 24  # a list of a million ranks
 CONNECT_S = 0.5
 SEND_S = 1.0

@@ -6,6 +6,7 @@ On a local cluster most of it does nothing: there the launcher sees every proces
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from functools import cached_property, partial
@@ -66,7 +67,12 @@ class Attendance:
         self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
         self._failure: dict[str, Any] | None = None
         link = link_to_supervisor()
-        self._life = Life(run.rank_log(topology.rank), link, self._hang, self._behind).begin()
+        self.life = self._life = Life(
+            run.rank_log(topology.rank), link, self._hang, self._behind,
+            watched_only=topology.scheduled,
+        )  # fmt: skip
+        self._life.on_message(self._heed_stop)
+        self._life.begin()
         self._unheard = link is None or topology.scheduled  # under SLURM its watcher dies with it
         self._fence = Fence(run.newest_attempt, attempt)
         self._heartbeat: Heartbeat | None = None
@@ -75,6 +81,10 @@ class Attendance:
         # Writes, and decides what one rank has to.
         self.leads = topology.rank == 0 and not topology.replaces
         self._asking = threading.Lock()  # held while the scheduler is asked to start us again
+
+    def _heed_stop(self, message: dict[str, Any]) -> None:
+        if "stop" in message:
+            self._stop.take(signal.Signals[message["stop"]])
 
     def begin(self, config: Config) -> None:
         """Publish this attempt, start to beat. Raises `Superseded` when a newer one has begun."""

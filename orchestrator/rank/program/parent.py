@@ -32,11 +32,11 @@ from orchestrator.inside.stop import read_number, write_number
 from orchestrator.inside.variables import NOT_YET
 from orchestrator.lifecycle.address import interface_variables
 from orchestrator.lifecycle.prctl import adopt_orphans, die_with
-from orchestrator.lifecycle.signs.node_watch import FAILED, FINISHED, FROZEN, STOPPED
+from orchestrator.lifecycle.signs.node_watch import FAILED, FINISHED, FROZEN, LINK_VARIABLE, STOPPED
 from orchestrator.lifecycle.signs.processes import descendants
 from orchestrator.lifecycle.signs.stacks import told_by
-from orchestrator.lifecycle.stopping.stop_signals import StopFlag
-from orchestrator.lifecycle.topology import OUTER_UMASK_VARIABLE, Topology
+from orchestrator.lifecycle.stopping.stop_signals import STOP_SIGNALS, StopFlag
+from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE, OUTER_UMASK_VARIABLE, Topology
 from orchestrator.rank.attending.attendance import Attendance
 from orchestrator.rank.failure import exit_code
 from orchestrator.rank.program import meeting_place, processes
@@ -63,7 +63,9 @@ LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED}
 
 def run_program(path: Path, attempt: int) -> int:
     """Be one rank of the run at `path`; give the exit code."""
-    stop = StopFlag().install()
+    stop = StopFlag()
+    if LINK_VARIABLE not in os.environ or BASE_ATTEMPT_VARIABLE in os.environ:
+        stop.install()  # else the agent acts on signals, and this process ignores them
     adopt_orphans()
     run, topology = RunDir(path), Topology.from_env(os.environ)
     if topology.scheduled:
@@ -179,6 +181,8 @@ class _Parent:
 
         def become() -> None:
             die_with(parent)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
             for number in ignored:
                 signal.signal(number, signal.SIG_IGN)
 

@@ -16,11 +16,13 @@ from orchestrator.engine.common.listening import listen
 from orchestrator.engine.framework import Framework
 from orchestrator.engine.survives import Survives
 from orchestrator.errors import ConfigError, Fenced, OrchestratorError
+from orchestrator.lifecycle.signs.signs_of_life import Life
 from orchestrator.lifecycle.survival.agreement import Agreement
 from orchestrator.lifecycle.survival.asking import Asking
 from orchestrator.lifecycle.survival.lifeline import Lifeline
 from orchestrator.lifecycle.survival.links import Peer
 from orchestrator.lifecycle.survival.members import member_of
+from orchestrator.lifecycle.survival.membership import Membership
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.lifecycle.survival.silence import Borne
 from orchestrator.lifecycle.survival.witness import begin_witness
@@ -61,6 +63,7 @@ class Entering:
         topology: Topology,
         framework: Framework,
         engine: Engine,
+        life: Life,
     ) -> None:
         if not hasattr(engine, "regroup"):
             raise ConfigError(
@@ -71,6 +74,11 @@ class Entering:
         self._me = member_of(spec.rank, topology.replaces, spec.size)
         self._record = GenerationRecord(spec.folder)
         self._silence_s = silence_s(cluster)
+        self._membership: Membership | None = None
+        self._topology = topology
+        if life.has_agent:
+            self._membership = Membership(life, self._me, self._silence_s)
+            return
         self._listener, self._asked = listen(spec.address), listen(spec.address)
         ports = [int(one.getsockname()[1]) for one in (self._listener, self._asked)]
         self._mine = Peer(spec.address, ports[0], topology.node_index, ports[1])
@@ -78,6 +86,10 @@ class Entering:
     def together(self, job: Any, group: Any) -> Survivors:
         """With all others, once the engine stands. Collective."""
         everyone = tuple(range(self._spec.size))
+        if self._membership is not None:
+            self._membership.on_news(group.interrupt)
+            self._membership.begin(modules_of(job))
+            return Survivors(self._part(), self._membership, self._record, members=everyone)
         rows = self._engine.gather(self._mine.as_numbers())
         if self._spec.rank == 0:
             self._record.publish(
@@ -102,6 +114,13 @@ class Entering:
         assert first is not None  # noqa: S101  # nobody is replaced before the ranks train
         if odd := changed(first["code"], modules_of(job)):
             raise Fenced(f"{', '.join(odd)} changed on disk since the others began")
+        if self._membership is not None:
+            newer = self._membership.join(stopped)
+            others = tuple(one for one in newer.members if one != self._me)
+            return Survivors(
+                self._part(), self._membership, self._record,
+                members=others, generation=newer.number - 1,
+            )  # fmt: skip
         asking = Asking(
             me=self._me, peer=self._mine, record=self._record, silence_s=self._silence_s,
             patience_s=self._cluster.rendezvous_timeout_s, stopped=stopped,
@@ -125,13 +144,18 @@ class Entering:
         )  # fmt: skip
 
     def _part(self) -> Part:
-        peers = self._record.peers()
+        if self._membership is not None:
+            width = self._spec.size // self._topology.nodes
+            nodes = {rank: rank // width for rank in range(self._spec.size)}
+        else:
+            peers = self._record.peers()
+            nodes = {rank: peers[rank].node for rank in range(self._spec.size)}
         return Part(
             me=self._me,
             spec=self._spec,
             framework=self._framework,
             engine=cast("Survives", self._engine),
-            nodes={rank: peers[rank].node for rank in range(self._spec.size)},
+            nodes=nodes,
             least_nodes=least_nodes(self._cluster),
             silence_s=self._silence_s,
         )

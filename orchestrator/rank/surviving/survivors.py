@@ -26,6 +26,7 @@ from orchestrator.errors import (
 from orchestrator.lifecycle.survival.agreement import Generation, Members
 from orchestrator.lifecycle.survival.lifeline import Lifeline
 from orchestrator.lifecycle.survival.members import rank_of
+from orchestrator.lifecycle.survival.membership import Membership
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rank.loop import Attended, Outcome
 from orchestrator.rank.restoring import GOES_BACK
@@ -86,7 +87,7 @@ class Survivors:
     def __init__(
         self,
         part: Part,
-        lifeline: Lifeline,
+        lifeline: Lifeline | Membership,
         record: GenerationRecord,
         *,
         members: Members,

@@ -7,8 +7,8 @@ import subprocess
 import time
 from dataclasses import dataclass, field
 
+from orchestrator.agent.root_cause import End, blame, failures_among
 from orchestrator.clusters.api import Cluster, Handle, State
-from orchestrator.clusters.root_cause import End, blame, failures_among
 from orchestrator.errors import EXIT_STOPPED, ClusterError
 from orchestrator.rundir.folder import RunDir
 

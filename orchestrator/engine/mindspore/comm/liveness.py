@@ -62,7 +62,7 @@ class Watch:
     def _insist(self) -> None:
         """End the process if the main thread is stuck in the framework and cannot take notice.
 
-        The log's last line is then all that says why; `clusters.root_cause` reads it there.
+        The log's last line is then all that says why; `agent.root_cause` reads it there.
         """
         if not self._noticed.wait(GRACE_S) and not self._closed:
             print(f"error: {self._lost}", file=sys.stderr, flush=True)

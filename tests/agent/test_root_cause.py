@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.clusters.root_cause import TAIL_BYTES, Behind, End, behind_of, blame, tail
+from orchestrator.agent.root_cause import TAIL_BYTES, Behind, End, behind_of, blame, tail
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 

@@ -1,15 +1,12 @@
-"""The process that imports the framework for all ranks: it may hang, be killed, or be interrupted,
-before there is any rank and after.
+"""The parent of all simulated nodes: its import may hang, it may be killed or interrupted, before
+there is a worker and after; and a node may be stopped.
 """
 
 import os
 import signal
-import time
-import warnings
 
 import pytest
 
-from orchestrator.clusters.local.preloaded import _wake, ends_of
 from tests import helpers
 from tests.helpers import LIGHT, SMALL, TINY, until
 
@@ -41,14 +38,13 @@ def test_an_import_that_hangs_ends_the_run_with_its_stack(tmp_path, hanging):
     assert not helpers.processes_of(run)
 
 
-def test_a_second_interrupt_does_not_wait_for_an_import(tmp_path, hanging):
+def test_an_interrupt_does_not_wait_for_an_import(tmp_path, hanging):
     run = tmp_path / "run"
     launcher = importing(run, hanging)
     launcher.send_signal(signal.SIGINT)
-    until(lambda: "once more" in (launcher.stdout.readline() or "once more"), 10, "the word")
-    launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=20)
-    assert launcher.returncode == 130
+    assert launcher.returncode == 3
+    assert helpers.result(run)["state"] == "stopped"
     assert not helpers.processes_of(run)
 
 
@@ -70,29 +66,6 @@ def test_nodes_and_ranks_do_not_outlive_the_process_that_they_are_forks_of(tmp_p
     assert launcher.returncode == 1
     assert "SIGKILL" in helpers.result(run)["culprit"]["cause"]
     assert not helpers.processes_of(run)
-
-
-def test_a_signal_that_comes_as_a_node_ends_finds_no_pid_that_is_anothers():
-    """The handler may run between any two steps; one that had been waited for ended the run."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        nodes = {pid: pid for pid in map(_forked_for, range(100, 300))}
-    every = list(nodes)
-    before = signal.signal(signal.SIGALRM, lambda *_: _wake(nodes))
-    signal.setitimer(signal.ITIMER_REAL, 1e-3, 1e-3)
-    try:
-        ends = list(ends_of(nodes))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert sorted(ends) == sorted((pid, 0) for pid in every)
-
-
-def _forked_for(milliseconds):
-    if not (pid := os.fork()):
-        time.sleep(milliseconds / 1000)
-        os._exit(0)
-    return pid
 
 
 def frozen_node(run, *more):
@@ -131,5 +104,5 @@ def test_a_run_does_not_wait_for_a_node_that_is_stopped(tmp_path):
     assert launcher.returncode == 1, output
     found = helpers.result(run)["culprit"]
     assert (found["rank"], found["node"]) == (None, "node1")
-    assert "it was frozen (SIGSTOP) for 1 s" in found["cause"]
+    assert "its agent gave no sign of life for 2.5 s" in found["cause"]
     assert not helpers.processes_of(run)

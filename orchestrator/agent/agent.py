@@ -1,0 +1,367 @@
+"""The agent: the one process that owns a node's workers.
+
+It is the same program on every cluster. It starts the node's workers, watches them, and follows the
+coordinator, which is the most senior agent that lives (`coordinator.py`); where that one goes away,
+the next one takes its place. A worker never talks to another node's agent, only to its own.
+
+The loop has one thread: an agent forks, and a fork has only the thread that forked.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from orchestrator.agent.coordinator import LEAST_SILENCE_S, Coordinator
+from orchestrator.agent.node_spec import (
+    AgentFile,
+    NodeSpec,
+    agent_file,
+    publish_agent,
+    secret_of,
+)
+from orchestrator.agent.workers import STOP_SIGNALS, Workers
+from orchestrator.engine.common.listening import listen
+from orchestrator.lifecycle.signs.node_watch import BEAT_S
+from orchestrator.lifecycle.survival.links import Link, connect, greeted
+from orchestrator.lifecycle.survival.record import GenerationRecord
+from orchestrator.rundir.files import read_json
+from orchestrator.rundir.folder import RunDir
+
+LOOK_S = 0.1
+STOOD_STILL_S = 3.0
+"""Above this, the process itself stood still between two looks, and cannot judge others by time."""
+RETRY_S = 0.05
+MAX_STRANGERS = 64
+
+
+class Agent:
+    """One node's.
+
+    Args:
+        control: a pipe whose end means that the launcher is gone, or wants all processes ended;
+            None on a cluster whose scheduler sees to that.
+    """
+
+    def __init__(self, spec: NodeSpec, control: int | None = None) -> None:
+        self._spec, self._control = spec, control
+        self._run = RunDir(spec.run)
+        self._selector = selectors.DefaultSelector()
+        self._secret = secret_of(self._run, spec.attempt)
+        self._listener = listen(spec.address)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._strangers: set[Link] = set()
+        self._followers: dict[int, Link] = {}
+        self._early: dict[int, list[dict[str, Any]]] = {}  # of followers, before this coordinates
+        self._up: Link | None = None
+        self._tried_since = 0.0
+        self._gone: set[tuple[int, int]] = set()  # (incarnation, index) of agents that are gone
+        self._coordinator: Coordinator | None = None
+        self._stop: str | None = None
+        self._over = False
+        self._wake, wake_write = self._pipe = os.pipe()
+        for end in self._pipe:
+            os.set_blocking(end, False)
+        self._wake_write = wake_write
+        self._selector.register(self._wake, selectors.EVENT_READ, self._drain)
+        if control is not None:
+            self._selector.register(control, selectors.EVENT_READ, self._launcher_gone)
+        self._workers = Workers(
+            first=spec.ranks_of(spec.index)[0],
+            silence_s=spec.heartbeat_s,
+            hang_s=spec.hang_s,
+            selector=self._selector,
+            report=self._report,
+        )
+        self._workers.on_fork(self._close_in_fork)
+        publish_agent(spec, int(self._listener.getsockname()[1]))
+
+    def _close_in_fork(self) -> None:
+        """In a new worker: let go of all that is the agent's."""
+        for descriptor in (*self._pipe, *([self._control] if self._control is not None else [])):
+            os.close(descriptor)
+        self._listener.close()
+        for link in [*self._strangers, *self._followers.values()]:
+            link.close()
+        if self._up is not None:
+            self._up.close()
+
+    # ------------------------------------------------------------------ the loop
+
+    def serve(self) -> None:
+        """Be the node until the coordinator says that all is over.
+
+        Raises:
+            BecomeWorker: in each worker that is forked.
+        """
+        self._handle_signals()
+        if not self._spec.incarnation:
+            ranks = self._spec.ranks_of(self._spec.index)
+            self._workers.start(dict.fromkeys(ranks, 0))
+        looked = beat = time.monotonic()
+        while not self._over:
+            self._follow()
+            for key, _ in self._selector.select(LOOK_S):
+                key.data(key.fileobj)
+            self._workers.reap()
+            now = time.monotonic()
+            if now - looked > STOOD_STILL_S:
+                self._forgive(now - looked)
+            looked = now
+            if now - beat >= BEAT_S:
+                beat = now
+                self._beat()
+            if self._coordinator is not None:
+                self._coordinator.tick()
+                self._obey_coordinator()
+        self._workers.kill_all()
+
+    def _handle_signals(self) -> None:
+        """Stop signals are handled here alone; workers ignore them, and are told."""
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_stop_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
+
+    def _on_stop_signal(self, number: int, frame: Any) -> None:
+        del frame
+        self._stop = signal.Signals(number).name
+
+    def _drain(self, descriptor: Any) -> None:
+        os.read(descriptor, 4096)
+        if self._stop is not None:
+            self._workers.send(stop=self._stop)
+
+    def _launcher_gone(self, descriptor: Any) -> None:
+        if not os.read(descriptor, 64):
+            self._over = True
+
+    def _forgive(self, seconds: float) -> None:
+        if self._coordinator is not None:
+            self._coordinator.forgive(seconds)
+        for link in self._links():
+            link.heard += seconds
+
+    def _links(self) -> list[Link]:
+        up = [self._up] if self._up is not None else []
+        return [*self._followers.values(), *self._strangers, *up]
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        self._workers.look()
+        for link in self._links():
+            if link.rank is not None:
+                link.send()
+            elif now - link.heard > self._spec.silence_s:
+                self._close(link)  # it has not said who it is
+        if self._up is not None and now - self._up.heard > max(
+            self._spec.silence_s, LEAST_SILENCE_S
+        ):
+            self._coordinator_gone()
+
+    # ------------------------------------------------------------------ events and commands
+
+    def _report(self, event: dict[str, Any]) -> None:
+        """Report an event about a worker to the coordinator."""
+        if event["event"] == "started" and self._stop is not None:
+            self._workers.send([event["rank"]], stop=self._stop)
+        if self._coordinator is not None:
+            self._coordinator.take(self._spec.index, event)
+        elif self._up is not None:
+            self._up.send(**event)
+
+    def _state_of_workers(self) -> list[dict[str, Any]]:
+        """What a coordinator has to know that has just begun to hear of them."""
+        found: list[dict[str, Any]] = []
+        for worker in self._workers.all.values():
+            events: list[dict[str, Any]] = [
+                {"event": "started", "rank": worker.rank, "process": worker.process}
+            ]
+            events += worker.said.values()
+            if worker.status is not None:
+                events.append(self._workers.exit_of(worker))
+            found.append({"rank": worker.rank, "events": events})
+        return found
+
+    def _obey_coordinator(self) -> None:
+        assert self._coordinator is not None  # noqa: S101  # called where there is one
+        for agent, command in self._coordinator.commands():
+            if agent in (None, self._spec.index):
+                self._obey(command)
+            for index, link in list(self._followers.items()):
+                if agent in (None, index):
+                    link.send(**command)
+
+    def _obey(self, command: Mapping[str, Any]) -> None:
+        kind = command["command"]
+        if kind == "start":
+            self._workers.start({command["rank"]: command["process"]})
+        elif kind == "kill":
+            self._workers.kill(command["rank"])
+        elif kind == "tell":
+            ranks = None if command["rank"] is None else [command["rank"]]
+            self._workers.send(ranks, **command["message"])
+        elif kind == "where":
+            self._workers.report_places(stacks=command["stacks"])
+        elif kind == "die":
+            self._workers.kill_all()
+        elif kind == "end":
+            self._over = True
+
+    # ------------------------------------------------------------------ the coordinator
+
+    def _others(self) -> list[AgentFile]:
+        """The other agents that have said where they listen, the most senior first."""
+        indexes = (index for index in range(self._spec.nodes) if index != self._spec.index)
+        found = [agent_file(self._run, self._spec.attempt, index) for index in indexes]
+        return sorted((one for one in found if one is not None), key=lambda one: one.seniority)
+
+    def _follow(self) -> None:
+        """Be connected to the coordinator, or be the coordinator."""
+        if self._coordinator is not None or self._up is not None:
+            return
+        mine = self._spec.incarnation, self._spec.index
+        now = time.monotonic()
+        candidates = [one for one in self._others() if one.seniority not in self._gone]
+        senior = [one for one in candidates if one.seniority < mine]
+        first_node_unknown = not self._gone and self._spec.index and not senior
+        if first_node_unknown:  # it has not begun yet
+            time.sleep(RETRY_S)
+            return
+        if not senior:
+            self._take_over()
+            return
+        first = senior[0]
+        self._tried_since = self._tried_since or now
+        try:
+            me, to = self._spec.index, first.peer.node
+            link = connect(first.peer, secret=self._secret, rank=me, to=to)
+        except ConnectionRefusedError:
+            self._lose_candidate(first)
+            return
+        except OSError:
+            if now - self._tried_since > self._spec.silence_s:
+                self._lose_candidate(first)
+            return
+        self._tried_since = 0.0
+        self._up, self._up_is = link, first
+        link.socket.setblocking(True)
+        self._selector.register(link.socket, selectors.EVENT_READ, self._hear_coordinator)
+        link.send(workers=self._state_of_workers())
+
+    def _lose_candidate(self, one: AgentFile) -> None:
+        self._tried_since = 0.0
+        self._gone.add(one.seniority)
+        if self._is_over():
+            self._over = True
+
+    def _is_over(self) -> bool:
+        return read_json(self._run.attempt(self._spec.attempt) / "outcome.json") is not None
+
+    def _take_over(self) -> None:
+        gone = {index for incarnation, index in self._gone if not self._is_back(incarnation, index)}
+        print(f"this agent coordinates; gone before it: {sorted(gone) or 'none'}", flush=True)
+        self._coordinator = Coordinator(self._spec, gone)
+        self._coordinator.joined(self._spec.index, self._state_of_workers())
+        for index, messages in self._early.items():
+            for message in messages:
+                self._from_follower(index, message)
+        self._early.clear()
+        self._obey_coordinator()
+
+    def _is_back(self, incarnation: int, index: int) -> bool:
+        found = agent_file(self._run, self._spec.attempt, index)
+        return found is not None and found.incarnation > incarnation
+
+    def _hear_coordinator(self, connection: Any) -> None:
+        del connection
+        assert self._up is not None  # noqa: S101  # its socket is registered
+        messages = self._up.receive()
+        if messages is None:
+            self._coordinator_gone()
+            return
+        for message in messages:
+            if "command" in message:
+                self._obey(message)
+                for link in list(self._followers.values()):  # cut off from the coordinator
+                    link.send(**message)
+
+    def _coordinator_gone(self) -> None:
+        assert self._up is not None  # noqa: S101  # there was one
+        self._selector.unregister(self._up.socket)
+        self._up.close()
+        self._up = None
+        self._lose_candidate(self._up_is)
+
+    # ------------------------------------------------------------------ followers
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            link = Link(listener.accept()[0])
+        except OSError:  # it has gone again, or no descriptor is left
+            link = None
+        if self._strangers and (link is None or len(self._strangers) >= MAX_STRANGERS):
+            self._close(min(self._strangers, key=lambda one: one.heard))
+        if link is not None:
+            self._strangers.add(link)
+            self._selector.register(link.socket, selectors.EVENT_READ, self._hear_follower)
+
+    def _hear_follower(self, connection: socket.socket) -> None:
+        every = (*self._strangers, *self._followers.values())
+        link = next(one for one in every if one.socket is connection)
+        messages = link.receive()
+        if messages is None:
+            self._close(link)
+            return
+        for message in messages:
+            if link.socket.fileno() < 0:
+                return
+            self._take_message(link, message)
+
+    def _take_message(self, link: Link, message: dict[str, Any]) -> None:
+        if link.rank is None:
+            index = greeted(message, secret=self._secret, me=self._spec.index)
+            if index is None or not 0 <= index < self._spec.nodes:
+                self._close(link)
+                return
+            link.rank = index
+            self._strangers.discard(link)
+            if index in self._followers:
+                self._close(self._followers[index])
+            self._followers[index] = link
+            return
+        if self._coordinator is not None:
+            self._from_follower(link.rank, message)
+            return
+        # It has lost the agents before this one. This one will, too, or the other is cut off.
+        self._early.setdefault(link.rank, []).append(message)
+        newest = GenerationRecord(self._run.attempt(self._spec.attempt)).newest()
+        if "workers" in message and newest is not None:
+            told = {"generation": newest["generation"], "members": newest["members"]}
+            link.send(command="tell", rank=None, message=told)
+
+    def _from_follower(self, index: int, message: dict[str, Any]) -> None:
+        assert self._coordinator is not None  # noqa: S101  # called where there is one
+        self._coordinator.heard(index)
+        if "workers" in message:
+            self._coordinator.joined(index, message["workers"])
+        elif "event" in message:
+            self._coordinator.take(index, message)
+
+    def _close(self, link: Link) -> None:
+        if link.socket.fileno() >= 0:
+            self._selector.unregister(link.socket)
+            link.close()
+        self._strangers.discard(link)
+        if link.rank is not None and self._followers.get(link.rank) is link:
+            del self._followers[link.rank]
+            self._early.pop(link.rank, None)
+            if self._coordinator is not None:
+                self._coordinator.disconnected(link.rank)

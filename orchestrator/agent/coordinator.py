@@ -1,0 +1,488 @@
+"""The coordinator: decides for all agents; takes events, and gives commands.
+
+It is told of every start and end of a worker and of every agent that comes or goes, and decides who
+is in the next generation, which workers are started again, and how the attempt ended. All that must
+outlive it is in the attempt's folder: the record of generations, and at last `outcome.json`. What
+else it knows comes with each agent's first message, so any agent can take over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from orchestrator.agent.node_spec import NodeSpec, agent_file
+from orchestrator.agent.replacements import Replacements
+from orchestrator.agent.root_cause import TAKEN_AWAY, Behind, End, blame, tail
+from orchestrator.agent.standing import Standing
+from orchestrator.lifecycle.signs.node_watch import BEAT_S, FENCED, FINISHED, STOPPED
+from orchestrator.lifecycle.survival.links import refuses
+from orchestrator.lifecycle.survival.members import member_of, process_of, rank_of
+from orchestrator.lifecycle.survival.record import GenerationRecord, to_blame
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import Culprit, State
+from orchestrator.rundir.warnings import warn_of
+
+GRACE_S = 1.0
+"""For the workers that a failed one leaves behind, to write down what they saw."""
+SETTLE_S = 0.05
+"""How long further losses are waited for: what dies together should cost one generation."""
+COME_S = 2.0
+"""Within which the other agents come to a new coordinator."""
+ROOM_S = 1.0
+REACH_S = 0.2
+LEAST_SILENCE_S = 2.5 * BEAT_S
+GONE = "the node went away: its agent is gone"
+SILENT = (
+    "the node went away: its agent gave no sign of life for {} s (cluster.heartbeat_timeout_s): it "
+    "is stopped, or cut off"
+)
+NEVER_CAME = "its agent did not come within {} s (cluster.rendezvous_timeout_s)"
+
+
+@dataclass(slots=True)
+class WorkerState:
+    """One rank's newest process, as far as the coordinator knows.
+
+    Attributes:
+        state: expected until its agent has come.
+        waits: a newcomer that asks to be let in.
+        begun: it is ready to train; ready: it is at a boundary of this generation, after so many
+            updates, and waits for newcomers.
+    """
+
+    rank: int
+    process: int = 0
+    state: Literal["expected", "alive", "ended"] = "expected"
+    waits: bool = False
+    begun: bool = False
+    code: dict[str, str] = field(default_factory=dict[str, str])
+    ready: tuple[int, int] | None = None
+    told_quiet: bool = False
+
+
+@dataclass(slots=True)
+class AgentState:
+    """One node's agent. `heard`: when, by the coordinator's clock; None before it came."""
+
+    index: int
+    heard: float | None = None
+    gone: bool = False
+
+
+class Coordinator:
+    """Decides for one attempt.
+
+    Args:
+        spec: of the node whose agent this is.
+        gone: agents that are known to be gone when this one takes over.
+        clock: gives seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        spec: NodeSpec,
+        gone: Iterable[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._spec, self._run = spec, RunDir(spec.run)
+        self._record = GenerationRecord(self._run.attempt(spec.attempt))
+        self._began = self._clock()
+        self._took_over = bool(set(gone))
+        self.agents = {index: AgentState(index) for index in range(spec.nodes)}
+        self.workers = {rank: WorkerState(rank) for rank in range(spec.ranks)}
+        newest = self._record.newest()
+        self._generation: int = newest["generation"] if newest else -1
+        self._members: list[int] = newest["members"] if newest else list(range(spec.ranks))
+        for member in self._members:
+            self.workers[rank_of(member, spec.ranks)].process = process_of(member, spec.ranks)
+        self._gone: set[int] = set()  # members that are lost since the newest generation
+        self._noticed = 0.0
+        self._beyond_reach: tuple[float, bool] = (0.0, False)
+        self._looked_for_room = 0.0
+        self._told_newcomers = False
+        self._over = False  # a worker has ended in order, or failed: no generation follows
+        self._replacements = Replacements(self._run, spec, self._record, clock)
+        self._standing = Standing(self._run, spec, clock)
+        self._words: dict[int, str] = {}
+        self._ends: list[End] = []
+        self._losses: list[tuple[End, list[int]]] = []
+        self._failures: list[dict[str, Any]] = []
+        self._culprit: Culprit | None = None
+        self._causes: dict[str, str] = {}  # why a node counts as lost
+        self._give_up_at: float | None = None
+        self._killed = False
+        self.outcome: dict[str, Any] | None = None
+        self._commands: list[tuple[int | None, dict[str, Any]]] = []
+        for index in gone:
+            self._lose_agent(index)
+
+    def commands(self) -> list[tuple[int | None, dict[str, Any]]]:
+        """Take the commands that were decided: (index of the agent, None for all; what)."""
+        found, self._commands = self._commands, []
+        return found
+
+    def _command(self, agent: int | None, command: str, **values: Any) -> None:
+        self._commands.append((agent, {"command": command, **values}))
+
+    def _to_worker(self, rank: int | None, **message: Any) -> None:
+        agent = None if rank is None else self._spec.node_of(rank)
+        self._command(agent, "tell", rank=rank, message=message)
+
+    # ------------------------------------------------------------------ agents
+
+    def joined(self, index: int, workers: Iterable[Mapping[str, Any]]) -> None:
+        """An agent came, perhaps again, with the workers that it has or had."""
+        agent = self.agents[index]
+        known = {worker["rank"]: worker for worker in workers}
+        for rank in self._spec.ranks_of(index):
+            # A node that was started again has none of the workers that it had.
+            if self.workers[rank].state == "alive" and rank not in known:
+                self._lose_ranks([rank], End(time=self._clock(), node=self._spec.name_of(index),
+                                             rank=None, status=-9))  # fmt: skip
+        agent.heard, agent.gone = self._clock(), False
+        for event in known.values():
+            for one in event["events"]:
+                self.take(index, one)
+        if self._generation >= 0:
+            self._command(index, "tell", rank=None, message=self._newest_message())
+        if self._over:
+            self._command(index, "tell", rank=None, message={"left": True})
+        if self._killed:
+            self._command(index, "die")
+
+    def heard(self, index: int) -> None:
+        self.agents[index].heard = self._clock()
+
+    def forgive(self, seconds: float) -> None:
+        """This process stood still for so long, and cannot have heard any agent."""
+        for agent in self.agents.values():
+            agent.heard = agent.heard + seconds if agent.heard is not None else None
+        self._noticed += seconds if self._noticed else 0.0
+        self._began += seconds
+
+    def disconnected(self, index: int) -> None:
+        """The link to an agent is closed: it ended, or follows another coordinator."""
+        if not self.agents[index].gone:
+            self._lose_agent(index)
+
+    def _lose_agent(self, index: int, cause: str = GONE) -> None:
+        self._causes.setdefault(self._spec.name_of(index), cause)
+        agent = self.agents[index]
+        agent.gone, agent.heard = True, None
+        ranks = [r for r in self._spec.ranks_of(index) if self.workers[r].state != "ended"]
+        if ranks:
+            end = End(time=self._clock(), node=self._spec.name_of(index), rank=None, status=-9)
+            self._lose_ranks(ranks, end)
+
+    def _lose_ranks(self, ranks: list[int], end: End) -> None:
+        for rank in ranks:
+            self.workers[rank].state, self.workers[rank].waits = "ended", False
+            self._standing.ended(rank)
+        self._ended_badly(end, ranks)
+
+    # ------------------------------------------------------------------ events
+
+    def take(self, index: int, event: Mapping[str, Any]) -> None:
+        """Take what an agent reports of one of its workers."""
+        self.heard(index)
+        kind, worker = event["event"], self.workers[event["rank"]]
+        node = self._spec.name_of(index)
+        self._standing.take(node, event)
+        if kind == "started":
+            self._replacements.know(worker.rank, event["process"])
+            self.workers[worker.rank] = WorkerState(worker.rank, event["process"], "alive")
+        elif kind == "exit":
+            if worker.state != "ended" and worker.process == event["process"]:
+                worker.state, worker.waits = "ended", False
+                self._ended(node, event)
+        elif kind == "silent":
+            self._lose(self._standing.silent(node, event))
+        elif kind == "quiet":
+            self._wait_for_quiet(worker, node, event["silent_s"])
+        elif kind == "begins":
+            worker.begun, worker.code = True, event["code"]
+        elif kind == "joins":
+            worker.waits = True
+            self._told_newcomers = False
+        elif kind == "ready":
+            worker.ready = event["generation"], event["updates"]
+        elif kind == "leaving":
+            self._end_in_order()
+
+    def _wait_for_quiet(self, worker: WorkerState, node: str, silent_s: float) -> None:
+        """A worker says nothing, although its process lives: its code holds the interpreter."""
+        if not self._survived:
+            return
+        if silent_s > self._spec.hang_s:
+            self._lose(self._standing.quiet(worker.rank, node))
+        elif silent_s > self._spec.silence_s and not worker.told_quiet:
+            worker.told_quiet = True
+            self._warn(
+                worker.rank,
+                f"rank {worker.rank} has said nothing for {silent_s:.0f} s, but its process lives, "
+                "perhaps in code that holds Python's interpreter; the others wait for it",
+            )
+        elif silent_s <= self._spec.silence_s:
+            worker.told_quiet = False
+
+    def _ended(self, node: str, event: Mapping[str, Any]) -> None:
+        """One worker ended. Without its last word that is a failure, whatever its status."""
+        rank, word = event["rank"], event["word"]
+        self._words[rank] = word
+        if event["failure"] is not None and word != FENCED:
+            self._failures.append(event["failure"])
+        if word in (FINISHED, STOPPED):
+            self._end_in_order()
+            return
+        ended = self._clock() - event["ago_s"]
+        end = End(time=ended, node=node, rank=rank, status=event["status"])
+        self._ended_badly(end, [rank], word)
+
+    def _ended_badly(self, end: End, ranks: list[int], word: str = "") -> None:
+        """A failure, or a loss that the other workers survive."""
+        members = [self._member(rank) for rank in ranks]
+        lost = set(self._members).intersection(members)
+        evicted = word == FENCED or not lost  # or a newcomer, which the others do not need
+        taken_away = not word and -end.status in TAKEN_AWAY
+        if self._killed or not (evicted or (taken_away and self._survived)):
+            self._failed(end)
+            return
+        if lost:
+            self._losses.append((end, members))
+        if lost - self._gone:
+            self._gone |= lost
+            self._noticed = self._clock()
+        for rank in ranks:
+            self._words.pop(rank, None)
+            if why_not := self._replacements.lost(rank):
+                self._warn(rank, why_not)
+        if not any(self._trains(worker) for worker in self.workers.values()):
+            self._end_in_order()
+
+    def _trains(self, worker: WorkerState) -> bool:
+        return worker.state != "ended" and self._member(worker.rank) in self._members
+
+    def _end_in_order(self) -> None:
+        """A worker has come to its end: no generation follows, and no worker is started again."""
+        if not self._over:
+            self._over = True
+            self._replacements.stop()
+            self._to_worker(None, left=True)
+            for worker in self.workers.values():
+                if worker.state == "alive" and not self._trains(worker):
+                    self._command(self._spec.node_of(worker.rank), "kill", rank=worker.rank)
+
+    def _failed(self, end: End) -> None:
+        """Note a failure; give the other workers a moment to write down theirs."""
+        if self._killed:
+            return
+        self._end_in_order()
+        self._ends.append(end)
+        if self._give_up_at is None:
+            hangs = any(failure.get("hangs") for failure in self._failures)
+            self._command(None, "where", stacks=hangs)
+            self._give_up_at = self._clock() + GRACE_S
+
+    def _lose(self, culprit: Culprit) -> None:
+        """A worker that hangs: the run fails because of it, or the others go on without it."""
+        assert culprit.rank is not None  # noqa: S101  # only workers hang
+        if self._survived:
+            cause = self._standing.told(culprit).cause
+            self._warn(culprit.rank, f"{cause}; it is ended, and the others go on without it")
+            self._command(self._spec.node_of(culprit.rank), "kill", rank=culprit.rank)
+        elif self._culprit is None and not self._ends:
+            self._culprit = culprit
+            self._command(None, "where", stacks=True)
+            self._give_up_at = self._clock() + self._standing.answer_s
+            self._end_in_order()
+
+    def _warn(self, rank: int, sentence: str) -> None:
+        index = self._spec.node_of(rank)
+        warn_of(self._run.warnings(self._spec.attempt, index), rank, sentence)
+
+    # ------------------------------------------------------------------ generations
+
+    @property
+    def _survived(self) -> bool:
+        """Whether the others go on when a worker is gone: they have begun to train."""
+        return self._spec.survive and self._generation >= 0
+
+    def _member(self, rank: int) -> int:
+        return member_of(rank, self.workers[rank].process, self._spec.ranks)
+
+    def tick(self) -> None:
+        """Take the decisions whose time has come."""
+        if self.outcome is not None:
+            return
+        now = self._clock()
+        for agent in self.agents.values():
+            self._look_at(agent, now)
+        for culprit in self._standing.too_long_frozen(survived=self._survived):
+            self._lose(culprit)
+        if not self._over:
+            self._first_generation()
+            self._next_generation(now)
+            self._grow(now)
+            for rank, process in self._replacements.due(self._agent_is_there):
+                self._command(self._spec.node_of(rank), "start", rank=rank, process=process)
+                self.workers[rank] = WorkerState(rank, process)
+        if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
+            self._killed = True
+            self._command(None, "die")
+        self._perhaps_over()
+
+    def _agent_is_there(self, rank: int) -> bool:
+        agent = self.agents[self._spec.node_of(rank)]
+        return agent.heard is not None and not agent.gone
+
+    def _look_at(self, agent: AgentState, now: float) -> None:
+        """Lose an agent that is silent, or that does not come."""
+        if agent.gone:
+            return
+        if agent.heard is not None:
+            limit_s = max(self._spec.silence_s, LEAST_SILENCE_S)
+            if now - agent.heard > limit_s and agent.index != self._spec.index:
+                self._lose_agent(agent.index, SILENT.format(f"{limit_s:g}"))
+        elif self._took_over or self._generation >= 0:
+            patience = self._spec.silence_s if not self._took_over else COME_S
+            if now - self._began > patience or self._refuses(agent.index):
+                self._lose_agent(agent.index)
+        elif now - self._began > self._spec.join_s:
+            self._lose_agent(agent.index, NEVER_CAME.format(f"{self._spec.join_s:g}"))
+
+    def _refuses(self, index: int) -> bool:
+        known = agent_file(self._run, self._spec.attempt, index)
+        return known is not None and refuses(known.peer, REACH_S)
+
+    def _first_generation(self) -> None:
+        """All workers are ready to train: from now on losses are survived."""
+        if self._generation >= 0 or not all(worker.begun for worker in self.workers.values()):
+            return
+        self._publish(0, self._members, code=self.workers[0].code)
+
+    def _next_generation(self, now: float) -> None:
+        """Go on without the members that are gone."""
+        left = [member for member in self._members if member not in self._gone]
+        if not self._gone or not left or now - self._noticed < SETTLE_S or not self._all_known():
+            return
+        if self._is_smaller_half(len(left)) and now - self._noticed < self._spec.silence_s:
+            found = self._record.read(self._generation + 1)
+            if found is not None:
+                self._accept(found)
+            return
+        gone = sorted(self._gone)
+        self._publish(self._generation + 1, left, gone=gone)
+
+    def _all_known(self) -> bool:
+        """Whether every other agent has come to this one, or is gone."""
+        return all(agent.gone or agent.heard is not None for agent in self.agents.values())
+
+    def _is_smaller_half(self, left: int) -> bool:
+        """Whether the others may be about to go on without this side: more workers are only beyond
+        reach, and not known to have died, than it has itself. Looked at once a loss.
+        """
+        noticed, found = self._beyond_reach
+        if noticed != self._noticed:
+            silent = 0
+            if 2 * len(self._gone) > len(self._members):
+                for agent in self.agents.values():
+                    lost = [m for m in self._gone if self._node_of(m) == agent.index]
+                    if lost and agent.gone and not self._refuses(agent.index):
+                        silent += len(lost)
+            found = silent > left
+            self._beyond_reach = self._noticed, found
+        return found
+
+    def _node_of(self, member: int) -> int:
+        return self._spec.node_of(rank_of(member, self._spec.ranks))
+
+    def _newcomers(self) -> list[int]:
+        taken = {rank_of(member, self._spec.ranks) for member in self._members}
+        return [
+            self._member(worker.rank) for worker in self.workers.values()
+            if worker.waits and worker.state == "alive" and worker.rank not in taken
+        ]  # fmt: skip
+
+    def _grow(self, now: float) -> None:
+        """Let newcomers in at a boundary, once every member is there and waits for them."""
+        newcomers = self._newcomers()
+        if not newcomers or self._gone or self._generation < 0:
+            return
+        if not self._told_newcomers and now - self._looked_for_room > ROOM_S:
+            self._looked_for_room = now
+            if self._record.has_room():  # else the members would wait at the boundary in vain
+                self._told_newcomers = True
+                leader = rank_of(self._members[0], self._spec.ranks)
+                self._to_worker(leader, newcomers=True)
+        states = [self.workers[rank_of(m, self._spec.ranks)] for m in self._members]
+        if all(one.ready is not None and one.ready[0] == self._generation for one in states):
+            updates = max(one.ready[1] for one in states if one.ready)
+            joined = {str(member): [] for member in newcomers}
+            self._publish(
+                self._generation + 1, [*self._members, *newcomers], joined=joined, updates=updates
+            )
+
+    def _publish(self, number: int, members: list[int], **more: Any) -> None:
+        """Where there is no room for it, it is tried again at the next tick."""
+        found = self._record.proposed(number, members, **more, time=time.time())
+        if found is not None:
+            self._accept(found)
+
+    def _accept(self, found: Mapping[str, Any]) -> None:
+        """A generation that counts: all workers are told of it."""
+        self._generation, self._members = found["generation"], list(found["members"])
+        self._gone &= set(self._members)
+        self._noticed = self._clock() if self._gone else 0.0
+        self._told_newcomers, self._looked_for_room = False, 0.0
+        for worker in self.workers.values():
+            worker.waits = worker.waits and self._member(worker.rank) not in self._members
+        self._to_worker(None, **self._newest_message())
+
+    def _newest_message(self) -> dict[str, Any]:
+        return {"generation": self._generation, "members": self._members}
+
+    # ------------------------------------------------------------------ the end
+
+    def _perhaps_over(self) -> None:
+        """All workers have ended, and none will be started again: write down what that means."""
+        if any(worker.state != "ended" for worker in self.workers.values()):
+            return
+        if self._replacements.pending:
+            return
+        state, culprit = self._settled()
+        self.outcome = {"state": state.value, "culprit": culprit and culprit.to_json() | {
+            "usage": culprit.usage, "hangs": culprit.hangs}}  # fmt: skip
+        path = self._run.attempt(self._spec.attempt) / "outcome.json"
+        try:
+            write_json(path, self.outcome)
+        except OSError as error:  # a full disk: the launcher is told by its agents' output
+            print(f"the outcome could not be written: {error}", flush=True)
+        self._command(None, "end")
+
+    def _settled(self) -> tuple[State, Culprit | None]:
+        """Finished is what every worker said; nothing else is."""
+        words = set(self._words.values())
+        blamed = [
+            end for end, _ in to_blame(self._losses, lambda one: one[1], self._record.losses())
+        ]
+        ends = [*self._ends, *blamed]
+        culprit = self._culprit
+        if culprit is None and ends and (self._ends or not words):  # without words: all are gone
+            behind: list[Behind] = list(self._standing.behind.values())
+            told = [*self._run.failures(self._spec.attempt), *self._failures]
+            done = [rank for rank, word in self._words.items() if word == FINISHED]
+            culprit = blame(self._run, told, ends, behind, done)
+            if culprit.rank is None:
+                log = tail(self._run.node_log(culprit.node))
+                culprit = Culprit(
+                    rank=None, node=culprit.node, cause=self._causes[culprit.node], log_tail=log
+                )
+        culprit = culprit and self._standing.told(culprit)
+        if culprit is not None or not words <= {FINISHED, STOPPED} or not words:
+            return State.FAILED, culprit
+        return (State.STOPPED if STOPPED in words else State.FINISHED), None

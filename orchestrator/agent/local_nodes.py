@@ -1,0 +1,163 @@
+"""The simulated nodes of this machine: one process imports what workers need, and forks agents.
+
+`python -m orchestrator.agent.local_nodes RUN` with an order on standard input. It imports the
+framework once, is the parent of all agents, and starts an agent again that was killed, where
+workers may be replaced. All processes below it end with the launcher, however that ends: the agents
+see the end of a pipe that the launcher holds, and the kernel kills each process whose parent is
+gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from orchestrator.agent.agent import Agent
+from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.agent.workers import STOP_SIGNALS, BecomeWorker
+from orchestrator.lifecycle.forks import branch, ending, leave
+from orchestrator.lifecycle.prctl import die_with, name_process
+from orchestrator.rank.preload import draw_other_numbers, preload
+from orchestrator.rundir.files import APPENDING, open_regular, read_json
+from orchestrator.rundir.folder import RunDir
+
+REST_S = 0.3
+"""From an agent's end to its next process: the others notice first."""
+END_S = 1.0
+"""For agents to end by themselves, once the outcome is written or the launcher is gone."""
+LOOK_S = 0.1
+
+
+class _Nodes:
+    """The agents of all simulated nodes, as their parent has them."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._order, self._control = order, int(order["control"])
+        self._specs = [NodeSpec.from_json(node["spec"]) for node in order["nodes"]]
+        self._environments = [node["environment"] for node in order["nodes"]]
+        self._run = RunDir(self._specs[0].run)
+        self._left = self._specs[0].replacements
+        self._pids: dict[int, int] = {}  # of the agents that run: pid -> index
+        self._again: dict[int, float] = {}  # when to start an agent again
+        self._stopped = False
+
+    def serve(self) -> int | None:
+        """Have agents until all have ended. Returns the rank in the process of a worker."""
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        wake, woken = os.pipe()
+        for end in (wake, woken):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(woken)
+        for index in range(len(self._specs)):
+            rank = self._start(index)
+            if rank is not None:
+                return rank
+        kill_at: float | None = None
+        watched = [wake, self._control]
+        while self._pids or self._again:
+            ready = select.select(watched, [], [], LOOK_S)[0]
+            if wake in ready:
+                os.read(wake, 4096)
+            now = time.monotonic()
+            if kill_at is None and (self._control in ready or self._is_over()):
+                kill_at = now + END_S
+                self._again.clear()
+                watched = [wake]
+            self._reap(now)
+            for index in [index for index, at in self._again.items() if now >= at]:
+                del self._again[index]
+                rank = self._start(index)
+                if rank is not None:
+                    return rank
+            if kill_at is not None and now >= kill_at:
+                for pid in self._pids:
+                    os.kill(pid, signal.SIGKILL)  # not reaped, so the pid is its own
+        return None
+
+    def _is_over(self) -> bool:
+        return read_json(self._run.attempt(self._specs[0].attempt) / "outcome.json") is not None
+
+    def _stop(self, number: int, frame: Any) -> None:
+        del number, frame
+        self._stopped = True
+        for pid in list(self._pids):
+            os.kill(pid, signal.SIGTERM)
+
+    def _start(self, index: int) -> int | None:
+        """Fork an agent. Returns the rank in the process of one of its workers."""
+        pid = branch()
+        if not pid:
+            return self._become(index)
+        self._pids[pid] = index
+        if self._stopped:
+            os.kill(pid, signal.SIGTERM)
+        return None
+
+    def _become(self, index: int) -> int:
+        """Be an agent, to the end of this process; return the rank in that of a worker."""
+        signal.set_wakeup_fd(-1)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        spec = self._specs[index]
+        log = open_regular(self._run.node_log(spec.name), APPENDING)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        os.environ.update(self._environments[index])
+        name_process(spec.name)
+        try:
+            Agent(spec, self._control).serve()
+        except BecomeWorker as worker:
+            return worker.rank
+        return leave(0)
+
+    def _reap(self, now: float) -> None:
+        """Collect agents that ended. One that was killed is started again, where it may be."""
+        while self._pids:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            index = self._pids.pop(pid, None)
+            if index is None or not os.WIFSIGNALED(status) or self._left <= 0 or self._stopped:
+                continue
+            self._left -= 1
+            self._specs[index] = self._specs[index].again()
+            self._again[index] = now + REST_S
+
+
+def _live(order: dict[str, Any]) -> int:
+    """This process to its end, an agent's and a worker's to theirs; returns the exit status."""
+    run = RunDir(Path(order["nodes"][0]["spec"]["run"]))
+    faulthandler.register(signal.SIGQUIT)  # when an import hangs, the launcher asks where
+    preload(run)
+    faulthandler.unregister(signal.SIGQUIT)
+    gc.freeze()  # what was imported is no garbage; to look at it again would copy its pages
+    if os.getppid() != order["launcher"]:
+        return 1
+    rank = _Nodes(order).serve()
+    if rank is None:
+        return 0
+    from orchestrator.rank.entry import main_of
+
+    name_process(f"rank {rank}")
+    draw_other_numbers()
+    return main_of(run.path)(run.path, order["nodes"][0]["spec"]["attempt"])
+
+
+def main() -> None:
+    with ending() as end:
+        order = json.load(sys.stdin)
+        die_with(order["launcher"], signal.SIGTERM)  # then the pipe has ended as well
+        end.code = _live(order)
+
+
+if __name__ == "__main__":
+    main()

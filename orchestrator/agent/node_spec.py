@@ -1,0 +1,137 @@
+"""One node of an attempt, as its agent knows it; and the files by which agents find each other."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from orchestrator.lifecycle.survival.links import Peer
+from orchestrator.rundir.files import read_json, write_atomically, write_json
+from orchestrator.rundir.folder import RunDir
+
+SECRET = "agents-secret"  # noqa: S105  # the name of a file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeSpec:
+    """What an agent is told.
+
+    Attributes:
+        index, names: this node's number, and the names of all nodes.
+        address: of this node, which the other nodes reach.
+        incarnation: how many agents this node had before in this attempt.
+        silence_s: for how long an agent or a stopped worker may be silent where the others would go
+            on without it.
+        heartbeat_s: the same where the run fails of it (`cluster.heartbeat_timeout_s`).
+        hang_s: for how long a worker may sleep in the kernel, or hold the interpreter.
+        join_s: for how long agents wait for each other at the start.
+        replacements: how many processes may be started again.
+    """
+
+    run: Path
+    attempt: int
+    index: int
+    names: tuple[str, ...]
+    ranks_per_node: int
+    address: str
+    silence_s: float
+    heartbeat_s: float
+    hang_s: float
+    join_s: float
+    survive: bool
+    replacements: int
+    incarnation: int = 0
+
+    @property
+    def nodes(self) -> int:
+        return len(self.names)
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def name(self) -> str:
+        return self.names[self.index]
+
+    def name_of(self, index: int) -> str:
+        return self.names[index]
+
+    def ranks_of(self, index: int) -> range:
+        return range(index * self.ranks_per_node, (index + 1) * self.ranks_per_node)
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def again(self) -> NodeSpec:
+        """The same node for the next agent in this one's place."""
+        return replace(self, incarnation=self.incarnation + 1)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "run": str(self.run)}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> NodeSpec:
+        known: dict[str, Any] = {field.name: found[field.name] for field in fields(cls)}
+        known |= {"run": Path(found["run"]), "names": tuple(found["names"])}
+        return cls(**known)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentFile:
+    """Where an agent listens, which of its node it is, and its process."""
+
+    peer: Peer
+    incarnation: int
+    pid: int
+
+    @property
+    def seniority(self) -> tuple[int, int]:
+        """Agents coordinate in this order: an agent that was started again comes last."""
+        return self.incarnation, self.peer.node
+
+
+def _path(run: RunDir, attempt: int, index: int) -> Path:
+    return run.attempt(attempt) / f"agent-{index:05d}.json"
+
+
+def publish_agent(spec: NodeSpec, port: int) -> None:
+    """Write where this agent listens."""
+    value = {
+        "address": spec.address,
+        "port": port,
+        "node": spec.index,
+        "incarnation": spec.incarnation,
+        "pid": os.getpid(),
+    }
+    write_json(_path(RunDir(spec.run), spec.attempt, spec.index), value)
+
+
+def agent_file(run: RunDir, attempt: int, index: int) -> AgentFile | None:
+    """What an agent has written; None before it has."""
+    found = read_json(_path(run, attempt, index))
+    if found is None:
+        return None
+    peer = Peer(found["address"], found["port"], found["node"])
+    return AgentFile(peer=peer, incarnation=found["incarnation"], pid=found["pid"])
+
+
+def secret_of(run: RunDir, attempt: int) -> str:
+    """What the agents of an attempt prove themselves with; made by the first that asks.
+
+    Like the record of generations: exactly one `link` succeeds, on network file systems too.
+    """
+    path = run.attempt(attempt) / SECRET
+    if not path.exists():
+        own = path.with_name(f".{SECRET}.{secrets.token_hex(8)}")
+        write_atomically(own, secrets.token_hex(16))
+        try:
+            os.link(own, path)
+        except FileExistsError:
+            pass
+        finally:
+            own.unlink()
+    return path.read_text(encoding="ascii")

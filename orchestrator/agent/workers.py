@@ -1,0 +1,274 @@
+"""The worker processes of one node: started, watched, restarted and ended by their agent.
+
+Workers are children of the agent, so their ends come from `waitpid`. Whether one is stopped,
+computing or asleep comes from `/proc`; where it is in its training it says itself, in a line a
+second over a socket pair (`signs_of_life.Life` is the other end). A worker whose code holds
+Python's interpreter cannot send that line, but its processor time still shows that it lives.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import psutil
+
+from orchestrator.lifecycle.forks import branch
+from orchestrator.lifecycle.prctl import adopt_orphans
+from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch
+from orchestrator.lifecycle.signs.processes import asleep_in, state_of
+from orchestrator.lifecycle.signs.stacks import ASKS, catches
+from orchestrator.lifecycle.survival.links import Link
+from orchestrator.lifecycle.topology import REPLACES_VARIABLE
+
+KILL_DEADLINE_S = 5.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def _readable(link: socket.socket) -> bool:
+    return bool(select.select([link], [], [], 0)[0])
+
+
+class BecomeWorker(BaseException):  # control flow, not an error
+    """Raised in the process of a new worker, to leave the agent's loop behind.
+
+    Attributes:
+        rank: of the worker that this process is.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker process of this node.
+
+    Attributes:
+        process: how many processes had this rank before.
+        said: its newest message of each kind that the coordinator has to know.
+        status: exit status as of `subprocess`; None while it runs.
+        ended: when it ended, by the monotonic clock.
+    """
+
+    rank: int
+    process: int
+    pid: int
+    link: Link
+    status: int | None = None
+    ended: float = 0.0
+    frozen: bool = False
+    said: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+
+
+class Workers:
+    """All workers of one node.
+
+    Args:
+        first: the node's first rank.
+        silence_s: for how long a worker may give no sign of life, and use no processor.
+        hang_s: the same for one that sleeps in the kernel; and for how long one that holds the
+            interpreter may be waited for where the others would go on without it.
+        selector: of the agent's loop; each key's data is called with the socket.
+        report: takes an event about a worker.
+    """
+
+    def __init__(
+        self,
+        *,
+        first: int,
+        silence_s: float,
+        hang_s: float,
+        selector: selectors.BaseSelector,
+        report: Report,
+    ) -> None:
+        adopt_orphans()
+        self._first, self._selector, self._report = first, selector, report
+        self._watch = NodeWatch(silence_s, hang_s)
+        self.all: dict[int, Worker] = {}
+        self._before_fork: list[Callable[[], None]] = []
+
+    def on_fork(self, close: Callable[[], None]) -> None:
+        """Call `close` in each new worker: it must not hold what belongs to the agent."""
+        self._before_fork.append(close)
+
+    @property
+    def alive(self) -> list[Worker]:
+        return [worker for worker in self.all.values() if worker.status is None]
+
+    # ------------------------------------------------------------------ start
+
+    def start(self, processes: Mapping[int, int]) -> None:
+        """Fork a worker for each rank, as its process of that number.
+
+        Raises:
+            BecomeWorker: in the worker.
+        """
+        for rank, process in processes.items():
+            self._start(rank, process)
+
+    def _start(self, rank: int, process: int) -> None:
+        if (before := self.all.get(rank)) is not None:
+            if before.status is None:
+                return
+            self._close(before)
+        ours, theirs = socket.socketpair()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # no stop between fork and ignoring
+        pid = branch()
+        if not pid:
+            ours.close()
+            self._become(rank, process, theirs)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        theirs.close()
+        self.all[rank] = Worker(rank, process, pid, Link(ours, rank=rank))
+        self._selector.register(ours, selectors.EVENT_READ, self._hear)
+        self._watch.joined(rank, pid)
+        self._report({"event": "started", "rank": rank, "process": process, "pid": pid})
+
+    def _become(self, rank: int, process: int, link: socket.socket) -> None:
+        """In the fork: leave the agent behind. Stop signals are the agent's to act on."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self._selector.close()
+        for close in self._before_fork:
+            close()
+        for sibling in self.all.values():
+            sibling.link.close()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        os.dup2(2, 1)  # the node's log, until the worker opens its own
+        os.environ["SLURM_PROCID"] = str(rank)
+        os.environ["SLURM_LOCALID"] = str(rank - self._first)
+        os.environ[REPLACES_VARIABLE] = str(process)
+        os.environ[LINK_VARIABLE] = str(link.detach())
+        raise BecomeWorker(rank)
+
+    # ------------------------------------------------------------------ watch
+
+    def _hear(self, ours: socket.socket) -> None:
+        """Take what a worker says of itself."""
+        worker = next(one for one in self.all.values() if one.link.socket is ours)
+        messages = worker.link.receive()
+        if messages is None:
+            self._close(worker)
+            return
+        for message in messages:
+            self._watch.hear_message(worker.rank, message)
+            if event := message.get("event"):
+                own = {"rank": worker.rank, "process": worker.process}
+                worker.said[event] = {**message, **own}
+                self._report(worker.said[event])
+            elif "behind" in message:
+                self._report({"event": "behind", "rank": worker.rank, "behind": message["behind"]})
+
+    def _close(self, worker: Worker) -> None:
+        if worker.link.socket.fileno() >= 0:
+            self._selector.unregister(worker.link.socket)
+            worker.link.close()
+
+    def look(self) -> None:
+        """Report workers that give no sign of life. Stopped ones are reported by `reap`."""
+        for rank in self._watch.silent():
+            worker = self.all[rank]
+            if worker.status is None and state_of(worker.pid) != "T":
+                asleep = asleep_in(worker.pid)
+                self._report(
+                    {"event": "silent", "rank": rank, "asleep": asleep, "seen": self._seen(rank)}
+                )
+        for worker in self.alive:
+            silent_s = self._watch.silent_s(worker.rank)
+            if silent_s >= 2 * BEAT_S and not worker.frozen:
+                self._report({"event": "quiet", "rank": worker.rank, "silent_s": silent_s})
+
+    def reap(self) -> None:
+        """Collect children that ended; report workers that ended, were stopped or continued."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            worker = next((one for one in self.alive if one.pid == pid), None)
+            if worker is None:  # a process that a worker left behind
+                continue
+            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+                worker.frozen = os.WIFSTOPPED(status)
+                event = "frozen" if worker.frozen else "thawed"
+                self._report({"event": event, "rank": worker.rank, "seen": self._seen(worker.rank)})
+                continue
+            while worker.link.socket.fileno() >= 0 and _readable(worker.link.socket):
+                self._hear(worker.link.socket)  # its last words
+            worker.status, worker.ended = os.waitstatus_to_exitcode(status), time.monotonic()
+            worker.frozen = False
+            self._report(self.exit_of(worker))
+
+    def exit_of(self, worker: Worker) -> dict[str, Any]:
+        """The event of a worker's end."""
+        known = self._watch.ranks[worker.rank]
+        return {
+            "event": "exit",
+            "rank": worker.rank,
+            "process": worker.process,
+            "status": worker.status,
+            "ago_s": time.monotonic() - worker.ended,
+            "word": known.word,
+            "failure": known.failure,
+            "seen": self._seen(worker.rank),
+        }
+
+    def report_places(self, *, stacks: bool) -> None:
+        """Report where each worker was last; with `stacks`, have them write their stacks."""
+        for worker in self.alive:
+            self._report({"event": "seen", "rank": worker.rank, "seen": self._seen(worker.rank)})
+            if stacks and catches(worker.pid):  # without the handler the signal would end it
+                os.kill(worker.pid, ASKS)
+
+    def _seen(self, rank: int) -> dict[str, Any]:
+        return asdict(self._watch.ranks[rank].seen)
+
+    # ------------------------------------------------------------------ tell and end
+
+    def send(self, ranks: Iterable[int] | None = None, **message: Any) -> None:
+        """Send a message to these workers, or to all."""
+        for worker in self.alive if ranks is None else [self.all[rank] for rank in ranks]:
+            if worker.link.socket.fileno() >= 0:
+                worker.link.send(**message)
+
+    def kill(self, rank: int) -> None:
+        """Kill one worker, which the others go on without."""
+        worker = self.all.get(rank)
+        if worker is not None and worker.status is None:  # not reaped, so the pid is its own
+            os.kill(worker.pid, signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Kill all descendants, adopted ones included, and wait until none is left."""
+        deadline = time.monotonic() + KILL_DEADLINE_S
+        myself = psutil.Process()
+        while time.monotonic() < deadline:
+            found = [
+                p for p in myself.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE
+            ]
+            for process in found:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    continue
+            self.reap()
+            if not found and not self.alive:
+                return
+            time.sleep(0.005)  # between two looks at processes that were just killed

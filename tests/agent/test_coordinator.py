@@ -1,0 +1,259 @@
+"""Decisions of the coordinator, from events and a clock that the test sets; no processes."""
+
+import json
+
+import pytest
+
+from orchestrator.agent.coordinator import GRACE_S, SETTLE_S, Coordinator
+from orchestrator.agent.node_spec import AgentFile
+from orchestrator.lifecycle.survival.links import Peer
+from orchestrator.lifecycle.survival.record import GenerationRecord
+from orchestrator.rundir.folder import RunDir
+from tests.agent.specs import node_spec
+
+MOMENT_S = 2 * SETTLE_S
+SEEN = {"at": "", "waits": "", "stack": []}
+
+
+class Attempt:
+    """A coordinator with its agents, which obey nothing: their answers are the test's."""
+
+    def __init__(self, folder, *, gone=(), begin=True, **more):
+        self.run, self.now = RunDir(folder), 100.0
+        self.run.attempt(0).mkdir(parents=True, exist_ok=True)
+        (folder / "logs").mkdir(exist_ok=True)
+        self.spec = node_spec(folder, **more)
+        self.record = GenerationRecord(self.run.attempt(0))
+        self.coordinator = Coordinator(self.spec, gone, lambda: self.now)
+        self.commands = []
+        if begin:
+            for index in range(self.spec.nodes):
+                if index not in gone:
+                    self.coordinator.joined(index, [])
+            for rank in range(self.spec.ranks):
+                self.take("started", rank, pid=1)
+                self.take("begins", rank, code={"job": "abc"})
+            self.tick()
+
+    def take(self, event, rank, process=0, **values):
+        message = {"event": event, "rank": rank, "process": process, **values}
+        self.coordinator.take(self.spec.node_of(rank), message)
+
+    def end(self, rank, status=0, word="", process=0, failure=None):
+        self.take(
+            "exit", rank, process, status=status, word=word, failure=failure, seen=SEEN, ago_s=0.0
+        )
+
+    def tick(self, seconds=0.0):
+        """Let time pass, in which every agent that is there beats."""
+        self.now += seconds
+        for agent in self.coordinator.agents.values():
+            if agent.heard is not None:
+                self.coordinator.heard(agent.index)
+        self.coordinator.tick()
+        self.commands += self.coordinator.commands()
+
+    def told(self, command):
+        """Take the commands of one kind."""
+        found = [(a, c) for a, c in self.commands if c["command"] == command]
+        self.commands = [one for one in self.commands if one not in found]
+        return found
+
+    @property
+    def outcome(self):
+        return json.loads((self.run.attempt(0) / "outcome.json").read_text())["content"] if (
+            self.run.attempt(0) / "outcome.json"
+        ).exists() else None  # fmt: skip
+
+    @property
+    def newest(self):
+        return self.record.newest()
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    return Attempt(tmp_path)
+
+
+def state_of(attempt):
+    return attempt.coordinator.outcome and attempt.coordinator.outcome["state"]
+
+
+def test_the_first_generation_begins_when_all_workers_are_ready(tmp_path):
+    attempt = Attempt(tmp_path, begin=False)
+    for index in range(3):
+        attempt.coordinator.joined(index, [])
+        attempt.take("started", index, pid=1)
+    attempt.take("begins", 0, code={})
+    attempt.take("begins", 1, code={})
+    attempt.tick()
+    assert attempt.newest is None
+    attempt.take("begins", 2, code={})
+    attempt.tick()
+    assert attempt.newest["members"] == [0, 1, 2]
+
+
+def test_all_that_finish_are_a_finished_run(attempt):
+    for rank in range(3):
+        attempt.end(rank, word="finished")
+    attempt.tick()
+    assert state_of(attempt) == "finished"
+    assert attempt.told("end") == [(None, {"command": "end"})]
+
+
+def test_one_that_stops_is_a_stopped_run(attempt):
+    for rank in range(3):
+        attempt.end(rank, status=3, word="stopped")
+    attempt.tick()
+    assert state_of(attempt) == "stopped"
+
+
+def test_a_killed_worker_is_left_behind_by_a_new_generation(attempt):
+    attempt.end(1, status=-9)
+    attempt.tick()
+    assert attempt.newest["generation"] == 0, "what dies together should cost one generation"
+    attempt.tick(MOMENT_S)
+    assert attempt.newest["members"] == [0, 2]
+    assert attempt.newest["gone"] == [1]
+    for rank in (0, 2):
+        attempt.end(rank, word="finished")
+    attempt.tick()
+    assert state_of(attempt) == "finished"
+
+
+@pytest.mark.parametrize("survive", [True, False])
+def test_an_exception_fails_the_run_after_a_moment(tmp_path, survive):
+    attempt = Attempt(tmp_path, survive=survive)
+    failure = {
+        "rank": 1, "node": "node1", "time": 1.0, "cause": "ValueError: no", "usage": False,
+        "secondary": False, "hangs": False,
+    }  # fmt: skip
+    attempt.end(1, status=1, word="failed", failure=failure)
+    attempt.tick()
+    assert not attempt.told("die")
+    attempt.tick(GRACE_S)
+    assert attempt.told("die")
+    attempt.end(0, status=-9)
+    attempt.end(2, status=-9)
+    attempt.tick()
+    assert state_of(attempt) == "failed"
+    assert attempt.coordinator.outcome["culprit"]["rank"] == 1
+
+
+def test_a_killed_worker_fails_a_run_that_does_not_survive(tmp_path):
+    attempt = Attempt(tmp_path, survive=False)
+    attempt.end(2, status=-9)
+    attempt.tick(GRACE_S)
+    attempt.end(0, status=-9)
+    attempt.end(1, status=-9)
+    attempt.tick()
+    culprit = attempt.coordinator.outcome["culprit"]
+    assert (culprit["rank"], culprit["cause"]) == (2, "killed by signal 9 (SIGKILL)")
+
+
+def test_a_worker_without_a_last_word_is_a_failure_whatever_its_status(attempt):
+    attempt.end(1, status=0)
+    attempt.tick(GRACE_S)
+    attempt.end(0, status=-9)
+    attempt.end(2, status=-9)
+    attempt.tick()
+    assert attempt.coordinator.outcome["culprit"]["rank"] == 1
+
+
+def test_a_killed_worker_is_started_again_and_let_in_at_a_boundary(tmp_path):
+    attempt = Attempt(tmp_path, replacements=2)
+    attempt.end(1, status=-9)
+    attempt.tick(MOMENT_S)
+    attempt.tick(1.0)
+    [(agent, start)] = attempt.told("start")
+    assert (agent, start["rank"], start["process"]) == (1, 1, 1)
+    attempt.take("started", 1, 1, pid=2)
+    attempt.take("joins", 1, 1)
+    attempt.told("tell")
+    attempt.tick(1.0)
+    assert [c["message"] for _, c in attempt.told("tell")] == [{"newcomers": True}]
+    attempt.take("ready", 0, generation=1, updates=7)
+    attempt.tick()
+    assert attempt.newest["members"] == [0, 2], "not all are at the boundary"
+    attempt.take("ready", 2, generation=1, updates=7)
+    attempt.tick()
+    assert attempt.newest["members"] == [0, 2, 4]
+    assert attempt.newest["updates"] == 7
+
+
+def test_a_node_that_is_gone_takes_its_workers_with_it_and_may_come_back(tmp_path):
+    attempt = Attempt(tmp_path, ranks_per_node=2, replacements=4)
+    attempt.coordinator.disconnected(1)
+    attempt.tick(MOMENT_S)
+    assert attempt.newest["gone"] == [2, 3]
+    attempt.tick(1.0)
+    assert attempt.told("start") == [], "there is no agent to start them"
+    attempt.coordinator.joined(1, [])
+    attempt.tick()
+    assert [(a, c["rank"]) for a, c in attempt.told("start")] == [(1, 2), (1, 3)]
+
+
+def test_an_agent_that_falls_silent_is_lost(attempt):
+    attempt.coordinator.agents[2].heard -= 4.0
+    attempt.coordinator.tick()
+    assert attempt.newest["generation"] == 0
+    attempt.coordinator.agents[2].heard -= 2.0
+    attempt.coordinator.tick()
+    attempt.tick(MOMENT_S)
+    assert attempt.newest["members"] == [0, 1]
+
+
+def test_a_standstill_of_its_own_is_not_held_against_the_others(attempt):
+    attempt.now += 60.0
+    attempt.coordinator.forgive(60.0)
+    attempt.coordinator.tick()
+    attempt.tick(MOMENT_S)
+    assert attempt.newest["generation"] == 0
+
+
+def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
+    first = Attempt(tmp_path)
+    first.end(1, status=-9)
+    first.tick(MOMENT_S)
+    second = Attempt(tmp_path, gone=[0], begin=False, index=1)
+    ended = {
+        "event": "exit", "rank": 1, "process": 0, "status": -9, "ago_s": 5.0, "word": "",
+        "failure": None, "seen": SEEN,
+    }  # fmt: skip
+    started = {"event": "started", "rank": 1, "process": 0}
+    second.coordinator.joined(1, [{"rank": 1, "events": [started, ended]}])
+    second.tick(MOMENT_S)
+    assert second.newest["generation"] == 1, "one agent has not come yet"
+    second.coordinator.joined(2, [{"rank": 2, "events": [{**started, "rank": 2}]}])
+    second.tick(MOMENT_S)
+    assert second.newest["members"] == [2]
+    second.end(2, word="finished")
+    second.tick()
+    assert state_of(second) == "finished"
+
+
+@pytest.mark.parametrize(("listens", "generation"), [(True, 0), (False, 1)])
+def test_the_smaller_half_waits_while_the_others_may_live(
+    tmp_path, monkeypatch, listens, generation
+):
+    """Two of three nodes fall silent; only one that died refuses connections."""
+    attempt = Attempt(tmp_path)
+    known = AgentFile(peer=Peer("127.0.0.1", 1, 0), incarnation=0, pid=1)
+    monkeypatch.setattr("orchestrator.agent.coordinator.agent_file", lambda *_: known)
+    monkeypatch.setattr("orchestrator.agent.coordinator.refuses", lambda *_: not listens)
+    attempt.coordinator.disconnected(1)
+    attempt.coordinator.disconnected(2)
+    attempt.tick(MOMENT_S)
+    assert attempt.newest["generation"] == generation
+    attempt.tick(5.0)
+    assert attempt.newest["generation"] == 1, "nobody else went on"
+
+
+def test_nobody_is_let_in_once_a_worker_has_finished(tmp_path):
+    attempt = Attempt(tmp_path, replacements=2)
+    attempt.end(1, status=-9)
+    attempt.tick(MOMENT_S)
+    attempt.end(0, word="finished")
+    attempt.tick(1.0)
+    assert attempt.told("start") == []
+    assert {"left": True} in [c["message"] for _, c in attempt.told("tell")]

@@ -1,0 +1,127 @@
+"""The agent adopts and ends what its workers leave behind; a worker holds nothing of its agent."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import psutil
+
+from tests.helpers import environment, until
+
+NODE = """
+import json, os, random, selectors, signal, sys, time
+from orchestrator.agent.workers import BecomeWorker, Workers
+from orchestrator.lifecycle.forks import ending
+from orchestrator.rank.preload import draw_other_numbers
+
+def leaves_a_child(rank):
+    left, stays = sys.argv[2:4]
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            open(left, "w").write(str(os.getpid()))
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    while not os.path.exists(left): time.sleep(0.01)
+    time.sleep(600 * int(stays))
+    return 0
+
+def tells(rank):
+    import numpy, torch
+    draw_other_numbers()
+    opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
+    print(json.dumps({
+        "rank": [rank, os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]],
+        "replaces": os.environ["ORCHESTRATOR_REPLACES"],
+        "leads its session": os.getsid(0) == os.getpid(),
+        "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
+        "handled": [int(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGCHLD)],
+        "opened": sorted(name.partition(":")[0] for name in opened if "/fd" not in name),
+        "drawn": [random.random(), numpy.random.rand(), torch.rand(1).item()],
+    }), file=sys.stderr)
+    return rank
+
+def raises(rank):
+    raise KeyError(rank)
+
+def report(event):
+    print(json.dumps(event), flush=True)
+    if "again" in sys.argv and event["event"] == "exit" and not event["process"]:
+        restarts.append(event["rank"])
+
+what, restarts = sys.argv[1], []
+if what == "tells":
+    import numpy, torch
+with ending() as end:
+    selector = selectors.DefaultSelector()
+    workers = Workers(
+        first=4, silence_s=20.0, hang_s=300.0, selector=selector, report=report)
+    try:
+        workers.start(dict.fromkeys([4] if what == "leaves_a_child" else [4, 5], 0))
+        while workers.alive and not os.path.exists(sys.argv[-1] + ".end"):
+            for key, _ in selector.select(0.05):
+                key.data(key.fileobj)
+            workers.reap()
+            while restarts:
+                workers.start({restarts.pop(): 1})
+        workers.kill_all()
+        end.code = 0
+    except BecomeWorker as worker:
+        end.code = globals()[what](worker.rank)
+"""
+
+
+def node(*words, **more):
+    return subprocess.Popen(
+        [sys.executable, "-c", NODE, *map(str, words)],
+        stdout=subprocess.PIPE, env=environment(), text=True, **more,
+    )  # fmt: skip
+
+
+def events_of(process):
+    return [json.loads(line) for line in process.stdout]
+
+
+def test_what_an_ended_worker_left_behind_is_ended_with_the_node(tmp_path):
+    with node("leaves_a_child", tmp_path / "left", 0, tmp_path / "node") as process:
+        events = events_of(process)
+    assert [event["event"] for event in events] == ["started", "exit"]
+    assert not psutil.pid_exists(int((tmp_path / "left").read_text()))
+
+
+def test_what_a_worker_leaves_behind_belongs_to_the_node_while_the_worker_lives(tmp_path):
+    left = tmp_path / "left"
+    process = node("leaves_a_child", left, 1, tmp_path / "node")
+    until(lambda: left.exists() and left.read_text(), 60, "the child that was left")
+    child = psutil.Process(int(left.read_text()))
+    until(lambda: child.ppid() == process.pid, 20, "its adoption by the node")
+    (tmp_path / "node.end").touch()
+    process.communicate(timeout=60)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_worker_has_nothing_of_its_agent_and_draws_numbers_of_its_own_started_again_or_not():
+    with node("tells", "again", "", stderr=subprocess.PIPE) as process:
+        events = events_of(process)
+        reported = sorted(map(json.loads, process.stderr), key=lambda one: one["rank"])
+    assert sorted(e["status"] for e in events if e["event"] == "exit") == [4, 4, 5, 5]
+    assert [one["rank"] for one in reported] == [[4, "4", "0"]] * 2 + [[5, "5", "1"]] * 2
+    assert sorted(one["replaces"] for one in reported) == ["0", "0", "1", "1"]
+    for one in reported:
+        assert one["leads its session"]
+        assert one["blocked"] == []
+        assert one["handled"] == [signal.SIG_IGN, signal.SIG_DFL]
+        assert one["opened"] == ["/dev/null", "pipe", "pipe", "socket"]
+    assert len({number for one in reported for number in one["drawn"]}) == 12
+
+
+def test_a_worker_that_raises_before_it_has_a_log_ends_with_its_traceback_in_the_nodes():
+    with node("raises", "", stderr=subprocess.PIPE) as process:
+        events = events_of(process)
+        log = process.stderr.read()
+    ended = {event["rank"]: event["status"] for event in events if event["event"] == "exit"}
+    assert ended == {4: 1, 5: 1}
+    assert "KeyError: 4" in log
+    assert "KeyError: 5" in log
