@@ -7,6 +7,8 @@ import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
+import psutil
+
 from orchestrator.lifecycle.signs.processes import descendants
 from orchestrator.rehearse.connections import Connection, End, Way, change, connections
 
@@ -93,7 +95,8 @@ class Hand:
         """From now on none of them can write to a file, as where a disk is full, until `lift`: a
         limit of the kernel's (RLIMIT_FSIZE), under which every write ends with an error.
         """
-        for pid in self._of(ranks):
+        pids = self._of(ranks)
+        for pid in [*pids, *_agents_of(pids)]:
             with suppress(ProcessLookupError):  # it has ended by itself
                 before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
@@ -113,8 +116,18 @@ class Hand:
 
 
 def _of_all(pids: Iterable[int]) -> list[Connection]:
-    """Of these processes, and of what they have started: the witness beside a rank is of its node,
-    too.
-    """
-    every = [one for pid in pids for one in (pid, *descendants(pid))]
+    """Of these processes, of what they have started, and of their agents."""
+    pids = list(pids)
+    every = [one for pid in pids for one in (pid, *descendants(pid))] + _agents_of(pids)
     return [connection for pid in every for connection in connections(pid)]
+
+
+def _agents_of(pids: Iterable[int]) -> list[int]:
+    """The agents whose workers these processes are."""
+    found: set[int] = set()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(pid).parent()
+            if parent is not None and parent.name().startswith("node"):
+                found.add(parent.pid)
+    return sorted(found)

@@ -147,7 +147,7 @@ class Outside(ABC):
     def _hurt_all(self, fault: Fault) -> Harm | None:
         """Do what is not done to ranks; None of any other kind."""
 
-    def hurt(self, fault: Fault, update_s: float) -> Harm:
+    def hurt(self, fault: Fault, update_s: float) -> Harm:  # noqa: PLR0911  # a kind of fault each
         """Do it.
 
         Args:
@@ -166,9 +166,8 @@ class Outside(ABC):
             if fault.kind == KILL_NODE:
                 self._kill_node(node, its)
                 return Harm(said=f"kill {node}", gone=frozenset(its))
-            if len(its) == len(where):  # nobody else is left to be connected to
-                its = [fault.of(its)]
-                node = f"rank {its[0]}"
+            if len(its) == len(where):  # no other node is left to be connected to
+                return Harm(said=f"{fault.kind}: it had none", lasts_s=NOTHING_S)
             return self._part(fault, node, its, sorted({*where} - {*its}))
         if fault.kind == FILL_DISK:
             reach.tell("fill", sorted(where))
