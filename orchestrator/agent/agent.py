@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from orchestrator.agent.coordinator import LEAST_SILENCE_S, Coordinator
+from orchestrator.agent.coordinator import LEAST_SILENCE_S, SETTLE_S, Coordinator
 from orchestrator.agent.node_spec import (
     AgentFile,
     NodeSpec,
@@ -107,7 +107,7 @@ class Agent:
         looked = beat = time.monotonic()
         while not self._over:
             self._follow()
-            for key, _ in self._selector.select(LOOK_S):
+            for key, _ in self._selector.select(self._pause_s()):
                 key.data(key.fileobj)
             self._workers.reap()
             now = time.monotonic()
@@ -121,6 +121,11 @@ class Agent:
                 self._coordinator.tick()
                 self._obey_coordinator()
         self._workers.kill_all()
+
+    def _pause_s(self) -> float:
+        """How long to wait for events: not beyond the moment of a decision."""
+        settling = self._coordinator is not None and self._coordinator.settling
+        return SETTLE_S / 2 if settling else LOOK_S
 
     def _handle_signals(self) -> None:
         """Stop signals are handled here alone; workers ignore them, and are told."""

@@ -315,6 +315,11 @@ class Coordinator:
     def _member(self, rank: int) -> int:
         return member_of(rank, self.workers[rank].process, self._spec.ranks)
 
+    @property
+    def settling(self) -> bool:
+        """Whether a loss waits for further ones."""
+        return bool(self._gone)
+
     def tick(self) -> None:
         """Take the decisions whose time has come."""
         if self.outcome is not None:
