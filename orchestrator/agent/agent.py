@@ -9,6 +9,7 @@ The loop has one thread: an agent forks, and a fork has only the thread that for
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
@@ -46,10 +47,13 @@ class Agent:
     Args:
         control: a pipe whose end means that the launcher is gone, or wants all processes ended;
             None on a cluster whose scheduler sees to that.
+        report: a pipe that the outcome is written to as well: a disk may be full.
     """
 
-    def __init__(self, spec: NodeSpec, control: int | None = None) -> None:
-        self._spec, self._control = spec, control
+    def __init__(
+        self, spec: NodeSpec, control: int | None = None, report: int | None = None
+    ) -> None:
+        self._spec, self._control, self._report_to = spec, control, report
         self._run = RunDir(spec.run)
         self._selector = selectors.DefaultSelector()
         self._secret = secret_of(self._run, spec.attempt)
@@ -84,8 +88,9 @@ class Agent:
 
     def _close_in_fork(self) -> None:
         """In a new worker: let go of all that is the agent's."""
-        for descriptor in (*self._pipe, *([self._control] if self._control is not None else [])):
-            os.close(descriptor)
+        for descriptor in (*self._pipe, self._control, self._report_to):
+            if descriptor is not None:
+                os.close(descriptor)
         self._listener.close()
         for link in [*self._strangers, *self._followers.values()]:
             link.close()
@@ -119,6 +124,8 @@ class Agent:
                 self._beat()
             if self._coordinator is not None:
                 self._coordinator.tick()
+                if self._coordinator.outcome is not None and self._report_to is not None:
+                    os.write(self._report_to, json.dumps(self._coordinator.outcome).encode())
                 self._obey_coordinator()
         self._workers.kill_all()
 

@@ -26,7 +26,8 @@ from orchestrator.agent.workers import STOP_SIGNALS, BecomeWorker
 from orchestrator.lifecycle.forks import branch, ending, leave
 from orchestrator.lifecycle.prctl import die_with, name_process
 from orchestrator.rank.preload import draw_other_numbers, preload
-from orchestrator.rundir.files import APPENDING, open_regular, read_json
+from orchestrator.rank.writing.rank_log import send_output_to
+from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 
 REST_S = 0.3
@@ -40,7 +41,7 @@ class _Nodes:
     """The agents of all simulated nodes, as their parent has them."""
 
     def __init__(self, order: dict[str, Any]) -> None:
-        self._order, self._control = order, int(order["control"])
+        self._control, self._report = int(order["control"]), int(order["report"])
         self._specs = [NodeSpec.from_json(node["spec"]) for node in order["nodes"]]
         self._environments = [node["environment"] for node in order["nodes"]]
         self._run = RunDir(self._specs[0].run)
@@ -107,14 +108,11 @@ class _Nodes:
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         spec = self._specs[index]
-        log = open_regular(self._run.node_log(spec.name), APPENDING)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
+        send_output_to(self._run.node_log(spec.name))
         os.environ.update(self._environments[index])
         name_process(spec.name)
         try:
-            Agent(spec, self._control).serve()
+            Agent(spec, self._control, self._report).serve()
         except BecomeWorker as worker:
             return worker.rank
         return leave(0)

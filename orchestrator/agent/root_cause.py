@@ -10,14 +10,9 @@ from typing import Any
 
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
 from orchestrator.lifecycle.signs.last_word import has_last_word
-<<<<<<< HEAD:orchestrator/clusters/root_cause.py
 from orchestrator.rundir.files import read_end
 from orchestrator.rundir.folder import RunDir
-=======
 from orchestrator.rundir.outcome import Culprit
-from orchestrator.rundir.files import read_end
-from orchestrator.rundir.folder import RunDir
->>>>>>> 9cdb0ef (Give each simulated node an agent; membership moves from ranks to agents):orchestrator/agent/root_cause.py
 
 TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024

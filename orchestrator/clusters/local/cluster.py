@@ -32,10 +32,11 @@ from orchestrator.lifecycle.signs.processes import processor_s
 from orchestrator.lifecycle.signs.stacks import STACK_S
 from orchestrator.lifecycle.signs.standstill import Patience, Standstill
 from orchestrator.plan.plan import Plan
-from orchestrator.rundir.files import APPENDING, open_regular, read_json
+from orchestrator.rundir.files import APPENDING, open_nofollow, read_json
 from orchestrator.rundir.folder import RunDir
 
 END_S = 10.0
+OUTCOME_BYTES = 1 << 20
 SILENCE_S = 5.0
 """After which an agent or a stopped worker is lost, where the others go on without it."""
 IMPORT_HANGS = (
@@ -71,23 +72,26 @@ class LocalHandle(Handle):
             Patience(notice_s=details["hang_s"], most_s=details["hang_s"], hang_s=details["hang_s"])
         )
         control, self._control = os.pipe()
+        self._report, report = os.pipe()  # where the outcome comes also where the disk is full
+        os.set_blocking(self._report, False)
         nodes = [
             {"spec": self._spec(index).to_json(), "environment": self._environment(index)}
             for index in range(request.nodes)
         ]
-        order = {"launcher": os.getpid(), "control": control, "nodes": nodes}
+        order = {"launcher": os.getpid(), "control": control, "report": report, "nodes": nodes}
         first = self._run.node_log("node0")
-        with os.fdopen(open_regular(first, APPENDING), "ab") as log:
+        with os.fdopen(open_nofollow(first, APPENDING), "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "orchestrator.agent.local_nodes", str(request.run)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=nodes[0]["environment"],
-                pass_fds=[control],
+                pass_fds=[control, report],
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher alone
             )
         os.close(control)
+        os.close(report)
         self._ended = os.pidfd_open(self._process.pid)
         try:
             with cast("IO[bytes]", self._process.stdin) as pipe:
@@ -168,13 +172,24 @@ class LocalHandle(Handle):
             os.close(self._control)
             self._control = -1
 
+    def _outcome(self) -> dict[str, Any] | None:
+        """What the coordinator has decided; None where there was none to the end."""
+        try:
+            reported = os.read(self._report, OUTCOME_BYTES)
+        except BlockingIOError:  # an agent still holds it
+            reported = b""
+        os.close(self._report)
+        return json.loads(reported) if reported else read_json(self._folder / "outcome.json")
+
     def _settle(self) -> None:
+        if self._state.ended:
+            return
         self._process.wait()
         if self._ended >= 0:
             os.close(self._ended)
             self._ended = -1
         self._close_control()
-        outcome = read_json(self._folder / "outcome.json")
+        outcome = self._outcome()
         if outcome is None and self._stopping and not self._has_begun:
             self._state = State.STOPPED  # in the import, before there was an agent
         elif outcome is None:
