@@ -1,4 +1,4 @@
-"""A job of a reader's, which takes its time for as long as a file is there."""
+"""A reader's job that trains slowly while a file exists."""
 
 import time
 from pathlib import Path
@@ -11,13 +11,13 @@ class Held(Light):
 
     def __init__(self, hold=""):
         super().__init__()
-        self.hold = Path(hold)
+        self.slow_while = Path(hold)
 
     def model(self):
         print("it begins")
         return super().model()
 
     def loss(self, model, batch):
-        if self.hold.exists():
+        if self.slow_while.exists():
             time.sleep(1)
         return super().loss(model, batch)

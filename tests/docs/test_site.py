@@ -5,7 +5,7 @@ import sys
 
 from tests.helpers import ROOT
 
-BUDGET_WORDS = 36_000
+BUDGET_WORDS = 25_000
 
 
 def test_the_site_builds_without_warnings_and_has_every_page(tmp_path):
