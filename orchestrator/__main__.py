@@ -187,9 +187,9 @@ def resume(
     What is given after the run may change where and for how long it trains, never its numbers.
     """
     from orchestrator.rundir.folder import RunDir
+    from orchestrator.rundir.status import find_runs
     from orchestrator.runs.console import Manner
     from orchestrator.runs.start import resumed, way_of
-    from orchestrator.runs.status import find_runs
 
     manner = Manner(console=Console(), verbose=verbose, quiet=quiet)
     folder = run.absolute()

@@ -46,7 +46,7 @@ LONG = (
 
 CALM = (
     *(f"tests/{name}" for name in ("benchmarks", "cli", "compose", "config", "docs")),
-    *(f"tests/{name}" for name in ("doctor", "hostile", "jobs", "laws", "page", "plan")),
+    *(f"tests/{name}" for name in ("doctor", "hostile", "jobs", "laws", "plan")),
     *(f"tests/{name}" for name in ("report", "rundir", "scheduler", "snapshot")),
     *(f"tests/engine/{name}" for name in ("common", "mindspore/comm", "torch")),
     *(f"tests/engine/mindspore/test_{name}.py" for name in ("engine", "programs", "runs")),

@@ -122,7 +122,7 @@ def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> Non
 
 
 def _print_plan(plan: dict[str, Any], console: Console) -> None:
-    from orchestrator.report.tables.plan_table import print_plan
+    from orchestrator.report.run_tables import print_plan
 
     print_plan(plan, console)
     for sentence in plan["notes"]:

@@ -22,8 +22,7 @@ def status(
 ) -> None:
     """Say where runs stand: those that wait, run, or have ended, however and wherever they run."""
     del verbose
-    from orchestrator.report.tables.run_view import points_wanted, print_run
-    from orchestrator.report.tables.status_table import print_status
+    from orchestrator.report.status_tables import points_wanted, print_run, print_status
     from orchestrator.runs.status import expand, losses_so_far, statuses
 
     asked = [path.absolute() for path in runs or []]
@@ -47,7 +46,7 @@ def status(
 def _is_search_without_runs(asked: list[Path]) -> bool:
     """Whether one search is asked about whose trials could not begin yet."""
     from orchestrator.rundir.folder import RunDir
-    from orchestrator.runs.status import find_runs
+    from orchestrator.rundir.status import find_runs
 
     if len(asked) != 1 or not RunDir(asked[0]).search.exists():
         return False
@@ -56,7 +55,7 @@ def _is_search_without_runs(asked: list[Path]) -> bool:
 
 def _with_trials(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """The runs as values; where a folder is a search's, each with its trials."""
-    from orchestrator.report.tables.search_table import search_of, with_trials
+    from orchestrator.report.status_tables import search_of, with_trials
 
     search = search_of(folder)
     return with_trials(rows, search) if search else rows
@@ -64,7 +63,7 @@ def _with_trials(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any
 
 def _show_search(folder: Path, console: Console) -> None:
     """The trials, where a folder is a search's."""
-    from orchestrator.report.tables.search_table import print_search, search_of
+    from orchestrator.report.status_tables import print_search, search_of
 
     if found := search_of(folder):
         print_search(found, console)
@@ -118,8 +117,8 @@ def cancel(
     """
     del verbose
     from orchestrator.rundir.folder import RunDir
+    from orchestrator.rundir.status import find_runs
     from orchestrator.runs import cancelling
-    from orchestrator.runs.status import find_runs
 
     folder = RunDir(run.absolute())
     if find_runs(folder.path, waiting=True) == [folder.path]:

@@ -47,8 +47,7 @@ def compare(
     """Print the largest relative difference between the final weights of two runs."""
     del verbose
     from orchestrator.report import compare as comparing
-    from orchestrator.report.computed_with import differing
-    from orchestrator.report.tables.compare_table import print_comparison
+    from orchestrator.report.compare import differing, print_comparison
     from orchestrator.rundir.folder import RunDir
 
     found = comparing.compare(final_weights(a), final_weights(b))
@@ -85,7 +84,7 @@ def report(
 ) -> None:
     """Write a page about a run or a sweep: curves, time, memory, what differs, how to repeat it."""
     del verbose
-    from orchestrator.page.report import serve_report, write_report
+    from orchestrator.report.page import serve_report, write_report
 
     if serve:
         serve_report(run.absolute(), port, Console())

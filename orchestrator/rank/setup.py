@@ -40,7 +40,7 @@ from orchestrator.rank.attending.attendance import Attendance
 from orchestrator.rank.restoring import restore
 from orchestrator.rank.surviving.entering import Entering, may_stay_out
 from orchestrator.rank.training import Training
-from orchestrator.report.computed_with import warnings_of
+from orchestrator.report.compare import warnings_of
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir

@@ -1,8 +1,4 @@
-"""How far apart two sets of weights are, tensor by tensor, from their safetensors files.
-
-Read with numpy alone, through memory maps and in pieces, so that files larger than memory can be
-compared on a login node. The measure is max|a-b| / max|b| of each tensor, b being the reference.
-"""
+"""Differences between two runs: their final weights, and what computed them."""
 
 from __future__ import annotations
 
@@ -14,9 +10,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from orchestrator.errors import UsageError
+from orchestrator.report.terminal import literal, say
 from orchestrator.rundir.tensors import SafetensorsFile, Tensor
+from orchestrator.units import plural
 
 PIECE = 1 << 20
 SHOWN_NAMES = 8
@@ -144,3 +145,72 @@ def _relative(difference: float, value: float) -> float:
     if difference == 0:
         return 0.0
     return difference / value if value else math.inf
+
+
+def differing(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> dict[str, str]:
+    """What differs, by name, as "this against that"; nothing where one of them is not known.
+
+    >>> differing({"framework": {"torch": "2.13.0"}}, {"framework": {"torch": "2.12.0"}})
+    {'torch': '2.13.0 against 2.12.0'}
+    """
+    if a is None or b is None:
+        return {}
+    left, right = _decisive(a), _decisive(b)
+    return {
+        name: f"{left.get(name, 'none')} against {right.get(name, 'none')}"
+        for name in sorted(left.keys() | right.keys())
+        if left.get(name) != right.get(name)
+    }
+
+
+def warnings_of(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:
+    """A sentence when a run goes on with something else than it was begun with."""
+    found = differing(now, before)
+    if not found:
+        return []
+    what = ", ".join(f"{name} {values}" for name, values in found.items())
+    sentence = (
+        f"this attempt is computed with something else than the one before it: {what}. From here "
+        "on the weights may differ in bits from those of an undisturbed run"
+    )
+    return [sentence]
+
+
+def _decisive(environment: Mapping[str, Any]) -> dict[str, Any]:
+    return {"processor": environment.get("processor"), **environment.get("framework", {})}
+
+
+def print_comparison(comparison: Comparison, console: Console, *, tensors: bool = False) -> None:
+    """Print what `compare` found; with `tensors`, one row for each, the farthest apart first."""
+    count = plural(len(comparison.tensors), "tensor")
+    if comparison.equal_bits:
+        say(console, f"the same bits in all of {count}", "bold green")
+    else:
+        largest = f"{comparison.max_relative_difference:.3e}"
+        say(console, f"largest relative difference: {largest} (max|a-b| / max|b|)", "bold")
+        differing = [t for t in comparison.tensors.values() if not t.equal_bits]
+        say(console, f"{len(differing)} of {count} differ in some bit")
+    if tensors and comparison.tensors:
+        console.print(_table(comparison, console))
+
+
+def _table(comparison: Comparison, console: Console) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("tensor", overflow="fold")
+    table.add_column("shape", overflow="fold")
+    table.add_column("dtype", overflow="fold")
+    table.add_column("relative", justify="right", no_wrap=True)
+    table.add_column("absolute", justify="right", no_wrap=True)
+    for name, tensor in sorted(
+        comparison.tensors.items(), key=lambda item: -item[1].max_relative_difference
+    ):
+        relative, absolute = _figures(tensor)
+        row = (name, str(list(tensor.shape)), tensor.dtype, relative, absolute)
+        table.add_row(*(literal(text, console) for text in row))
+    return table
+
+
+def _figures(tensor: TensorComparison) -> tuple[str, str]:
+    if tensor.equal_bits:
+        return "same bits", "0"
+    return f"{tensor.max_relative_difference:.3e}", f"{tensor.max_absolute_difference:.3e}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -13,7 +15,7 @@ from typing import Any
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import names_in, read_json, read_text
 from orchestrator.rundir.folder import RESUMED, RunDir
-from orchestrator.rundir.lock import is_held
+from orchestrator.rundir.lock import is_held, is_waiting, waiting_in
 from orchestrator.rundir.metrics import (
     Record,
     recent_records,
@@ -22,6 +24,8 @@ from orchestrator.rundir.metrics import (
 )
 from orchestrator.rundir.warnings import read_warnings
 
+# Removed or replaced while scanning, or too deep for a run to have a path.
+NO_RUN_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 BEAT_S = 2.0
 BEAT_ENDED = "ended"
 BEAT_DIGITS, BEAT_BYTES = 12, 512  # a heartbeat's number, then what its rank waits for
@@ -299,3 +303,42 @@ def read_beat(path: Path) -> str:
 def _beats(run: RunDir) -> list[str]:
     folder = run.attempt(max(0, run.attempts_made() - 1))
     return [read_beat(folder / name) for name in names_in(folder) if name.startswith("heartbeat-")]
+
+
+def find_runs(below: Path, *, waiting: bool = False) -> list[Path]:
+    """Return all run folders below a folder, those of sweeps included, by name.
+
+    A folder that may not be read counts as one: it may be another account's run.
+
+    Args:
+        waiting: include the folders of waiting points, which may not exist yet.
+    """
+    found: list[Path] = []
+    left: list[Path | list[Path]] = [below] if below.is_dir() else []
+    if not left and waiting and is_waiting(RunDir(below)):
+        found.append(below)
+    while left:  # no recursion: folders may lie in folders without end
+        folder = left.pop()
+        if isinstance(folder, list):
+            found += folder
+            continue
+        try:
+            within = {entry.name: entry for entry in os.scandir(folder)}
+        except PermissionError:
+            found.append(folder)
+            continue
+        except OSError as error:
+            if error.errno in NO_RUN_THERE:
+                continue
+            raise
+        if "config.yaml" in within and "attempts" in within:
+            found.append(folder)
+            continue
+        if waiting and RunDir(folder).waiting.name in within:
+            left.append([path for path in waiting_in(folder) if path.name not in within])
+        left += [
+            Path(entry.path)
+            for name, entry in sorted(within.items(), reverse=True)
+            if entry.is_dir(follow_symlinks=False) and not name.startswith(".")
+        ]
+    return found

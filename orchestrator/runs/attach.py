@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from orchestrator.clusters.api import POLL_S, Handle, State
 from orchestrator.errors import EXIT_INTERRUPTED, EXIT_USAGE
-from orchestrator.report.tables.closing_table import print_closing
+from orchestrator.report.run_tables import print_closing
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics

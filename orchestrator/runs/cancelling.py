@@ -11,18 +11,17 @@ from pathlib import Path
 from orchestrator.clusters.api import Cluster, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
 from orchestrator.plan.plan_warnings import named_numbers
-from orchestrator.report.tables.status_table import UNREADABLE
+from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import is_held, signal_holder
+from orchestrator.rundir.lock import is_held, is_waiting, signal_holder, take_waiting
 from orchestrator.rundir.outcome import describe_stop
-from orchestrator.rundir.status import OVER, kind_of
+from orchestrator.rundir.status import OVER, find_runs, kind_of
 from orchestrator.runs.found_again import handle_of
-from orchestrator.runs.status import expand, find_runs, statuses
-from orchestrator.runs.waiting import take, waits
+from orchestrator.runs.status import expand, statuses
 from orchestrator.units import plural
 
 LOOK_S = 0.2
-HOLDER_S = 20.0  # how long a command that runs nothing here may take to end
+HOLDER_S = 20.0  # how long a command that runs nothing here may take_waiting to end
 
 
 def cancel(run: RunDir, *, now: bool = False) -> str:
@@ -31,7 +30,7 @@ def cancel(run: RunDir, *, now: bool = False) -> str:
     Returns:
         A sentence that says what happens. Raises `ClusterError` when there is nothing to stop.
     """
-    if waits(run) and take(run):
+    if is_waiting(run) and take_waiting(run):
         return f"{run.path} waited for room on this machine, and is not started any more"
     if run.turn.exists():
         said = class_of(kind_of(run)).cancel_all([run], now=now)

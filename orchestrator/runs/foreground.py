@@ -9,7 +9,7 @@ from orchestrator.clusters.api import POLL_S, Culprit, Handle, State
 from orchestrator.config.program import is_program
 from orchestrator.errors import EXIT_INTERRUPTED, UsageError
 from orchestrator.plugins import CLUSTERS
-from orchestrator.report.tables.closing_table import print_closing
+from orchestrator.report.run_tables import print_closing
 from orchestrator.report.terminal import say
 from orchestrator.rundir.metrics import read_metrics
 from orchestrator.rundir.outcome import (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from orchestrator.clusters.api import Handle
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
-from orchestrator.report.tables.status_table import UNREADABLE
+from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.report.terminal import HarmlessStream
 from orchestrator.rundir.files import blocks, start_of_last
 from orchestrator.rundir.folder import RunDir

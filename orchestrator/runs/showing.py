@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from orchestrator.report.live.progress import Progress
+from orchestrator.report.progress import Progress
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_progress
 from orchestrator.rundir.warnings import NewWarnings

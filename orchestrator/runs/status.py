@@ -5,8 +5,6 @@ Where nobody answers, the folders tell: a result, or hearts that beat.
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,61 +12,20 @@ from pathlib import Path
 
 from orchestrator.clusters.api import class_of
 from orchestrator.errors import ConfigError, RunFolderError
-from orchestrator.report.tables.status_table import UNREADABLE
+from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import WAITING_REASON, is_waiting
 from orchestrator.rundir.metrics import loss_curve
 from orchestrator.rundir.status import (
     ENDED_STATES,
     RunStatus,
+    find_runs,
     from_folder,
     infer_from_heartbeats,
     status_or_damage,
     with_lock,
 )
 from orchestrator.runs.found_again import settle_submissions
-from orchestrator.runs.waiting import REASON, waiting_in, waits
-
-# Removed while we look, or replaced by a file; or too deep for a run to have a path.
-NO_RUN_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
-
-
-def find_runs(below: Path, *, waiting: bool = False) -> list[Path]:
-    """All run folders below a folder, those of sweeps included, oldest name first.
-
-    A folder that may not be looked into counts as one: somebody else's run, as far as we can know.
-
-    Args:
-        waiting: also those of points that wait for room, which may not be there yet.
-    """
-    found: list[Path] = []
-    left: list[Path | list[Path]] = [below] if below.is_dir() else []
-    if not left and waiting and waits(RunDir(below)):
-        found.append(below)
-    while left:  # no recursion: folders may lie in folders without end
-        folder = left.pop()
-        if isinstance(folder, list):
-            found += folder
-            continue
-        try:
-            within = {entry.name: entry for entry in os.scandir(folder)}
-        except PermissionError:
-            found.append(folder)
-            continue
-        except OSError as error:
-            if error.errno in NO_RUN_THERE:
-                continue
-            raise
-        if "config.yaml" in within and "attempts" in within:
-            found.append(folder)
-            continue
-        if waiting and RunDir(folder).waiting.name in within:
-            left.append([path for path in waiting_in(folder) if path.name not in within])
-        left += [
-            Path(entry.path)
-            for name, entry in sorted(within.items(), reverse=True)
-            if entry.is_dir(follow_symlinks=False) and not name.startswith(".")
-        ]
-    return found
 
 
 def expand(paths: Sequence[Path]) -> list[RunDir]:
@@ -116,10 +73,10 @@ def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
     """What the folder and its launcher's lock say; a run that goes on alone is put down for its
     cluster to be asked.
     """
-    if waits(run):
+    if is_waiting(run):
         new = RunStatus(folder=run.path, state="pending", cluster="local")
         known = from_folder(run) if run.config.exists() else new
-        return replace(known, state="pending", reason=REASON)
+        return replace(known, state="pending", reason=WAITING_REASON)
     status = from_folder(run.existing())
     if status.job_id is not None or run.turn.exists():
         alone.setdefault(status.cluster, []).append(run)

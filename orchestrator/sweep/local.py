@@ -27,19 +27,19 @@ from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, OrchestratorError, 
 from orchestrator.lifecycle.forks import fork
 from orchestrator.lifecycle.prctl import name_process
 from orchestrator.plan.program import ProgramPlan
+from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import say
+from orchestrator.rundir import lock as waiting_room
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import take_waiting
 from orchestrator.rundir.metrics import summarize
 from orchestrator.rundir.outcome import describe_culprit, describe_stop
-from orchestrator.runs import waiting as waiting_room
 from orchestrator.runs.console import Manner
 from orchestrator.runs.foreground import hold
 from orchestrator.runs.interrupts import Interrupts
-from orchestrator.runs.waiting import take
 from orchestrator.sweep.cells import Cell
 from orchestrator.sweep.submission import ready_of
-from orchestrator.sweep.tables import only_varying
 from orchestrator.units import format_bytes, format_number, format_seconds, plural
 
 RANK_BYTES = 512 << 20
@@ -81,7 +81,7 @@ class Room:
             return False
         return free_memory_bytes() >= share.ranks * self._rank_bytes
 
-    def take(self, share: Share | None) -> Place | None:
+    def take_waiting(self, share: Share | None) -> Place | None:
         """Room for a run; None where it has to wait for others to end."""
         if not self.has(share):
             return None
@@ -146,7 +146,7 @@ class Room:
 
 
 LOOK_S = 0.1
-LEAVE_S = 10.0  # how long a point may take to end its ranks before it is ended itself
+LEAVE_S = 10.0  # how long a point may take_waiting to end its ranks before it is ended itself
 # An interrupt is passed on as signals of different kinds, so that both are delivered.
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 
@@ -430,7 +430,7 @@ def _start(
     ended: Callable[[PointEnded], None],
 ) -> None:
     """Start a point that has room, unless `cancel SWEEP/5` was quicker."""
-    if not take(cell.run):
+    if not take_waiting(cell.run):
         one = PointEnded(cell=cell, exit_code=EXIT_STOPPED, refusal=NOT_BEGUN)
         ended(one)
         told.ended(one, len(queue.running), len(waiting))

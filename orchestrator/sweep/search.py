@@ -45,18 +45,18 @@ from orchestrator.errors import (
     did_you_mean,
 )
 from orchestrator.plan.plan_warnings import named_numbers
-from orchestrator.report.tables.search_table import print_search, words_of
+from orchestrator.report.status_tables import print_search, words_of
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.files import PRIVATE_FILE, make_folder, names_in, read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail
 from orchestrator.rundir.outcome import State, describe_culprit, write_end
-from orchestrator.rundir.status import ENDED_STATES
+from orchestrator.rundir.status import ENDED_STATES, find_runs
 from orchestrator.runs.cancelling import cancel
 from orchestrator.runs.console import Manner
 from orchestrator.runs.interrupts import Interrupts
 from orchestrator.runs.resuming.elsewhere import standing_in
-from orchestrator.runs.status import find_runs, statuses
+from orchestrator.runs.status import statuses
 from orchestrator.sweep.cells import REPLACED, Cell, Do, cells_of, gpu_hours, made_of
 from orchestrator.sweep.local import LocalQueue, PointEnded, Room, share_of
 from orchestrator.sweep.points import Point, telling, trial_point

@@ -20,8 +20,15 @@ from orchestrator.errors import (
     ConfigError,
     RunFolderError,
 )
-from orchestrator.report.tables.sweep_table import print_sweep
-from orchestrator.report.tables.time_and_memory import print_time_and_memory
+from orchestrator.report.sweep_tables import (
+    accumulation_pairs,
+    only_varying,
+    print_sweep,
+    print_time_and_memory,
+    remarks,
+    swept_run,
+    timed_beside,
+)
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
@@ -32,13 +39,6 @@ from orchestrator.runs.status import statuses
 from orchestrator.sweep.cells import Cell, Do, cells_of, refuse_beyond
 from orchestrator.sweep.points import Point, checked
 from orchestrator.sweep.submission import alone_in, returned, submit
-from orchestrator.sweep.tables import (
-    accumulation_pairs,
-    only_varying,
-    remarks,
-    swept_run,
-    timed_beside,
-)
 from orchestrator.units import plural
 
 if TYPE_CHECKING:

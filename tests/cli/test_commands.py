@@ -15,8 +15,8 @@ from orchestrator.__main__ import EXAMPLES, EXIT_CODES, app
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import ROOT, environment
-from tests.page.conftest import made
-from tests.report.tables.test_search_table import FOUND
+from tests.report.conftest import made
+from tests.report.test_status_tables import FOUND
 
 __all__ = ["made"]
 

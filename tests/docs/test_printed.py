@@ -23,7 +23,7 @@ from orchestrator.config.composer import Composer, points_of
 from orchestrator.config.schema import Config
 from orchestrator.inside.run import current_run
 from orchestrator.plugins import SEAMS
-from orchestrator.report.tables.closing_table import print_closing
+from orchestrator.report.run_tables import print_closing
 from orchestrator.rundir.metrics import History
 from orchestrator.runs.start import prepare
 from orchestrator.sweep.search import asked_of

@@ -13,8 +13,7 @@ from safetensors.numpy import save_file
 
 from orchestrator.errors import UsageError
 from orchestrator.report import compare as module
-from orchestrator.report.compare import compare
-from orchestrator.report.tables.compare_table import print_comparison
+from orchestrator.report.compare import compare, print_comparison
 
 NUMPY_DTYPES = [
     np.dtype(name)

@@ -14,12 +14,12 @@ from rich.console import Console
 
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
-from orchestrator.report.tables.run_view import print_run, sparkline
-from orchestrator.report.tables.status_table import print_status
+from orchestrator.report.status_tables import print_run, print_status, sparkline
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import find_runs
 from orchestrator.runs.found_again import settle_submissions
-from orchestrator.runs.status import expand, find_runs, losses_so_far, statuses
+from orchestrator.runs.status import expand, losses_so_far, statuses
 
 NOBODY = 65534
 WRONG = (None, True, -1, 2.5, "text", [], {}, [1], {"a": 1}, "x" * 5000)

@@ -8,9 +8,8 @@ from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
-from orchestrator.report.tables.sweep_table import SweptRun
+from orchestrator.report.sweep_tables import SweptRun, remarks, timed_beside
 from orchestrator.rundir.folder import RunDir
-from orchestrator.sweep.tables import remarks, timed_beside
 
 
 @pytest.fixture

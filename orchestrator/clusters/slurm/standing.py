@@ -21,7 +21,7 @@ from orchestrator.clusters.slurm.queue.packing.members import (
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.errors import ClusterError
-from orchestrator.report.tables.status_table import UNREADABLE
+from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import (
     DAMAGE,

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from orchestrator.config.changes import flat
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.folder import RunDir
-from orchestrator.runs.resuming.rules import flat
 
 
 def refuse_left_behind(run: RunDir, values: Mapping[str, Any]) -> None:

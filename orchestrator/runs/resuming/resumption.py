@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from orchestrator.clusters.api import cluster_of
+from orchestrator.config.changes import Change, changes
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, spelled
 from orchestrator.config.composer import Composer
 from orchestrator.config.guard import check_arguments, guarded
@@ -26,13 +27,7 @@ from orchestrator.rundir.checkpoints import PREFIX, complete, refuse_beyond
 from orchestrator.rundir.files import read_text, write_atomically
 from orchestrator.rundir.folder import RESUMES, RunDir
 from orchestrator.runs.resuming.left_behind import refuse_left_behind
-from orchestrator.runs.resuming.rules import (
-    Change,
-    changes,
-    refuse_another_plan,
-    refuse_other_numbers,
-    rounding,
-)
+from orchestrator.runs.resuming.rules import refuse_another_plan, refuse_other_numbers, rounding
 from orchestrator.units import format_count, plural
 
 GROUPS = ("cluster", "tracker")  # whose choice a run may change; the others are its numbers

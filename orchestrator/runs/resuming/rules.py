@@ -1,18 +1,8 @@
-"""What a run may go on with: each key of the configuration, by what a change does to numbers.
-
-`FREE`: no number depends on it. `ROUNDING`: sums are added in another order, so results agree up to
-rounding, not in bits. `PLANNED`: the two plans are compared, update by update. `NUMBERS`: refused,
-since what comes out would be neither this run nor a new one. reproducible.md has the table.
-"""
+"""Refusal of changes with which a run cannot be resumed."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any
-
+from orchestrator.config.changes import OTHER_FOLDER, Change, Kind
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 from orchestrator.plan.plan import Plan
@@ -21,112 +11,13 @@ from orchestrator.plan.window import planner_of
 MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
 
 
-class Kind(Enum):
-    """What a change of a key does."""
-
-    FREE = "no number depends on it"
-    ROUNDING = "sums are added in another order"
-    PLANNED = "it depends on the rest of the plan"
-    NUMBERS = "it changes what is computed"
-
-
-# The longest prefix of a key's dotted name counts.
-KINDS: dict[str, Kind] = {
-    "cluster": Kind.FREE,
-    "cluster.nodes": Kind.PLANNED,
-    "cluster.ranks_per_node": Kind.PLANNED,
-    "cluster.cpus_per_rank": Kind.ROUNDING,  # threads of a kernel
-    "run": Kind.FREE,
-    "run.dir": Kind.NUMBERS,
-    "run.name": Kind.NUMBERS,
-    "sweep": Kind.FREE,
-    "budget": Kind.FREE,
-    "tracker": Kind.FREE,
-    "facts": Kind.FREE,
-    "transport": Kind.ROUNDING,
-    "accumulation": Kind.NUMBERS,
-    "accumulation.global_batch": Kind.PLANNED,
-    "accumulation.steps": Kind.PLANNED,
-    "accumulation.micro_batch": Kind.PLANNED,
-    "accumulation.reduction": Kind.ROUNDING,
-    "schedule": Kind.PLANNED,
-    "train": Kind.NUMBERS,
-    "train.updates": Kind.PLANNED,
-    "train.epochs": Kind.PLANNED,
-    "train.evaluate_every": Kind.FREE,
-    "train.checkpoint_every": Kind.FREE,
-    "train.keep_checkpoints": Kind.FREE,
-    "train.checkpoint_in_background": Kind.FREE,
-    "train.loader_workers": Kind.FREE,
-    "train.on_non_finite": Kind.FREE,  # what went well so far would have gone the same way
-    "engine": Kind.NUMBERS,
-    "engine.bucket_mib": Kind.ROUNDING,
-    "engine.shard_optimizer": Kind.ROUNDING,
-    "engine.mode": Kind.ROUNDING,
-    "engine.jit_level": Kind.ROUNDING,
-    "optimizer": Kind.NUMBERS,
-    "job": Kind.NUMBERS,
-}
-ANOTHER_PLACE = {"run.dir": "the run is its folder", "run.name": "it names a new run's folder"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """One key that is set to another value."""
-
-    key: str
-    before: Any
-    after: Any
-
-    @property
-    def kind(self) -> Kind:
-        """What that does to numbers."""
-        if self.key.startswith("job.") and _is_path(self.before) and _is_path(self.after):
-            return Kind.FREE  # where data lie; whether they are the same is compared at the start
-        parts = self.key.split(".")
-        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-        return next(KINDS[prefix] for prefix in prefixes if prefix in KINDS)
-
-    @property
-    def text(self) -> str:
-        """As it would be typed."""
-        return f"{self.key}={'null' if self.after is None else self.after}"
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and (os.sep in value or value.startswith("~"))
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of a nested table; an empty table is a value.
-
-    >>> dict(flat({"a": {"b": 1, "c": {}}, "d": None}))
-    {'a.b': 1, 'a.c': {}, 'd': None}
-    """
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """What differs between two configurations, as plain values."""
-    old, new = dict(flat(before)), dict(flat(after))
-    return [
-        Change(key=key, before=old.get(key), after=new.get(key))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
-
-
 def refuse_other_numbers(made: list[Change], run: str, *, program: bool = False) -> None:
     """Raises `ConfigError` naming every change that makes other numbers, and what can be done."""
     wrong: list[str] = []
     for change in made:
         if change.kind is not Kind.NUMBERS:
             continue
-        why = ANOTHER_PLACE.get(change.key) or (
+        why = OTHER_FOLDER.get(change.key) or (
             f"it was {'null' if change.before is None else change.before}, and the updates that "
             f"are done were made with that"
         )

@@ -8,7 +8,7 @@ from orchestrator.clusters.slurm.standing import with_job
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.stopping.departure import why_restarted
-from orchestrator.report.tables.status_table import remark
+from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import from_folder
 from orchestrator.scheduler.client import Answer, SchedulerDown

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import pytest
 import yaml
 
+from orchestrator.config.changes import Kind, changes, flat
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import Config
@@ -16,7 +17,6 @@ from orchestrator.plan.plan import Plan
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.runs.resuming.resumption import record, resumption
-from orchestrator.runs.resuming.rules import Kind, changes, flat
 
 
 def asked_of(run, overrides):

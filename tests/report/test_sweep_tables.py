@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from orchestrator.report.tables.sweep_table import SweptRun, differences, print_sweep
-from orchestrator.report.tables.time_and_memory import Pair, print_time_and_memory, verdict
+from orchestrator.report.sweep_tables import (
+    Pair,
+    SweptRun,
+    differences,
+    print_sweep,
+    print_time_and_memory,
+    verdict,
+)
 from tests.report.conftest import Screen, record, result
 
 

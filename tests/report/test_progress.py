@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.report.live.progress import Progress
-from orchestrator.report.live.progress_line import Moment, live_line
+from orchestrator.report.progress import Moment, Progress, live_line
 from tests.report.conftest import Screen, record
 
 PLAN = {"updates": 100, "micro_steps": 4, "ranks": 4, "nodes": 2}

@@ -1,16 +1,114 @@
-"""Charts as Vega-Lite specifications: plain values, drawn in the page by the embedded library, and
-by the same library without a browser for `--format png`.
+"""Charts of a report as Vega-Lite specifications.
 
-Runs are told apart by colours and by dashes.
+The page draws them with an embedded library; `--format png` uses the same library. Colours are
+after Okabe and Ito; runs differ by colour and by dash.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from orchestrator.page.vega import ROW, Chart, chart_of, spec_of
-from orchestrator.page.window_charts import window_charts
+from orchestrator.report.page_data import PARTS
+
+COLOURS = {
+    "light": ("#0072B2", "#D55E00", "#009E73", "#A2568A", "#9A6A00", "#3A3A3A"),
+    "dark": ("#56B4E9", "#F08A4B", "#3CC79A", "#E3A3C8", "#E6B800", "#D0D0D0"),
+}
+INK = {"light": ("#1b1f24", "#d5dae0"), "dark": ("#e6e9ed", "#3a424c")}  # text, lines
+ROW = 26  # pixels of a bar
+Chart = dict[str, Any]
+
+
+def theme(shade: str) -> dict[str, Any]:
+    """Vega's configuration for `light` or `dark`."""
+    ink, line = INK[shade]
+    text = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
+    return {
+        "background": None,
+        "font": "system-ui, sans-serif",
+        "view": {"stroke": None},
+        "axis": {**text, "gridColor": line, "domainColor": line, "tickColor": line,
+                 "titleFontWeight": "normal", "tickCount": 5, "labelOverlap": "greedy",
+                 "labelSeparation": 6},
+        "legend": {"disable": True},  # the page has its own, which breaks its lines on a phone
+        "mark": {"color": COLOURS[shade][0]},
+        "range": {"category": list(COLOURS[shade])},
+    }  # fmt: skip
+
+
+def spec_of(values: Sequence[Any], **rest: Any) -> dict[str, Any]:
+    """A chart of these values, as wide as its place on the page."""
+    return {
+        "width": "container", "height": 240, "autosize": {"type": "fit-x", "contains": "padding"},
+        "data": {"values": values}, **rest,
+    }  # fmt: skip
+
+
+def chart_of(
+    name: str, title: str, spec: dict[str, Any], says: str, key: Mapping[str, Any] | None = None
+) -> Chart:
+    """A chart: `says` for who cannot see it, `key`: names of its colours and dashes."""
+    return {
+        "id": name,
+        "title": title,
+        "says": says,
+        "spec": spec,
+        "key": key or {"lines": [], "course": ""},
+    }
+
+
+SHADES = ("compute", "optimizer", "other", "waiting for others", "reduction")  # as elsewhere
+KEY = {
+    "lines": [{"name": p, "dash": "", "colour": SHADES.index(p) + 1} for p in PARTS],
+    "course": "",
+}
+TITLES = {"typical": "a typical update", "slowest": "the slowest update"}
+
+
+def window_charts(run: Mapping[str, Any]) -> list[Chart]:
+    """A chart for each window of which all ranks' times are known, no window twice."""
+    windows = {window["update"]: window for window in run["timeline"]}
+    return [_chart(window) for window in windows.values()]
+
+
+def _chart(window: Mapping[str, Any]) -> Chart:
+    values = [value for rank in window["ranks"] for value in _segments(rank)]
+    names = [rank["name"] for rank in window["ranks"]]
+    spec = spec_of(
+        values,
+        height=ROW * len(names) * (1 if len(names) <= 16 else 0.6),
+        mark={"type": "bar", "height": {"band": 0.8}},
+        encoding={
+            "y": {"field": "rank", "type": "nominal", "sort": names,
+                  "axis": {"title": None, "labelLimit": 130}},
+            "x": {"field": "from", "type": "quantitative", "title": "seconds"},
+            "x2": {"field": "to"},
+            "color": {"field": "part", "type": "nominal", "scale": {"domain": list(SHADES)}},
+            "tooltip": [{"field": "rank"}, {"field": "part"},
+                        {"field": "seconds", "format": ".4g"}],
+        },
+    )  # fmt: skip
+    kind = TITLES.get(window["kind"], f"the {window['kind']} update")
+    shown, of = len(names), window["of_ranks"]
+    title = f"Ranks in {kind}, {window['update']}" + f": {shown} of {of}" * (shown < of)
+    return chart_of(f"ranks-{window['kind']}", title, spec, _says(window), KEY)
+
+
+def _segments(rank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    at = rank["begins_s"]
+    for part, seconds in rank["seconds"].items():
+        yield {"rank": rank["name"], "part": part, "seconds": seconds, "from": at,
+               "to": at + seconds}  # fmt: skip
+        at += seconds
+
+
+def _says(window: Mapping[str, Any]) -> str:
+    """In words: who came last, and for how long the others waited at the most."""
+    waits = {rank["name"]: rank["seconds"]["waiting for others"] for rank in window["ranks"]}
+    last = min(waits, key=waits.__getitem__)
+    return f"{last} came last; others waited up to {max(waits.values()):.3g} s for it"
+
 
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [10, 4], [4, 2, 1, 2]]
 PARTS = ("compute", "optimizer", "other", "wait")  # as they are stacked: by name

@@ -1,1 +1,0 @@
-"""What people see of a run while it runs."""

@@ -1,0 +1,520 @@
+"""The data of a report: runs as their folders have them, as plain values.
+
+Every figure has its raw value (seconds, bytes, counts) and its text; the page, the charts and the
+other formats only arrange them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.changes import changes
+from orchestrator.errors import RunFolderError
+from orchestrator.report.status_tables import search_of, told_in_words
+from orchestrator.report.sweep_tables import (
+    SweptRun,
+    accumulation_pairs,
+    differences,
+    names,
+    only_varying,
+    remarks,
+    short_key,
+    swept_run,
+    verdict,
+)
+from orchestrator.report.terminal import harmless
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import Record, Summary, read_metrics
+from orchestrator.rundir.outcome import describe_culprit
+from orchestrator.rundir.status import find_runs
+from orchestrator.units import (
+    UNKNOWN,
+    format_bytes,
+    format_count,
+    format_number,
+    format_rate,
+    format_seconds,
+    plural,
+    short_number,
+)
+
+MOST_RANKS = 48  # drawn of a window
+PARTS = ("compute", "other", "waiting for others", "reduction", "optimizer")  # in their order
+MEASURED = ("compute_s", "wait_s", "optimizer_s", "update_s")
+DIGITS = 6
+
+
+def timeline(
+    windows: Sequence[Mapping[str, Any]], nodes: Mapping[int, str], failed: int | None
+) -> list[dict[str, Any]]:
+    """Each window with the ranks that are drawn, and for each of them when its parts begin.
+
+    Args:
+        nodes: of ranks, as far as known.
+        failed: the rank that ended the run, if one did.
+
+    Raises:
+        RunFolderError: ranks do not have a number each, or one that is none.
+    """
+    for window in windows:
+        columns = [window[name] for name in MEASURED]
+        known = all(map(math.isfinite, chain(*columns)))
+        if not known or len({len(column) for column in columns}) > 1 or not columns[0]:
+            raise RunFolderError(f"what ranks tell of update {window['update']} is damaged")
+    return [_window(window, nodes, failed) for window in windows]
+
+
+def _window(
+    window: Mapping[str, Any], nodes: Mapping[int, str], failed: int | None
+) -> dict[str, Any]:
+    reduction = min(window["wait_s"])
+    rows = zip(*(window[name] for name in MEASURED), strict=True)
+    found = [_rank(number, row, reduction) for number, row in enumerate(rows)]
+    longest = max(one["before_s"] for one in found)
+    drawn = _drawn(found)
+    return {
+        "kind": window["kind"],
+        "update": window["update"] + 1,
+        "of_ranks": len(found),
+        "ranks": [
+            {
+                "rank": one["rank"],
+                "name": _name(one["rank"], nodes, failed),
+                "begins_s": round(longest - one["before_s"], DIGITS),
+                "seconds": one["seconds"],
+            }
+            for one in drawn
+        ],
+    }
+
+
+def _rank(rank: int, measured: Sequence[float], reduction: float) -> dict[str, Any]:
+    compute, wait, optimizer, whole = measured
+    other = max(0.0, whole - compute - wait - optimizer)
+    seconds = (compute, other, wait - reduction, reduction, optimizer)
+    told = {part: round(s, DIGITS) for part, s in zip(PARTS, seconds, strict=True)}
+    return {"rank": rank, "seconds": told, "before_s": compute + other + wait}
+
+
+def _drawn(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All of them; of very many those that came last, and others evenly spaced."""
+    if len(ranks) <= MOST_RANKS:
+        return list(ranks)
+    half = MOST_RANKS // 2
+    latest = sorted(ranks, key=lambda one: one["seconds"]["waiting for others"])[:half]
+    spread = [ranks[place * (len(ranks) - 1) // (half - 1)] for place in range(half)]
+    chosen = {one["rank"]: one for one in (*latest, *spread)}
+    return [chosen[rank] for rank in sorted(chosen)]
+
+
+def _name(rank: int, nodes: Mapping[int, str], failed: int | None) -> str:
+    where = f" on {nodes[rank]}" if rank in nodes else ""
+    return f"{'✕ ' * (rank == failed)}rank {rank}{where}"
+
+
+WORDS = ("token", "secret", "password", "passwd", "passphrase", "api_key", "apikey", "credential")
+
+
+def shown(key: str, value: Any) -> str:
+    """A value as text, unless its key's name says that it is a secret.
+
+    >>> shown("job.api_key", "x"), shown("job.width", 3)
+    ('(hidden)', '3')
+    """
+    secret = any(word in key.lower() for word in WORDS)
+    return "(hidden)" if secret and value is not None else harmless(value)
+
+
+def hidden(override: str) -> str:
+    """An override without its value, where that is a secret."""
+    key, equals, value = override.partition("=")
+    return f"{key}{equals}{shown(key, value)}"
+
+
+OF_NO_RUN = ("run", "hydra")  # sections that say where a run lies, not what it computes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """One run. `name` tells it from the others; the mappings are the files of its folder.
+
+    Attributes:
+        windows: what all ranks told of a few windows of the latest attempt that did.
+        nodes: each rank's in that attempt, as far as they said so.
+        pruned: why a search ended it early; "" where none did.
+    """
+
+    name: str
+    cell: SweptRun
+    evaluations: Sequence[Record]
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    submission: Mapping[str, Any]
+    windows: Sequence[Mapping[str, Any]]
+    nodes: Mapping[int, str]
+    pruned: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """One run, or the runs of a sweep in the order of their folders' names.
+
+    Attributes:
+        search: its search.json, where the sweep is a search.
+    """
+
+    path: Path
+    runs: Sequence[RunFacts]
+    unreadable: Sequence[str]
+    search: Mapping[str, Any] | None = None
+
+    @property
+    def sweep(self) -> bool:
+        """Whether runs are set beside each other."""
+        return len(self.runs) > 1
+
+
+def facts_of(path: Path) -> Facts:
+    """Read a run's folder, or every run in a sweep's.
+
+    A damaged run of a sweep is named in `unreadable`, and the others are read.
+
+    Raises:
+        RunFolderError: there is no run, or none that can be read.
+    """
+    folders = find_runs(path)
+    if not folders:
+        RunDir(path).existing()
+        raise RunFolderError(f"there is no run in {path}")
+    sound: list[tuple[RunDir, dict[str, Any]]] = []
+    unreadable: list[str] = []
+    for folder in sorted(folders, key=_as_numbered):
+        try:
+            run = RunDir(folder).existing()
+            sound.append((run, run.read_submission()))
+        except RunFolderError as error:
+            if len(folders) == 1:
+                raise
+            unreadable.append(str(error))
+    varying = only_varying([s.get("overrides") or [] for _, s in sound])
+    runs: list[RunFacts] = []
+    for (run, submission), overrides in zip(sound, varying, strict=True):
+        try:
+            runs.append(_read(run, submission, overrides if len(sound) > 1 else {}))
+        except RunFolderError as error:
+            if len(folders) == 1:
+                raise
+            unreadable.append(str(error))
+    if not runs:
+        raise RunFolderError("\n".join(unreadable))
+    found: Mapping[str, Any] | None = None
+    try:
+        found = search_of(path)
+    except RunFolderError as error:
+        unreadable.append(str(error))
+    return Facts(path=path, runs=_told_apart(runs), unreadable=unreadable, search=found)
+
+
+def _told_apart(runs: Sequence[RunFacts]) -> list[RunFacts]:
+    """Runs whose names are no others': those that would share one, as where they differ in a key of
+    `run` alone, have their folders' names in it. Charts know their lines by names.
+    """
+    shared = Counter(run.name for run in runs)
+    places = names([run.cell for run in runs])
+    return [
+        replace(run, name=f"{run.name} ({place})") if shared[run.name] > 1 else run
+        for run, place in zip(runs, places, strict=True)
+    ]
+
+
+def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:
+    """Hydra calls a sweep's points 0, 1, …, 10."""
+    name = folder.name
+    return folder.parent, not name.isdigit(), int(name) if name.isdigit() else 0, name
+
+
+def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, str]) -> RunFacts:
+    cell = swept_run(run, {k: v for k, v in overrides.items() if k.split(".")[0] not in OF_NO_RUN})
+    keys = list(cell.overrides)
+    latest = next((n for n in reversed(run.attempt_numbers()) if run.timeline(n).exists()), 0)
+    told = run.read(run.timeline(latest))
+    found = RunFacts(
+        name=" ".join(
+            f"{short_key(k, keys)}={short_number(str(v))}" for k, v in cell.overrides.items()
+        )
+        or run.path.name,
+        cell=cell,
+        evaluations=read_metrics(run.metrics).evaluations if run.metrics.exists() else (),
+        config=run.read_config(),
+        environment=run.read_environment() or {},
+        submission=submission,
+        windows=told["windows"] if told else (),
+        nodes=run.nodes_of_ranks(latest) or _pretended(cell.plan),
+    )
+    return replace(found, pruned=(run.read(run.pruned) or {}).get("why", ""))
+
+
+def _pretended(plan: Mapping[str, Any]) -> dict[int, str]:
+    """The nodes of ranks on a local cluster, which have no files of their own."""
+    ranks, nodes = plan.get("ranks") or 0, plan.get("nodes") or 1
+    return {rank: f"node{rank * nodes // ranks}" for rank in range(ranks)}
+
+
+def differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
+    """Keys of the configuration that are not the same in all runs, with each run's value."""
+    if not runs:
+        return {}
+    first, *others = runs
+    keys: dict[str, None] = {}
+    for other in others:
+        for change in changes(first.config, other.config):
+            if change.key.split(".")[0] not in OF_NO_RUN:
+                keys[change.key] = None
+    return {key: [_at(run.config, key) for run in runs] for key in keys}
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    found: Any = config
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+POINTS = 24_000  # drawn in all lines together, so that the page stays below 2 MB
+MOST_MARKS = 100  # restarts of a run, the latest
+
+
+def _per_second(value: float | None) -> str:
+    return format_rate(value, "").replace(" /s", "")
+
+
+# Of each run: key, title, what its text is made by. `metrics` follow.
+ELSEWHERE = re.compile(r"[+~]*(run\.dir=|hydra[/.]|sweep\.)")
+FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
+    ("updates", "updates", format_count),
+    ("samples", "samples", format_count),
+    ("seconds", "time", format_seconds),
+    ("seconds_per_update", "time per update", format_seconds),
+    ("samples_per_second", "samples per second", _per_second),
+    ("peak_memory_bytes", "peak memory", format_bytes),
+    ("bytes_on_wire_per_update", "bytes per update", format_bytes),
+    ("collectives_per_update", "collectives per update", format_count),
+)
+
+
+def data_of(facts: Facts) -> dict[str, Any]:
+    """The page's data. Nothing in it is a secret by the name of its key, and no text in it does
+    anything to a terminal.
+    """
+    return sayable(_data_of(facts))
+
+
+def sayable(value: Any) -> Any:
+    r"""A value without escape sequences in any text, names of metrics, hosts and folders included;
+    and without numbers that JSON cannot say.
+
+    >>> sayable({"\x1b[2Jloss": [1.5, float("nan"), "\x07x"]})
+    {'loss': [1.5, None, 'x']}
+    """
+    if isinstance(value, str):
+        return harmless(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {sayable(key): sayable(inner) for key, inner in value.items()}
+    return list(map(sayable, value)) if isinstance(value, list | tuple) else value
+
+
+def _data_of(facts: Facts) -> dict[str, Any]:
+    cells = [run.cell for run in facts.runs]
+    apart = differences(cells) if facts.sweep else [UNKNOWN] * len(cells)
+    most = max(2, POINTS // max(1, len(cells)))
+    varied = differing(facts.runs)
+    points = names(cells) if facts.sweep else ["1"]
+    return {
+        "title": facts.path.name,
+        "path": str(facts.path),
+        "sweep": facts.sweep,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "runs": [
+            _run(point, run, weights, most)
+            for point, run, weights in zip(points, facts.runs, apart, strict=True)
+        ],
+        "figures": [{"key": key, "title": title} for key, title, _ in FIGURES],
+        "metrics": list(dict.fromkeys(name for cell in cells for name in cell.summary.metrics)),
+        "programs": any(cell.plan.get("program") for cell in cells),
+        "differing": [
+            {"key": key, "values": [shown(key, value) for value in values]}
+            for key, values in varied.items()
+        ],
+        "sentences": [
+            *(told_in_words(facts.search) if facts.search else ()),
+            *(verdict(pair) for pair in accumulation_pairs(cells)),
+            *remarks(cells),
+            *(f"not read: {sentence}" for sentence in facts.unreadable),
+        ],
+    }
+
+
+def _run(point: str, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
+    cell, summary = run.cell, run.cell.summary
+    result = cell.result or {}
+    rows = _rows(cell.updates)
+    drawn = thinned(rows, most)
+    return {
+        "point": point,
+        "name": run.name,
+        "folder": str(cell.folder),
+        "overrides": {key: shown(key, value) for key, value in cell.overrides.items()},
+        "state": "pruned" if run.pruned and summary.state == "stopped" else summary.state,
+        "why": _why(result) or run.pruned,
+        "weights": weights,
+        "sha256": result.get("weights_sha256"),
+        "figures": _figures(summary),
+        "metrics": {
+            name: {"value": value, "text": format_number(value)}
+            for name, value in summary.metrics.items()
+        },
+        "memory": summary.memory_bytes,
+        "time_shares": summary.time_shares,
+        "plan": {
+            key: cell.plan.get(key)
+            for key in ("nodes", "ranks", "global_batch", "micro_steps", "updates", "parameters")
+        },
+        "restarts": [
+            {key: str(note.get(key, "")) for key in ("attempt", "resumed_from", "why")}
+            for note in result.get("restarts") or []
+        ],
+        "warnings": list(
+            dict.fromkeys(
+                str(text) for record in cell.updates for text in record.get("warnings") or []
+            )
+        ),
+        "drawn": f"{format_count(len(drawn))} of {plural(len(rows), 'update')}",
+        "series": {name: [row[name] for row in drawn] for name in rows[0]} if rows else {},
+        "marks": _marks(cell.updates, rows, summary.state, _why(result)),
+        "timeline": timeline(run.windows, run.nodes, (result.get("culprit") or {}).get("rank")),
+        "evaluations": _evaluations(thinned(run.evaluations, most)),
+        "environment": _environment(run.environment),
+        "command": _command(run.submission),
+        "made_in": str(run.submission.get("folder") or UNKNOWN),
+    }
+
+
+def _figures(summary: Summary) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for key, _, form in FIGURES:
+        value = getattr(summary, key)
+        found[key] = {"value": value, "text": form(value)}
+    return found
+
+
+def _why(result: Mapping[str, Any]) -> str:
+    culprit = result.get("culprit")
+    return describe_culprit(culprit) if culprit else ""
+
+
+def thinned(records: Sequence[Record], most: int) -> Sequence[Record]:
+    """At most `most` of them at even distances, the first and the last included.
+
+    >>> [r["n"] for r in thinned([{"n": n} for n in range(10)], 4)]
+    [0, 3, 6, 9]
+    """
+    if len(records) <= most:
+        return records
+    last = len(records) - 1
+    return [records[round(place * last / (most - 1))] for place in range(most)]
+
+
+def _rows(updates: Sequence[Record]) -> list[dict[str, Any]]:
+    """What curves are drawn of, update by update."""
+    began = updates[0]["time"] - (updates[0].get("update_s") or 0) if updates else 0.0
+    samples, rows = 0, list[dict[str, Any]]()
+    for record in updates:
+        samples += record.get("samples") or 0
+        spent = {n: record.get(f"{n}_s") or 0.0 for n in ("compute", "wait", "optimizer")}
+        row: dict[str, Any] = {
+            "update": record["update"] + 1,
+            "samples": samples,
+            "elapsed_s": record["time"] - began,
+            "loss": record.get("loss"),
+            **{f"{name}_s": seconds for name, seconds in spent.items()},
+            "other_s": max(0.0, (record.get("update_s") or 0.0) - sum(spent.values())),
+        }
+        rows.append({name: rounded(value) for name, value in row.items()})
+    return rows
+
+
+def _marks(
+    updates: Sequence[Record], rows: Sequence[Mapping[str, Any]], state: str, why: str
+) -> list[dict[str, Any]]:
+    """Where on its curves a run went on after a failure or a stop, and where it failed."""
+    places = ("update", "samples", "elapsed_s")
+    begun = [
+        ("restart", number)
+        for number in range(1, len(updates))
+        if updates[number].get("attempt") != updates[number - 1].get("attempt")
+    ][-MOST_MARKS:]
+    ended = [("failed", len(rows) - 1)] if state == "failed" and rows else []
+    return [
+        {"what": what, "why": why if what == "failed" else _why_restarted(updates[number])}
+        | {place: rows[number][place] for place in places}
+        for what, number in [*begun, *ended]
+    ]
+
+
+def _why_restarted(record: Record) -> str:
+    return (record.get("restart") or {}).get("why", "")
+
+
+def _evaluations(records: Sequence[Record]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for record in records for name in record["evaluation"])
+    columns: dict[str, list[Any]] = {"update": [record["update"] + 1 for record in records]}
+    for name in names:
+        columns[name] = [rounded(record["evaluation"].get(name)) for record in records]
+    return columns if names else {}
+
+
+def rounded(value: Any) -> Any:
+    """A number in six digits; None where it is not finite, which JSON cannot say.
+
+    >>> rounded(1.23456789), rounded(float("nan")), rounded(7)
+    (1.23457, None, 7)
+    """
+    if not isinstance(value, float):
+        return value
+    short = float(f"{value:.{DIGITS}g}")
+    return short if math.isfinite(short) else None
+
+
+def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
+    """What a run was computed with, flat, without what repeats elsewhere (the optimizer, diffs)."""
+    packages = environment.get("packages") or {}
+    framework, git = environment.get("framework") or {}, environment.get("git") or {}
+    rows = {
+        **{key: environment.get(key) for key in ("python", "platform", "processor", "cpus")},
+        **{key: environment.get(key) for key in ("transport", "threads")},
+        **{str(name): version for name, version in packages.items()},
+        **{f"framework {name}": text for name, text in framework.items()},
+        "git commit": git.get("commit"),
+        "uncommitted changes": ("yes" if git.get("diff") else "no") if git else None,
+    }
+    return {key: str(value) for key, value in rows.items() if value is not None}
+
+
+def _command(submission: Mapping[str, Any]) -> str:
+    """The command that makes the run again, in a folder of its own: without what chose the folder,
+    or the point among others.
+    """
+    stated = submission.get("overrides") or []
+    words = [hidden(word) for word in stated if not ELSEWHERE.match(word)]
+    return f"python -m orchestrator.launch {shlex.join(words)}".rstrip()

@@ -1,0 +1,457 @@
+"""Tables of `status`: many runs, one run, the trials of a search."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path, PurePath
+from typing import Any, Protocol
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.errors import RunFolderError
+from orchestrator.report.terminal import command, legible, literal, say
+from orchestrator.rundir.files import read_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.units import (
+    UNKNOWN,
+    format_count,
+    format_learning_rate,
+    format_number,
+    format_rate,
+    format_seconds,
+    plural,
+    short_number,
+)
+
+# ruff: noqa: RUF001 - the signs are meant, and have stand-ins where they cannot be shown.
+
+
+STATE_STYLES = {
+    "finished": "green", "running": "bold green", "starting": "cyan", "ending": "cyan",
+    "pending": "yellow", "stopped": "yellow", "pruned": "yellow", "cancelled": "yellow",
+    "failed": "bold red", "lost": "bold red", "unknown": "red", "private": "dim",
+    "damaged": "bold red",
+}  # fmt: skip
+URGENT = ("failed", "lost", "damaged")
+HEADINGS = (
+    "run", "state", "job", "nodes", "updates", "samples/s", "last boundary", "restarts", "time left"
+)  # fmt: skip
+ALWAYS = ("run", "state", "updates")
+RIGHT = ("updates", "samples/s", "restarts")
+UNREADABLE = ("private", "damaged")
+NONE = "–"
+
+
+class Shown(Protocol):
+    """What is shown of a run; see `orchestrator.rundir.status.RunStatus`."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def job_id(self) -> str | None: ...
+    @property
+    def nodes(self) -> str: ...
+    @property
+    def updates(self) -> int: ...
+    @property
+    def total(self) -> int | None: ...
+    @property
+    def loss(self) -> float | None: ...
+    @property
+    def learning_rate(self) -> float | None: ...
+    @property
+    def evaluation(self) -> dict[str, Any]: ...
+    @property
+    def samples_per_second(self) -> float | None: ...
+    @property
+    def seconds_left(self) -> float | None: ...
+    @property
+    def boundary_age_s(self) -> float | None: ...
+    @property
+    def attempts(self) -> int: ...
+    @property
+    def restarts(self) -> int: ...
+    @property
+    def survived(self) -> int: ...
+    @property
+    def came_back(self) -> int: ...
+    @property
+    def lost_updates(self) -> int: ...
+    @property
+    def why(self) -> str | None: ...
+    @property
+    def program(self) -> str | None: ...
+    @property
+    def time_left_s(self) -> float | None: ...
+    @property
+    def reason(self) -> str | None: ...
+    @property
+    def culprit(self) -> str | None: ...
+    @property
+    def warnings(self) -> list[str]: ...
+
+
+def short_name(folder: Path, here: Path) -> str:
+    """A folder as seen from here.
+
+    >>> short_name(Path("/a/runs/x"), Path("/a")), short_name(Path("/b/x"), Path("/a"))
+    ('runs/x', '/b/x')
+    """
+    return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
+
+
+def updates_done(run: Shown) -> str:
+    """Updates done, of how many where that is known; a program need not say."""
+    if run.program and not run.updates:
+        return NONE
+    of = f"/{format_count(run.total)}" if run.total is not None else ""
+    return f"{format_count(run.updates)}{of}"
+
+
+def _cells(run: Shown, here: Path) -> list[str]:
+    name = short_name(run.folder, here)
+    if run.state in UNREADABLE:
+        return [name, run.state, *[NONE] * (len(HEADINGS) - 2)]
+    rate, age, left = run.samples_per_second, run.boundary_age_s, run.time_left_s
+    return [
+        name,
+        run.state,
+        run.job_id or NONE,
+        run.nodes or NONE,
+        updates_done(run),
+        f"{rate:,.0f}" if rate is not None else NONE,
+        f"{format_seconds(age)} ago" if age is not None else NONE,
+        format_count(run.restarts) if run.restarts else NONE,
+        format_seconds(left) if left is not None else NONE,
+    ]
+
+
+def remark(run: Shown) -> str | None:
+    """What does not fit a column: the reason of its state, or of its latest restart."""
+    if run.reason:
+        said = run.reason.replace(f"{run.folder}/", "").replace(str(run.folder), "it")
+        return f"{run.culprit}: {said}" if run.culprit else said
+    if run.survived:
+        lost = f"ranks were lost {plural(run.survived, 'time')}, and the others went on"
+        return f"{lost}; {plural(run.came_back, 'rank')} came back" if run.came_back else lost
+    if run.restarts and run.why:
+        lost = f", {plural(run.lost_updates, 'update')} done again" if run.lost_updates else ""
+        return f"last restart: {run.why}{lost}"
+    return None
+
+
+def print_status(runs: Sequence[Shown], console: Console, here: Path) -> None:
+    """Print where runs stand. Names of runs stay whole, however narrow the terminal."""
+    rows = [_cells(run, here) for run in runs]
+    lines = _lines(runs, rows, console)
+    if console.is_terminal and max(line.cell_len for line in lines) > console.width:
+        for run, cells in zip(runs, rows, strict=True):
+            _print_block(run, cells, console)
+        return
+    # All at once: a print for each line takes longer than all else, for a thousand points.
+    console.print(*lines, sep="\n", soft_wrap=True, highlight=False)
+    remarks: list[Text] = []
+    for run in runs:
+        if said := remark(run):
+            style = STATE_STYLES.get(run.state, "") if run.state in URGENT else "dim"
+            remarks.append(literal(f"{short_name(run.folder, here)}: {said}", console, style))
+    if remarks:
+        whole = not console.is_terminal  # prose, as `say` breaks it
+        console.print(*remarks, sep="\n", soft_wrap=whole, highlight=False)
+
+
+def _lines(runs: Sequence[Shown], rows: Sequence[Sequence[str]], console: Console) -> list[Text]:
+    """A line for each run, below the headings; columns in which nothing stands are left out.
+
+    No rich table: that takes half a second for a sweep of a thousand points.
+    """
+    kept = [
+        place
+        for place, heading in enumerate(HEADINGS)
+        if heading in ALWAYS or any(row[place] != NONE for row in rows)
+    ]
+    shown = cache(partial(legible, console=console))
+    columns = [[HEADINGS[place], *(shown(row[place]) for row in rows)] for place in kept]
+    wide = [max(map(cell_len, column)) for column in columns]
+    right = [HEADINGS[place] in RIGHT for place in kept]
+    styles = ["dim", *(STATE_STYLES.get(run.state, "") for run in runs)]
+    lines: list[Text] = []
+    for cells, style in zip(zip(*columns, strict=True), styles, strict=True):
+        space = [" " * (width - cell_len(cell)) for width, cell in zip(wide, cells, strict=True)]
+        padded = [s + c if r else c + s for s, c, r in zip(space, cells, right, strict=True)]
+        line = Text("  ".join(padded).rstrip(), style="" if lines else style)
+        if lines:  # a run's state, the second column, has a colour
+            begin = len(padded[0]) + 2
+            line.stylize(style, begin, begin + len(cells[1]))
+        lines.append(line)
+    return lines
+
+
+def _print_block(run: Shown, cells: Sequence[str], console: Console) -> None:
+    """One run where the table is too wide: its name, and below it what is known of it."""
+    say(console, cells[0], "bold")
+    facts = [literal(run.state, console, STATE_STYLES.get(run.state, ""))]
+    for heading, cell in zip(HEADINGS[2:], cells[2:], strict=True):
+        if cell != NONE:
+            named = cell if heading in ("nodes", "samples/s") else f"{heading} {cell}"
+            facts.append(literal(f"{cell} samples/s" if heading == "samples/s" else named, console))
+    for line in packed(facts, console.width - 2):
+        console.print(Text("  ").append_text(line), soft_wrap=True, highlight=False)
+    if said := remark(run):
+        style = STATE_STYLES.get(run.state, "") if run.state in URGENT else "dim"
+        # Long words, as paths are, stay whole.
+        width = max(8, console.width - 2)
+        for line in textwrap.wrap(said, width, break_long_words=False, break_on_hyphens=False):
+            say(console, f"  {line}", style)
+
+
+def packed(facts: Sequence[Text], width: int) -> list[Text]:
+    """Facts side by side, as many to a line as fit; none is ever broken.
+
+    >>> [line.plain for line in packed([Text("ab"), Text("cd"), Text("ef")], 7)]
+    ['ab  cd', 'ef']
+    """
+    lines: list[Text] = []
+    for fact in facts:
+        if lines and lines[-1].cell_len + 2 + fact.cell_len <= width:
+            lines[-1].append("  ").append_text(fact)
+        else:
+            lines.append(fact.copy())
+    return lines
+
+
+# ruff: noqa: RUF001, RUF002 - the signs are meant, and have stand-ins where they cannot be shown.
+
+
+BARS = "▁▂▃▄▅▆▇█"
+NOT_FINITE = "×"
+SPARKS = 40
+LABEL_CELLS = 24
+WARNINGS_SHOWN = 5
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A character for each value, from the lowest to the highest of them.
+
+    >>> sparkline([4.0, 2.0, 1.0, float("nan"), 1.0]), sparkline([3.0, 3.0]), sparkline([])
+    ('█▃▁×▁', '▁▁', '')
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    lowest, highest = min(finite, default=0.0), max(finite, default=0.0)
+    scale = (len(BARS) - 1) / (highest - lowest) if highest > lowest else 0.0
+    return "".join(
+        BARS[round((value - lowest) * scale)] if math.isfinite(value) else NOT_FINITE
+        for value in values
+    )
+
+
+def points_wanted(console: Console) -> int:
+    """How many points of the loss's course there is room for."""
+    return max(8, min(SPARKS, console.width - LABEL_CELLS))
+
+
+def print_run(run: Shown, course: Sequence[float], console: Console) -> None:
+    """Print one run.
+
+    Args:
+        course: its losses from the beginning to now, at even distances.
+    """
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value, style in _rows(run, course):
+        table.add_row(literal(label, console), literal(value, console, style))
+    console.print(table)
+    _print_warnings(run.warnings, console)
+    say(console, f"run folder: {run.folder}")
+    if run.state in ("stopped", "lost", "failed", "cancelled"):
+        say(console, f"to go on from here: {command('resume', run.folder)}", "bold")
+
+
+def _rows(run: Shown, course: Sequence[float]) -> list[tuple[str, str, str]]:
+    style = STATE_STYLES.get(run.state, "")
+    where = [f"job {run.job_id}"] if run.job_id else []
+    where += [f"on {run.nodes}"] if run.nodes else []
+    rows = [("state", " ".join([run.state, *where]), style)]
+    if said := remark(run):
+        rows.append(("", said, style if run.reason else "dim"))
+    if run.state in UNREADABLE:
+        return rows
+    if run.program:
+        rows.append(("program", run.program, ""))
+    rows.append(("updates", updates_done(run), ""))
+    if run.loss is not None:
+        rows.append(("loss", format_number(run.loss), "bold"))
+    if len(course) > 1:
+        rows.append(("  so far", sparkline(course), "cyan"))
+        rows.append(("", f"from {format_number(course[0])} to {format_number(course[-1])}", "dim"))
+    rows += [(f"held-out {name}", format_number(v), "") for name, v in run.evaluation.items()]
+    if run.learning_rate is not None:
+        rows.append(("learning rate", format_learning_rate(run.learning_rate), ""))
+    if run.samples_per_second is not None:
+        rows.append(("speed", format_rate(run.samples_per_second), ""))
+    if run.boundary_age_s is not None:
+        rows.append(("last boundary", f"{format_seconds(run.boundary_age_s)} ago", ""))
+    if run.seconds_left is not None and run.state == "running":
+        rows.append(("to the end", f"about {format_seconds(run.seconds_left)}", ""))
+    if run.time_left_s is not None:
+        rows.append(("job's time left", format_seconds(run.time_left_s), ""))
+    if run.attempts > 1:
+        resumed = run.attempts - 1 - run.restarts
+        parts = [plural(run.restarts, "restart")] if run.restarts else []
+        parts += [f"resumed {plural(resumed, 'time')}"] if resumed else []
+        rows.append(("attempts", f"{format_count(run.attempts)}: {', '.join(parts)}", ""))
+    return rows
+
+
+def _print_warnings(warnings: Sequence[str], console: Console) -> None:
+    more = len(warnings) - WARNINGS_SHOWN
+    if more > 0:
+        say(console, f"{plural(more, 'earlier warning')}: in metrics.jsonl", "dim", prose=True)
+    for sentence in warnings[-WARNINGS_SHOWN:]:
+        say(console, f"warning: {sentence}", "yellow", prose=True)
+
+
+TRIAL_STYLES = {"complete": "green", "pruned": "yellow", "failed": "bold red", "open": "cyan"}
+FIRST = 20  # of the trials with a value; the others are in search.json
+
+
+def search_of(folder: Path) -> dict[str, Any] | None:
+    """What a search wrote down for people in its folder; None where the folder is of none.
+
+    Raises:
+        RunFolderError: it is damaged.
+    """
+    path = RunDir(folder).search
+    found = read_json(path)
+    if found is None:
+        return None
+    numbers = [trial["number"] for trial in found["trials"]]
+    words = [word for trial in found["trials"] for word in trial["point"]]
+    if numbers != [*range(len(numbers))] or found["best"] not in (None, *numbers):
+        raise RunFolderError(f"{path} is damaged: its trials are not numbered as a search does it")
+    if not all("=" in word for word in words):
+        raise RunFolderError(f"{path} is damaged: what a trial has chosen is no key with a value")
+    return found
+
+
+def words_of(search: Mapping[str, Any], number: int) -> str:
+    """One sentence about a trial that has ended."""
+    trial = search["trials"][number]
+    words = f"trial {number}: "
+    if trial["value"] is not None:
+        words += f"{search['objective']} {format_number(trial['value'])}"
+    else:
+        words += f"{trial['state']} ({trial['why']})" if trial["why"] else trial["state"]
+    best = search["best"]
+    if best is None:
+        return words
+    if best == number:
+        return f"{words}, the best so far"
+    return f"{words}; the best so far is trial {best}: {_value(search['trials'][best])}"
+
+
+def print_search(search: Mapping[str, Any], console: Console) -> None:
+    """Print the trials, those with the best values first, and the best one's overrides."""
+    trials = sorted(search["trials"], key=lambda trial: _order(trial, search["maximize"]))
+    valued = [trial for trial in trials if trial["value"] is not None]
+    shown = [*valued[:FIRST], *trials[len(valued) :]]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("trial", justify="right")
+    table.add_column("state")
+    table.add_column(literal(search["objective"], console), justify="right")
+    table.add_column("chosen", overflow="fold")
+    for trial in shown:
+        best = trial["number"] == search["best"]
+        table.add_row(
+            str(trial["number"]),
+            literal(trial["state"], console, TRIAL_STYLES[trial["state"]]),
+            _value(trial),
+            literal(" ".join(map(_short, trial["point"])) + _remark(trial), console),
+            style="bold" if best else None,
+        )
+    console.print(table)
+    if len(shown) < len(trials):
+        say(console, f"{len(trials) - len(shown)} more with a value are in search.json", "dim")
+    for sentence in told_in_words(search):
+        say(console, sentence, "bold")
+
+
+def with_trials(
+    rows: Sequence[Mapping[str, Any]], search: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Runs of a search as values, each with the `trials` that it answers: number, state, value,
+    parameters. One that was drawn again has the first's run; one that could not be a run is a row
+    of its own, which has no folder.
+    """
+    of_run: dict[str | None, list[dict[str, Any]]] = {}
+    for trial in search["trials"]:
+        told = {key: trial[key] for key in ("number", "state", "value", "same_as", "why")}
+        told["parameters"] = dict(word.split("=", 1) for word in trial["point"])
+        of_run.setdefault(trial["folder"], []).append(told)
+    runs = [{**row, "trials": of_run.get(PurePath(row["folder"]).name, [])} for row in rows]
+    return runs + [
+        {"folder": None, "state": trial["state"], "trials": [trial]}
+        for trial in of_run.get(None, [])
+    ]
+
+
+def told_in_words(search: Mapping[str, Any]) -> list[str]:
+    """How many trials came to what, and which is the best, as sentences."""
+    found = [_counted(search)]
+    if search["best"] is not None:
+        best = search["trials"][search["best"]]
+        value = f"{search['objective']} {_value(best)}"
+        found.append(f"the best is trial {best['number']}: {value}, {' '.join(best['point'])}")
+    return found
+
+
+def _counted(search: Mapping[str, Any]) -> str:
+    states = [trial["state"] for trial in search["trials"]]
+    counts = [
+        f"{states.count(state)} {words}"
+        for state, words in (
+            ("complete", "with a value"),
+            ("pruned", "pruned"),
+            ("failed", "failed"),
+            ("open", "not over"),
+        )
+        if state in states
+    ]
+    of = f"{len(states)} of {plural(search['wanted'], 'trial')}"
+    return f"{of}: {', '.join(counts)}" if counts else of
+
+
+def _order(trial: Mapping[str, Any], maximize: bool) -> tuple[bool, float, int]:
+    value = trial["value"]
+    known = 0.0 if value is None else -value if maximize else value
+    return value is None, known, trial["number"]
+
+
+def _value(trial: Mapping[str, Any]) -> str:
+    return UNKNOWN if trial["value"] is None else format_number(trial["value"])
+
+
+def _short(override: str) -> str:
+    """An override as its key's last part and a value that can be read.
+
+    >>> _short("optimizer.lr=0.012345678901")
+    'lr=0.0123457'
+    """
+    key, _, value = override.partition("=")
+    return f"{key.rpartition('.')[2]}={short_number(value)}"
+
+
+def _remark(trial: Mapping[str, Any]) -> str:
+    if trial["same_as"] is not None:
+        return f" (the same as trial {trial['same_as']})"
+    return f" ({trial['why']})" if trial["why"] else ""

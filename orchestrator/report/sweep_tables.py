@@ -1,0 +1,564 @@
+"""Tables of a sweep: its points beside each other, time and memory, remarks on differences."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from orchestrator.config.changes import Kind, changes
+from orchestrator.errors import UsageError
+from orchestrator.report.run_tables import STATE_STYLES
+from orchestrator.report.terminal import legible, literal, say
+from orchestrator.rundir.checkpoints import WEIGHTS, complete
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import Record, Summary, read_metrics, summarize
+from orchestrator.rundir.outcome import describe_culprit
+from orchestrator.units import (
+    UNKNOWN,
+    format_bytes,
+    format_count,
+    format_number,
+    format_ratio,
+    format_seconds,
+    plural,
+    short_number,
+)
+
+INDENT = "   "
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweptRun:
+    """One point of a sweep as it lies on disk.
+
+    `overrides` are those that vary in the sweep, key to value; `result` is None when the point
+    wrote none; `weights` is the file of its final weights, None when it has none.
+    """
+
+    overrides: Mapping[str, Any]
+    folder: Path
+    result: Mapping[str, Any] | None = None
+    updates: Sequence[Record] = ()
+    plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    weights: Path | None = None
+
+    @property
+    def summary(self) -> Summary:
+        """Its figures."""
+        return summarize(self.result, self.updates)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it ran to its end; only such points are compared."""
+        return self.summary.state == "finished"
+
+    @property
+    def title(self) -> str:
+        """Its overrides as they were typed."""
+        return (
+            " ".join(f"{key}={value}" for key, value in self.overrides.items()) or "(no override)"
+        )
+
+
+def print_sweep(cells: Sequence[SweptRun], console: Console) -> None:
+    """Print the table, then one line for each point that did not finish."""
+    if not cells:
+        say(console, "the sweep has no points")
+        return
+    columns = _columns(cells, console)
+    if _width(columns) <= console.width:
+        console.print(_point_table(columns, console))
+    else:
+        # Two tables that can be read beat one whose every value is folded.
+        keys = [c for c in columns if c.group == "key"]
+        parts = [[c for c in columns if c.group == group] for group in ("cost", "outcome")]
+        if any(_width([*keys, *part]) > console.width for part in parts):
+            # Nor are the points' names folded: they stand above, each by its folder.
+            for name, cell in zip(names(cells), cells, strict=True):
+                for line in broken(f"{name}: {cell.title}", console.width):
+                    say(console, line)
+            keys = keys[:1]
+        for part in parts:
+            console.print(_point_table([*keys, *part], console))
+    for name, cell in zip(names(cells), cells, strict=True):
+        if not cell.finished:
+            _print_failure(name, cell, console)
+    done = sum(cell.finished for cell in cells)
+    style = "green" if done == len(cells) else "bold red"
+    say(console, f"{done} of {plural(len(cells), 'point')} finished", style)
+
+
+def names(cells: Sequence[SweptRun]) -> list[str]:
+    """What a point is called wherever one speaks of it: its folder, as in `logs SWEEP/POINT`."""
+    found = [cell.folder.name for cell in cells]
+    return found if len({*found}) == len(found) else [str(cell.folder) for cell in cells]
+
+
+def differences(cells: Sequence[SweptRun]) -> list[str]:
+    """Largest relative difference of each point's weights from the first finished point's.
+
+    As text, since there are points without one: `reference`, `-` for those that did not finish,
+    `other shapes` where the model itself was varied.
+    """
+    reference: Path | None = None
+    texts: list[str] = []
+    for cell in cells:
+        if not cell.finished or cell.weights is None:
+            texts.append("-")
+        elif reference is None:
+            reference = cell.weights
+            texts.append("reference")
+        else:
+            texts.append(_difference(cell.weights, reference))
+    return texts
+
+
+def _difference(weights: Path, reference: Path) -> str:
+    if not weights.is_file() or not reference.is_file():
+        return "-"
+    try:
+        from orchestrator.report.compare import compare  # NumPy, which submitting must not wait for
+
+        comparison = compare(weights, reference)
+    except UsageError:
+        return "other shapes"
+    if comparison.equal_bits:
+        return "same bits"
+    return f"{comparison.max_relative_difference:.1e}"
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column as text. The group says which table it goes to when one is too wide."""
+
+    group: str
+    title: str
+    values: list[Text]
+    left: bool = False
+
+    @property
+    def width(self) -> int:
+        """Cells it needs; titles may be broken at their spaces, values may not."""
+        return max(cell_len(t) for t in [*self.title.split(), *(v.plain for v in self.values)])
+
+
+def _columns(cells: Sequence[SweptRun], console: Console) -> list[_Column]:
+    def column(group: str, title: str, values: Iterable[str], left: bool = False) -> _Column:
+        texts = [literal("-" if v == UNKNOWN else v, console) for v in values]
+        return _Column(group, legible(title, console), texts, left)
+
+    figures = [cell.summary for cell in cells]
+    keys = list(dict.fromkeys(key for cell in cells for key in cell.overrides))
+    state = column("cost", "state", (f.state for f in figures), left=True)
+    for text in state.values:
+        text.style = STATE_STYLES.get(text.plain, "bold red")
+    metrics = dict.fromkeys(name for f in figures for name in f.metrics)
+    losses = [] if metrics else [(cell.result or {}).get("loss") for cell in cells]
+    found = [
+        column("key", "run", names(cells)),
+        *(
+            column("key", short_key(key, keys), _readable(c.overrides.get(key, "") for c in cells))
+            for key in keys
+        ),
+        state,
+        column("cost", "time", (format_seconds(f.seconds) for f in figures)),
+        column("cost", "per update", (format_seconds(f.seconds_per_update) for f in figures)),
+        column("cost", "peak memory", (format_bytes(f.peak_memory_bytes) for f in figures)),
+        *(
+            column(
+                "outcome",
+                name,
+                (format_number(f.metrics[name]) if name in f.metrics else "-" for f in figures),
+            )
+            for name in metrics
+        ),
+        column("outcome", "final loss", map(format_number, losses or [None] * len(cells))),
+        column(
+            "outcome",
+            "collectives /update",
+            (format_count(f.collectives_per_update) for f in figures),
+        ),
+        column(
+            "outcome",
+            "bytes /update",
+            (format_bytes(f.bytes_on_wire_per_update) for f in figures),
+        ),
+        column("outcome", "weights differ by", differences(cells)),
+    ]
+    return [c for c in found if c.group == "key" or any(v.plain != "-" for v in c.values)]
+
+
+def broken(text: str, width: int) -> list[str]:
+    """`text` in lines, broken after spaces and commas; inside a word only if it fills a line.
+
+    >>> broken("1: accumulation={global_batch:32,steps:1}", 36)
+    ['1: accumulation={global_batch:32,', '   steps:1}']
+    >>> broken("1: a=2", 1)
+    ['1:', '   a', '   =', '   2']
+    """
+    width = max(width, len(INDENT) + 1)  # room for a letter, however narrow the terminal
+    lines = [""]
+    for piece in re.findall(r"[^ ,]+[ ,]*|[ ,]+", text):
+        rest = piece
+        if len(lines[-1]) + len(rest.rstrip()) > width and lines[-1].strip():
+            lines.append(INDENT)
+        while len(lines[-1]) + len(rest.rstrip()) > width:
+            room = max(1, width - len(lines[-1]))
+            lines[-1], rest = lines[-1] + rest[:room], rest[room:]
+            lines.append(INDENT)
+        lines[-1] += rest
+    return [line.rstrip() for line in lines]
+
+
+def short_key(key: str, keys: Sequence[str]) -> str:
+    """The last part of a key, when no other swept key ends in the same."""
+    last = key.rsplit(".", 1)[-1]
+    return last if [k.rsplit(".", 1)[-1] for k in keys].count(last) == 1 else key
+
+
+def _readable(values: Iterable[Any]) -> list[str]:
+    """Their texts, with fewer digits where all that differ differ still."""
+    texts = [str(value) for value in values]
+    short = {text: short_number(text) for text in texts}
+    apart = len(set(short.values())) == len(short)
+    return [short[text] for text in texts] if apart else texts
+
+
+def _width(columns: Sequence[_Column]) -> int:
+    return sum(column.width for column in columns) + 2 * (len(columns) - 1)
+
+
+def _point_table(columns: Sequence[_Column], console: Console) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    fits = _width(columns) <= console.width
+    for column in columns:
+        table.add_column(
+            Text(column.title),
+            justify="left" if column.left else "right",
+            width=column.width if fits or column.group != "key" else None,
+            overflow="fold",
+        )
+    for row in zip(*(column.values for column in columns), strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _print_failure(name: str, cell: SweptRun, console: Console) -> None:
+    culprit = (cell.result or {}).get("culprit")
+    why = describe_culprit(culprit) if culprit else f"{cell.summary.state}, see {cell.folder}"
+    say(console, f"point {name} ({cell.title}): {why}", "red")
+
+
+# ruff: noqa: RUF002 - the multiplication sign is what is printed.
+
+
+SAME_WITHIN = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two runs that are alike but for K: `one` with fewer micro-steps, `many` with more.
+
+    `title` says what was kept equal, for example `equal micro-batch`. Plans of the cells give
+    `micro_steps`, `global_batch` and `micro_batches`.
+    """
+
+    title: str
+    one: SweptRun
+    many: SweptRun
+
+
+def print_time_and_memory(pairs: Sequence[Pair], console: Console) -> None:
+    """Print a table and one sentence for each pair."""
+    for pair in pairs:
+        console.print(_table(pair, console))
+        say(console, verdict(pair), prose=True)
+        say(console, "")
+    say(
+        console,
+        "One run of each on this machine; a ratio near 1.00 may be chance.",
+        "dim",
+        prose=True,
+    )
+
+
+def verdict(pair: Pair) -> str:
+    """What the figures say, in one sentence: time of an update and of a sample, and memory."""
+    one, many = pair.one.summary, pair.many.summary
+    k = f"K={pair.many.plan.get('micro_steps', '?')}"
+    unfinished = [cell for cell in (pair.one, pair.many) if not cell.finished]
+    if unfinished:
+        return f"At {pair.title}: nothing can be said, {unfinished[0].title} did not finish."
+    per_update = _ratio(many.seconds_per_update, one.seconds_per_update)
+    per_sample = _ratio(_seconds_per_sample(many), _seconds_per_sample(one))
+    memory = _ratio(many.peak_memory_bytes, one.peak_memory_bytes)
+    return (
+        f"At {pair.title}, {k} against K={pair.one.plan.get('micro_steps', '?')}: "
+        f"{_change('time per update', per_update)}, {_change('time per sample', per_sample)}, "
+        f"{_change('peak memory', memory)}."
+    )
+
+
+def _change(what: str, ratio: float | None) -> str:
+    """Up, down or about the same, with the figure that says so.
+
+    >>> _change("peak memory", 0.4), _change("time", 1.01), _change("time", None)
+    ('peak memory down (0.40×)', 'time about the same (1.01×)', 'time unknown')
+    """
+    if ratio is None:
+        return f"{what} unknown"
+    if abs(ratio - 1) <= SAME_WITHIN:
+        return f"{what} about the same ({format_ratio(ratio)})"
+    return f"{what} {'up' if ratio > 1 else 'down'} ({format_ratio(ratio)})"
+
+
+def _table(pair: Pair, console: Console) -> Table:
+    table = Table(
+        title=literal(pair.title, console, "bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    table.add_column("", overflow="fold")
+    for cell in (pair.one, pair.many):
+        table.add_column(f"K={cell.plan.get('micro_steps', '?')}", justify="right")
+    table.add_column("ratio", justify="right")
+    for row in _rows(pair):
+        table.add_row(*(literal(text, console) for text in row))
+    return table
+
+
+def _rows(pair: Pair) -> list[tuple[str, str, str, str]]:
+    cells, figures = (pair.one, pair.many), (pair.one.summary, pair.many.summary)
+    one, many = figures
+
+    def row(
+        name: str, values: tuple[float | None, float | None], text: str = "count"
+    ) -> tuple[str, str, str, str]:
+        form = {"count": format_count, "seconds": format_seconds, "bytes": format_bytes}[text]
+        return name, form(values[0]), form(values[1]), format_ratio(_ratio(values[1], values[0]))
+
+    rows = [
+        ("state", one.state, many.state, ""),
+        row("global batch", (cells[0].plan.get("global_batch"), cells[1].plan.get("global_batch"))),
+        row("largest micro-batch", (_micro_batch(cells[0]), _micro_batch(cells[1]))),
+        row("updates", (one.updates, many.updates)),
+        row("time per update", (one.seconds_per_update, many.seconds_per_update), "seconds"),
+        row("time per 1000 samples", (_per_thousand(one), _per_thousand(many)), "seconds"),
+        row("time of the run", (one.seconds, many.seconds), "seconds"),
+        row("peak memory", (one.peak_memory_bytes, many.peak_memory_bytes), "bytes"),
+    ]
+    for name in _in_both(one.memory_bytes, many.memory_bytes):
+        sizes = (one.memory_bytes[name], many.memory_bytes[name])
+        rows.append(row(f"  of which {name}", sizes, "bytes"))
+    rows += [
+        row("collectives per update", (one.collectives_per_update, many.collectives_per_update)),
+        row("collectives per 1000 samples", (_talks(one), _talks(many))),
+    ]
+    for name in _in_both(one.metrics, many.metrics):
+        values = format_number(one.metrics[name]), format_number(many.metrics[name])
+        rows.append((f"held-out {name}", *values, ""))
+    return rows
+
+
+def _in_both(one: Mapping[str, object], many: Mapping[str, object]) -> list[str]:
+    return [name for name in one if name in many]
+
+
+def _micro_batch(cell: SweptRun) -> int | None:
+    sizes = [size for rank in cell.plan.get("micro_batches") or [] for size in rank]
+    return max(sizes, default=None)
+
+
+def _seconds_per_sample(figures: Summary) -> float | None:
+    return 1 / figures.samples_per_second if figures.samples_per_second else None
+
+
+def _per_thousand(figures: Summary) -> float | None:
+    seconds = _seconds_per_sample(figures)
+    return None if seconds is None else 1000 * seconds
+
+
+def _talks(figures: Summary) -> float | None:
+    """Collectives that 1000 samples cost."""
+    if figures.collectives_per_update is None or not figures.samples:
+        return None
+    return 1000 * figures.collectives_per_update * figures.updates / figures.samples
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def swept_run(
+    run: RunDir, overrides: Mapping[str, str], *, result: Mapping[str, Any] | None = None
+) -> SweptRun:
+    """A run folder as a point.
+
+    Args:
+        overrides: those that vary in the sweep, key to value.
+        result: in place of the run's own, where it could not start.
+    """
+    saved = complete(run.checkpoints) if run.checkpoints.is_dir() else []
+    return SweptRun(
+        overrides=overrides,
+        folder=run.path,
+        result=result or run.read_result(),
+        updates=read_metrics(run.metrics).updates if run.metrics.exists() else (),
+        plan=run.read_plan(),
+        weights=saved[-1] / WEIGHTS if saved else None,
+    )
+
+
+def only_varying(all_overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]:
+    """Of each point's overrides those whose value is not the same in all points (all of them, when
+    there is one point).
+
+    >>> only_varying([["+a=1", "b=1"], ["+a=2", "b=1"]])
+    [{'a': '1'}, {'a': '2'}]
+    """
+    tables = [dict(o.split("=", 1) for o in overrides if "=" in o) for overrides in all_overrides]
+    keys = {key for table in tables for key in table}
+    vary = {k for k in keys if len(tables) == 1 or len({table.get(k) for table in tables}) > 1}
+    return [{k.lstrip("+"): v for k, v in table.items() if k in vary} for table in tables]
+
+
+def accumulation_pairs(cells: Sequence[SweptRun]) -> list[Pair]:
+    """Points that show what accumulation does: K = 1 beside the largest K, all else being equal.
+
+    One pair at equal micro-batch and one at equal global batch, where the sweep has them.
+    """
+    done = [c for c in cells if c.finished and c.plan.get("micro_steps")]
+    plain = [c for c in done if c.plan["micro_steps"] == 1]
+    many = sorted(
+        (c for c in done if c.plan["micro_steps"] > 1), key=lambda c: -c.plan["micro_steps"]
+    )
+    pairs: list[Pair] = []
+    for title, figure in (
+        ("equal micro-batch", lambda c: c.plan["micro_batches"][0][0]),
+        ("equal global batch", lambda c: c.plan["global_batch"]),
+    ):
+        found = [(one, other) for other in many for one in plain if _alike(one, other, figure)]
+        pairs += [Pair(title=title, one=found[0][0], many=found[0][1])] if found else []
+    return pairs
+
+
+def _alike(one: SweptRun, other: SweptRun, figure: Callable[[SweptRun], int]) -> bool:
+    """Whether two points have the same figure and differ in their accumulation only."""
+    differing = {k for k, v in other.overrides.items() if one.overrides.get(k) != v}
+    alike = all(key.split(".")[0] == "accumulation" for key in differing)
+    return alike and one.plan["ranks"] == other.plan["ranks"] and figure(one) == figure(other)
+
+
+def timed_beside(cells: Sequence[SweptRun]) -> str | None:
+    """A sentence about points that were timed while others computed; None where there are none."""
+    spans = sorted(
+        (*span, name)
+        for name, cell in zip(names(cells), cells, strict=True)
+        if RunDir(cell.folder).read_submission().get("held")
+        for span in _spans(cell)
+    )
+    found: set[str] = set()
+    last_end, last = 0.0, ""
+    for begin, end, name in spans:
+        if begin < last_end and name != last:
+            found |= {name, last}
+        if end > last_end:
+            last_end, last = end, name
+    if not found:
+        return None
+    which = ", ".join(name for name in names(cells) if name in found)
+    words = "All points" if len(found) == len(cells) else f"Points {which}"
+    return (
+        f"{words} were timed side by side with others on one machine, which makes their updates "
+        f"slower and less alike, and no comparison; sweep.parallel=1 times one after another."
+    )
+
+
+def _spans(cell: SweptRun) -> Iterator[tuple[float, float]]:
+    """From when to when it made updates, in seconds since 1970; for each attempt."""
+    attempts: dict[int, list[tuple[float, float]]] = {}
+    for update in cell.updates:
+        if update.get("time") and update.get("update_s"):
+            span = (update["time"] - update["update_s"], update["time"])
+            attempts.setdefault(update.get("attempt", 0), []).append(span)
+    for made in attempts.values():
+        yield min(begin for begin, _ in made), max(end for _, end in made)
+
+
+MAGNIFIES = (
+    "Adam in float32 magnifies rounding where a gradient is nearly zero, so weights differ by more "
+    "than the updates do; optimizer=sgd or train.precision=float64 shows the exactness."
+)
+OF_THE_PLAN = {
+    "global_batch": "the global batch", "updates": "the number of updates",
+    "schedule": "the learning rates",
+}  # fmt: skip
+
+
+def remarks(cells: Sequence[SweptRun]) -> list[str]:
+    """What has to be known to read times, and the differences from the first finished point."""
+    beside = timed_beside(cells)
+    return [*([beside] if beside else []), *_of_weights(cells)]
+
+
+def _of_weights(cells: Sequence[SweptRun]) -> list[str]:
+    if any(cell.plan.get("program") for cell in cells):  # whose weights are their own
+        return []
+    finished = [(n, cell) for n, cell in zip(names(cells), cells, strict=True) if cell.finished]
+    if len(finished) < 2:
+        return []
+    (_, first), *rest = finished
+    digest = (first.result or {}).get("weights_sha256")
+    others = [
+        (name, cell)
+        for name, cell in rest
+        if digest is None or (cell.result or {}).get("weights_sha256") != digest
+    ]
+    reference = RunDir(first.folder).read_config()
+    unlike: dict[str, list[str]] = {}
+    for name, cell in others:
+        causes = _causes(first, cell, reference, RunDir(cell.folder).read_config())
+        if causes:
+            unlike[name] = causes
+    said: list[str] = []
+    if unlike:
+        causes = ", ".join(dict.fromkeys(cause for found in unlike.values() for cause in found))
+        points = ", ".join(unlike)
+        said.append(
+            f"Weights of point{'s' * (len(unlike) > 1)} {points} differ from the first finished "
+            f"point's because other updates were made ({causes}), not by rounding."
+        )
+    if len(unlike) < len(others) and _magnifies(reference):
+        said.append(MAGNIFIES)
+    return said
+
+
+def _causes(
+    one: SweptRun, other: SweptRun, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[str]:
+    """What makes two points compute something else; empty where only the split differs."""
+    keys = [
+        change.key
+        for change in changes(before, after)
+        if change.kind is Kind.NUMBERS and not change.key.startswith("run.")
+    ]
+    plans = [OF_THE_PLAN[n] for n in OF_THE_PLAN if one.plan.get(n) != other.plan.get(n)]
+    return [*keys, *plans]
+
+
+def _magnifies(config: Mapping[str, Any]) -> bool:
+    """Whether rounding grows in this optimizer, so that weights differ more."""
+    optimizer, train = config.get("optimizer", {}), config.get("train", {})
+    return "adam" in str(optimizer).lower() and train.get("precision") != "float64"

@@ -1,1 +1,0 @@
-"""What people see once something is known: tables, of plans, runs, sweeps and comparisons."""

@@ -1,0 +1,256 @@
+"""The page: its markup, its formats, a browser, the server."""
+
+import csv
+import html
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+from html.parser import HTMLParser
+from http.client import HTTPConnection
+from threading import Thread
+
+import pytest
+
+from orchestrator.errors import UsageError
+from orchestrator.report.page import HOST, Server, csv_of, html_of, json_of, markdown_of, png_of
+from orchestrator.report.page_data import data_of, facts_of
+from orchestrator.rundir.files import write_json
+from slurm.errors import DevClusterError
+from slurm.install import ensure_installed
+from tests.helpers import verb
+from tests.report.test_page_data import window
+
+
+class Reader(HTMLParser):
+    """What a browser would see: tags with their attributes, and the text of each script."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.scripts, self._script = [], [], False
+        self.shown = []  # (tag, text) of what stands in an element
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._script = tag == "script"
+        if self._script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._script = False
+
+    def handle_data(self, data):
+        if self._script:
+            self.scripts[-1] += data
+        elif data.strip():
+            self.shown.append((self.tags[-1][0], data.strip()))
+
+
+@pytest.fixture
+def page(sweep):
+    return html_of(data_of(facts_of(sweep)))
+
+
+def test_it_is_small_and_asks_for_nothing(page):
+    assert len(page.encode()) < 2_000_000
+    read = Reader(page)
+    for tag, attributes in read.tags:
+        assert not {"src", "href"} & attributes.keys(), (tag, attributes)
+    [policy] = [a["content"] for t, a in read.tags if "Content-Security-Policy" in a.values()]
+    assert policy.startswith("default-src 'none'")
+
+
+def leaves(value):
+    """Every text and number of a table, as text."""
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from leaves(one)
+    else:
+        yield str(value)
+
+
+def test_every_figure_of_its_tables_and_tiles_is_in_its_data(page, sweep, made):
+    for text, data in (
+        (page, data_of(facts_of(sweep))),
+        (html_of(one := data_of(facts_of(made("one").path))), one),
+    ):
+        read = Reader(text)
+        assert json.loads(read.scripts[0])["runs"] == data["runs"]
+        known = {*leaves(data), "-"}
+        shown = [figure for tag, figure in read.shown if tag in ("td", "b")]
+        assert len(shown) > 15
+        first = data["runs"][0]
+        keys = {*first["plan"], *first["environment"], "in", "run_folder", "weights", "drawn"}
+        heads = {key.replace("_", " ") for key in keys}
+        assert not {f.removeprefix("sha256 ") for f in shown} - known - heads
+
+
+def test_what_others_wrote_is_text(page, made):
+    assert "&lt;b&gt;bold" in page
+    assert "<b>bold" not in page
+    hostile = "x</script><script>alert(1)</script>"
+    read = Reader(html_of(data_of(facts_of(made("evil", f"+job.note='{hostile}'").path))))
+    assert len(read.scripts) == 4
+    assert not any("alert(1)" in script for script in read.scripts[2:])
+
+
+def test_a_page_for_a_browser_that_looks_again_says_so(made):
+    data = data_of(facts_of(made("one").path))
+    assert '<meta http-equiv="refresh" content="5">' in html_of(data, refresh_s=5)
+    assert "refresh" not in html_of(data).split("<style>")[0]
+
+
+def test_csv_has_a_line_a_run_with_raw_figures(sweep):
+    lines = list(csv.DictReader(csv_of(data_of(facts_of(sweep))).splitlines()))
+    assert [line["accumulation.steps"] for line in lines] == ["1", "2", "4"]
+    assert [line["state"] for line in lines] == ["finished", "finished", "failed"]
+    assert float(lines[0]["seconds_per_update"]) == 0.2
+
+
+def test_markdown_is_a_table_that_nothing_in_it_breaks(sweep):
+    text = markdown_of(data_of(facts_of(sweep)))
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.replace("\\|", "").count("|") for line in table}) == 1
+    assert "&lt;b>bold" in text
+
+
+def test_json_is_the_pages_data(sweep):
+    data = data_of(facts_of(sweep))
+    assert json.loads(json_of(data)) == data
+
+
+def test_a_picture_has_all_charts(sweep, made):
+    assert png_of(data_of(facts_of(sweep)))[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(UsageError, match="nothing to draw"):
+        png_of(data_of(facts_of(made("new", records=[], ended=False).path)))
+
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+LOOK = """
+<body><script>
+const seen = {};
+const drawn = page =>
+  [...page.querySelectorAll(".chart")].every(chart => chart.querySelector("svg"));
+const look = () => {
+  for (const frame of document.querySelectorAll("iframe")) {
+    const page = frame.contentDocument, root = page.documentElement;
+    if (!drawn(page)) { setTimeout(look, 50); return; }
+    const out = [...page.querySelectorAll("body *")].filter(e => !e.closest(".wide, svg, details")
+      && e.getBoundingClientRect().right > root.clientWidth + 1).map(e => e.outerHTML.slice(0, 80));
+    const ink = frame.contentWindow.getComputedStyle(page.body);
+    seen[frame.id] = { width: root.clientWidth, wanted: root.scrollWidth, out: out,
+      charts: page.querySelectorAll(".chart").length, ink: ink.color, paper: ink.backgroundColor };
+  }
+  document.body.setAttribute("data-seen", JSON.stringify(seen));
+};
+window.onload = look;
+</script>
+"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """The machine's, or installed where that can be done, as SLURM is for its tests."""
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        try:
+            ensure_installed({"chromium": ("chromium",)}, say=print)
+        except DevClusterError as error:  # not root, or no Debian: nobody can look then
+            pytest.skip(str(error))
+    return found or "chromium"
+
+
+@pytest.fixture(scope="module")
+def seen(browser, sweep, tmp_path_factory):
+    """What a browser makes of a sweep's page and a run's, at both widths, in both shades."""
+    home = tmp_path_factory.mktemp("browser")
+    write_json(sweep / "0" / "attempts" / "000" / "timeline.json",
+               {"windows": [window([(1.0, 2.0, 0.1, 0.2), (2.5, 0.5, 0.1, 0.2)])]})  # fmt: skip
+    pages = {
+        "sweep": html_of(data_of(facts_of(sweep))),
+        "one": html_of(data_of(facts_of(sweep / "0"))),
+    }
+    frames = "".join(
+        f'<iframe id="{name}-{width}" width="{width}" srcdoc="{html.escape(page)}"></iframe>'
+        for name, page in pages.items()
+        for width in (390, 1400)
+    )
+    (home / "look.html").write_text(f"<!doctype html><meta charset=utf-8>{LOOK}{frames}")
+    found = {}
+    for shade in ("light", "dark"):
+        told = subprocess.run(
+            [browser, "--headless=new", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
+             *["--no-sandbox"] * (os.geteuid() == 0), f"--user-data-dir={home / shade}",
+             f"--blink-settings=preferredColorScheme={int(shade == 'light')}",
+             "--virtual-time-budget=20000", (home / "look.html").as_uri()],
+            capture_output=True, text=True, timeout=120, check=True,
+        )  # fmt: skip
+        [facts] = re.findall(r'data-seen="([^"]*)"', told.stdout)
+        complaints = [line for line in told.stderr.splitlines() if "CONSOLE" in line]
+        found[shade] = json.loads(html.unescape(facts)), complaints
+    return found
+
+
+def _brightness(colour):
+    return sum(map(int, re.findall(r"\d+", colour)[:3]))
+
+
+def test_nothing_is_cut_or_complained_of_and_dark_is_dark(seen):
+    for shade, (pages, complaints) in seen.items():
+        assert complaints == []
+        assert len(pages) == 4
+        for name, page in pages.items():
+            assert page["wanted"] <= page["width"], (shade, name)
+            assert page["out"] == [], (shade, name)
+            assert page["charts"] >= 6
+            dark = _brightness(page["paper"]) < _brightness(page["ink"])
+            assert dark == (shade == "dark"), name
+
+
+def test_a_page_is_written_beside_the_runs_for_their_owner_alone(sweep):
+    done = verb("report", sweep)
+    page = sweep / "report.html"
+    assert (done.returncode, done.stdout) == (0, f"report: {page}\n")
+    assert page.read_text().startswith("<!doctype html>")
+    assert stat.S_IMODE(page.stat().st_mode) == 0o600
+    assert verb("report", sweep, "--format", "csv").stdout.startswith("point,folder,")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--format", "pdf"], "choose one of html, md, csv, json, png"),
+        (["-o", "nowhere/page.html"], "cannot be written: No such file or directory"),
+        (["--serve", "--port", "1"], ""),
+    ],
+)  # fmt: skip
+def test_misuse_is_one_sentence(sweep, more, said, tmp_path):
+    if not said:
+        with Server(lambda: "") as taken:
+            more = ["--serve", "--port", str(taken.server_address[1])]
+            done = verb("report", sweep, *more)
+        said = "Address already in use"
+    else:
+        done = verb("report", sweep, *more, cwd=tmp_path)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_only_who_knows_the_address_is_answered():
+    with Server(lambda: "the page") as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+
+        def asked(path, **headers):
+            connection = HTTPConnection(HOST, server.server_address[1], timeout=60)
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+        assert asked(f"/{server.token}/") == (200, b"the page")
+        assert asked("/")[0] == 404
+        assert asked(f"/{server.token}/", Host="elsewhere.example")[0] == 404
+        server.shutdown()

@@ -1,0 +1,217 @@
+"""The data of a page: what runs made, what differs, single windows, charts."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import RunFolderError
+from orchestrator.report.charts import COLOURS, charts, theme
+from orchestrator.report.page import FORMATS, library
+from orchestrator.report.page_data import MOST_RANKS, PARTS, data_of, differing, facts_of, timeline
+from orchestrator.rundir.files import write_json
+from tests.report.conftest import record, result
+
+
+def test_figures_have_their_values_and_texts(made):
+    data = data_of(facts_of(made("one").path))
+    [run] = data["runs"]
+    assert run["figures"]["seconds_per_update"] == {"value": 0.2, "text": "200 ms"}
+    assert run["figures"]["samples_per_second"]["value"] == 256 / 0.2
+    assert run["metrics"]["accuracy"] == {"value": 0.9534, "text": "0.9534"}
+    assert run["series"]["samples"] == [256, 512, 768, 1024, 1280]
+    assert run["series"]["loss"][:2] == [1.0, 0.5]
+    assert run["evaluations"] == {"update": [5], "accuracy": [0.9]}
+
+
+def test_secrets_among_overrides_are_hidden_everywhere(made):
+    data = data_of(facts_of(made("one", "+job.api_key=hunter2", "train.seed=4").path))
+    assert "hunter2" not in json.dumps(data)
+    assert "train.seed=4" in data["runs"][0]["command"]
+
+
+def test_the_command_makes_the_run_again_wherever_it_lay_and_whoever_chose_it(made):
+    chosen = ("run.dir=some", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=4", "sweep.search=tpe")
+    words = ["+cluster=slurm", *chosen, "++run.dir=x", "job.hydra.dir=a b"]
+    run = made("one")
+    run.write_own(run.submission, run.read_submission() | {"overrides": words})
+    [found] = data_of(facts_of(run.path))["runs"]
+    assert found["command"] == "python -m orchestrator.launch +cluster=slurm 'job.hydra.dir=a b'"
+
+
+def test_long_runs_are_thinned_to_what_a_page_can_hold_and_it_is_said(made, monkeypatch):
+    monkeypatch.setattr("orchestrator.report.page_data.POINTS", 40)
+    lines = [record(n) for n in range(540)]
+    [run] = data_of(facts_of(made("long", records=lines).path))["runs"]
+    assert len(run["series"]["loss"]) == 40
+    assert run["series"]["update"][0] == 1
+    assert run["series"]["update"][-1] == 540
+    assert run["drawn"] == "40 of 540 updates"
+
+
+def test_numbers_that_json_cannot_say_are_left_out(made):
+    lines = [record(0), record(1, loss=math.nan)]
+    data = data_of(facts_of(made("nan", records=lines).path))
+    assert data["runs"][0]["series"]["loss"] == [1.0, None]
+    json.dumps(data, allow_nan=False)
+
+
+def test_no_name_or_word_of_others_does_anything_to_a_terminal(made, tmp_path):
+    evil = "\x1b[2J\x07\x9b"
+    culprit = {"rank": 0, "node": f"n{evil}", "cause": evil, "log_tail": []}
+    ended = result(state="failed", culprit=culprit, metrics={f"top{evil}": math.nan, evil: 1.0})
+    lines = [record(0, warnings=[evil]), record(1, evaluation={f"top{evil}": math.inf})]
+    run = made("run", records=lines, ended=ended, command=[evil])
+    data = data_of(facts_of(run.path.rename(tmp_path / f"run{evil}")))
+    assert data["runs"][0]["metrics"]["top"] == {"value": None, "text": "nan"}
+    for form in ("json", "md", "csv"):
+        text = FORMATS[form](data)
+        assert all(sign.isprintable() or sign in "\r\n" for sign in text), form
+    assert charts(data)
+
+
+def test_a_run_that_has_not_begun_has_a_page(made):
+    [run] = data_of(facts_of(made("new", records=[], ended=False).path))["runs"]
+    assert run["series"] == {}
+    assert run["state"] == "no result"
+
+
+def test_points_come_in_their_numbers_order_named_by_what_varies(sweep):
+    found = facts_of(sweep)
+    assert [run.name for run in found.runs] == ["steps=1", "steps=2", "steps=4"]
+    assert differing(found.runs) == {"accumulation.steps": [1, 2, 4]}
+
+
+def test_runs_that_differ_in_nothing_that_is_shown_have_names_of_their_own(made, tmp_path):
+    for number, restarts in enumerate((0, 1)):
+        for steps in (1, 2):
+            told = (f"accumulation.steps={steps}", f"run.max_restarts={restarts}")
+            made(f"some/{2 * number + steps}", *told)
+    names = [run.name for run in facts_of(tmp_path / "some").runs]
+    assert names == ["steps=1 (1)", "steps=2 (2)", "steps=1 (3)", "steps=2 (4)"]
+
+
+def test_of_numbers_that_were_drawn_a_name_has_what_can_be_read(made, tmp_path):
+    for number, rate in enumerate((0.012345678901, 0.012345678902, 0.5)):
+        made(f"some/{number}", f"schedule.base_lr={rate}")
+    names = [run.name for run in facts_of(tmp_path / "some").runs]
+    assert names == ["base_lr=0.0123457 (0)", "base_lr=0.0123457 (1)", "base_lr=0.5"]
+
+
+def test_a_run_by_itself_goes_by_its_folders_name(made):
+    made("alone", "train.seed=3")
+    [run] = facts_of(made("alone2", "train.seed=3").path).runs
+    assert run.name == "alone2"
+
+
+def test_a_damaged_point_is_named_and_the_others_are_shown(made, tmp_path):
+    for steps in (1, 2, 4):
+        made(f"some/{steps}", f"accumulation.steps={steps}")
+    (tmp_path / "some" / "2" / "plan.json").write_text("{")
+    found = facts_of(tmp_path / "some")
+    assert [run.name for run in found.runs] == ["steps=1", "steps=4"]
+    assert len(found.unreadable) == 1
+
+
+def test_no_run_is_an_error(tmp_path):
+    with pytest.raises(RunFolderError):
+        facts_of(tmp_path)
+
+
+SECONDS = st.floats(0, 1e4)
+RANKS = st.lists(st.tuples(SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=300)
+
+
+def window(rows, kind="typical", update=7):
+    """Each row: compute, wait, optimizer and the rest of a rank's window."""
+    columns = zip(*((c, w, o, c + w + o + rest) for c, w, o, rest in rows), strict=True)
+    names = ("compute_s", "wait_s", "optimizer_s", "update_s")
+    told = dict(zip(names, map(list, columns), strict=True))
+    return {"kind": kind, "update": update, **told}
+
+
+@given(RANKS)
+def test_every_second_is_told_once_and_all_leave_the_reduction_together(rows):
+    [found] = timeline([window(rows)], {}, None)
+    assert found["of_ranks"] == len(rows)
+    ends = set()
+    for rank in found["ranks"]:
+        compute, wait, optimizer, rest = rows[rank["rank"]]
+        parts = dict(zip(PARTS, rank["seconds"].values(), strict=True))
+        assert abs(sum(parts.values()) - (compute + wait + optimizer + rest)) < 1e-4
+        assert parts["waiting for others"] + parts["reduction"] == pytest.approx(wait, abs=1e-5)
+        ends.add(round(rank["begins_s"] + sum(parts.values()) - parts["optimizer"], 2))
+    assert max(ends) - min(ends) < 0.02
+    assert min(rank["begins_s"] for rank in found["ranks"]) >= 0
+
+
+@given(RANKS)
+def test_who_came_last_waited_for_nobody_and_is_always_drawn(rows):
+    [found] = timeline([window(rows)], {}, None)
+    assert min(rank["seconds"]["waiting for others"] for rank in found["ranks"]) == 0
+    assert len(found["ranks"]) <= min(len(rows), MOST_RANKS)
+
+
+@pytest.mark.parametrize("wrong", [{"wait_s": [1.0]}, {"wait_s": [1.0, float("nan")]}])
+def test_what_is_no_time_of_every_rank_is_damage(wrong):
+    with pytest.raises(RunFolderError, match="update 7 is damaged"):
+        timeline([{**window([(1, 1, 1, 0)] * 2), **wrong}], {}, None)
+
+
+def test_a_page_has_a_chart_of_each_window_and_marks_restarts_and_the_failure(made):
+    again = {"restart": {"attempt": 1, "why": "rank 1 was killed", "resumed_from": 2,
+                         "lost_updates": 0}}  # fmt: skip
+    lines = [record(n, attempt=n // 2, **(again if n == 2 else {})) for n in range(4)]
+    culprit = {"rank": 1, "node": "node0", "cause": "killed", "log_tail": []}
+    run = made("one", records=lines, ended=result(state="failed", culprit=culprit))
+    rows = [(1.0, 2.0, 0.1, 0.0), (2.5, 0.5, 0.1, 0.0)]
+    told = [window(rows, "first", 0), window(rows, "slowest", 3), window(rows, "last", 3)]
+    write_json(run.timeline(0), {"windows": told})
+    data = data_of(facts_of(run.path))
+    [one] = data["runs"]
+    assert [rank["name"] for rank in one["timeline"][0]["ranks"]] == [
+        "rank 0 on node0", "✕ rank 1 on node0",
+    ]  # fmt: skip
+    assert one["timeline"][0]["ranks"][0]["seconds"]["waiting for others"] == 1.5
+    assert [(m["what"], m["update"], m["samples"]) for m in one["marks"]] == [
+        ("restart", 3, 768), ("failed", 4, 1024),
+    ]  # fmt: skip
+    drawn = {chart["id"]: chart for chart in charts(data)}
+    assert {"ranks-first", "ranks-last"} <= drawn.keys(), "a window once, however it is called"
+    assert "ranks-slowest" not in drawn
+    assert "✕ rank 1 on node0 came last; others waited up to 1.5 s" in drawn["ranks-last"]["says"]
+    assert "one went on at update 3: rank 1 was killed" in drawn["loss-update"]["says"]
+
+
+@pytest.mark.parametrize("shade", COLOURS)
+def test_every_chart_of_a_sweep_can_be_drawn(sweep, shade):
+    for chart in charts(data_of(facts_of(sweep))):
+        spec = {**chart["spec"], "width": 350, "config": theme(shade)}
+        drawn = library().vegalite_to_svg(json.dumps(spec))
+        assert drawn.count("<path") > 5, chart["id"]
+        for name in ("steps=1", "steps=2", "steps=4"):
+            assert name in chart["says"] or name in drawn
+
+
+def test_lines_are_told_apart_by_dashes_too(sweep):
+    first = charts(data_of(facts_of(sweep)))[0]
+    assert len({line["dash"] for line in first["key"]["lines"]}) == 3
+    assert "strokeDash" in first["spec"]["layer"][0]["encoding"], "the layer below its marks"
+
+
+def test_one_run_has_its_own_charts(made):
+    names = {chart["id"] for chart in charts(data_of(facts_of(made("one").path)))}
+    assert {"loss-update", "loss-elapsed_s", "evaluation-accuracy", "time-of-updates"} <= names
+
+
+def test_many_runs_have_a_course_of_colours_instead_of_names(made, tmp_path):
+    for seed in range(8):
+        made(f"many/{seed}", f"train.seed={seed}")
+    first = charts(data_of(facts_of(tmp_path / "many")))[0]
+    assert first["key"] == {"lines": [], "course": "from seed=0 (dark) to seed=7 (bright)"}
+
+
+def test_before_the_first_update_there_is_none(made):
+    assert charts(data_of(facts_of(made("new", records=[], ended=False).path))) == []
