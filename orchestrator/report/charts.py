@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from orchestrator.report.page_data import PARTS
+from orchestrator.report.page_data import PARTS as WINDOW_PARTS
 
 COLOURS = {
     "light": ("#0072B2", "#D55E00", "#009E73", "#A2568A", "#9A6A00", "#3A3A3A"),
@@ -60,7 +60,7 @@ def chart_of(
 
 SHADES = ("compute", "optimizer", "other", "waiting for others", "reduction")  # as elsewhere
 KEY = {
-    "lines": [{"name": p, "dash": "", "colour": SHADES.index(p) + 1} for p in PARTS],
+    "lines": [{"name": p, "dash": "", "colour": SHADES.index(p) + 1} for p in WINDOW_PARTS],
     "course": "",
 }
 TITLES = {"typical": "a typical update", "slowest": "the slowest update"}

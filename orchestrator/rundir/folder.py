@@ -375,7 +375,7 @@ class RunDir:
     def write_config(self, text: str) -> None:
         """Write config.yaml with its checksum; the run keeps its identity, or gets one."""
         identity = self.identity if self.config.exists() else new_identity()
-        write_atomically(self.config, with_identity(text, identity))
+        write_atomically(self.config, with_identity(text.rstrip("\n") + "\n", identity))
 
     def read_config(self) -> dict[str, Any]:
         """Return the plain values of config.yaml; `config.reading.read_config` makes a `Config`.

@@ -21,7 +21,7 @@ from orchestrator.runs.status import expand, statuses
 from orchestrator.units import plural
 
 LOOK_S = 0.2
-HOLDER_S = 20.0  # how long a command that runs nothing here may take_waiting to end
+HOLDER_S = 20.0  # how long a command that runs nothing here may take to end
 
 
 def cancel(run: RunDir, *, now: bool = False) -> str:

@@ -42,7 +42,7 @@ def settle_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, st
 def _is_about(folder: RunDir, run: Path) -> bool:
     """Whether what is being submitted there may be this run; so it is where that is not known."""
     try:
-        note: dict[str, Any] = read_json(folder.submitting) or {}
+        note: dict[str, Any] = read_json(folder.submitting, checked=True) or {}
     except RunFolderError:
         return True
     return run == folder.path or run.name in note.get("elements", (run.name,))

@@ -29,7 +29,7 @@ from orchestrator.lifecycle.prctl import name_process
 from orchestrator.plan.program import ProgramPlan
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import say
-from orchestrator.rundir import lock as waiting_room
+from orchestrator.rundir import lock as run_lock
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import take_waiting
@@ -81,7 +81,7 @@ class Room:
             return False
         return free_memory_bytes() >= share.ranks * self._rank_bytes
 
-    def take_waiting(self, share: Share | None) -> Place | None:
+    def take(self, share: Share | None) -> Place | None:
         """Room for a run; None where it has to wait for others to end."""
         if not self.has(share):
             return None
@@ -146,7 +146,7 @@ class Room:
 
 
 LOOK_S = 0.1
-LEAVE_S = 10.0  # how long a point may take_waiting to end its ranks before it is ended itself
+LEAVE_S = 10.0  # how long a point may take to end its ranks before it is ended itself
 # An interrupt is passed on as signals of different kinds, so that both are delivered.
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 
@@ -406,7 +406,7 @@ def run_here(cells: Sequence[Cell], manner: Manner, ended: Callable[[PointEnded]
     told = _Told(manner, cells, alone=alone)
     runs = [cell.run for cell in cells]
     with LocalQueue(manner, room, terminal=alone) as queue:
-        waiting_room.put(runs)
+        run_lock.mark_waiting(runs)
         try:
             while True:
                 for cell in list(waiting):
@@ -419,7 +419,7 @@ def run_here(cells: Sequence[Cell], manner: Manner, ended: Callable[[PointEnded]
                 ended(one)
                 told.ended(one, len(queue.running), len(waiting))
         finally:
-            waiting_room.clear(runs)
+            run_lock.clear_waiting(runs)
 
 
 def _start(
@@ -437,7 +437,7 @@ def _start(
         return
     told.starts(cell)
     if not queue.start(cell):  # an interrupt, or memory that went to somebody else meanwhile
-        waiting_room.put([cell.run])
+        run_lock.mark_waiting([cell.run])
         waiting.append(cell)
 
 

@@ -35,7 +35,7 @@ def run(tmp_path):
     run.create()
     run.begin_attempt()
     sections = {name: {} for name in CONFIG_SECTIONS}
-    run.config.write_text(json.dumps(sections | {"run": {"survive": True}}))
+    run.write_config(json.dumps(sections | {"run": {"survive": True}}))
     return run
 
 
@@ -75,7 +75,7 @@ def test_the_lowest_rank_ends_or_returns_a_job_whose_batch_script_went_with_its_
     if script == "lives":
         monkeypatch.setattr(time, "sleep", lambda _: beat(run, 0))
     if result:
-        write_json(run.result, {"state": "finished", "updates": 9})
+        run.write_own(run.result, {"state": "finished", "updates": 9})
     one = ThoseLeft(run, 0, TOPOLOGY)
     one.begin(Left(place, gone))
     one.stand_in_for_script(timeout_s=0.3, requeue=requeue)

@@ -20,7 +20,7 @@ def cells(tmp_path):
             folder = tmp_path / str(number)
             folder.mkdir()
             config = compose([*point.split(), f"run.dir={folder}"])
-            (folder / "config.yaml").write_text(to_yaml(config))
+            RunDir(folder).write_config(to_yaml(config))
             plan = Plan.of(config, Known(dataset_samples=1437)).to_json()
             overrides = {"accumulation": point}
             result = {"state": "finished"}

@@ -42,7 +42,7 @@ def run(tmp_path):
 def configure(folder, **sections):
     """Set sections of its config.yaml."""
     before = folder.read_config() if folder.config.exists() else {}
-    folder.config.write_text(json.dumps({**before, **sections}))
+    folder.write_config(json.dumps({**before, **sections}))
 
 
 def attempts(run, starts, *, updates=4, resumed_from=None):
@@ -330,7 +330,7 @@ def test_an_attempt_with_a_newer_one_or_an_end_is_not_settled(run, settled):
     run.newest_attempt.write_text("1")
     assert settled(standing()) == (None, [], [])
     run.newest_attempt.write_text("0")
-    write_json(run.result, {"state": "finished", "updates": 4})
+    run.write_own(run.result, {"state": "finished", "updates": 4})
     assert settled(standing())[0]["state"] == "finished"
 
 

@@ -27,7 +27,7 @@ def run(tmp_path):
     run = RunDir(tmp_path / "run")
     run.create()
     run.begin_attempt()
-    run.config.write_text(json.dumps({name: {} for name in CONFIG_SECTIONS}))
+    run.write_config(json.dumps({name: {} for name in CONFIG_SECTIONS}))
     return run
 
 
@@ -123,7 +123,7 @@ def test_srun_is_ended_when_a_rank_has_failed_or_a_lost_node_keeps_it_from_its_e
         beside.start()
         assert not is_silent(run, 0, 10)
         if left == "a result":
-            write_json(run.result, {"state": "finished", "updates": 9})
+            run.write_own(run.result, {"state": "finished", "updates": 9})
         else:
             write_json(run.failure(0, 3), failure_of(3, "n1", ValueError("7")))
         assert srun.wait(10) == -signal.SIGKILL

@@ -36,9 +36,11 @@ def make_run(tmp_path):
         run = RunDir(tmp_path / "run")
         run.create()
         config = composed(*overrides)
-        run.config.write_text(to_yaml(config))
-        write_json(run.submission, {"cluster": "local", "time": 1.0})
-        write_json(run.plan, Plan.of(config, Known(dataset_samples=240, parameters=10)).to_json())
+        run.write_config(to_yaml(config))
+        run.write_own(run.submission, {"cluster": "local", "time": 1.0})
+        run.write_own(
+            run.plan, Plan.of(config, Known(dataset_samples=240, parameters=10)).to_json()
+        )
         run.begin_attempt()
         saved = run.checkpoints / f"update-{done:09d}"
         saved.mkdir()
@@ -132,7 +134,7 @@ def test_another_order_of_additions_is_said_and_reproducible_mode_has_none(make_
     assert asked_of(run, ["train.updates=20"]).warning is None
     leaves = ["accumulation.reduction=reproducible", "accumulation.micro_batch=8"]
     config = composed(*leaves)
-    run.config.write_text(to_yaml(config))
+    run.write_config(to_yaml(config))
     assert asked_of(run, ["cluster.nodes=1"]).warning is None
 
 

@@ -107,7 +107,7 @@ def _say_which(copy: Path, run: RunDir, attempt: int, states: dict[tuple[Path, s
     state = code_state_beside(run.snapshot(attempt))
     first = states.setdefault((copy, state.name), state)
     if first is state:
-        write_json(state, read_json(code_state_beside(copy)))
+        write_json(state, read_json(code_state_beside(copy)) or {})
     else:
         state.unlink(missing_ok=True)
         os.link(first, state)

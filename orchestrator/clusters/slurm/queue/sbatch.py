@@ -96,7 +96,7 @@ def adopt(folder: RunDir) -> str:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ClusterError(f"{folder.path} is being submitted at this moment") from None
-        note: dict[str, Any] | None = read_json(folder.submitting)
+        note: dict[str, Any] | None = read_json(folder.submitting, checked=True)
         if note is None:
             return ""
         _check(folder, note)
