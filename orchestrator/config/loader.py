@@ -384,7 +384,7 @@ class Loader(ConfigLoaderImpl):
         return parsed
 
     def refuse_twice(self, overrides: Sequence[str]) -> None:
-        """Raise `ConfigError` for a key that is stated twice; see `stated_twice.py`.
+        """Raise `ConfigError` for a key that is stated twice.
 
         Args:
             overrides: as typed, which wins over a file's `hydra.sweeper.params`.

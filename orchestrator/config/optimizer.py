@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from orchestrator.config.job_source import absent, arguments_of
+from orchestrator.config.job_source import constructor_arguments, missing_class
 from orchestrator.errors import ConfigError, did_you_mean
 
 RATES = ("lr", "learning_rate")
@@ -36,7 +36,7 @@ def optimizer_problems(optimizer: Mapping[str, Any]) -> Iterator[str]:
             f"optimizer.name must be one of {', '.join(ARGUMENTS)}, but is {name}; another class "
             f"is named by optimizer._target_, as in optimizer._target_=torch.optim.Adagrad"
         )
-    elif target is not None and (sentence := absent(str(target), "optimizer._target_")):
+    elif target is not None and (sentence := missing_class(str(target), "optimizer._target_")):
         yield sentence
     else:
         yield from _arguments(optimizer)
@@ -56,7 +56,7 @@ def _arguments(optimizer: Mapping[str, Any]) -> Iterator[str]:
     unknown = [key for key in given if key not in known and key not in RATES]
     if not unknown:
         return
-    written = arguments_of(CLASSES.get(str(name), spelled))
+    written = constructor_arguments(CLASSES.get(str(name), spelled))
     if written is None and not known:
         return  # the ranks see, with the class in hand
     known += [k for k in (written or [])[1:] if k not in known and k not in RATES]

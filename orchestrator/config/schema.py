@@ -312,7 +312,7 @@ class RunConfig:
     max_replacements: how many lost ranks get another process while the others go on; null: 16 on
     pretended nodes, none on SLURM.
     survive: when a rank dies in mid-window, the others redo it and go on (surviving.md); null:
-    wherever that can be had on more than one node, see `survive_rules.py`.
+    wherever that can be had on more than one node, see `rules.py`.
     """
 
     dir: str | None = free(PATH)
@@ -384,7 +384,7 @@ class Config:
     """
 
     job: dict[str, Any] = free("the job class's own arguments", factory=dict[str, Any])
-    optimizer: dict[str, Any] = free("see `optimizer_rules.py`", factory=dict[str, Any])
+    optimizer: dict[str, Any] = free("see `optimizer.py`", factory=dict[str, Any])
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -400,7 +400,7 @@ class Config:
 
 FREE_SECTIONS = ("job", "optimizer")
 OPTIONS = ("cluster.options.", "tracker.options.")
-"""Keys below are what the class that reads them says it has; see `config.options`."""
+"""Keys below are what the class that reads them says it has; see `config.reading`."""
 BOUNDS = bounds_of(Config)
 CHOICES = {dotted: bound.choice for dotted, bound in BOUNDS.items() if bound.choice}
 

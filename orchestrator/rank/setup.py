@@ -7,6 +7,7 @@ Given back as one value, `Training`; whatever is wrong with any of it is raised 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from orchestrator.engine.api import Engine, GroupSpec
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.framework import Framework
 from orchestrator.engine.settings import EngineSettings
-from orchestrator.errors import JobError, RunFolderError
+from orchestrator.errors import JobError, RunFolderError, did_you_mean
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
@@ -117,12 +118,41 @@ def build_job(settings: Mapping[str, Any]) -> Job:
         raise JobError(f"job._target_={dotted}: {error}") from error
     except AttributeError as error:
         raise JobError(f"job._target_={dotted}: {module} has no '{name}'") from error
-    missing = [method for method in REQUIRED_METHODS if not callable(getattr(target, method, None))]
+    if not isinstance(target, type):
+        raise JobError(f"job._target_={dotted} must be a class, but is a {type(target).__name__}")
+    missing = [
+        name
+        for name in REQUIRED_METHODS
+        if not callable(getattr(target, name, None)) or getattr(target, name) is getattr(Job, name)
+    ]
     if missing == ["loss"] and is_coupled(target):
         missing = []
     if missing:
-        raise JobError(f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)}")
-    return target(**{key: value for key, value in settings.items() if key != "_target_"})
+        raise JobError(
+            f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)} "
+            f"(see docs/tutorial/your-own-job.md)"
+        )
+    arguments = {key: value for key, value in settings.items() if key != "_target_"}
+    refuse_arguments(dotted, target, arguments)
+    return target(**arguments)
+
+
+def refuse_arguments(dotted: str, target: type, arguments: Mapping[str, Any]) -> None:
+    """Raise `JobError` for arguments that the constructor does not take, or lacks."""
+    try:
+        known = inspect.signature(target).parameters.values()
+    except ValueError:  # a class implemented in C has none
+        return
+    names = [p.name for p in known if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p.name for p in known if p.name in names and p.default is p.empty]
+    for key in arguments if all(p.kind is not p.VAR_KEYWORD for p in known) else ():
+        if key not in names:
+            raise JobError(
+                f"{dotted} takes no argument '{key}' (from job.{key}){did_you_mean(key, names)}"
+            )
+    for key in required:
+        if key not in arguments:
+            raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
 
 
 def framework_of(job: Job, config: Config) -> str:

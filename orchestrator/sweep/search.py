@@ -25,10 +25,9 @@ from orchestrator.clusters.api import class_for
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, literally
 from orchestrator.config.composer import Composer
 from orchestrator.config.guard import guarded
-from orchestrator.config.job_source import check_target, read_once
+from orchestrator.config.job_source import read_once
 from orchestrator.config.loader import OF_A_SEARCH
-from orchestrator.config.program import is_program
-from orchestrator.config.rules import SMALL_IS_GOOD, at_once
+from orchestrator.config.rules import at_once
 from orchestrator.config.schema import SweepConfig
 from orchestrator.errors import (
     EXIT_FAILED,
@@ -42,7 +41,6 @@ from orchestrator.errors import (
     RunFailed,
     RunFolderError,
     UsageError,
-    did_you_mean,
 )
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.status_tables import print_search, words_of
@@ -182,7 +180,6 @@ def asked_of(composer: Composer) -> Asked:
     trials = sweep.trials or 0
     if sweep.search == "grid":
         trials = _of_grid(space, sweep)
-    _refuse_objective(first, sweep)
     _refuse_beyond(points, trials)
     most = at_once(sweep.parallel)
     return Asked(
@@ -253,19 +250,6 @@ def _of_grid(space: Space, sweep: SweepConfig) -> int:
             f"sweep.trials={sweep.trials}, but the grid has {space.size} points; leave it out"
         )
     return sweep.trials or space.size
-
-
-def _refuse_objective(point: Point, sweep: SweepConfig) -> None:
-    """Where the job's source tells which figures it evaluates, and the objective is none."""
-    if is_program(point.config.job) or sweep.objective in SMALL_IS_GOOD:
-        return
-    figures = check_target(point.config.job).figures
-    if figures is not None and sweep.objective not in figures:
-        known = [*figures, *SMALL_IS_GOOD]
-        raise ConfigError(
-            f"sweep.objective={sweep.objective}: {point.config.job['_target_']} measures no such "
-            f"figure{did_you_mean(sweep.objective, known)}"
-        )
 
 
 def _refuse_beyond(points: Sequence[Point], trials: int) -> None:

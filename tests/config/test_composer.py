@@ -131,8 +131,8 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
     assert "points 4-7: train.seed must be at least 0" in said
     assert "accumulation.steps must be at least 1" in said
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match=r"all points: .*Tiny takes no argument 'wdth'"):
-        run_app(["-m", TINY, "train.seed=1,2", "job.wdth=3"])
+    with pytest.raises(ConfigError, match=r"all points: .*has no class 'Tinny'.*'Tiny'"):
+        run_app(["-m", f"{TINY[:-4]}Tinny", "train.seed=1,2"])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A job's class is judged from its source: found, a job, with the arguments that it gets."""
+"""Checks of a job class: by its source before submission, and by the worker that builds it."""
 
 import sys
 import textwrap
@@ -7,6 +7,7 @@ import pytest
 
 from orchestrator.config.job_source import check_target
 from orchestrator.errors import JobError
+from orchestrator.rank.setup import build_job
 
 SOURCE = """
     import dataclasses
@@ -38,12 +39,6 @@ SOURCE = """
 
     class Poor(Job):
         def model(self): ...
-
-    class Instance(Poor):
-        def __init__(self):
-            self.framework = "mindspore"
-        def dataset(self): ...
-        def loss(self, model, batch): ...
 
     class Unknowable(some.factory()):
         pass
@@ -92,12 +87,7 @@ def test_what_is_a_job_or_may_be_one_passes_without_being_imported(package, job)
         ({"_target_": "theirs.jobz.Good"}, "there is no module 'theirs.jobz'"),
         ({"_target_": "theirs.jobs.Gud"}, "did you mean 'Good'"),
         ({"_target_": "theirs.jobs.function"}, "is a function"),
-        ({"_target_": "theirs.jobs.Poor"}, "is not a job: it has no dataset and no loss"),
-        ({"_target_": "theirs.jobs.Dotted"}, "is not a job"),
-        ({"_target_": "theirs.jobs.Good"}, "needs the argument 'width'"),
-        ({"_target_": "theirs.jobs.Good", "width": 1, "dept": 2}, "did you mean 'depth'"),
-        ({"_target_": "theirs.jobs.Data", "width": 1, "height": 2}, "takes no argument 'height'"),
-        ({"_target_": "theirs.jobs.Data"}, "needs the argument 'width'"),
+        ({"_target_": "json.JSONEncoder"}, "is a part of Python, not a job"),
     ],
 )
 def test_what_is_no_job_is_refused_in_words(package, job, words):
@@ -114,7 +104,7 @@ def test_the_source_tells_framework_and_metrics(package):
     ("job", "framework"),
     [
         ({"_target_": "theirs.jobs.Data", "width": 1}, "torch"),
-        ({"_target_": "theirs.jobs.Instance"}, None),
+        ({"_target_": "theirs.jobs.Dotted"}, "torch"),
         ({"_target_": "theirs.jobs.Unknowable"}, None),
         ({"_target_": "jobs.digits.Digits"}, "torch"),
     ],
@@ -130,77 +120,45 @@ def test_a_file_that_is_no_python_is_said(package, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "builds"),
     [
-        ("model.eval()", "nothing"),
-        ("return", "nothing"),
-        ("...", "nothing"),
-        ("return [0.9]", "a list"),
-        ("return 'accuracy', 0.9", "a tuple"),
-        ("return self.right / 10", "a number"),
-        ("return float(model(self.x).mean())", "a number"),
-        ("return model(self.x).mean().item()", "a number"),
-        ("if model: return 0.5\n        return [1]", "a float"),
-        ("def inner(): return {}\n        return [inner()]", "a list"),
-        ("yield {'a': 1}", "a generator"),
-        ("return {'accuracy': 0.9}", None),
-        ("return dict(a=1)", None),
-        ("return self.first(model) | {'a': 1}", None),
-        ("return measured(model)", None),
-        ("if model: return None\n        return {'a': 1}", None),
-        ("raise NotImplementedError", None),
+        ("pass", False),
+        ("def optimizer(self, model):\n        return sgd(model)", True),
+        ("def optimizer(self, model):\n        return None", None),
+        ("def optimizer(self, model):\n        if model:\n            return sgd(model)", None),
+        ("def optimizer(self, model):\n        return super().optimizer(model)", None),
     ],
 )
-def test_an_evaluate_that_can_never_return_figures_is_refused_before_anything_starts(
-    package, tmp_path, body, told
+def test_a_job_builds_its_own_optimizer_unless_its_method_may_return_none(
+    package, tmp_path, body, builds
 ):
     source = (tmp_path / package / "jobs.py").read_text()
-    (tmp_path / package / "jobs.py").write_text(
-        f"{source}\nclass Rates(Good):\n    def evaluate(self, model):\n        {body}\n"
-    )
-    job = {"_target_": "theirs.jobs.Rates", "width": 1}
-    if told is None:
-        assert check_target(job).metric_count == 2
-        return
-    with pytest.raises(JobError, match=f"Rates.evaluate.. must return .*, but returns {told}$"):
-        check_target(job)
+    (tmp_path / package / "own.py").write_text(f"{source}\nclass Own(Good):\n    {body}\n")
+    assert check_target({"_target_": f"{package}.own.Own"}).own_optimizer is builds
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("job", "words"),
     [
-        ("def optimizer(self, model):\n        sgd(model)", r"optimizer\(\) returns nothing"),
-        (
-            "def model(self):\n        self.net = make()",
-            r"model\(\) returns nothing; is a `return`",
-        ),
-        ("def loss(self, model, batch):\n        sum(batch)", r"loss\(\) returns nothing"),
-        ("metric_names = ('accuracy')", r"must be a tuple of names, as in \('accuracy',\)"),
-        ("def evalute(self, model):\n        return {}", "did you mean 'evaluate'"),
-        ("def optimiser(self, model):\n        return sgd(model)", "did you mean 'optimizer'"),
-        ("def collate_fn(self, samples):\n        return samples", "did you mean 'collate'"),
-        ("metrics_names = ('a',)", "did you mean 'metric_names'"),
+        ({"_target_": "theirs.parts.Poor"}, "is not a job: it has no dataset and no loss"),
+        ({"_target_": "theirs.parts.Good"}, "needs the argument 'width'"),
+        ({"_target_": "theirs.parts.Good", "width": 1, "dept": 2}, "did you mean 'depth'"),
+        ({"_target_": "theirs.parts.Data", "width": 1, "height": 2}, "takes no argument 'height'"),
+        ({"_target_": "theirs.parts.Data"}, "needs the argument 'width'"),
+        ({"_target_": "theirs.parts.made"}, "must be a class, but is a object"),
     ],
 )
-def test_a_slip_that_python_takes_is_refused_before_anything_starts(package, tmp_path, body, words):
+def test_a_worker_refuses_a_class_that_is_no_job_and_arguments_that_it_does_not_take(
+    package, tmp_path, monkeypatch, job, words
+):
     source = (tmp_path / package / "jobs.py").read_text()
-    slip = f"{source}\nclass Slip(Good):\n    {body}\n"
-    (tmp_path / package / "slips.py").write_text(slip)
-    with pytest.raises(JobError, match=words):
-        check_target({"_target_": f"{package}.slips.Slip", "width": 1})
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "def optimizer(self, model):\n        del model",
-        "def optimizer(self, model):\n        print('the usual one')\n        return None",
-        "def model(self):\n        raise NotImplementedError(str(self))",
-        "def models(self):\n        return 1\n    def model(self):\n        return self.models()",
-        "def losses(self):\n        return 1",
-    ],
-)
-def test_what_may_be_meant_passes(package, tmp_path, body):
-    source = (tmp_path / package / "jobs.py").read_text()
-    (tmp_path / package / "meant.py").write_text(f"{source}\nclass Meant(Good):\n    {body}\n")
-    check_target({"_target_": f"{package}.meant.Meant", "width": 1})
+    for line in ("class Unknowable(some.factory()):\n    pass", "explode = 1 / 1"):
+        source = source.replace(line, "")
+    (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / package / "parts.py").write_text(source)
+    try:
+        with pytest.raises(JobError, match=words.replace("(", r"\(")):
+            build_job(job)
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+            monkeypatch.delitem(sys.modules, name)

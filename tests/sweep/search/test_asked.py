@@ -25,7 +25,6 @@ BUDGET = f"{TPE}budget.gpu_hours=1 cluster.gpus_per_node=1 cluster=slurm "
         (f"{TPE}sweep.seed=-1", "sweep.seed must be at least 0"),
         (f"{TPE}sweep.prune=worst", "none, median"),
         (f"{TPE}sweep.objective=accuracy", "sweep.direction=minimize"),
-        (f"{TPE}sweep.objective=acuracy sweep.direction=maximize", "Tiny measures no such figure"),
         (f"{TPE}sweep.objective=seconds sweep.prune=median", "at the end"),
         (f"{TPE}sweep.parallel=0", "from 1 to 10000"),
         (f"{BUDGET}cluster.time_min=null", "how long a trial runs is not known"),
