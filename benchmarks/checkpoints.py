@@ -16,11 +16,9 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.measure import interleaved, keep, machine, rows_of
 from orchestrator import Job, Loss
-from orchestrator.engine.api import MicroBatch, Window
-from orchestrator.engine.settings import EngineSettings
+from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import TorchGroup, build_engine
-from orchestrator.engine.torch.engine import TorchEngine
-from orchestrator.engine.torch.snapshot import Snapshot
+from orchestrator.engine.torch.engine import Snapshot, TorchEngine
 from orchestrator.rank.writing.saving import Saving
 from orchestrator.rundir import checkpoints as checkpoint
 

@@ -31,10 +31,9 @@ def rank_main(folder: Path, rank: int, repetitions: int) -> None:
     os.environ.setdefault("GLOG_v", "3")
     from mindspore import Tensor, nn, ops
 
-    from orchestrator.engine.api import GroupSpec
+    from orchestrator.engine.api import EngineSettings, GroupSpec
     from orchestrator.engine.mindspore import form_group
     from orchestrator.engine.mindspore.accumulator import Accumulator
-    from orchestrator.engine.settings import EngineSettings
 
     group = form_group(
         GroupSpec(

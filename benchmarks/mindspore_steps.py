@@ -21,10 +21,9 @@ from mindspore.experimental import optim
 
 from benchmarks.measure import interleaved, keep, machine, rows_of
 from orchestrator import Job, Loss
-from orchestrator.engine.api import MicroBatch, Window
+from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.mindspore import build_engine
-from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
-from orchestrator.engine.settings import EngineSettings
+from orchestrator.engine.mindspore.group import MindSporeGroup
 
 LAYERS = (784, 512, 512, 10)
 STEPS, SIZE, UPDATES, REPETITIONS = 4, 8, 50, 7

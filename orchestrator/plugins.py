@@ -126,7 +126,7 @@ TRANSPORTS = Seam(
     key="transport",
     group="orchestrator.transports",
     ours={
-        name: f"orchestrator.engine.torch.comm.transports:{name.capitalize()}"
+        name: f"orchestrator.engine.torch.transports:{name.capitalize()}"
         for name in ("gloo", "nccl", "hccl")
     },
     besides=("auto", "mccl"),  # the latter is MindSpore's, as is all that it has of the others

@@ -26,9 +26,8 @@ LONG = (
         )
     ),
     "tests/engine/mindspore/test_runs.py",
-    "tests/engine/mindspore/test_ends.py",
     "tests/end_to_end/test_runs.py",
-    "tests/engine/mindspore/comm/test_groups.py",
+    "tests/engine/mindspore/test_groups.py",
     "tests/end_to_end/test_failures.py",
     "tests/end_to_end/test_reproducible_runs.py",
     "tests/end_to_end/test_restarts.py",
@@ -45,11 +44,11 @@ LONG = (
 
 
 CALM = (
-    *(f"tests/{name}" for name in ("benchmarks", "cli", "compose", "config", "docs")),
+    *(f"tests/{name}" for name in ("benchmarks", "cli", "config", "docs")),
     *(f"tests/{name}" for name in ("doctor", "hostile", "jobs", "laws", "plan")),
     *(f"tests/{name}" for name in ("report", "rundir", "scheduler", "snapshot")),
-    *(f"tests/engine/{name}" for name in ("common", "mindspore/comm", "torch")),
-    *(f"tests/engine/mindspore/test_{name}.py" for name in ("engine", "programs", "runs")),
+    *(f"tests/engine/{name}" for name in ("test_common.py", "test_published_files.py", "torch")),
+    *(f"tests/engine/mindspore/test_{name}.py" for name in ("engine", "groups", "rendezvous")),
     *("tests/callbacks", "tests/end_to_end/test_reproducible_runs.py"),
     "tests/third_party",
 )

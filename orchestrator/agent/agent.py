@@ -27,7 +27,7 @@ from orchestrator.agent.node_spec import (
     secret_of,
 )
 from orchestrator.agent.workers import STOP_SIGNALS, Workers
-from orchestrator.engine.common.listening import listen
+from orchestrator.engine.common.rendezvous import listen
 from orchestrator.lifecycle.signs.node_watch import BEAT_S
 from orchestrator.lifecycle.survival.links import Link, connect, greeted
 from orchestrator.lifecycle.survival.record import GenerationRecord

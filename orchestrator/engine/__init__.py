@@ -1,1 +1,1 @@
-"""How a window of micro-steps becomes one update, for each framework behind one interface."""
+"""Engines: turn windows of micro-steps into updates, one engine per framework."""

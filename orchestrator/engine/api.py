@@ -1,22 +1,121 @@
-"""The seams below the loop: `Group` (how ranks talk), `Engine` (how a window becomes an update).
+"""Interfaces between the training loop and the engines: Group, Engine, Framework.
 
-No framework is imported here. `engine/torch` and `engine/mindspore` implement both, under the same
-file names, and each is a `Framework` (`framework.py`). `conformance.py` is the suite of groups.
+This module imports no framework. `engine/torch` and `engine/mindspore` implement the interfaces;
+`engine/conformance.py` tests any `Group`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+from orchestrator.errors import did_you_mean
+
+_RANK_SPECIFIC = ("overlap", "silent", "broadcast", "advise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AccumulationOptions:
+    """Options of an accumulator.
+
+    Attributes:
+        clip_norm: largest 2-norm of the averaged gradient, or None.
+        metric_names: of `Loss.metrics`, in the order in which they travel; the same on all ranks.
+        bucket_bytes: the gradient travels in equal slices of at most this size; None: about
+            eight (see `plan.wire.bucket_count`).
+        reduction: "fast", or "reproducible": the same bits for any contiguous assignment of whole
+            leaves (micro-steps that do not depend on the rank) to ranks.
+        on_non_finite: "stop" raises `NonFiniteError` on all ranks; "skip" skips the update on all.
+        precision: "float32", "bfloat16", "float16" (autocast, with loss scaling) or "float64".
+            Run the forward within `accumulator.precision.forward()`.
+        wire: "own", or "bfloat16": gradients travel, and are added up between ranks, as that, for
+            half the bytes and an error of R * 2**-8 of their magnitudes; for reduction="fast".
+        shard_optimizer: each rank keeps and steps 1/R of the optimizer, for reduction="fast".
+            Parameters move into flat buffers, and `optimizer` holds pieces of them
+            from then on: save it with `optimizer_state`. After a boundary every `.grad` is None.
+        order: numbers of the trained parameters in the order in which a backward reaches them, the
+            same on all ranks: buckets fill up in it. The reverse of the model's by default.
+        overlap: send buckets during the last backward; False sends them at the boundary.
+        silent: refuse collectives on the group between boundaries.
+        broadcast: begin with rank 0's parameters and buffers on all ranks, as DDP does.
+        advise: warn, once, of layers whose output depends on the split, and of likely mistakes.
+    """
+
+    clip_norm: float | None = None
+    metric_names: Sequence[str] = ()
+    bucket_bytes: int | None = None
+    reduction: str = "fast"
+    on_non_finite: str = "stop"
+    precision: str = "float32"
+    wire: str = "own"
+    shard_optimizer: bool = False
+    order: Sequence[int] | None = None
+    overlap: bool = True
+    silent: bool = True
+    broadcast: bool = False
+    advise: bool = True
+
+    def with_options(self, keywords: Mapping[str, Any]) -> AccumulationOptions:
+        """Return a copy with other values for these names.
+
+        Raises:
+            TypeError: there is no option of such a name; it says which is the nearest.
+        """
+        for name in keywords:
+            known = [one.name for one in fields(AccumulationOptions)]
+            if name not in known:
+                raise TypeError(
+                    f"there is no option '{name}' of an accumulator{did_you_mean(name, known)}"
+                )
+        return replace(self, **keywords)
+
+    def shared_by_ranks(self) -> dict[str, Any]:
+        """Return the options that have to be the same on all ranks, by name."""
+        names = [one.name for one in fields(AccumulationOptions)]
+        found = {name: getattr(self, name) for name in names if name not in _RANK_SPECIFIC}
+        return found | {"metric_names": tuple(self.metric_names)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(AccumulationOptions):
+    """The part of the configuration that an engine needs, checked already.
+
+    Attributes:
+        seed: of the whole run.
+        leaf_size: samples of a leaf in reproducible mode.
+        optimizer: `{"name": "adam", ...}` or `{"_target_": "...", ...}`; without the learning
+            rate. Empty: the job builds its own.
+        loader_workers: processes that fetch batches, 0 for none.
+        mode: "pynative", "jit" or "graph": how MindSpore runs a job; torch has no such choice.
+        jit_level: MindSpore's optimisation level of compiled functions; None for its default.
+        style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
+        norm: "warn", "frozen" or "group": what torch does about batch norm.
+        survive: ranks may have to go on without those that die (docs/explanation/surviving.md).
+    """
+
+    seed: int = 0
+    leaf_size: int | None = None
+    optimizer: Mapping[str, Any] = field(default_factory=lambda: {"name": "sgd"})
+    loader_workers: int = 0
+    mode: str = "jit"
+    jit_level: str | None = None
+    style: str = "own"
+    norm: str = "warn"
+    survive: bool = False
+
+
+# ------------------------------------------------------------------ Group and Engine
+
 
 Tensor = Any
 
 
 @dataclass(slots=True)
 class Counters:
-    """What a group has sent since it was formed. Only ever grows.
+    """Traffic of a group since it was formed. Only ever grows.
 
     `bytes_handed` is the size of the tensors given to the transport; `bytes_on_wire` is what one
     rank has to send for them at the least: 2(R-1)/R of an all-reduce, (R-1)/R of a gathered result.
@@ -81,8 +180,8 @@ class GroupSpec:
         transport: "auto", "gloo", "nccl", "mccl" or "hccl".
         timeout_s: how long to wait for ranks that do not come.
         collective_timeout_s: how long one collective may take.
-        devices_asked: who asked for accelerators, in words; "" when nobody did. With it, "auto"
-            never means CPUs.
+        devices_asked: the setting that requests accelerators, "" for none. With it, "auto" never
+            means CPUs.
         stop_requested: asked while waiting; True makes every rank raise `StopRequested` together.
         reads: see `reads_for_node`; None: the rank with local number 0.
     """
@@ -103,7 +202,7 @@ class GroupSpec:
 
     @property
     def reads_for_node(self) -> bool:
-        """Whether this rank looks for what is published, and tells the others of its node."""
+        """True if this rank polls published files, and relays them to the ranks of its node."""
         return self.local_rank == 0 if self.reads is None else self.reads
 
 
@@ -121,7 +220,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Window:
-    """What one rank is told about one update. A value, never derived from `rank` inside an engine.
+    """One rank's share of one update. A value, never derived from `rank` inside an engine.
 
     Attributes:
         update: the update's number, from 0.
@@ -142,7 +241,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryReport:
-    """What all ranks know, equally, after a boundary (seconds excepted: those are this rank's own).
+    """Result of a boundary, equal on all ranks (except for seconds, which are this rank's own).
 
     Attributes:
         loss: sum of totals / sum of weights, over all ranks.
@@ -159,7 +258,7 @@ class BoundaryReport:
             parameters were used.
         bytes_on_wire: see `Counters`, for this window.
         compute_s, wait_s, optimizer_s: forward and backward; reduction; clipping and step.
-        compile_s: first calls of compiled functions, not part of the other three where it is told.
+        compile_s: first calls of compiled functions, not part of the other three if measured.
         plain_step_s: a micro-step without compilation, measured once where others are compiled.
     """
 
@@ -187,7 +286,9 @@ class Engine(Protocol):
     """Turns windows into updates. The loop knows nothing else of the framework."""
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
-        """One batch for each micro-batch, in order, fetched ahead when there are loader workers."""
+        """Return one batch for each micro-batch, in order, fetched ahead when there are loader
+        workers.
+        """
         ...
 
     def begin_window(self, window: Window) -> None:
@@ -210,14 +311,16 @@ class Engine(Protocol):
         ...
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Every rank's `numbers` (equally many on all), a row for each rank, as float64.
+        """Return every rank's `numbers` (equally many on all), a row for each rank, as float64.
 
         Collective; for set-up and the end of a run, never inside a window.
         """
         ...
 
     def evaluate(self) -> dict[str, float]:
-        """The job's held-out figures, the model in evaluation mode meanwhile. Rank 0 only."""
+        """Compute the job's held-out figures, with the model in evaluation mode. Rank 0
+        only.
+        """
         ...
 
     def check_replicas(self) -> None:
@@ -228,11 +331,11 @@ class Engine(Protocol):
         ...
 
     def optimizer_used(self) -> dict[str, Any]:
-        """What steps the weights: its `class`, whom it is `from`, its `groups` of parameters."""
+        """Describe the optimizer: its `class`, where it is `from`, its `groups` of parameters."""
         ...
 
     def parameter_count(self) -> int:
-        """Trained numbers of the model, shared ones counted once."""
+        """Return the trained numbers of the model, shared ones counted once."""
         ...
 
     def gather_state(self) -> None:
@@ -242,8 +345,8 @@ class Engine(Protocol):
         ...
 
     def holds_state(self) -> bool:
-        """Whether `save_state` can be called now: not where other ranks hold parts of the state
-        that were not gathered since the last boundary. For rank 0.
+        """Return whether `save_state` can be called now: not where other ranks hold parts of the
+        state that were not gathered since the last boundary. For rank 0.
         """
         ...
 
@@ -255,7 +358,7 @@ class Engine(Protocol):
         ...
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """The inverse of `save_state`: the same bits afterwards. Not collective."""
+        """Load what `save_state` wrote: the same bits afterwards. Not collective."""
         ...
 
     def load_weights(self, path: Path) -> None:
@@ -269,25 +372,116 @@ class Engine(Protocol):
         ...
 
     def weights_sha256(self) -> str:
-        """Digest over the weights' bytes, tensor by tensor in the order of the names."""
+        """Return the digest over the weights' bytes, tensor by tensor in the order of the names."""
         ...
 
-    def collectives_beside(self) -> int:
-        """Collectives in every window, besides the gradient's reduction: gathers, say."""
+    def extra_collectives(self) -> int:
+        """Return the number of collectives in every window besides the gradient's reduction."""
         ...
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's `parameters`, `gradients` and `optimizer` state. Not collective."""
+        """Return the bytes of this rank's `parameters`, `gradients` and `optimizer` state. Not
+        collective.
+        """
         ...
 
     def peak_memory_bytes(self) -> int:
-        """Largest memory of this rank so far: the device's if there is one, else the process's."""
+        """Return the largest memory of this rank so far: the device's if there is one, else the
+        process's.
+        """
         ...
 
     def warnings(self, micro_batches: int | None = None) -> list[str]:
-        """What a user should know of this model (batch norm, say), each with its remedies.
+        """Return warnings about this model (batch norm, say), each with its remedies.
 
         Args:
             micro_batches: of an update, over all ranks; None for many.
         """
+        ...
+
+
+# ------------------------------------------------------------------ Frameworks
+
+
+class Framework(ABC):
+    """Entry point of a framework: one class, made without arguments.
+
+    Third-party frameworks are found through the entry points `orchestrator.frameworks`, by the name
+    in a job's `framework`. Its module is imported before ranks are forked on this machine: what
+    starts threads or takes a device waits for its methods.
+    """
+
+    @abstractmethod
+    def form_group(self, spec: GroupSpec) -> Any:
+        """Form a `Group` of all ranks. Collective; every rank gets one, or the same error."""
+
+    @abstractmethod
+    def build_engine(self, job: Any, settings: EngineSettings, group: Any) -> Engine:
+        """Build the engine that trains a job over a group of `form_group`. Collective."""
+
+    @abstractmethod
+    def versions(self) -> dict[str, str]:
+        """Return the versions and devices that decide the bits of a run, by name."""
+
+    def ahead(self, spec: GroupSpec) -> None:  # most have nothing to start
+        """Start what takes time and need not wait for the job's import."""
+
+
+# ------------------------------------------------------------------
+# Membership changes during training
+
+
+BREAKABLE = ("gloo", "threads")
+"""Transports whose collectives can be left when a peer is gone."""
+
+
+def against(job: Any, group: Group) -> str:
+    """Why the ranks of `group` cannot go on without those that are lost; "" where they can."""
+    if group.size > 1 and group.transport not in BREAKABLE:
+        return (
+            f"run.survive=true needs transport=gloo: a collective of {group.transport} cannot "
+            "be left when a peer is gone; leave run.survive out, and use run.max_restarts"
+        )
+    if getattr(job, "talks_in_window", False):
+        return (
+            f"run.survive=true is not available for {type(job).__name__}, whose loss calls "
+            "collectives of its own (talks_in_window), which cannot be interrupted"
+        )
+    return ""
+
+
+class Survives(Protocol):
+    """An engine whose group may lose ranks, and get others (docs/explanation/surviving.md)."""
+
+    def newcomers_wait(self, waiting: bool) -> None:  # a plain setter
+        """Set whether the next boundary reports to all ranks that new ranks wait."""
+        ...
+
+    def before_growth(self) -> None:
+        """Keep on every rank what newcomers cannot help to put together. Collective, between
+        windows, over the group that newcomers are not in yet.
+        """
+        ...
+
+    def catch_up(self, group: Group, updates: int, standing: str) -> str | None:
+        """Bring all of `group` to the same update. Collective, over the new group.
+
+        Some may have ended an update that others have not; newcomers have ended none. These get the
+        state of the lowest rank that has; a window under way is forgotten.
+
+        Args:
+            updates: how many this rank has applied; 0 of a newcomer.
+            standing: what this rank knows of them, for those that have applied fewer.
+
+        Returns:
+            None; on a rank that was behind the `standing` of the rank whose state it has now.
+
+        Raises:
+            StateLost: on all alike; a part of the state is gone. They go on after `regroup` and
+                `load_state`.
+        """
+        ...
+
+    def regroup(self, group: Group) -> None:
+        """Go on in `group`, before a window. Collective; all of its ranks stand alike."""
         ...

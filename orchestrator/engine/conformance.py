@@ -22,19 +22,19 @@ Numbers = Sequence[Any]
 
 
 class Arrays(Protocol):
-    """How a framework's float32 tensors are made and read."""
+    """Makes and reads a framework's float32 tensors."""
 
     def make(self, values: Numbers, shape: Sequence[int]) -> Any:
-        """A tensor of `shape` with `values` in row-major order."""
+        """Return a tensor of `shape` with `values` in row-major order."""
         ...
 
     def read(self, tensor: Any) -> list[float]:
-        """The numbers of a tensor in row-major order."""
+        """Return the numbers of a tensor in row-major order."""
         ...
 
 
 def expect(found: Any, wanted: Any, what: str) -> None:
-    """Raises `AssertionError`, in a sentence, unless both are equal."""
+    """Raise `AssertionError`, with a sentence, unless both are equal."""
     if found != wanted:
         raise AssertionError(f"{what}: must be {wanted}, but is {found}")
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.accumulator_parts import the_only_one
-from orchestrator.engine.torch.checks.at_start.same_start import same_on_all
-from orchestrator.engine.torch.model.device_and_dtype import be_deterministic
+from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
+from orchestrator.engine.torch.model import be_deterministic
+from orchestrator.engine.torch.start_checks import check_same_traits
 from orchestrator.errors import ConfigError
 from orchestrator.inside.run import Run
 from orchestrator.own_loop.options import WindowOptions, decided_by, plan_of, whole_number
@@ -38,7 +37,7 @@ def windows_of(run: Run, samples: int, accumulator: Any, told: Mapping[str, Any]
     asked |= {name: getattr(options, name) for name in ("micro_batch", "checkpoint_every")}
     asked |= {"checkpoints": options.checkpoints is not None, "state": sorted(options.state)}
     if group.size > 1:
-        same_on_all(group, [(f"{n} of run.windows()", repr(v)) for n, v in asked.items()])
+        check_same_traits(group, [(f"{n} of run.windows()", repr(v)) for n, v in asked.items()])
     if run:
         node = int(os.environ.get("GROUP_RANK", "0"))
         warn_into(RunDir(run.folder).warnings(run.attempt, node), group.rank)
@@ -50,7 +49,7 @@ def windows_of(run: Run, samples: int, accumulator: Any, told: Mapping[str, Any]
 
 def _listed(accumulator: Any) -> list[Accumulator]:
     if accumulator is None:
-        accumulator = the_only_one()
+        accumulator = only_accumulator()
     given = list(accumulator) if isinstance(accumulator, (list, tuple)) else [accumulator]
     if not given or not all(isinstance(one, Accumulator) for one in given):
         raise ConfigError(

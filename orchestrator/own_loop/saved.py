@@ -12,7 +12,7 @@ from typing import Any
 from torch.nn import Module, ModuleList
 
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.comm.gathered import numbers_of_all
+from orchestrator.engine.torch.group import gather_numbers
 from orchestrator.engine.torch.state import load_model, load_optimizer, save_model, save_optimizer
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir import checkpoints as checkpoint
@@ -62,7 +62,7 @@ class Saved:
         found, passed_over = checkpoint.newest(self._folder, self._run) if first else (None, [])
         for sentence in passed_over:
             warn(sentence)
-        updates = int(numbers_of_all(self._group, [found.updates if found else -1])[0][0])
+        updates = int(gather_numbers(self._group, [found.updates if found else -1])[0][0])
         if updates < 0:
             return 0, 0
         folder = checkpoint.folder_of(self._folder, updates)

@@ -1,7 +1,7 @@
 """`run.windows`: which samples this rank computes in which update, handed out one after the other.
 
 The loop is the user's. What can be wrong in it is known from counting, in the moment it happens:
-see `engine/torch/checks/in_window/handed_out.py`. What comes between two windows is done when the
+see `engine/torch/window_state.py`. What comes between two windows is done when the
 loop asks for the next one, so that whatever follows `boundary()` there (a scheduler's step) is done
 as well: the record, a checkpoint, the end.
 """
@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.api import Window as RankWindow
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.checks.in_window.handed_out import HandedOut
-from orchestrator.engine.torch.gradients.chunks import Leaves
-from orchestrator.engine.torch.memory import peak_memory_bytes
-from orchestrator.engine.torch.seeds import derived_seed, seed_everything
+from orchestrator.engine.torch.engine import peak_memory_bytes
+from orchestrator.engine.torch.model import derived_seed, seed_everything
+from orchestrator.engine.torch.reproducible import Leaves
+from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.inside.run import Run
 from orchestrator.own_loop.options import WindowOptions, in_its_words
@@ -82,9 +82,9 @@ class Windows:
         self._cadence = Cadence(every=options.checkpoint_every)
         self._window: Window | None = None
         self._began = self._rate = 0.0
-        self._parts = [HandedOut(self._asked_to_stop) for _ in accumulators]
+        self._parts = [MicroBatchTracker(self._asked_to_stop) for _ in accumulators]
         for one, part in zip(accumulators, self._parts, strict=True):
-            one.follow(part)
+            one.track_windows(part)
         self.first, self._samples = saved.load() if saved is not None else (options.first or 0, 0)
         if self.first > self.updates:
             raise ConfigError(
@@ -136,7 +136,7 @@ class Windows:
         leaves = self._leaves.of_update(given.samples)
         mine = [self._leaves.leaf_of(one) for one in given.micro_batches]
         for one in self._all:
-            one.begin_handed(
+            one.begin_tracked(
                 update,
                 micro_batches=len(mine),
                 # others' losses may be recorded, whose backward does not divide
@@ -173,7 +173,7 @@ class Windows:
     def _end(self, update: int) -> None:
         window = self._given.window(update)
         for part in self._parts:
-            part.over()
+            part.require_ended()
         reports = [part.report for part in self._parts if part.report is not None]
         self._samples += window.samples
         self._record(reports, window)

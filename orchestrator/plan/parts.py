@@ -18,7 +18,7 @@ class Known:
         metric_count: metrics that the job reports besides its loss.
         framework: that the job is written for, if that is known.
         coupled: the job's loss is one of all embeddings, which are gathered once an update.
-        collectives_beside: of each update, besides the gradient's reduction, as the engine counts
+        extra_collectives: of each update, besides the gradient's reduction, as the engine counts
             them; None when there is none yet.
         own_rate: the job gives the learning rates itself.
     """
@@ -29,7 +29,7 @@ class Known:
     metric_count: int = 0
     framework: str | None = None
     coupled: bool = False
-    collectives_beside: int | None = None
+    extra_collectives: int | None = None
     own_rate: bool = False
 
 

@@ -224,7 +224,7 @@ def _traffic(config: Config, known: Known, split: Split) -> Traffic:
     )
     summed = None if asked.reduction == "reproducible" else parameters
     collectives, sent = wire.collectives(summed), wire.bytes_sent(summed)
-    beside = known.collectives_beside
+    beside = known.extra_collectives
     beside = int(known.coupled and split.ranks > 1) if beside is None else beside
     if collectives is not None and beside:
         collectives, sent = collectives + beside, None  # only the job knows its embeddings' size

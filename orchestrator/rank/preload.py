@@ -11,7 +11,7 @@ from typing import Any
 from orchestrator.config.job_source import check_target
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config
-from orchestrator.engine.framework import Framework
+from orchestrator.engine.api import Framework
 from orchestrator.plugins import FRAMEWORKS
 from orchestrator.rundir.folder import RunDir
 

@@ -20,10 +20,8 @@ from orchestrator.config.job_source import check_target
 from orchestrator.config.reading import read_config
 from orchestrator.config.rules import with_survival
 from orchestrator.config.schema import Config
-from orchestrator.engine.api import Engine, GroupSpec
+from orchestrator.engine.api import Engine, EngineSettings, Framework, GroupSpec
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.engine.framework import Framework
-from orchestrator.engine.settings import EngineSettings
 from orchestrator.errors import JobError, RunFolderError, did_you_mean
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
@@ -212,7 +210,7 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
             parameters=parameters,
             metric_count=len(getattr(job, "metric_names", ())),
             framework=framework_of(job, config),
-            collectives_beside=engine.collectives_beside(),
+            extra_collectives=engine.extra_collectives(),
             own_rate=has_own_rate(job),
         )
         return Plan.of(config, known)

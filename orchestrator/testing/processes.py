@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.torch.rendezvous.forming import form_group
+from orchestrator.engine.torch.rendezvous import form_group
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "orchestrator.testing.torch_groups", __name__])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from orchestrator.engine.conformance import expect
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.job import Loss
 
 DTYPES = (

@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from orchestrator.engine.conformance import CHECKS, expect
-from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.errors import PeerLost
 from orchestrator.testing.processes import run_ranks
 from orchestrator.testing.torch_groups import TORCH_CHECKS, TorchArrays

@@ -7,7 +7,7 @@ from jobs.contrastive import Contrastive
 from orchestrator import Loss
 from orchestrator.config.composer import compose
 from orchestrator.engine.torch.grad_cache import Layout
-from orchestrator.engine.torch.seeds import derived_seed, seed_everything
+from orchestrator.engine.torch.model import derived_seed, seed_everything
 from orchestrator.errors import JobError
 from tests.jobs.training import difference, train
 

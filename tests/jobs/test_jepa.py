@@ -5,7 +5,7 @@ import torch
 
 from jobs.jepa import PATCHES, Jepa, patches_of
 from orchestrator.config.composer import compose
-from orchestrator.engine.settings import EngineSettings
+from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import TorchGroup, build_engine
 from tests.jobs.training import difference, train, windows
 

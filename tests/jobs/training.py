@@ -2,8 +2,7 @@
 
 import copy
 
-from orchestrator.engine.api import MicroBatch, Window
-from orchestrator.engine.settings import EngineSettings
+from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import build_engine, run_in_threads
 from orchestrator.plan.split import split_leaves, split_window
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from orchestrator.engine.torch import Accumulator, Loss, run_in_threads
+from orchestrator import Loss
+from orchestrator.engine.torch import Accumulator, run_in_threads
 
 TOKENS, WIDTH, LONGEST = 7, 4, 5
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.engine.torch import Accumulator, Loss, run_in_threads
+from orchestrator import Loss
+from orchestrator.engine.torch import Accumulator, run_in_threads
 from tests.laws.problem import Problem, big_batch, difference, split
 from tests.laws.strategies import cuts
 

@@ -7,14 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.engine.torch import Accumulator, Loss, run_in_threads
-from orchestrator.engine.torch.gradients.addition_order import (
+from orchestrator import Loss
+from orchestrator.engine.torch import Accumulator, run_in_threads
+from orchestrator.engine.torch.model import seed_everything
+from orchestrator.engine.torch.reproducible import (
     are_siblings,
     gap_in,
     middle,
     nodes_of,
 )
-from orchestrator.engine.torch.seeds import seed_everything
 from orchestrator.engine.torch.state import weights_sha256
 from orchestrator.errors import PlanError
 from tests.engine.torch.processes import run_ranks

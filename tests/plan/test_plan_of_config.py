@@ -89,9 +89,9 @@ def test_what_travels_beside_the_gradient_is_counted_or_left_open():
     one_more = Plan.of(STATED, Known(coupled=True)).traffic
     assert one_more.collectives == plain.collectives + 1
     assert (plain.bytes_on_wire is None, one_more.bytes_on_wire) == (False, None)
-    counted = Plan.of(STATED, Known(coupled=True, collectives_beside=5)).traffic
+    counted = Plan.of(STATED, Known(coupled=True, extra_collectives=5)).traffic
     assert counted.collectives == plain.collectives + 5
-    assert Plan.of(STATED, Known(collectives_beside=0)).traffic == plain
+    assert Plan.of(STATED, Known(extra_collectives=0)).traffic == plain
 
 
 def test_alone_nothing_travels_beside():

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from orchestrator.__main__ import app
 from orchestrator.config.composer import compose
-from orchestrator.engine.framework import Framework
+from orchestrator.engine.api import Framework
 from orchestrator.errors import ConfigError
 from orchestrator.plugins import CLUSTERS, FRAMEWORKS, SEAMS, TRACKERS, TRANSPORTS
 from orchestrator.rank.writing.tracker import Scalars
@@ -17,8 +17,8 @@ from tests.helpers import ROOT, TINY, call
 
 BASES = {
     CLUSTERS.key: "orchestrator.clusters.api.Cluster",
-    TRANSPORTS.key: "orchestrator.engine.torch.comm.transports.Transport",
-    FRAMEWORKS.key: "orchestrator.engine.framework.Framework",
+    TRANSPORTS.key: "orchestrator.engine.torch.transports.Transport",
+    FRAMEWORKS.key: "orchestrator.engine.api.Framework",
     TRACKERS.key: "orchestrator.rank.writing.tracker.Tracker",
 }
 CANNOT_BE_USED = {

@@ -1,1 +1,1 @@
-"""What both engines say alike; no framework is imported."""
+"""Shared by both engines; no framework is imported."""

@@ -2,8 +2,8 @@
 
 Ranks start alike and apply the same update, so they stay alike; unless something changes weights on
 one of them only. Nothing would show that: gradients are averaged, the loss goes on falling, and
-rank 0's weights are saved as if they were everybody's. So a digest of one *share* of the weights
-travels with each boundary's reduction (`Trailer.tell`), another share in each update, and all of
+rank 0's weights are saved for all ranks. So a digest of one *share* of the weights travels with
+each boundary's reduction (`Trailer.add_digest`), another share in each update, and all of
 them are compared before a checkpoint and at the end. Where digests differ, all ranks raise the same
 error, which takes one collective more.
 
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.engine.common.boundary.packed_sums import DIGEST_BITS, Trailer
+from orchestrator.engine.common.packed_sums import DIGEST_BITS, Trailer
 from orchestrator.errors import JobError, ReplicasDiffer
 from orchestrator.plan.plan_warnings import named_ranks
 
@@ -26,7 +26,7 @@ MOST_SHARES = 32
 """In so many updates at most all weights are looked at: 0.04 ns of an update for each number."""
 
 LEAST_SHARE, EACH_PIECE = 256 * 1024, 32 * 1024
-"""Bytes of a share at the least, and what a piece costs beside its own bytes, as bytes."""
+"""Bytes of a share at the least; overhead of a piece, in bytes."""
 
 LARGEST_PIECE = 2**16
 """Numbers of a piece at the most, so that what is computed from it stays in the cache."""
@@ -45,7 +45,8 @@ class Piece:
 
 
 def shares_of(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Piece]]:
-    """The model's pieces, in at most `MOST_SHARES` shares of nearly equal work, in their order.
+    """Return the model's pieces, in at most `MOST_SHARES` shares of nearly equal work, in their
+    order.
 
     Args:
         sizes: numbers of each parameter.
@@ -72,13 +73,13 @@ def shares_of(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Piece
 
 
 def folded(words: Sequence[int], bits: int = WORD_BITS) -> int:
-    """One digest of `bits` bits out of several of up to 64."""
+    """Return one digest of `bits` bits out of several of up to 64."""
     packed = b"".join((word % 2**64).to_bytes(8, "little") for word in words)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> (64 - bits)
 
 
 class Replicas:
-    """Watches over the equality of one model's weights on all ranks.
+    """Detects weights that differ between ranks.
 
     Args:
         names: of the parameters.
@@ -87,7 +88,7 @@ class Replicas:
             are now; any change of a piece changes its number.
         gather: every rank's numbers, a row for each rank; collective.
         ranks: how many there are; alone, nothing is done.
-        digests_told: numbers for all of some pieces, which change with any of these, where fewer
+        joint_digests: numbers for all of some pieces, which change with any of these, where fewer
             than one for each take less time; by default `digests`.
     """
 
@@ -100,16 +101,16 @@ class Replicas:
         digests: Callable[[Sequence[Piece]], list[int]],
         gather: Callable[[Sequence[float]], list[list[float]]],
         ranks: int,
-        digests_told: Callable[[Sequence[Piece]], list[int]] | None = None,
+        joint_digests: Callable[[Sequence[Piece]], list[int]] | None = None,
     ) -> None:
-        self._digests_told = digests_told or digests
+        self._digests_told = joint_digests or digests
         self._names, self._digests, self._gather, self._ranks = names, digests, gather, ranks
         self._shares = shares_of(sizes, itemsizes)
         self._update = -1  # the latest
         self._alike: list[int | None] = [None] * len(self._shares)  # last before which update
         self._agreed: Mapping[str, float] = {}
 
-    def tell(
+    def write_digest(
         self, trailer: Trailer, update: int, agreed: Mapping[str, float] | None = None
     ) -> None:
         """Put this rank's digest of the update's share into what travels. Not collective.
@@ -124,18 +125,18 @@ class Replicas:
         if self._ranks > 1:
             words = [_bits(number) for number in self._agreed.values()]
             words += self._digests_told(self._share(update))
-            trailer.tell(folded(words, DIGEST_BITS))
+            trailer.add_digest(folded(words, DIGEST_BITS))
 
     def check(self, totals: Trailer, update: int) -> None:
-        """Look at what came back. Collective only where it raises.
+        """Check the summed trailer. Collective only where it raises.
 
         Raises:
             ReplicasDiffer: on all ranks alike, when weights differed before this update's step; it
                 names ranks, the first parameter, and since when.
-            JobError: on all ranks alike, when they were told different numbers of this window.
+            JobError: on all ranks, when `agreed` numbers of this window differ.
         """
         place = update % len(self._shares)
-        if totals.alike(self._ranks):
+        if totals.digests_agree(self._ranks):
             self._alike[place] = update
             return
         if self._agreed:
@@ -160,7 +161,7 @@ class Replicas:
 
     def _check_agreed(self, update: int) -> None:
         rows = self._gather(list(self._agreed.values()))
-        odd = unlike_most(rows)
+        odd = minority_ranks(rows)
         if odd:
             usual = next(row for rank, row in enumerate(rows) if rank not in odd)
             name, theirs, ours = next(
@@ -177,9 +178,9 @@ class Replicas:
         return self._shares[update % len(self._shares)]
 
     def _error(self, pieces: Sequence[Piece], since: int | None, until: str) -> ReplicasDiffer:
-        """The error, in which all ranks name the same culprits. Collective."""
+        """Return the error, in which all ranks name the same culprits. Collective."""
         rows = self._gather([float(folded([word])) for word in self._digests(pieces)])
-        odd = unlike_most(rows)
+        odd = minority_ranks(rows)
         columns = zip(pieces, zip(*rows, strict=True), strict=True)
         first = next((piece for piece, column in columns if len(set(column)) > 1), None)
         begun = "the start" if since is None else f"the start of update {since}"
@@ -198,8 +199,8 @@ def _bits(number: float) -> int:
     return int.from_bytes(struct.pack("<d", number), "little")
 
 
-def unlike_most(rows: Sequence[Sequence[float]]) -> list[int]:
-    """Ranks whose row is not the most common one; in a tie rank 0's counts as that."""
+def minority_ranks(rows: Sequence[Sequence[float]]) -> list[int]:
+    """Return the ranks whose row is not the most common one; in a tie rank 0's counts as that."""
     counts = Counter(tuple(row) for row in rows)
     most = max(counts, key=lambda row: (counts[row], row == tuple(rows[0])))
     return [rank for rank, row in enumerate(rows) if tuple(row) != most]

@@ -1,9 +1,7 @@
-"""Whether this process waits for other ranks just now, and for what: what tells a rank that hangs
-from one that merely waits for it.
+"""Records of waits for other ranks, which tell a rank that hangs from one that waits for it.
 
-The groups say so around every wait for a collective; a rank's own watch (`signs_of_life.py`)
-reads it. One list for the process, since a thread that sends may wait while the main thread
-computes.
+Groups record every wait for a collective; the rank's watch (`signs_of_life.py`) reads the records.
+There is one list for the process, since one thread may wait while the main thread computes.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ class _Wait:
 _lock = threading.Lock()
 _under_way: list[_Wait] = []
 _last = 0.0
-_in_vain: tuple[float, str] | None = None
+_failed_wait: tuple[float, str] | None = None
 
 
 @contextmanager
@@ -33,19 +31,19 @@ def for_others(words: str = "", *numbers: int) -> Generator[None]:
     """Mark that what happens inside takes as long as other ranks take.
 
     Args:
-        words: for what, with a `%d` for each number. Waits within waits are told together.
+        words: what is awaited, with a `%d` for each number. Nested waits are reported together.
     """
-    global _last, _in_vain  # noqa: PLW0603  # one account for the process is what is meant
+    global _last, _failed_wait  # noqa: PLW0603  # one account for the process is what is meant
     wait = _Wait(time.monotonic(), words, numbers)
     with _lock:
         _under_way.append(wait)
     try:
         yield
     except BaseException:
-        _in_vain = _in_vain or under_way()
+        _failed_wait = _failed_wait or under_way()
         raise
     else:
-        _in_vain = None
+        _failed_wait = None
     finally:
         with _lock:
             _under_way.remove(wait)
@@ -53,7 +51,7 @@ def for_others(words: str = "", *numbers: int) -> Generator[None]:
 
 
 def waits() -> bool:
-    """Whether some thread of this process waits for other ranks."""
+    """Return whether some thread of this process waits for other ranks."""
     return bool(_under_way)
 
 
@@ -63,7 +61,7 @@ def under_way() -> tuple[float, str] | None:
     """
     with _lock:
         if not _under_way:
-            return _in_vain
+            return _failed_wait
         words = [wait.words % wait.numbers for wait in _under_way if wait.words]
         return _under_way[0].since, ", ".join(words)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.engine.mindspore.comm.scheduler import ahead
+from orchestrator.engine.mindspore.rendezvous import ahead
 
 if TYPE_CHECKING:
-    from orchestrator.engine.mindspore.building import build_engine, versions
-    from orchestrator.engine.mindspore.comm.forming import form_group
+    from orchestrator.engine.mindspore.engine import build_engine, versions
+    from orchestrator.engine.mindspore.group import form_group
 
 __all__ = ["ahead", "build_engine", "form_group", "versions"]
-_HOMES = {"build_engine": "building", "versions": "building", "form_group": "comm.forming"}
+_HOMES = {"build_engine": "engine", "versions": "engine", "form_group": "group"}
 
 
 def __getattr__(name: str) -> Any:

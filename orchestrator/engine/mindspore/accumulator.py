@@ -1,34 +1,271 @@
-"""Accumulation by hand: a container like the parameters, a compiled micro-step, one flat reduction.
+"""Gradient accumulation in MindSpore: a compiled micro-step, one flat reduction.
 
 Usable without the rest of this package, from a loop of your own:
 
     accumulator = Accumulator(model, loss=lambda model, batch: (total, weight, {}), group=group)
     for batch in micro_batches:
         accumulator.add(batch)          # forward, backward, add up; nothing is sent
-    sums = accumulator.reduce(trailer)  # collective
+    buckets = accumulator.reduce(trailer)  # collective
     accumulator.clear()
 
-Gradients are *sums* over samples; dividing by the sum of weights is the boundary's (see `engine`).
+Gradients are *sums* over samples; the boundary divides by the sum of weights (see `engine`).
 """
 
 from __future__ import annotations
 
 import math
+import os
+import re
+import stat
+import sys
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import mindspore
+import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from orchestrator.engine.mindspore.bucket_layout import Layout, lay_out
-from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
-from orchestrator.engine.mindspore.model.compiling import Compiled
-from orchestrator.engine.mindspore.model.losses import Sums
-from orchestrator.engine.mindspore.model.precision import Precision
-from orchestrator.engine.settings import EngineSettings
+from orchestrator.engine.api import EngineSettings
+from orchestrator.engine.common.job_checks import check_metric_names
+from orchestrator.engine.mindspore.group import MindSporeGroup
+from orchestrator.engine.mindspore.model import Precision
 from orchestrator.errors import JobError
+from orchestrator.job import Job, Loss
+from orchestrator.plan.wire import bucket_count
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Numbers `start` to `stop` of tensor `source`."""
+
+    source: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Places of tensors of `sizes` numbers in buckets.
+
+    Attributes:
+        buckets: the pieces of each bucket, in order.
+        found: for each tensor, where its pieces are: (bucket, start, stop within the bucket).
+    """
+
+    sizes: tuple[int, ...]
+    buckets: tuple[tuple[Piece, ...], ...]
+    found: tuple[tuple[tuple[int, int, int], ...], ...]
+
+
+def lay_out(sizes: Sequence[int], *, itemsize: int, bucket_bytes: int | None) -> Layout:
+    """Cut tensors of `sizes` numbers, one after the other, into equal buckets.
+
+    As many as the plan says (`plan.wire.bucket_count`), of whole numbers each.
+
+    >>> lay_out([3, 5], itemsize=4, bucket_bytes=16).found
+    (((0, 0, 3),), ((0, 3, 4), (1, 0, 4)))
+    """
+    total = sum(sizes)
+    count = bucket_count(total * itemsize, bucket_bytes, early=False)
+    width = math.ceil(total / count)
+    buckets: list[list[Piece]] = [[] for _ in range(count)]
+    found: list[list[tuple[int, int, int]]] = [[] for _ in sizes]
+    place = 0
+    for source, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            bucket, within = divmod(place, width)
+            stop = min(size, start + width - within)
+            buckets[bucket].append(Piece(source, start, stop))
+            found[source].append((bucket, within, within + stop - start))
+            place += stop - start
+            start = stop
+    return Layout(
+        tuple(sizes), tuple(tuple(b) for b in buckets if b), tuple(tuple(f) for f in found)
+    )
+
+
+# ------------------------------------------------------------------ Compilation
+# `engine.mode`: "pynative" leaves functions as they are, "jit" compiles them, "graph" compiles
+# them with the framework in graph mode globally. The time of first calls is kept apart.
+
+
+CUT = 1200
+STDERR = 2
+CALL_STACKS = ("- The Function Call Stack", "- C++ Call Stack")
+TRACE = "The Traceback of Net Construct Code:"
+NOT_THE_USERS = (str(Path(mindspore.__file__).parent), str(Path(__file__).parent))
+
+
+def explain(error: Exception, what: str, printed: str = "") -> str:
+    """Return the compiler's message, cut to its first part and the lines of the user's own code.
+
+    Args:
+        printed: what the compiler wrote to standard error: for an exception that Python raised in
+            it, the lines are there and not in the message.
+    """
+    text = str(error)
+    head, _, trace = text.partition(TRACE)
+    for stack in CALL_STACKS:
+        head = head.partition(stack)[0]
+    said = [line for line in head.splitlines() if line.strip(" -")]
+    lines = [f"{what} does not compile: " + "\n".join(said)[:CUT]]
+    lines += [f"in {frame}" for frame in (_user_frames(trace) or _user_frames(printed))[-2:]]
+    return "\n".join(lines)
+
+
+def _user_frames(trace: str) -> list[str]:
+    """Return the frames of a compiler's trace that are neither MindSpore's nor ours."""
+    frames = re.split(r"^# \d+ In file ", trace.partition("(See file")[0], flags=re.MULTILINE)[1:]
+    return [frame.rstrip() for frame in frames if not frame.startswith(NOT_THE_USERS)]
+
+
+def _stderr_size() -> int | None:
+    """Return the size of standard error, if it is a file, as a rank's log is."""
+    found = os.fstat(STDERR)
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def _stderr_since(mark: int | None) -> str:
+    if mark is None:
+        return ""
+    with Path(f"/proc/self/fd/{STDERR}").open("rb") as file:
+        file.seek(mark)
+        return file.read().decode("utf-8", errors="replace")
+
+
+class Compiled:
+    """A function, compiled once for each set of shapes that it meets.
+
+    Args:
+        function: takes and gives tensors only.
+        mode: "pynative", "jit" or "graph".
+        jit_level: "O0", "O1" or "O2"; None for the framework's default.
+        what: how messages call the function.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, mode: str, jit_level: str | None, what: str
+    ) -> None:
+        self._what, self._mode = what, mode
+        self._met: set[Any] = set()
+        self.compile_s = 0.0
+        if mode == "pynative":
+            self._call = function
+        else:
+            options: dict[str, Any] = {"jit_level": jit_level} if jit_level else {}
+            self._call = ms.jit(function, **options)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        met = tuple((tensor.shape, str(tensor.dtype)) for tensor in tensors)
+        if met in self._met or self._mode == "pynative":
+            return self._call(*tensors)
+        began, mark = time.perf_counter(), _stderr_size()
+        try:
+            result = self._call(*tensors)
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            NameError,
+            AttributeError,
+            SyntaxError,
+        ) as error:
+            raise JobError(
+                explain(error, self._what, _stderr_since(mark))
+                + "\nwithout compilation it may work: try "
+                "engine.mode=pynative"
+            ) from error
+        self._met.add(met)
+        self.compile_s += time.perf_counter() - began
+        return result
+
+
+# ------------------------------------------------------------------ Losses in graphs
+# Inside a graph the compiler cannot build a `Loss`: it falls back to Python for it and *silently
+# cuts the gradient there*. So the compiled step uses a twin of `job.loss` in which the name `Loss`
+# is a plain function that gives a tuple. The accumulator checks the first micro-batch against
+# PyNative mode.
+
+
+Sums = tuple[Any, Any, Any]
+
+
+def as_sums(total: Any, weight: Any, metrics: Mapping[str, Any] | None = None) -> Sums:
+    """Replace `Loss` in a graph."""
+    return total, weight, metrics
+
+
+def python_loss(job: Job) -> Callable[[Any, Any], Sums]:
+    """`job.loss` as a function that gives a tuple, for PyNative mode.
+
+    It raises `JobError` when the job's loss is not what the contract says.
+    """
+    names = tuple(getattr(job, "metric_names", ()))
+
+    def loss(model: Any, batch: Any) -> Sums:
+        found = job.loss(model, batch)
+        _check(found, names)
+        return found.total, found.weight, found.metrics
+
+    return loss
+
+
+def compiled_loss(job: Job) -> Callable[[Any, Any], Sums]:
+    """Return the twin of `job.loss` for graphs."""
+    method: Any = type(job).loss
+    names = {
+        key: (as_sums if value is Loss else value)
+        for key, value in method.__globals__.items()
+        if key == "__builtins__" or not (key.startswith("__") and key.endswith("__"))
+    }
+    # The compiler looks global names up in the function's module, not in its __globals__.
+    twin = types.ModuleType(f"{method.__module__}_in_a_graph")
+    twin.__dict__.update(names)
+    sys.modules[twin.__name__] = twin
+    function = types.FunctionType(
+        method.__code__, twin.__dict__, method.__name__, method.__defaults__, method.__closure__
+    )
+    function.__kwdefaults__ = method.__kwdefaults__
+    function.__module__ = twin.__name__
+    return types.MethodType(function, job)
+
+
+def _check(loss: Any, names: Sequence[str]) -> None:
+    """Raise `JobError` for what is no `Loss`, or one that cannot be summed."""
+    if not isinstance(loss, Loss):
+        given = "a plain tensor" if isinstance(loss, Tensor) else type(loss).__name__
+        raise JobError(
+            f"loss() must return Loss(total, weight), but returned {given}: a sum and what to "
+            "divide it by; from orchestrator import Loss"
+        )
+    if not isinstance(loss.total, Tensor) or loss.total.size != 1:
+        raise JobError(
+            f"Loss.total must be a real scalar tensor, but is {_describe(loss.total)}; sum it up"
+        )
+    metrics: Any = loss.metrics
+    if not isinstance(metrics, Mapping):
+        raise JobError(f"Loss.metrics must be a dictionary, but is {_describe(metrics)}")
+    for what, value in (("weight", loss.weight), *loss.metrics.items()):
+        one = value.size == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+        if not one:
+            named = "weight" if what == "weight" else f"metrics['{what}']"
+            raise JobError(f"Loss.{named} must be a real number, but is {_describe(value)}")
+    check_metric_names(loss.metrics, names)
+
+
+def _describe(value: Any) -> str:
+    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.40}"
+
+
+# ------------------------------------------------------------------ Accumulator
+
 
 framework: Any = mindspore  # its annotations are not those of its behaviour
 BLOCK = 4096
@@ -113,7 +350,8 @@ class Accumulator:
             return step(*leaves)
         self._sample = self._sample or (form, leaves)
         before = [held.asnumpy().copy() for held in self.sums]
-        wanted = self._plainly(form, leaves)  # first: it says better than a graph what is wrong
+        # First, because its error messages are better than a graph's.
+        wanted = self._reference_gradient(form, leaves)
         result = step(*leaves)
         self._compare(wanted, before)
         return result
@@ -173,8 +411,8 @@ class Accumulator:
                     f"there, and call Loss in the job's own loss(); or engine.mode=pynative"
                 )
 
-    def _plainly(self, form: Any, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The gradient of a micro-batch without compilation, waited for."""
+    def _reference_gradient(self, form: Any, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the gradient of a micro-batch without compilation, waited for."""
         reference = self._reference
         assert reference is not None  # noqa: S101  # the callers have looked
         framework.set_context(mode=framework.PYNATIVE_MODE)
@@ -188,8 +426,8 @@ class Accumulator:
         return parts
 
     def plain_step_s(self) -> float:
-        """Seconds for forward and backward of the first micro-batch without compilation, once;
-        0 where that cannot be told. Its sums are left alone.
+        """Return the seconds for forward and backward of the first micro-batch without compilation,
+        once; 0 if unknown. Its sums are left alone.
         """
         if self._sample is None:
             return 0.0
@@ -197,7 +435,7 @@ class Accumulator:
         taken: list[float] = []
         for _ in range(PLAIN_STEPS):
             began = time.perf_counter()
-            self._plainly(*sample)
+            self._reference_gradient(*sample)
             taken.append(time.perf_counter() - began)
         return min(taken)
 
@@ -221,7 +459,7 @@ class Accumulator:
         return pack
 
     def reduce(self, trailer: Sequence[float] = ()) -> list[Tensor]:
-        """The buckets of gradients and trailer, summed over ranks. Collective: one a bucket.
+        """Return the buckets of gradients and trailer, summed over ranks. Collective: one a bucket.
 
         A lone rank has nothing to pack: its buckets are the sums themselves, and the trailer.
         """
@@ -231,15 +469,15 @@ class Accumulator:
         return self._group.sums(list(self._pack(*extra)))
 
     def trailer_of(self, buckets: Sequence[Tensor]) -> list[float]:
-        """The (summed) trailer's numbers."""
+        """Return the (summed) trailer's numbers."""
         if self._group.size == 1:
             return buckets[-1].asnumpy().tolist()
         parts = [buckets[b][start:stop].asnumpy() for b, start, stop in self.layout.found[-1]]
         return np.concatenate(parts).tolist()
 
     def norm_of(self, buckets: Sequence[Tensor]) -> float:
-        """The 2-norm of all gradients in the buckets; on a CPU by NumPy, which is ten times as fast
-        there as MindSpore's own sums.
+        """Return the 2-norm of all gradients in the buckets; on a CPU by NumPy, which is ten times
+        as fast there as MindSpore's own sums.
         """
         spans = [(place, 0, int(bucket.size)) for place, bucket in enumerate(buckets)]
         if self._group.size == 1:
@@ -271,19 +509,19 @@ class Accumulator:
 
 
 def _squares(flat: Any) -> float:
-    """The sum of squares: blocks in their own type, which are added up in float64."""
+    """Return the sum of squares: blocks in their own type, which are added up in float64."""
     blocks = (flat[place : place + BLOCK] for place in range(0, flat.size, BLOCK))
     return math.fsum(float(np.dot(block, block)) for block in blocks)
 
 
 def _location(loss: Any) -> str:
-    """Where a function stands, for messages."""
+    """Return the location of a function, for messages."""
     code = getattr(getattr(loss, "__func__", loss), "__code__", None)
     return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
 
 
 def _flatten(batch: Any) -> tuple[Any, tuple[Tensor, ...]]:
-    """A batch's form, and its tensors: graphs take tensors as inputs, and structures as
+    """Return a batch's form, and its tensors: graphs take tensors as inputs, and structures as
     constants.
     """
     if isinstance(batch, Tensor):

@@ -1,49 +1,69 @@
-"""`MindSporeEngine`: a job's model, data, optimizer and accumulator behind the loop's `Engine`."""
+"""`MindSporeEngine`: a job's model, data and optimizer behind the `Engine` interface."""
 
 from __future__ import annotations
 
+import platform
 import resource
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn, ops
 
+from orchestrator.config.frameworks import check_installed
 from orchestrator.config.optimizer import chosen, described
-from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
-from orchestrator.engine.common.boundary.boundary_sums import said_by
-from orchestrator.engine.common.boundary.packed_sums import STOP
-from orchestrator.engine.common.boundary.update_policy import UpdatePolicy
-from orchestrator.engine.common.clock import Clock
-from orchestrator.engine.common.evaluation_figures import checked_figures
-from orchestrator.engine.common.hyperparameters import Hyperparameters, refuse_scheduler
-from orchestrator.engine.common.seeding import derived_seed
+from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
+from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
+from orchestrator.engine.common.micro_steps import Clock, derived_seed
+from orchestrator.engine.common.packed_sums import STOP, LossSums
+from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.mindspore import state
-from orchestrator.engine.mindspore.accumulator import Accumulator
-from orchestrator.engine.mindspore.comm.process_group import MindSporeGroup
+from orchestrator.engine.mindspore.accumulator import Accumulator, Sums, compiled_loss, python_loss
+from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.engine.mindspore.loader import Loader
-from orchestrator.engine.mindspore.loss_sums import Tally
-from orchestrator.engine.mindspore.model.building import (
-    built_model,
+from orchestrator.engine.mindspore.model import (
+    RANDOM,
+    Precision,
+    advice,
+    build_model,
     check_same_weights,
+    layers,
+    replicas_of,
     seed_everything,
 )
-from orchestrator.engine.mindspore.model.losses import compiled_loss, python_loss
-from orchestrator.engine.mindspore.model.model_warnings import RANDOM, advice, layers
-from orchestrator.engine.mindspore.model.precision import Precision
-from orchestrator.engine.mindspore.model.same_weights import replicas_of
-from orchestrator.engine.mindspore.optimizer_step import Applied, Stepper
-from orchestrator.engine.mindspore.optimizers import build_optimizer, hyperparameters_of, state_of
-from orchestrator.engine.settings import EngineSettings
-from orchestrator.errors import JobError
+from orchestrator.engine.mindspore.optimizers import (
+    OptimizerStep,
+    StepResult,
+    build_optimizer,
+    hyperparameters_of,
+    set_rate,
+    state_of,
+)
+from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
 from orchestrator.plan.wire import trailer_numbers
 
 
+def as_float(value: Any) -> float:
+    """Return a number or a tensor of one number as a float; waits for it."""
+    return float(value.asnumpy()) if isinstance(value, Tensor) else float(value)
+
+
+def to_floats(rows: Sequence[Tensor]) -> Iterator[list[float]]:
+    """Yield weight, total and metrics of tensors [total, weight, *metrics], and wait for each."""
+    for figures in rows:
+        total, weight, *metrics = figures.asnumpy().tolist()
+        yield [weight, total, *metrics]
+
+
+# ------------------------------------------------------------------ Engine
+
+
 def nothing(model: Any, update: int) -> None:
-    """What a job without `after_update` does."""
+    """Do nothing: `after_update` of a job without one."""
     del model, update
 
 
@@ -59,7 +79,7 @@ class MindSporeEngine:
     def __init__(self, job: Job, settings: EngineSettings, group: MindSporeGroup) -> None:
         self._job, self._settings, self._group = job, settings, group
         ms.set_context(mode=ms.GRAPH_MODE if settings.mode == "graph" else ms.PYNATIVE_MODE)
-        self._model, self._told = built_model(job, settings)
+        self._model, self._model_warnings = build_model(job, settings)
         given = getattr(job, "optimizer", lambda _: None)(self._model)
         own = chosen(given, settings.optimizer, type(job).__name__)
         refuse_scheduler(getattr(own, "param_groups", ()), job)
@@ -83,12 +103,12 @@ class MindSporeEngine:
         )
         self._replicas = replicas_of(self._model, self.gather, group.size)
         policy = UpdatePolicy(settings, precision, self.gather)
-        self._stepper = Stepper(
+        self._stepper = OptimizerStep(
             self._accumulator, self._optimizer, policy, check=self._replicas.check
         )
         floats = np.float64 if settings.precision == "float64" else None
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
-        self._tally = Tally(len(self._names))
+        self._sums = LossSums(len(self._names), to_floats)
         self._window: Window | None = None
         self._compile_mark = 0.0
         self._clock, self._mark = Clock(), group.mark()
@@ -103,12 +123,12 @@ class MindSporeEngine:
         self._window = window
         self._clock.begin()
         self._compile_mark, self._mark = self._compile_total(), self._group.mark()
-        self._tally.begin()
+        self._sums.begin()
         self._accumulator.clear()
         self._hyperparameters.check(f"before update {window.update}")
         self._stepper.set_rate(window.learning_rate)
         self._hyperparameters.keep()
-        self._group.silence.keep(f"in mid-window of update {window.update}")
+        self._group.silence.begin(f"in mid-window of update {window.update}")
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         window = self._window
@@ -117,7 +137,7 @@ class MindSporeEngine:
         with self._clock.compute():
             seed = derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
             seed_everything(seed)
-            self._tally.add(self._accumulator.add(batch))
+            self._sums.add(self._accumulator.add(batch))
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         window = self._window
@@ -125,15 +145,15 @@ class MindSporeEngine:
             raise RuntimeError("a boundary without a window")
         self._hyperparameters.check("inside a window")
         with self._clock.compute():
-            trailer = self._tally.trailer()  # waits for the losses, so the rest is not computing
+            trailer = self._sums.trailer()  # waits for the losses, so the rest is not computing
             trailer.flags[STOP] = int(stop)
-            self._replicas.tell(trailer, window.update)
-        with self._clock.wait(), self._group.silence.lifted():
+            self._replicas.write_digest(trailer, window.update)
+        with self._clock.wait(), self._group.silence.suspended():
             buckets = self._accumulator.reduce(trailer.numbers())
         self._group.silence.end()
         scale = self._accumulator.precision.scale
         with self._clock.optimize():
-            applied = self._stepper.apply(window.update, buckets, len(self._names), self._tally)
+            applied = self._stepper.apply(window.update, buckets, len(self._names), self._sums)
         self._window = None
         self._hyperparameters.keep()
         if applied.stepped:
@@ -143,7 +163,7 @@ class MindSporeEngine:
             )
         return self._report(window, applied, scale)
 
-    def _report(self, window: Window, applied: Applied, scale: float) -> BoundaryReport:
+    def _report(self, window: Window, applied: StepResult, scale: float) -> BoundaryReport:
         compile_s = self._compile_total() - self._compile_mark
         if compile_s:
             self._say(
@@ -162,10 +182,10 @@ class MindSporeEngine:
         }
         return BoundaryReport(
             update=window.update,
-            micro_steps=self._tally.micro_steps,
+            micro_steps=self._sums.micro_steps,
             collectives=sent.collectives,
             bytes_on_wire=sent.bytes_on_wire,
-            **said_by(applied.totals, self._names),
+            **applied.totals.report(self._names),
             **seconds,
             **became,
         )
@@ -190,14 +210,14 @@ class MindSporeEngine:
         self._replicas.check_all()
 
     def optimizer_used(self) -> dict[str, Any]:
-        """What steps the weights: its class, who chose it, and its groups of parameters."""
+        """Describe the optimizer: its class, where it is from, and its groups of parameters."""
         return described(self._optimizer, self._settings.optimizer)
 
     def parameter_count(self) -> int:
         return sum(int(p.size) for p in self._accumulator.parameters)
 
     def gather_state(self) -> None:
-        """Nothing: every rank holds all of it."""
+        """Do nothing: every rank holds the whole state."""
 
     def holds_state(self) -> bool:
         return True
@@ -205,12 +225,12 @@ class MindSporeEngine:
     def save_state(self, folder: Path) -> dict[str, Any]:
         return self.snapshot().save_state(folder)
 
-    def snapshot(self) -> state.Kept:
-        """What `save_state` would write now, for another thread."""
+    def snapshot(self) -> state.Snapshot:
+        """Return what `save_state` would write now, for another thread."""
         weights = self._model.parameters_dict()
         found = {state.WEIGHTS: weights, state.OPTIMIZER: state_of(self._optimizer, weights)}
         extra = {"engine": "mindspore", "precision": self._accumulator.precision.state()}
-        return state.Kept({name: state.arrays_of(part) for name, part in found.items()}, extra)
+        return state.Snapshot({name: state.arrays_of(part) for name, part in found.items()}, extra)
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
         if extra.get("engine") != "mindspore":
@@ -229,7 +249,7 @@ class MindSporeEngine:
     def weights_sha256(self) -> str:
         return state.digest(self._model.parameters_dict())
 
-    def collectives_beside(self) -> int:
+    def extra_collectives(self) -> int:
         return 0
 
     def memory_bytes(self) -> dict[str, int]:
@@ -247,7 +267,7 @@ class MindSporeEngine:
 
     def warnings(self, micro_batches: int | None = None) -> list[str]:
         found = advice(self._model, ranks=self._group.size, micro_batches=micro_batches)
-        return [*self._told, *found]
+        return [*self._model_warnings, *found]
 
     # ------------------------------------------------------------------ parts
 
@@ -263,3 +283,162 @@ class MindSporeEngine:
 
 def _bytes(parameters: Iterable[Any]) -> int:
     return sum(parameter.size * parameter.itemsize for parameter in parameters)
+
+
+# ------------------------------------------------------------------ engine.style=framework
+# MindSpore's own `GradAccumulation` inside `AutoParallel` with `hsdp`, for comparison with the own
+# accumulation, which is the default and can do more. Found with MindSpore 2.10 on CPU: it computes
+# in one process only; without `hsdp` it runs and silently never changes a weight, so `hsdp` is
+# always on here; what it returns is the *sum* of the micro-batches' losses and it steps with the
+# sum of their gradients, so each micro-batch's loss is divided by the whole window's samples
+# before. Windows must therefore be alike: equal micro-batches, weights that count samples.
+
+
+_FRAMEWORK_OPTIMIZERS: dict[str, Any] = {"sgd": nn.SGD}
+
+
+class _Share(nn.Cell):
+    """One micro-batch's share of the window's loss: its sum, divided by all samples."""
+
+    def __init__(self, model: nn.Cell, loss: Callable[[Any, Any], Sums], samples: int) -> None:
+        super().__init__(auto_prefix=False)
+        self.model, self.loss, self.share = model, loss, 1.0 / samples
+
+    def construct(self, *leaves: Any) -> Any:
+        total, _, _ = self.loss(self.model, leaves)
+        return total * self.share
+
+
+class FrameworkEngine(MindSporeEngine):
+    """An `Engine` whose micro-steps only collect; the boundary runs MindSpore's compiled step."""
+
+    def __init__(self, job: Job, settings: EngineSettings, group: MindSporeGroup) -> None:
+        self._batches: list[Any] = []
+        self._cell: Any = None
+        self._shape: tuple[int, int] | None = None
+        self._first_s = 0.0
+        super().__init__(job, settings, group)
+        self._loss_of = compiled_loss(job)
+        self._python_loss = python_loss(job)
+
+    def _built_optimizer(self, own: Any, trainable: Sequence[Any]) -> Any:
+        """TrainOneStepCell takes the optimizers of `mindspore.nn` only."""
+        if own is not None:
+            return own
+        rest = {k: v for k, v in self._settings.optimizer.items() if k != "name"}
+        name = str(self._settings.optimizer.get("name"))
+        if name not in _FRAMEWORK_OPTIMIZERS:
+            raise ConfigError(
+                f"engine.style=framework knows optimizer=sgd, not {name}: mindspore.nn's Adam and "
+                f"AdamW are not the papers'; try engine.style=own, or build one in the job"
+            )
+        return _FRAMEWORK_OPTIMIZERS[name](list(trainable), 1e-3, **rest)
+
+    def begin_window(self, window: Window) -> None:
+        self._window, self._batches = window, []
+        set_rate(self._optimizer, window.learning_rate)
+
+    def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
+        window = self._window
+        if window is None or micro_batch.update != window.update:
+            raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
+        leaves = batch if isinstance(batch, tuple) else (batch,)
+        self._batches.append(leaves)
+
+    def boundary(self, *, stop: bool = False) -> BoundaryReport:
+        window = self._window
+        if window is None:
+            raise RuntimeError("a boundary without a window")
+        began = time.perf_counter()
+        whole = tuple(ops.concat(column) for column in zip(*self._batches, strict=True))
+        first = self._cell is None
+        self._prepare(window)
+        seed_everything(derived_seed("step", self._settings.seed, window.update, 0))
+        loss = as_float(self._cell(*whole))
+        if loss != loss or abs(loss) == float("inf"):  # noqa: PLR0124  # NaN
+            raise NonFiniteError(
+                f"the loss became NaN or infinite in update {window.update}; MindSpore's own step "
+                f"has changed the weights already: resume from the last checkpoint"
+            )
+        seconds = time.perf_counter() - began
+        steps, self._window, self._batches = len(self._batches), None, []
+        getattr(self._job, "after_update", nothing)(self._model, window.update)
+        return BoundaryReport(
+            update=window.update,
+            loss=loss,
+            weight=float(window.samples),
+            stop_requested=stop,
+            micro_steps=steps,
+            compute_s=0.0 if first else seconds,
+            compile_s=seconds if first else 0.0,
+        )
+
+    def _prepare(self, window: Window) -> None:
+        sizes = {len(one.indices) for one in window.micro_batches}
+        shape = (len(window.micro_batches), window.samples)
+        if len(sizes) != 1 or (self._shape is not None and shape != self._shape):
+            raise ConfigError(
+                f"engine.style=framework needs windows of equal micro-batches, but update "
+                f"{window.update} has {window.samples} samples in {len(window.micro_batches)} "
+                f"micro-steps; try accumulation.ragged=drop, or engine.style=own"
+            )
+        if self._cell is not None:
+            return
+        total, weight, _ = self._python_loss(self._model, self._batches[0])
+        del total
+        if as_float(weight) != float(next(iter(sizes))):
+            raise JobError(
+                "engine.style=framework divides by the number of samples, but Loss.weight is "
+                "something else; try engine.style=own"
+            )
+        from mindspore.parallel.auto_parallel import AutoParallel
+        from mindspore.parallel.nn import GradAccumulation
+
+        ms.set_context(mode=ms.GRAPH_MODE)
+        share = _Share(self._model, self._loss_of, window.samples)
+        step = nn.TrainOneStepCell(GradAccumulation(share, shape[0]), self._optimizer)
+        step.set_train()
+        self._cell = AutoParallel(step)
+        self._cell.hsdp()  # without it no weight ever changes, and nothing says so
+        self._shape = shape
+
+
+# ------------------------------------------------------------------ Building
+
+
+def versions() -> dict[str, str]:
+    """Return the versions and devices that decide the bits of a run."""
+    return {
+        "mindspore": ms.__version__,
+        "numpy": np.__version__,
+        "device": str(ms.get_context("device_target")),
+        "processor": platform.machine(),
+    }
+
+
+def check_settings(settings: EngineSettings) -> None:
+    """Raise `ConfigError` for what this engine does not have."""
+    if settings.reduction != "fast":
+        raise ConfigError(
+            f"accumulation.reduction={settings.reduction} is not available with MindSpore; try "
+            f"accumulation.reduction=fast (the same ranks give the same bits there, too), or a "
+            f"torch job"
+        )
+
+
+def build_engine(job: Job, settings: EngineSettings, group: MindSporeGroup) -> Engine:
+    """Build the job's model, the same on every rank, and all that trains it. Collective.
+
+    Raises:
+        ConfigError: settings that this engine does not have.
+        JobError: `model()` or `dataset()` do not give what the contract says, or replicas differ.
+    """
+    check_installed("mindspore")
+    check_settings(settings)
+    if settings.style == "framework":
+        if group.size > 1:
+            raise ConfigError(
+                "engine.style=framework computes on one rank only; try engine.style=own"
+            )
+        return FrameworkEngine(job, settings, group)
+    return MindSporeEngine(job, settings, group)

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.engine.api import Engine, GroupSpec
-from orchestrator.engine.framework import Framework
-from orchestrator.engine.mindspore.comm.scheduler import ahead
-from orchestrator.engine.settings import EngineSettings
+from orchestrator.engine.api import Engine, EngineSettings, Framework, GroupSpec
+from orchestrator.engine.mindspore.rendezvous import ahead
 
 
 class MindSpore(Framework):
     """`engine.framework=mindspore`."""
 
     def form_group(self, spec: GroupSpec) -> Any:
-        from orchestrator.engine.mindspore.comm.forming import form_group
+        from orchestrator.engine.mindspore.group import form_group
 
         return form_group(spec)
 
     def build_engine(self, job: Any, settings: EngineSettings, group: Any) -> Engine:
-        from orchestrator.engine.mindspore.building import build_engine
+        from orchestrator.engine.mindspore.engine import build_engine
 
         return build_engine(job, settings, group)
 
     def versions(self) -> dict[str, str]:
-        from orchestrator.engine.mindspore.building import versions
+        from orchestrator.engine.mindspore.engine import versions
 
         return versions()
 

@@ -17,7 +17,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from orchestrator.engine.api import MicroBatch
-from orchestrator.engine.common.seeding import derived_seed
+from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.errors import JobError
 from orchestrator.job import Job
 

@@ -1,4 +1,4 @@
-"""The optimizers that the configuration names, and setting the learning rate of any optimizer.
+"""Optimizers from the configuration, learning rates, and the one optimizer step of an update.
 
 `mindspore.experimental.optim` is used: its update rules are those of the papers and agree with
 torch's to rounding, while `nn.Adam` places epsilon elsewhere and `nn.AdamWeightDecay` has no bias
@@ -10,12 +10,16 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
 
+from orchestrator.engine.common.packed_sums import LossSums, Trailer
+from orchestrator.engine.common.update_policy import UpdatePolicy
+from orchestrator.engine.mindspore.accumulator import Accumulator, Layout
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
 ANY_RATE = 1e-3
@@ -51,7 +55,8 @@ class WideSGD(nn.Cell):
 
 
 def build_optimizer(settings: Mapping[str, Any], parameters: Sequence[Parameter]) -> Any:
-    """The optimizer of `settings`; its learning rate is set at every update (see `set_rate`).
+    """Return the optimizer of `settings`; its learning rate is set at every update (see
+    `set_rate`).
 
     Raises `ConfigError` when it does not exist or does not take the settings.
     """
@@ -106,7 +111,8 @@ def set_rate(optimizer: Any, rate: float) -> None:
 
 
 def hyperparameters_of(optimizer: Any) -> Callable[[], dict[tuple[int, str], Any]]:
-    """A function that gives an optimizer's hyperparameters as they are then, as plain values.
+    """Return a function that gives an optimizer's hyperparameters as they are then, as plain
+    values.
 
     Of `mindspore.nn`'s optimizers that is the rate alone: all else is compiled into their steps.
     """
@@ -130,10 +136,108 @@ def _plain(value: Any) -> Any:
 
 
 def state_of(optimizer: Any, weights: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """The optimizer's own parameters by name: moments, counters. The weights are not among them."""
+    """Return the optimizer's own parameters by name: moments, counters. The weights are not among
+    them.
+    """
     taken = {id(parameter) for parameter in weights.values()}
     return {
         name: parameter
         for name, parameter in optimizer.parameters_dict().items()
         if id(parameter) not in taken
     }
+
+
+# ------------------------------------------------------------------ Step
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Result of a window: the sums over ranks, whether it was applied, the averaged norm."""
+
+    totals: Trailer
+    stepped: bool
+    norm: float | None
+
+
+class OptimizerStep:
+    """The optimizer's side of the boundary.
+
+    Args:
+        accumulator: whose layout the buckets have.
+        optimizer: called with the averaged, clipped gradients.
+        policy: whether it is called.
+        check: raises where the ranks' weights were not the same before the step.
+    """
+
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        optimizer: Any,
+        policy: UpdatePolicy,
+        *,
+        check: Callable[[Trailer, int], None],
+    ) -> None:
+        self._accumulator, self._optimizer = accumulator, optimizer
+        self._policy, self._check = policy, check
+        self._step = accumulator.compile(self._stepping(), "the optimizer's step")
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds spent in first calls of compiled functions so far."""
+        return self._step.compile_s
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate of the next step."""
+        set_rate(self._optimizer, rate)
+
+    def apply(
+        self, update: int, buckets: Sequence[Tensor], metric_count: int, sums: LossSums
+    ) -> StepResult:
+        """Step, or do not, as all ranks agree.
+
+        Raises:
+            JobError: weights that cannot be divided by.
+            ReplicasDiffer: ranks that have drifted apart.
+            NonFiniteError: the loss or the gradient is not finite, and the policy is "stop". An
+                overflow under float16 is neither: the window is skipped, the loss scale halved.
+        """
+        totals = Trailer.of(self._accumulator.trailer_of(buckets), metric_count)
+        self._check(totals, update)
+        if not self._policy.losses_usable(update, totals, sums):
+            return StepResult(totals, stepped=False, norm=None)
+        norm_of_sum = self._accumulator.norm_of(buckets)
+        # Which parameters are not finite is unknown: their sums lie in compiled buckets.
+        found = self._policy.factor(update, totals.weight.value, norm_of_sum, list)
+        if found is None:
+            return StepResult(totals, stepped=False, norm=None)
+        norm, factor = found
+        self._step(Tensor(factor, self._accumulator.dtype), *buckets)
+        self._accumulator.precision.succeeded()
+        return StepResult(totals, stepped=True, norm=norm)
+
+    def _stepping(self) -> Callable[..., Any]:
+        optimizer = self._optimizer
+        alone, layout = self._accumulator.alone, self._accumulator.layout
+        sums, shapes = self._accumulator.sums, self._accumulator.shapes
+
+        def step(factor: Tensor, *buckets: Tensor) -> Any:
+            averaged: Any = ()
+            for gradient in sums if alone else unpack(layout, shapes, buckets):
+                averaged = (*averaged, gradient * factor)
+            return optimizer(averaged)
+
+        return step
+
+
+def unpack(
+    layout: Layout, shapes: Sequence[tuple[int, ...]], buckets: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the tensors of these shapes from the buckets that they lie in. Works in a graph."""
+    tensors: Any = ()
+    for spans, shape in zip(layout.found, shapes):  # noqa: B905  # no strict in graphs
+        parts: Any = ()
+        for bucket, start, stop in spans:
+            parts = (*parts, buckets[bucket][start:stop])
+        flat = ops.concat(parts) if len(parts) > 1 else parts[0]
+        tensors = (*tensors, flat.reshape(shape))
+    return tensors

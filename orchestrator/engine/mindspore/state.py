@@ -12,7 +12,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 from safetensors.numpy import load_file, save_file
 
-from orchestrator.engine.common.weights_fit import check_fits
+from orchestrator.engine.common.job_checks import check_fits
 from orchestrator.errors import RunFolderError, did_you_mean
 
 WEIGHTS = "weights.safetensors"
@@ -20,12 +20,12 @@ OPTIMIZER = "optimizer.safetensors"
 
 
 def arrays_of(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
-    """Copies of the parameters as contiguous arrays, in the order of the names."""
+    """Return copies of the parameters as contiguous arrays, in the order of the names."""
     return {name: np.array(parameters[name].asnumpy(), order="C") for name in sorted(parameters)}
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Snapshot:
     """A copy of the state of one moment, to be written from any thread."""
 
     files: Mapping[str, dict[str, Any]]

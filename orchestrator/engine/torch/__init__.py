@@ -5,23 +5,23 @@ from orchestrator.engine.torch import Accumulator, TorchGroup, all_gather
 
 from __future__ import annotations
 
-from orchestrator.engine.settings import AccumulationOptions
+from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.batch_norm.modes import with_norms
-from orchestrator.engine.torch.checks.at_start.versions import versions
-from orchestrator.engine.torch.comm.base_group import BaseGroup
-from orchestrator.engine.torch.comm.collectives import (
+from orchestrator.engine.torch.engine import TorchEngine, build_engine
+from orchestrator.engine.torch.group import (
     AllGather,
     AllReduceMean,
     AllReduceSum,
+    BaseGroup,
     all_gather,
     all_reduce_mean,
     all_reduce_sum,
 )
-from orchestrator.engine.torch.comm.in_process import InProcessGroup, run_in_threads
-from orchestrator.engine.torch.comm.process_group import TorchGroup
-from orchestrator.engine.torch.engine import TorchEngine, build_engine
-from orchestrator.engine.torch.rendezvous.forming import form_group
+from orchestrator.engine.torch.in_process import InProcessGroup, run_in_threads
+from orchestrator.engine.torch.model import with_norms
+from orchestrator.engine.torch.process_group import TorchGroup
+from orchestrator.engine.torch.rendezvous import form_group
+from orchestrator.engine.torch.start_checks import versions
 from orchestrator.job import Loss
 
 __all__ = [

@@ -14,36 +14,166 @@ Ranks may have different numbers of micro-steps, and none at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from orchestrator.engine.api import BoundaryReport
-from orchestrator.engine.common.boundary.boundary_sums import said_by
-from orchestrator.engine.common.boundary.packed_sums import NEWCOMERS, STOP, Trailer
-from orchestrator.engine.torch.accumulator_parts import AccumulatorParts
-from orchestrator.engine.torch.checks.at_start.arguments import number
-from orchestrator.engine.torch.gradients.gradient_norm import GradientNorm
-from orchestrator.errors import ConfigError, JobError
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from orchestrator.engine.api import AccumulationOptions, BoundaryReport
+from orchestrator.engine.common.micro_steps import Clock
+from orchestrator.engine.common.packed_sums import NEWCOMERS, STOP, LossSums, Trailer
+from orchestrator.engine.torch.buffers import (
+    GradientBuffers,
+    UsedParameters,
+    aligned_first,
+    register_grad_hooks,
+)
+from orchestrator.engine.torch.group import BaseGroup
+from orchestrator.engine.torch.model import Precision
+from orchestrator.engine.torch.optimizers import LearningRate, OptimizerStep, check_optimizer
+from orchestrator.engine.torch.process_group import group_of_torch
+from orchestrator.engine.torch.reducer import BucketSender, FastReduction, GradientNorm
+from orchestrator.engine.torch.reproducible import ReproducibleReduction
+from orchestrator.engine.torch.sharding import (
+    OptimizerShard,
+    SegmentSender,
+    ShardedReduction,
+    check_shardable,
+    gather_state_on_all,
+    gather_state_on_first,
+    shard_of_state,
+)
+from orchestrator.engine.torch.start_checks import (
+    check_arguments,
+    check_same_start,
+    check_supported,
+    finite_float,
+)
+from orchestrator.engine.torch.state import restore_optimizer
+from orchestrator.engine.torch.window_checks import WindowChecks, checked_loss, to_floats
+from orchestrator.engine.torch.window_state import MicroBatchTracker, WindowState
+from orchestrator.errors import ConfigError, JobError, did_you_mean
 from orchestrator.job import Loss
 
+# ------------------------------------------------------------------ Choice of the reduction
 
-class Accumulator(AccumulatorParts):
-    """Accumulates gradients over micro-steps and ranks; see the module's example.
+
+_REDUCTIONS = ("fast", "reproducible")
+WIRES = {"own": None, "bfloat16": torch.bfloat16}
+
+
+def reduction_for(
+    parameters: list[tuple[str, Tensor]], group: BaseGroup, options: AccumulationOptions
+) -> FastReduction | ReproducibleReduction:
+    """Build the reduction of these options, with its buffers. One rank is never sharded.
+
+    Raises:
+        ConfigError: options that do not go together, or a bucket that is too small for a number.
+    """
+    _check_options(options)
+    order, overlap, bucket_bytes = options.order, options.overlap, options.bucket_bytes
+    if options.shard_optimizer and group.size > 1:
+        order = aligned_first(parameters, order)
+        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
+        segments = SegmentSender(buffers, group, bucket_bytes)
+        return ShardedReduction(buffers, group, segments, overlap=overlap)
+    if options.reduction == "reproducible":
+        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
+        return ReproducibleReduction(buffers, group)
+    buffers = GradientBuffers(parameters, metric_count=len(options.metric_names), order=order)
+    sender = BucketSender(buffers, group, bucket_bytes, WIRES[options.wire])
+    return FastReduction(buffers, group, sender, overlap=overlap)
+
+
+def _check_options(options: AccumulationOptions) -> None:
+    """Refuse options without a reduction."""
+    reduction, wire = options.reduction, options.wire
+    if wire not in WIRES:
+        raise ConfigError(f"there is no engine.wire={wire}{did_you_mean(wire, WIRES)}")
+    if reduction not in _REDUCTIONS:
+        raise ConfigError(
+            f"there is no accumulation.reduction={reduction}{did_you_mean(reduction, _REDUCTIONS)}"
+        )
+    if wire != "own" and reduction != "fast":
+        raise ConfigError(
+            f"engine.wire={wire} is for accumulation.reduction=fast, not for {reduction}"
+        )
+    if options.shard_optimizer and reduction != "fast":
+        raise ConfigError(
+            f"engine.shard_optimizer=true is for accumulation.reduction=fast, not for {reduction}"
+        )
+    if options.shard_optimizer and wire != "own":
+        raise ConfigError(f"engine.shard_optimizer=true is for engine.wire=own, not for {wire}")
+
+
+# ------------------------------------------------------------------ Accumulator
+
+
+class Accumulator:
+    """Accumulate gradients over micro-steps and ranks; see the module's example.
 
     Args:
         model: a module, or named or plain parameters. Parameters that do not require gradients are
             left alone, shared ones counted once.
         optimizer: steps once a boundary. Its parameter groups, weight decay and rates are its own.
         group: the ranks; by default those of torch's own group, or this process alone where there
-            is none and nobody said that there are more.
-        options: how; or some of them by their names, as in `clip_norm=1.0`.
+            is none and no launcher started more.
+        options: see there; or some of them by name, as in `clip_norm=1.0`.
 
-    To build one is collective: ranks compare what has to be the same on all of them.
+    Building one is collective: ranks compare what has to be the same on all of them.
 
     Raises:
         JobError: the model has nothing to train, or ranks do not start alike.
         ConfigError: settings, a model or an optimizer that cannot be used.
     """
+
+    def __init__(
+        self,
+        model: Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor],
+        optimizer: Optimizer,
+        group: BaseGroup | None = None,
+        options: AccumulationOptions | None = None,
+        **keywords: Any,
+    ) -> None:
+        self.options = options = (options or AccumulationOptions()).with_options(keywords)
+        group = group_of_torch(_device_of(model)) if group is None else group
+        model = check_arguments(model, group, options)
+        self.model, self.group = model, group
+        self.optimizer = check_optimizer(optimizer, "the optimizer")
+        named, trained = check_supported(model, self.optimizer)
+        check_same_start(
+            group, model, named, optimizer, options.shared_by_ranks(), broadcast=options.broadcast
+        )
+        self.precision = Precision(options.precision, trained[0][1].device)
+        self._rate = LearningRate(optimizer)
+        self._sums = LossSums(len(options.metric_names), to_floats)
+        self._used = UsedParameters(len(trained), group)
+        self._step = OptimizerStep(self.optimizer, group, self.precision, self._used, options)
+        self._reduction = reduction_for(trained, group, options)
+        if options.shard_optimizer:
+            check_shardable(optimizer, trained)
+        self._shard = None
+        if isinstance(self._reduction, ShardedReduction):
+            slices = self._reduction.slices
+            self._shard = OptimizerShard(optimizer, self.buffers, group, slices)
+        # Once the shard has put its pieces into the optimizer, which has to stay as it is then.
+        self._checks = WindowChecks(model, named, trained, optimizer, group, options)
+        self._window = WindowState([name for name, _ in trained], group.size)
+        self._tracker: MicroBatchTracker | None = None
+        if options.advise:
+            weakref.finalize(self, _warn_of_unfinished_window, self._window, self._sums)
+        self._expected = 1.0
+        self.newcomers_wait = False  # this rank knows of some, and every rank's report will say so
+        self._mark = group.mark()
+        self.clock = Clock()
+        self._hooks = register_grad_hooks(self, trained)
+        _living.add(self)
 
     def begin_window(
         self,
@@ -71,15 +201,15 @@ class Accumulator(AccumulatorParts):
                 optimizer's groups have changed.
         """
         with self._window.within("begin_window()"):
-            if self._handed is not None:
+            if self._tracker is not None:
                 raise JobError("run.windows() begins its windows itself; leave begin_window() out")
             self._begin(update, learning_rate, leaves, expected_weight)
 
-    def begin_handed(
+    def begin_tracked(
         self, update: int, *, micro_batches: int, expected_weight: float | None,
         leaves: tuple[int, Sequence[int]] | None,
     ) -> None:  # fmt: skip
-        """Start the update that `run.windows` hands out; see `HandedOut.begin`. Not collective.
+        """Start an update of `run.windows`; see `MicroBatchTracker.begin`. Not collective.
 
         Args:
             leaves: how many the update has over all ranks, and the numbers of this rank's.
@@ -87,23 +217,23 @@ class Accumulator(AccumulatorParts):
         of_all, mine = leaves or (None, ())
         with self._window.within("run.windows()"):
             self._begin(update, None, of_all, expected_weight)
-            if self._handed is not None:
-                self._handed.begin(update, micro_batches, mine)
+            if self._tracker is not None:
+                self._tracker.begin(update, micro_batches, mine)
 
     def _begin(
         self, update: int | None = None, learning_rate: float | None = None,
         leaves: int | None = None, expected_weight: float | None = None,
     ) -> None:  # fmt: skip
         if expected_weight is not None:
-            expected_weight = number("expected_weight", expected_weight, least="above 0")
+            expected_weight = finite_float("expected_weight", expected_weight, least="above 0")
         # A float16 backward wants sums: means of large batches would underflow in it.
         early = expected_weight is not None and self.precision.scale == 1.0
         self._expected = float(expected_weight or 1.0) if early else 1.0
-        self._window.begin(update, self._tally.micro_steps)
+        self._window.begin(update, self._sums.micro_steps)
         if learning_rate is not None:
-            self._rate.set(number("learning_rate", learning_rate))
+            self._rate.set(finite_float("learning_rate", learning_rate))
         self._reduction.begin(leaves=leaves)
-        self._tally.begin()
+        self._sums.begin()
         self._used.begin()
         self._mark = self.group.mark()
         self.clock.begin()
@@ -126,28 +256,28 @@ class Accumulator(AccumulatorParts):
         """
         with self._window.within("backward()"):
             self._need_window("backward()")
-            if self._handed is not None:
-                last, leaf = self._handed.told("backward()", last=last, leaf=leaf)
+            if self._tracker is not None:
+                last, leaf = self._tracker.next_step("backward()", last=last, leaf=leaf)
             with self.clock.compute():
                 row = self._row(loss)
                 with self._window.micro_step(last=last):
-                    self._tally.add(row)
+                    self._sums.add(row)
                     self._back_propagate(loss, last=last, leaf=leaf)
-            if self._handed is not None:
-                self._handed.count()
+            if self._tracker is not None:
+                self._tracker.count()
 
     def _back_propagate(self, loss: Loss, *, last: bool, leaf: int | None) -> None:
-        self.buffers.expect()
-        told = self._reduction.before_backward(last=last, leaf=leaf)
+        self.buffers.check_before_backward()
+        report_each = self._reduction.before_backward(last=last, leaf=leaf)
         factor = self.precision.scale / self._expected
-        counted = self.buffers.begun and not told
-        with self._ears.counting(self.buffers.versions if counted else None):
+        counted = self.buffers.begun and not report_each
+        with self._hooks.counting(self.buffers.versions if counted else None):
             (loss.total if factor == 1.0 else loss.total * factor).backward()
-        self._used.mark(*self.buffers.settle())
+        self._used.mark(*self.buffers.store_late())
         self._reduction.after_backward()
 
     def record(self, loss: Loss) -> None:
-        """Count a micro-step whose backward somebody else runs (a pipeline's schedule, say).
+        """Count a micro-step whose backward other code runs (a pipeline's schedule, say).
 
         Its gradients must be those of `loss.total`, unscaled. For reduction="fast" only. Call
         `begin_window` before that backward.
@@ -158,11 +288,11 @@ class Accumulator(AccumulatorParts):
         """
         with self._window.within("record()"):
             self._need_window("record()")
-            if self._handed is not None:
-                self._handed.told("record()", last=False, leaf=None)
+            if self._tracker is not None:
+                self._tracker.next_step("record()", last=False, leaf=None)
             self._record(loss)
-            if self._handed is not None:
-                self._handed.count()
+            if self._tracker is not None:
+                self._tracker.count()
 
     def _record(self, loss: Loss) -> None:
         if not self._reduction.records:
@@ -174,12 +304,15 @@ class Accumulator(AccumulatorParts):
         self._window.record()
         if self._expected != 1.0:
             raise ValueError("record() is for windows without `expected_weight`")
-        self._tally.add(row)
+        self._sums.add(row)
 
     def _row(self, loss: Loss) -> list[Any]:
-        """What the tally keeps of a micro-step that may be one of this window's."""
-        row = self._tally.row(loss)
-        self._checks.micro_step(self._window.update, loss, first=not self._tally.micro_steps)
+        """Check a micro-step and return its weight, total and metrics; nothing is computed yet."""
+        names = self.options.metric_names
+        metrics = checked_loss(loss, names)
+        values = [loss.weight, loss.total, *(metrics[name] for name in names)]
+        row = [value.detach() if isinstance(value, Tensor) else value for value in values]
+        self._checks.micro_step(self._window.update, loss, first=not self._sums.micro_steps)
         return row
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
@@ -197,52 +330,52 @@ class Accumulator(AccumulatorParts):
         """
         with self._window.within("boundary()"):
             self._need_window("boundary()")
-            if self._handed is None:
+            if self._tracker is None:
                 self._window.end()
                 return self._boundary(stop=stop)
-            self._handed.whole()
+            self._tracker.require_complete()
             self._window.end()
-            report = self._boundary(stop=stop or self._handed.stop())
-            self._handed.ended(report)
+            report = self._boundary(stop=stop or self._tracker.stop())
+            self._tracker.ended(report)
             return report
 
     def _need_window(self, call: str) -> None:
-        if self._handed is not None:
-            self._handed.need(call)
+        if self._tracker is not None:
+            self._tracker.require_window(call)
         elif not self._window.open:
-            self._window.untold_before(call)
+            self._window.refuse_stray_backward(call)
             self._begin()
 
     def _boundary(self, *, stop: bool) -> BoundaryReport:
         scale, update, norm_of_sum = self.precision.scale, self._window.update, GradientNorm()
-        with self._window.alone():
+        with self._window.failing_alone():
             with self.clock.compute():  # the device may still be at it
                 self._checks.end(update)
-                trailer = self._tally.trailer()
+                trailer = self._sums.trailer()
             with self.clock.wait():
                 trailer.flags[STOP] = int(stop)
                 trailer.flags[NEWCOMERS] = int(self.newcomers_wait)
                 self._used.flag(trailer)
-                self._checks.tell(trailer, update, self._told())
+                self._checks.write_digests(trailer, update, self._told())
                 totals = self._reduction.finish(trailer, norm_of_sum.add)
         with self.clock.wait():
             self._checks.compare(totals, update)
         summed = self._shard or self.buffers
         with self.clock.optimize():
             norm, applied = self._step.prepare(
-                update, totals, norm_of_sum, summed, self._tally, divided_by=self._expected
+                update, totals, norm_of_sum, summed, self._sums, divided_by=self._expected
             )
             if applied:
-                with self._step.allowed(summed):
+                with self._step.stepping(summed):
                     self.optimizer.step()
         if self._shard is not None and applied:
             with self.clock.wait():
-                self._shard.spread()
-        self._checks.applied(trailer, totals, self._tally.micro_steps)
+                self._shard.gather_weights()
+        self._checks.finish(trailer, totals, self._sums.micro_steps)
         return self._report(totals, gradient_norm=norm, applied=applied, loss_scale=scale)
 
     def _told(self) -> dict[str, float]:
-        """What ranks were told of this window, and has to be the same on all of them."""
+        """Return the arguments of this window that have to be the same on all ranks."""
         return {
             "the number of the update": self._window.update,
             "expected_weight": self._expected,
@@ -253,11 +386,175 @@ class Accumulator(AccumulatorParts):
         sent = self.group.since(self._mark)
         return BoundaryReport(
             update=self._window.update,
-            micro_steps=self._tally.micro_steps,
+            micro_steps=self._sums.micro_steps,
             collectives=sent.collectives,
             exchanges=self._used.exchanges,
             bytes_on_wire=sent.bytes_on_wire,
-            **said_by(totals, self.options.metric_names),
+            **totals.report(self.options.metric_names),
             **self.clock.seconds(),
             **what_became_of_it,
+        )
+
+    # ------------------------------------------------------------------ between windows
+
+    def gradient_ready(self, parameter: int) -> None:
+        """For the hooks of this accumulator's parameters."""
+        if not self._window.accepts(parameter):
+            return
+        self.buffers.take(parameter)
+        self._used.mark(parameter)
+        self._reduction.ready(parameter)
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """The gradient buffers. After a boundary they hold the averaged and clipped gradient (of a
+        sharded optimizer only this rank's segments).
+        """
+        return self._reduction.buffers
+
+    def parameter_count(self) -> int:
+        """Return the trained real numbers, shared ones counted once."""
+        return self.buffers.numbers()
+
+    def gradient_bytes(self) -> int:
+        """Return the memory of all gradient buffers that were made."""
+        return self._reduction.buffers_made * self.buffers.bytes_of_all()
+
+    @property
+    def sharded(self) -> bool:
+        """True if this rank holds a part of the optimizer's state only."""
+        return self._shard is not None
+
+    def optimizer_state(self) -> dict[str, Any] | None:
+        """Return the optimizer's `state_dict()`, put together from all ranks' where it is sharded.
+
+        Collective where it is sharded; it is on the CPU then, and None but on rank 0.
+        """
+        return (
+            self.optimizer.state_dict()
+            if self._shard is None
+            else gather_state_on_first(self._shard)
+        )
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Take what `optimizer_state` gave, on however many ranks, sharded or not. Not collective.
+
+        Raises:
+            ValueError, KeyError: it is another optimizer's.
+        """
+        if self._shard is None:
+            restore_optimizer(self.optimizer, state)
+            return
+        with self._shard.loading():
+            restore_optimizer(self.optimizer, shard_of_state(self._shard, state))
+
+    def optimizer_state_among(self, left: BaseGroup) -> dict[str, Any]:
+        """Return `optimizer_state` on every rank of `left`; collective over it where sharded.
+
+        Raises:
+            StateLost: on all ranks; `left` lacks a rank of the group, and thus its shard.
+        """
+        return (
+            self.optimizer.state_dict()
+            if self._shard is None
+            else gather_state_on_all(self._shard, left)
+        )
+
+    def check_replicas(self) -> None:
+        """Compare all parameters of all ranks, trained or not; buffers that differ are warned of.
+        Collective, for between windows.
+
+        Raises:
+            ReplicasDiffer: on all ranks alike.
+        """
+        self._checks.all_weights()
+
+    def track_windows(self, handed: MicroBatchTracker) -> None:
+        """Take all windows from `run.windows` from now on. Not collective.
+
+        Raises:
+            JobError: it was so before, or micro-steps wait for their boundary.
+        """
+        with self._window.within("run.windows()"):
+            if self._tracker is not None:
+                raise JobError(
+                    "run.windows() was called before for this accumulator: one call is the whole "
+                    "training, all its epochs (epochs=3, say); it goes on where it stopped"
+                )
+            if self._window.open and self._sums.micro_steps:
+                raise JobError(
+                    f"run.windows() came in mid-window: update {self._window.update} has micro-"
+                    "steps already, which would be lost; call boundary() first"
+                )
+            self._tracker = handed
+
+    def set_rate(self, rate: float) -> None:
+        """Set the learning rate, as `begin_window` does."""
+        self._rate.set(rate)
+
+    def take_over(self, earlier: Accumulator) -> None:
+        """Continue where `earlier` stopped, with the same model and optimizer in another group:
+        parameter groups keep the ratios of their rates, and float16 its scale.
+        """
+        self._rate = earlier._rate
+        self.precision.load(earlier.precision.state())
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "an accumulator can be neither copied nor pickled: it is bound to its process, model "
+            "and group. Save model.state_dict() and accumulator.optimizer_state(), and build "
+            "another one"
+        )
+
+    def close(self) -> None:
+        """Remove the hooks from model and optimizer, so that another accumulator can be built."""
+        _living.discard(self)
+        self._window.close()
+        self._step.close()
+        self._hooks.remove()
+
+    def release_shard(self) -> None:
+        """Once it is closed: the optimizer has whole parameters again, where it was in shards, and
+        none of its state; a single rank's was one shard, of all.
+        """
+        if self._shard is not None:
+            self._shard.release()
+        elif self.options.shard_optimizer:
+            self.optimizer.state.clear()
+
+
+_living: weakref.WeakSet[Accumulator] = weakref.WeakSet()
+
+
+def only_accumulator() -> Accumulator:
+    """Return the accumulator of this process that was built and not closed.
+
+    Raises:
+        ConfigError: there is none, or more than one.
+    """
+    if len(_living) > 1:
+        gc.collect()  # one without references may be part of a cycle
+    if len(_living) == 1:
+        return next(iter(_living))
+    raise ConfigError(
+        "run.windows() needs an Accumulator: build it before, Accumulator(model, optimizer)"
+        if not _living
+        else f"there are {len(_living)} accumulators: say whose windows they are, as in "
+        "run.windows(len(data), accumulator, ...); several that share them are a list"
+    )
+
+
+def _device_of(model: Any) -> torch.device:
+    parameters = model.parameters() if isinstance(model, Module) else ()
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
+def _warn_of_unfinished_window(window: WindowState, sums: LossSums) -> None:
+    """Warn of an accumulator that is collected with micro-steps but without a boundary."""
+    if window.unfinished and sums.micro_steps and sys.exc_info()[1] is None:
+        if getattr(sys, "last_value", None) is not None:
+            return  # the program ends because of that
+        sys.stderr.write(
+            f"warning: micro-steps of update {window.update} ({sums.micro_steps}) were "
+            "accumulated and trained nothing: boundary() was not called after them\n"
         )

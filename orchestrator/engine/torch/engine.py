@@ -1,57 +1,222 @@
-"""`TorchEngine`: a job's model, data, optimizer and accumulator behind the loop's `Engine`."""
+"""`TorchEngine`: a job's model, data and optimizer behind the `Engine` interface."""
 
 from __future__ import annotations
 
+import copy
+import resource
+import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-
-# Any optimizer imports torch's compiler at its first step: 1.2 s of CPU time and 70 MiB. Imported
-# here, the process that workers are forked from does it once, and its forks share the memory.
 import torch._dynamo
+from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
-from orchestrator.config.optimizer import described
-from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
-from orchestrator.engine.common.evaluation_figures import checked_figures
-from orchestrator.engine.common.hyperparameters import Hyperparameters
-from orchestrator.engine.settings import EngineSettings
+from orchestrator.config.optimizer import chosen, described
+from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
+from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.batch_norm.modes import with_norms
-from orchestrator.engine.torch.bucket_order import agreed_order
-from orchestrator.engine.torch.checks.at_start.model_warnings import advice
-from orchestrator.engine.torch.checks.at_start.same_machine import (
-    as_numbers,
+from orchestrator.engine.torch.grad_cache import CoupledWindows
+from orchestrator.engine.torch.group import BaseGroup, bytes_of, gather_numbers
+from orchestrator.engine.torch.model import (
+    Precision,
+    advice,
+    be_deterministic,
+    derived_seed,
+    doubled,
+    moved,
+    seed_everything,
+    with_norms,
+)
+from orchestrator.engine.torch.optimizers import (
+    build_optimizer,
+    check_optimizer,
+    hyperparameters_of,
+)
+from orchestrator.engine.torch.reproducible import Leaves
+from orchestrator.engine.torch.start_checks import (
+    digest_to_floats,
     machine_digest,
     machine_warning,
 )
-from orchestrator.engine.torch.comm.base_group import BaseGroup
-from orchestrator.engine.torch.comm.gathered import numbers_of_all
-from orchestrator.engine.torch.grad_cache import CoupledWindows
-from orchestrator.engine.torch.gradients.chunks import Leaves
-from orchestrator.engine.torch.memory import memory_bytes, peak_memory_bytes
-from orchestrator.engine.torch.model.device_and_dtype import be_deterministic, moved
-from orchestrator.engine.torch.model.precision import Precision
-from orchestrator.engine.torch.model_building import (
-    built_model,
-    built_optimizer,
-    tried_loss,
-)
-from orchestrator.engine.torch.optimizers import hyperparameters_of
-from orchestrator.engine.torch.seeds import derived_seed, seed_everything
-from orchestrator.engine.torch.snapshot import Snapshot
 from orchestrator.engine.torch.state import (
+    OPTIMIZER,
+    WEIGHTS,
     load_model,
     load_optimizer,
     load_weights,
+    model_state,
+    pack,
+    prepared,
     weights_sha256,
+    write_prepared,
 )
+from orchestrator.engine.torch.trial import agree_on_bucket_order, loss_warning
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job, is_coupled
+
+
+def build_model(job: Job, settings: EngineSettings, device: torch.device) -> Module:
+    """Return the job's model on `device`, from the run's seed. Raises `JobError` when it is
+    none.
+    """
+    seed_everything(derived_seed("model", settings.seed))
+    model = job.model()
+    if not isinstance(model, Module):
+        raise JobError(f"model() must give a torch.nn.Module, but gives {type(model).__name__}")
+    if settings.precision == "float64":
+        model = doubled(model)
+    return model.to(device)
+
+
+def build_job_optimizer(job: Job, model: Module, settings: EngineSettings) -> Optimizer:
+    """Return the job's own, or the one that the configuration names.
+
+    Raises:
+        ConfigError: it cannot be built, or used.
+        JobError: a scheduler hangs on it.
+    """
+    given = getattr(job, "optimizer", lambda _: None)(model)
+    own = chosen(given, settings.optimizer, type(job).__name__)
+    if own is None:
+        return build_optimizer(model, settings.optimizer)
+    found = check_optimizer(own, f"{type(job).__name__}.optimizer")
+    refuse_scheduler(found.param_groups, job)
+    return found
+
+
+def try_loss(
+    job: Job,
+    model: Module,
+    group: BaseGroup,
+    precision: Precision,
+    prepare: Callable[[Any], Any],
+) -> list[str]:
+    """Warn of a loss that is not a sum; on rank 0, whose warnings are shown. Not collective."""
+    if group.rank != 0:
+        return []
+    # A shallow copy, so that what a job counts in its own attributes is not counted here.
+    dataset = job.dataset()
+    loader.check_dataset(dataset)
+    group.silence.begin("while rank 0 tried the loss")
+    try:
+        return loss_warning(
+            copy.copy(job), model, dataset, prepare=prepare, forward=precision.forward
+        )
+    finally:
+        group.silence.end()
+
+
+# ------------------------------------------------------------------ Memory
+
+
+def memory_bytes(model: Module, accumulator: Accumulator) -> dict[str, int]:
+    """Return the bytes of this rank by what they are for. Tensors that share memory count once."""
+    state = accumulator.optimizer.state.values()
+    return {
+        "parameters": _bytes((*model.parameters(), *model.buffers())),
+        "gradients": accumulator.gradient_bytes(),
+        "optimizer": _bytes(v for held in state for v in held.values() if isinstance(v, Tensor)),
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the largest memory so far: the GPU's if it computes there, or the process's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # kilobytes everywhere else
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum({(t.device, t.data_ptr(), t.numel()): bytes_of(t) for t in tensors}.values())
+
+
+# ------------------------------------------------------------------ Snapshots
+# Weights and optimizer state change only in the optimizer's step, at a boundary. So the writer
+# copies the large tensors while the next window computes (`take`), and the next boundary waits for
+# it; usually it is done by then. State that a window itself may change (buffers, small tensors
+# such as a rate) is copied at once. The bytes written are the same either way.
+
+
+SMALL = 4096
+"""Numbers of a tensor that is copied at once."""
+
+
+class Snapshot:
+    """A checkpoint's tensors and the rest of it. Until `keep` they are those that train.
+
+    Args:
+        gathered: the state of an optimizer in shards, put together for this; None: it has none.
+
+    Attributes:
+        taken: set once all tensors are copied, so training may change them.
+
+    Raises:
+        RuntimeError: it is in shards, and was not gathered.
+    """
+
+    def __init__(
+        self, model: Module, accumulator: Accumulator, gathered: Mapping[str, Any] | None
+    ) -> None:
+        if gathered is None and accumulator.sharded:
+            raise RuntimeError("a sharded state is saved on rank 0, after gather_state()")
+        optimizer = accumulator.optimizer_state() if gathered is None else gathered
+        assert optimizer is not None  # noqa: S101  # it is in no shards
+        precision = accumulator.precision.state()
+        weights, rest = model_state(model)
+        states: dict[str, Tensor] = {}
+        packed = pack(optimizer, states, "")
+        self._extra = {"model": rest, "optimizer": packed, "precision": precision}
+        self._files = {WEIGHTS: prepared(weights), OPTIMIZER: prepared(states)}
+        self._lasting = {parameter.data_ptr() for parameter in model.parameters()}
+        self._own = gathered is not None
+        self._later: list[tuple[dict[str, Tensor], str]] = []
+        self.taken = threading.Event()
+
+    def keep(self) -> Snapshot:
+        """Copy what a window may change; the next boundary has to wait for `taken`."""
+        for name, (tensors, _) in self._files.items():
+            for key, tensor in tensors.items():
+                steady = name == OPTIMIZER or tensor.data_ptr() in self._lasting
+                if steady and tensor.numel() > SMALL:
+                    if not (self._own and name == OPTIMIZER):
+                        self._later.append((tensors, key))
+                else:
+                    tensors[key] = _copy(tensor)
+        return self
+
+    def take(self) -> None:
+        """Copy the rest, in any thread. Sets `taken` even if it fails."""
+        try:
+            for tensors, key in self._later:
+                tensors[key] = _copy(tensors[key])
+        finally:
+            self.taken.set()
+
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Write weights and optimizer as safetensors; give the rest as JSON."""
+        for name, (tensors, metadata) in self._files.items():
+            write_prepared(folder / name, tensors, metadata)
+        self._files.clear()  # copies are large
+        return self._extra
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """In the host's memory, contiguous."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+# ------------------------------------------------------------------ Engine
+
+
+# Any optimizer imports torch's compiler at its first step: 1.2 s of CPU time and 70 MiB. Imported
+# here, the process that workers are forked from does it once, and its forks share the memory.
 
 
 def build_engine(job: Job, settings: EngineSettings, group: BaseGroup) -> TorchEngine:
@@ -84,16 +249,21 @@ class TorchEngine:
                 )
         self._leaves = Leaves(settings.leaf_size if reproducible else None)
         talks = bool(getattr(job, "talks_in_window", False))
-        self._model, norms = with_norms(built_model(job, settings, group.device), settings.norm)
+        self._model, norms = with_norms(build_model(job, settings, group.device), settings.norm)
         order = None  # where nothing leaves during a backward
         if not (talks or group.size == 1 or reproducible or is_coupled(job)):
             forward = Precision(settings.precision, group.device).forward
-            order = agreed_order(job, self._model, group, prepare=self._prepared, forward=forward)
+            order = agree_on_bucket_order(
+                job, self._model, group, prepare=self._prepared, forward=forward
+            )
         # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
         # advises in the run's own words.
         how = {"overlap": not talks, "silent": not talks, "order": order, "advise": False}
         self._accumulator = Accumulator(
-            self._model, built_optimizer(job, self._model, settings), group, settings.but(how)
+            self._model,
+            build_job_optimizer(job, self._model, settings),
+            group,
+            settings.with_options(how),
         )
         self._clock = self._accumulator.clock
         self._hyperparameters = Hyperparameters(hyperparameters_of(self._accumulator.optimizer))
@@ -104,10 +274,10 @@ class TorchEngine:
         self._window: Window | None = None
         self._in_window = False  # until its boundary is over
         self._done, self._trains = 0, self._model.training
-        rows = self.gather(as_numbers(machine_digest()))
+        rows = self.gather(digest_to_floats(machine_digest()))
         self._warnings = norms + machine_warning(rows, settings.reduction)
         if not (talks or is_coupled(job)):
-            self._warnings += tried_loss(
+            self._warnings += try_loss(
                 job, self._model, group, self._accumulator.precision, self._prepared
             )
 
@@ -130,13 +300,15 @@ class TorchEngine:
 
     @property
     def accumulator(self) -> Accumulator:
-        """What accumulates its gradients."""
+        """The accumulator of its gradients."""
         return self._accumulator
 
     # ------------------------------------------------------------------ an update
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
-        """One batch for each micro-batch, in order, fetched ahead when there are loader workers."""
+        """Return one batch for each micro-batch, in order, fetched ahead when there are loader
+        workers.
+        """
         return loader.batches(
             micro_batches,
             dataset=self._job.dataset(),
@@ -214,11 +386,13 @@ class TorchEngine:
     # ------------------------------------------------------------------ around updates
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Every rank's `numbers` (equally many on all), a row for each rank. Collective."""
-        return numbers_of_all(self._group, numbers)
+        """Return every rank's `numbers` (equally many on all), a row for each rank. Collective."""
+        return gather_numbers(self._group, numbers)
 
     def evaluate(self) -> dict[str, float]:
-        """The job's held-out figures, the model in evaluation mode meanwhile. Rank 0 only."""
+        """Compute the job's held-out figures, with the model in evaluation mode. Rank 0
+        only.
+        """
         before = {layer: layer.training for layer in self._model.modules()}
         self._model.eval()
         try:
@@ -234,11 +408,11 @@ class TorchEngine:
         self._accumulator.check_replicas()
 
     def optimizer_used(self) -> dict[str, Any]:
-        """What steps the weights: its class, who chose it, and its groups of parameters."""
+        """Describe the optimizer: its class, where it is from, and its groups of parameters."""
         return described(self._accumulator.optimizer, self._settings.optimizer)
 
     def parameter_count(self) -> int:
-        """Trained numbers of the model, shared ones counted once, complex ones as two."""
+        """Count the trained numbers of the model: shared ones once, complex ones twice."""
         return self._accumulator.parameter_count()
 
     def gather_state(self) -> None:
@@ -247,7 +421,7 @@ class TorchEngine:
             self._gathered = self._accumulator.optimizer_state()
 
     def holds_state(self) -> bool:
-        """Whether `save_state` can be called: always, or after `gather_state` on rank 0."""
+        """Return whether `save_state` can be called: always, or after `gather_state` on rank 0."""
         return not self._accumulator.sharded or self._gathered is not None
 
     def save_state(self, folder: Path) -> dict[str, Any]:
@@ -255,13 +429,13 @@ class TorchEngine:
         return Snapshot(self._model, self._accumulator, self._gathered).save_state(folder)
 
     def snapshot(self) -> Snapshot:
-        """What `save_state` would write now, for another thread. The next boundary waits for it."""
+        """Return what `save_state` would write now, for another thread. The next boundary waits."""
         snapshot = Snapshot(self._model, self._accumulator, self._gathered).keep()
         self._taken = snapshot.taken
         return snapshot
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """The inverse of `save_state`: the same bits afterwards. Not collective."""
+        """Load what `save_state` wrote: the same bits afterwards. Not collective."""
         load_model(self._model, folder, extra["model"])
         load_optimizer(folder, extra["optimizer"], self._accumulator.load_optimizer_state)
         self._accumulator.precision.load(extra["precision"])
@@ -272,23 +446,27 @@ class TorchEngine:
         load_weights(self._model, path)
 
     def weights_sha256(self) -> str:
-        """Digest over the bytes of the weights, tensor by tensor in the order of the names."""
+        """Return the digest over the bytes of the weights, tensor by tensor in the order of the
+        names.
+        """
         return weights_sha256(self._model)
 
-    def collectives_beside(self) -> int:
-        """Collectives in every window, besides the gradient's reduction."""
+    def extra_collectives(self) -> int:
+        """Return collectives in every window, besides the gradient's reduction."""
         return 0 if self._coupled is None else self._coupled.collectives
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes of this rank's parameters, gradients and optimizer state."""
+        """Return the bytes of this rank's parameters, gradients and optimizer state."""
         return memory_bytes(self._model, self._accumulator)
 
     def peak_memory_bytes(self) -> int:
-        """Largest memory of this rank so far: its GPU's if it computes there, or the process's."""
+        """Return the largest memory of this rank so far: its GPU's if it computes there, or the
+        process's.
+        """
         return peak_memory_bytes(self._group.device)
 
     def warnings(self, micro_batches: int | None = None) -> list[str]:
-        """What a user should know of this model and these ranks, each with its remedies."""
+        """Return warnings about this model and these ranks, each with its remedies."""
         found = advice(self._model, ranks=self._group.size, micro_batches=micro_batches)
         return [*self._warnings, *found]
 

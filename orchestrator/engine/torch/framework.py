@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from orchestrator.engine.api import Engine, GroupSpec
-from orchestrator.engine.framework import Framework
-from orchestrator.engine.settings import EngineSettings
-from orchestrator.engine.torch.checks.at_start.versions import versions
-from orchestrator.engine.torch.comm.base_group import BaseGroup
+from orchestrator.engine.api import Engine, EngineSettings, Framework, GroupSpec
 from orchestrator.engine.torch.engine import build_engine
-from orchestrator.engine.torch.rendezvous.forming import form_group
-from orchestrator.engine.torch.surviving import SurvivingEngine
+from orchestrator.engine.torch.group import BaseGroup
+from orchestrator.engine.torch.rendezvous import form_group
+from orchestrator.engine.torch.start_checks import versions
+from orchestrator.engine.torch.survival import SurvivingEngine
 
 
 class Torch(Framework):

@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from orchestrator.engine.api import MicroBatch, Window
-from orchestrator.engine.settings import EngineSettings
+from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.gradients.chunks import Leaves
 from orchestrator.engine.torch.loader import collate_of
-from orchestrator.engine.torch.loss_sums import checked
-from orchestrator.engine.torch.seeds import derived_seed, seed_everything
+from orchestrator.engine.torch.model import derived_seed, seed_everything
+from orchestrator.engine.torch.reproducible import Leaves
+from orchestrator.engine.torch.window_checks import checked_loss
 from orchestrator.errors import JobError
 from orchestrator.job import Loss
 
@@ -38,7 +37,7 @@ _TOLERANCE = 1e-2  # kernels may round differently the second time; other dropou
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a job's embeddings lie in rows that can travel: one block of columns for each tensor.
+    """Layout of a job's embeddings in rows: one block of columns for each tensor.
 
     Attributes:
         single: the job gives a tensor, not a tuple of them.
@@ -52,7 +51,7 @@ class Layout:
 
     @classmethod
     def of(cls, embeddings: Any, samples: int) -> Layout:
-        """Raises `JobError` unless these are tensors with a row for each of the samples."""
+        """Build the layout. Raises `JobError` unless each tensor has a row for each sample."""
         tensors = (embeddings,) if isinstance(embeddings, Tensor) else tuple(embeddings)
         for tensor in tensors:
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -69,16 +68,16 @@ class Layout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What rows travel in: float32, or float64 when the embeddings are."""
+        """The dtype of rows: float32, or float64 when the embeddings are."""
         return torch.float64 if torch.float64 in self.dtypes else torch.float32
 
     def pack(self, embeddings: Any) -> Tensor:
-        """(samples, *) each -> (samples, columns)."""
+        """Pack tensors (samples, *) into rows (samples, columns)."""
         tensors = (embeddings,) if self.single else embeddings
         return torch.cat([t.reshape(len(t), -1).to(self.dtype) for t in tensors], dim=1)
 
     def unpack(self, rows: Tensor) -> Any:
-        """The inverse of `pack`."""
+        """Undo `pack`."""
         widths = [torch.Size(shape).numel() for shape in self.shapes]
         tensors = tuple(
             part.reshape(len(rows), *shape).to(dtype)
@@ -89,7 +88,7 @@ class Layout:
         return tensors[0] if self.single else tensors
 
     def no_rows(self, device: torch.device) -> Tensor:
-        """What a rank without samples gives."""
+        """Return the rows of a rank without samples."""
         columns = sum(torch.Size(shape).numel() for shape in self.shapes)
         return torch.empty((0, columns), dtype=self.dtype, device=device)
 
@@ -135,7 +134,7 @@ class CoupledWindows:
         return int(self._group.size > 1)
 
     def begin(self) -> None:
-        """Forget: a window begins."""
+        """Begin a window, from nothing."""
         self._kept.clear()
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
@@ -151,7 +150,7 @@ class CoupledWindows:
             JobError: the job's methods do not give what the contract says.
         """
         mine = torch.cat([kept.rows for kept in self._kept]) if self._kept else self._no_rows()
-        with self._clock.wait(), self._group.silence.lifted():
+        with self._clock.wait(), self._group.silence.suspended():
             rows = self._group.all_gather(mine, window.samples_per_rank or None)
         with self._clock.compute():
             loss, gradient = self._loss(rows.requires_grad_(), window)
@@ -190,12 +189,12 @@ class CoupledWindows:
         return self._layout.no_rows(self._group.device)
 
     def _loss(self, rows: Tensor, window: Window) -> tuple[Loss, Tensor]:
-        """The loss of all samples, and its gradient with respect to their rows."""
+        """Return the loss of all samples, and its gradient with respect to their rows."""
         assert self._layout is not None  # noqa: S101  # every rank has embedded by now
         seed_everything(derived_seed("loss", self._seed, window.update))
         with self._accumulator.precision.forward():
             loss = self._job.loss_of_embeddings(self._model, self._layout.unpack(rows))
-        checked(loss, self._names)
+        checked_loss(loss, self._names)
         scale = self._accumulator.precision.scale
         # The graph is needed once more where the loss's own parameters get their gradient.
         keep = any(kept.micro_batch.start == 0 for kept in self._kept)

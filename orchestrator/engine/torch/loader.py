@@ -21,7 +21,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from orchestrator.engine.api import MicroBatch
-from orchestrator.engine.torch.seeds import derived_seed, seed_everything
+from orchestrator.engine.torch.model import derived_seed, seed_everything
 from orchestrator.errors import JobError
 from orchestrator.job import Job
 
@@ -44,7 +44,9 @@ class _Samples(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, micro_batch: MicroBatch) -> list[Any]:
-        """The samples of one micro-batch. DataLoader calls this name with what its sampler gave."""
+        """Return the samples of one micro-batch. DataLoader calls this name with what its sampler
+        gave.
+        """
         if self.augments:
             return [self._own(micro_batch, offset) for offset in range(len(micro_batch.indices))]
         seed_everything(derived_seed("data", self.seed, micro_batch.update, micro_batch.start))
@@ -71,7 +73,7 @@ class _Collate:
 
 
 def collate_of(job: Any) -> Callable[[list[Any]], Any]:
-    """The function that makes a batch of a list of samples, as `job` wants it."""
+    """Return the function that makes a batch of a list of samples, as `job` wants it."""
     own = getattr(job, "collate", None)
     # A default that always gives None need not travel to workers, and the job with it.
     inherited = getattr(type(job), "collate", None) is Job.collate
@@ -87,7 +89,7 @@ def batches(
     workers: int = 0,
     pin_memory: bool = False,
 ) -> Iterator[Any]:
-    """One batch for each micro-batch, in order.
+    """Return one batch for each micro-batch, in order.
 
     Args:
         micro_batches: read lazily, a little ahead of the batches when there are workers.
@@ -126,8 +128,8 @@ def batches(
         yield from source
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         # The pipe to a worker that just ended broke before torch's handler heard of its end.
-        if (told := _ended(source)) is not None:
-            raise told from error
+        if (dead := _dead_worker_error(source)) is not None:
+            raise dead from error
         raise
     finally:
         # torch's handler of SIGCHLD raises for a worker that ended badly again and again, wherever
@@ -136,8 +138,8 @@ def batches(
             source._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-def _ended(source: Any) -> RuntimeError | None:
-    """What torch would say of the worker that ended; None where all of them live."""
+def _dead_worker_error(source: Any) -> RuntimeError | None:
+    """Return torch's error for a worker that ended; None if all of them live."""
     until = time.monotonic() + ENDING_S
     for worker in getattr(source, "_workers", ()):
         worker.join(timeout=max(0.0, until - time.monotonic()))

@@ -1,10 +1,13 @@
-"""Optimizers by name, by dotted name, or the job's own; and their learning rate, once an update."""
+"""Optimizers from the configuration, learning rates, and the one optimizer step of an update."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +15,14 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from orchestrator.engine.api import AccumulationOptions
+from orchestrator.engine.common.packed_sums import LossSums, Trailer
+from orchestrator.engine.common.update_policy import UpdatePolicy
+from orchestrator.engine.torch.buffers import GradientBuffers, UsedParameters
+from orchestrator.engine.torch.group import BaseGroup, gather_numbers
+from orchestrator.engine.torch.model import Precision
+from orchestrator.engine.torch.reducer import GradientNorm
+from orchestrator.engine.torch.sharding import OptimizerShard
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
 BY_NAME: dict[str, Callable[..., Optimizer]] = {
@@ -23,7 +34,7 @@ _WAYS = ("foreach", "fused", "capturable", "differentiable")
 
 
 def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
-    """The optimizer that the configuration's `optimizer` describes, over trained parameters.
+    """Return the optimizer that the configuration's `optimizer` describes, over trained parameters.
 
     Args:
         model: whose parameters are trained where they require gradients.
@@ -58,15 +69,17 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
         built = make(parameters, lr=1.0, **given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{spelled} with {given} cannot be built: {error}") from error
-    return usable(built, spelled)
+    return check_optimizer(built, spelled)
 
 
 def _can_fuse(parameters: Sequence[Tensor]) -> bool:
-    """Whether torch has one kernel for the whole step, several times as fast as its default."""
+    """Return whether torch has one kernel for the whole step, several times as fast as its
+    default.
+    """
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
 
 
-def usable(optimizer: Any, spelled: str) -> Optimizer:
+def check_optimizer(optimizer: Any, spelled: str) -> Optimizer:
     """`optimizer`, if it can step on accumulated dense gradients, or else `ConfigError`."""
     several = _several(optimizer)
     if several:
@@ -86,7 +99,7 @@ def usable(optimizer: Any, spelled: str) -> Optimizer:
 
 
 def _several(given: Any) -> int:
-    """How many optimizers are in a mapping or a list."""
+    """Return how many optimizers are in a mapping or a list."""
     values: list[Any] = list(given.values()) if isinstance(given, Mapping) else []
     if isinstance(given, (list, tuple)):
         values = list(given)
@@ -162,7 +175,9 @@ class LearningRate:
 
 
 def hyperparameters_of(optimizer: Optimizer) -> Callable[[], dict[tuple[int, str], Any]]:
-    """A function that gives an optimizer's hyperparameters as they are then, as plain values."""
+    """Return a function that gives an optimizer's hyperparameters as they are then, as plain
+    values.
+    """
 
     def read() -> dict[tuple[int, str], Any]:
         return {
@@ -173,3 +188,115 @@ def hyperparameters_of(optimizer: Optimizer) -> Callable[[], dict[tuple[int, str
         }
 
     return read
+
+
+# ------------------------------------------------------------------ Step
+
+
+class OptimizerStep:
+    """The end of an update: average, clip, and let the optimizer step.
+
+    Args:
+        optimizer: steps on the averaged gradient.
+        group: the ranks.
+        precision: its loss scale is taken out; an overflow halves it.
+        used: which parameters had a gradient.
+        options: the accumulator's.
+
+    Raises:
+        ConfigError: a setting that cannot be used.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: BaseGroup,
+        precision: Precision,
+        used: UsedParameters,
+        options: AccumulationOptions,
+    ) -> None:
+        self._precision, self._used = precision, used
+        self._policy = UpdatePolicy(options, precision, partial(gather_numbers, group))
+        self._steps = False  # a step of ours runs
+        self._guard = _refuse_other_steps(self, optimizer)
+
+    @property
+    def steps(self) -> bool:
+        """True if the optimizer may step now."""
+        return self._steps
+
+    def close(self) -> None:
+        """Leave the optimizer to others."""
+        self._guard.remove()
+
+    def prepare(
+        self,
+        update: int,
+        totals: Trailer,
+        norm_of_sum: GradientNorm,
+        summed: GradientBuffers | OptimizerShard,
+        sums: LossSums,
+        *,
+        divided_by: float,
+    ) -> tuple[float | None, bool]:
+        """Average and clip, unless something is not finite. Gives the averaged gradient's norm, and
+        whether the optimizer is to step.
+
+        Collective where it refuses, or where the set of used parameters changed.
+
+        Args:
+            update: its number, for messages.
+            totals: of all ranks.
+            norm_of_sum: of the summed gradient.
+            summed: the gradient; afterwards the averaged and clipped one.
+            sums: where this rank's micro-steps went wrong.
+            divided_by: what losses were divided by before their backward.
+
+        Raises:
+            NonFiniteError, JobError: see `Accumulator.boundary`.
+        """
+        if not self._policy.losses_usable(update, totals, sums):
+            return None, False
+        found = self._policy.factor(
+            update, totals.weight.value / divided_by, norm_of_sum.value(), summed.non_finite
+        )
+        if found is None:
+            return None, False
+        norm, factor = found
+        if factor != 1.0:
+            for gradient in summed.gradients:
+                gradient.mul_(factor)
+        unused = self._used.unused(totals)
+        if len(unused) == self._used.count:
+            raise JobError(
+                f"no gradient reached any parameter in update {update}, on any rank: were the "
+                "losses computed by another model, or by a copy of this one?"
+            )
+        summed.detach(unused)
+        return norm, True
+
+    @contextmanager
+    def stepping(self, summed: GradientBuffers | OptimizerShard) -> Generator[None]:
+        """Let the optimizer step on what was prepared."""
+        self._steps = True
+        try:
+            yield
+        finally:
+            self._steps = False
+        summed.attach()
+        self._precision.succeeded()
+
+
+def _refuse_other_steps(step: OptimizerStep, optimizer: Optimizer) -> Any:
+    """Have `optimizer` refuse to be stepped by others as long as `step` lives; gives the handle."""
+    itself = weakref.ref(step)
+
+    def before(*_: Any) -> None:
+        living = itself()
+        if living is not None and not living.steps:
+            raise JobError(
+                "optimizer.step() was called, but the optimizer steps at the boundary: call "
+                "accumulator.boundary() instead, which reduces, divides, clips and steps once"
+            )
+
+    return optimizer.register_step_pre_hook(before)

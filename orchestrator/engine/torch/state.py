@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from orchestrator.engine.common.weights_fit import check_fits
+from orchestrator.engine.common.job_checks import check_fits
 from orchestrator.errors import JobError, RunFolderError
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
-BESIDE = "beside"  # a file's entry for what its tensors do not tell
+BESIDE = "beside"  # metadata entry: aliases and complex tensors
 
 
 def save_model(model: Module, folder: Path) -> dict[str, Any]:
@@ -35,7 +35,9 @@ def save_model(model: Module, folder: Path) -> dict[str, Any]:
 
 
 def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
-    """The inverse of `save_model`. Raises `RunFolderError` when it is another model's state."""
+    """Load what `save_model` wrote. Raises `RunFolderError` when it is another model's
+    state.
+    """
     tensors = _read(folder / WEIGHTS)
     # Tensors within extra state were written under names that begin with its own.
     within = {name for name in tensors for key in rest if name.startswith(f"{key}.")}
@@ -104,8 +106,8 @@ def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def weights_sha256(model: Module) -> str:
-    """Digest over the bytes of all weights and buffers, in the order of their names; tensors that
-    share memory count once, under the first name. It can be had from the weights' file alone.
+    """Return a digest over all weights and buffers, in the order of their names. Tensors that
+    share memory count once, under the first name. The weights' file suffices to compute it.
     """
     tensors, _ = model_state(model)
     kept, _ = _without_aliases(tensors)
@@ -117,7 +119,7 @@ def weights_sha256(model: Module) -> str:
 
 
 def model_state(model: Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors of `model` by name, and what of its state JSON holds."""
+    """Return the tensors of `model` by name, and what of its state JSON holds."""
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
     for name, value in model.state_dict().items():
@@ -167,7 +169,7 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of `pack`."""
+    """Undo `pack`."""
     if not isinstance(packed, Mapping):
         return packed
     [(kind, content)] = packed.items()
@@ -185,7 +187,7 @@ def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors by name, and {other name: name} for those that are the same memory."""
+    """Return the tensors by name, and {other name: name} for those that are the same memory."""
     first: dict[Any, str] = {}
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -201,7 +203,7 @@ def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
 
 
 def prepared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What a file of these tensors holds: real ones that share no memory, and its metadata.
+    """Return the real tensors that a file holds, which share no memory, and its metadata.
     Nothing is copied.
     """
     kept, aliases = _without_aliases(tensors)
@@ -239,7 +241,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 
 def _beside(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """What a file says of its tensors; older ones have an entry for each, others' none."""
+    """Return the metadata of a file's tensors; files of other writers have none."""
     if BESIDE in metadata:
         return json.loads(metadata[BESIDE])
     empty = {"aliases": "{}", "complex": "[]"}

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from orchestrator.engine.api import Engine
-from orchestrator.engine.common.replicas import unlike_most
+from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.errors import JobError
 from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rank.agreed.value_digests import digests_of
@@ -44,7 +44,7 @@ def agreed_samples(engine: Engine, dataset: Any) -> int:
     _agree_on_length(engine, samples)
     places = _places_of(samples)
     rows = engine.gather(_looked_at(dataset, places))
-    if unlike_most(rows):
+    if minority_ranks(rows):
         _refuse_other_samples(engine, dataset, places, rows)
     return samples
 
@@ -122,7 +122,7 @@ def _refuse_other_samples(
             "numpy.random or torch's default generator, and set augments = True"
         )
         return
-    odd = unlike_most(rows)
+    odd = minority_ranks(rows)
     column = next(n for n, seen in enumerate(zip(*rows, strict=True)) if len(set(seen)) > 1)
     what = ("another type or shape", "other values")[column % 2]
     whose = "rank 0" if len(rows) == 2 else "most ranks"

@@ -13,7 +13,7 @@ from typing import Any
 from orchestrator.config.rules import refuse_schedule
 from orchestrator.config.schema import ScheduleConfig
 from orchestrator.engine.api import Engine
-from orchestrator.engine.common.replicas import unlike_most
+from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.errors import JobError
 from orchestrator.job import has_own_rate
 from orchestrator.plan.plan_warnings import named_ranks
@@ -46,7 +46,7 @@ def own_rates(job: Any, schedule: ScheduleConfig, engine: Engine, updates: int) 
                 "number alone, so that a resumed run has the rates of an undisturbed one"
             )
     rows = engine.gather(first)
-    if odd := unlike_most(rows):
+    if odd := minority_ranks(rows):
         raise JobError(
             f"{named}(update) gives other rates on {named_ranks(odd)}; it must be the same on all"
         )

@@ -10,8 +10,7 @@ from typing import Any
 
 from orchestrator.config.rules import OFF, planned_survival, with_survival
 from orchestrator.config.schema import Config
-from orchestrator.engine.api import Group
-from orchestrator.engine.survives import against
+from orchestrator.engine.api import Group, against
 from orchestrator.rundir.warnings import warn
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.engine.common.listening import keep_port
-from orchestrator.engine.common.published_notice import Notice
+from orchestrator.engine.common.rendezvous import Notice, keep_port
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested
 from orchestrator.lifecycle.topology import Topology
 
@@ -40,7 +39,7 @@ def host(path: Path, topology: Topology, style: str, timeout_s: float) -> Meetin
     """On rank 0: find the port, publish it at `path`. Raises `RendezvousError`: not our address."""
     notice = Notice(path, node=topology.node, first=True)
     if style == "mindspore":
-        engine = importlib.import_module("orchestrator.engine.mindspore.comm.scheduler")
+        engine = importlib.import_module("orchestrator.engine.mindspore.rendezvous")
         scheduler = engine.Scheduler(topology.address, topology.size, timeout_s)
         place = MeetingPlace(topology.address, scheduler.port, scheduler=scheduler)
     else:

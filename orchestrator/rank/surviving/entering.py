@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from orchestrator.config.schema import ClusterConfig
-from orchestrator.engine.api import Engine, GroupSpec
-from orchestrator.engine.common.listening import listen
-from orchestrator.engine.framework import Framework
-from orchestrator.engine.survives import Survives
+from orchestrator.engine.api import Engine, Framework, GroupSpec, Survives
+from orchestrator.engine.common.rendezvous import listen
 from orchestrator.errors import ConfigError, Fenced, OrchestratorError
 from orchestrator.lifecycle.signs.signs_of_life import Life
 from orchestrator.lifecycle.survival.agreement import Agreement

@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.framework import Framework
+from orchestrator.engine.api import Framework, GroupSpec
 from orchestrator.errors import PeerLost
 
 LOOK_S = 0.005

@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from orchestrator.config.schema import ClusterConfig, node_range
-from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.api import Framework, GroupSpec, Survives
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.engine.framework import Framework
-from orchestrator.engine.survives import Survives
 from orchestrator.errors import (
     Fenced,
     NoWayOn,

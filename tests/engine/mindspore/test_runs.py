@@ -1,13 +1,22 @@
 """Whole runs of MindSpore jobs, as a user starts them."""
 
+from __future__ import annotations
+
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from tests import helpers
 from tests.docs.scripts import shell_block
+from tests.engine.mindspore.under_msrun import TRAIN, under_msrun
+from tests.programs import script
 
 
 def rank_logs(run):
@@ -64,3 +73,101 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     told = helpers.verb("compare", ours, start, "--at-most", "1e-5")
     assert told.returncode == 1
     assert "more than --at-most 1e-05" in told.stderr
+
+
+# ------------------------------------------------------------------ Programs
+
+
+@pytest.mark.timeout(600)
+def test_on_two_nodes_of_two_ranks_it_ends_with_the_bits_that_it_has_under_msrun(tmp_path):
+    script(tmp_path, TRAIN)
+    under_msrun(tmp_path, 4, timeout=290)  # one after the other, since each takes gigabytes
+    ours = helpers.call(
+        "run", "job.style=mindspore", "run.dir=ours", "cluster.rendezvous_timeout_s=600", "--",
+        "train.py", module="orchestrator", cwd=tmp_path, timeout=290,
+    )  # fmt: skip
+    assert ours.returncode == 0, ours.stdout + ours.stderr
+
+    endings = set()
+    for rank in range(4):
+        at = (f"theirs/worker_{rank}.log", f"ours/logs/rank-{rank:05d}.log")
+        texts = [(tmp_path / name).read_text() for name in at]
+        endings |= {tuple(re.findall("^final (.*)", text, re.MULTILINE)) for text in texts}
+        told = [json.loads(re.findall(r"^\{.*\}$", text, re.MULTILINE)[-1]) for text in texts]
+        for one in told:
+            assert one.pop("MS_SCHED_PORT")
+            assert one.pop("MS_SCHED_HOST").startswith("127.0.")
+        assert told[0] == told[1], "the same variables, of the same values"
+    assert len(endings) == 1
+    assert len(endings.pop()) == 1
+
+
+# ------------------------------------------------------------------ Ends of runs
+
+
+LINE = (
+    "job=line", "cluster.nodes=2", "cluster.ranks_per_node=1", "tracker=none", "train.epochs=null",
+    "train.updates=200", "train.checkpoint_every=10", "train.evaluate_every=0",
+)  # fmt: skip
+
+
+def victim_of(run, which):
+    if which != "scheduler":
+        return helpers.rank_pid(run, which)
+    children = psutil.Process(helpers.rank_pid(run, 0)).children()
+    return next(c.pid for c in children if "scheduler_process.py" in " ".join(c.cmdline()))
+
+
+@pytest.mark.timeout(300)
+def test_killed_processes_are_named_within_five_seconds_and_cost_no_bit(tmp_path):
+    """A worker, rank 0 and the scheduler's process, one after the other, in one run."""
+    undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
+    long = "train.updates=800"  # a fast machine does 200 before it hears of the last kill
+    reference = helpers.begin(*LINE, long, f"run.dir={undisturbed}")
+    process = helpers.begin(*LINE, long, f"run.dir={run}", "run.max_restarts=3")
+    words = {1: "rank 1 on node1", 0: "rank 0 on node0", "scheduler": "MindSpore's scheduler"}
+    for attempt, which in enumerate(words):
+        helpers.until(
+            lambda n=attempt: len([r for r in helpers.records(run) if r["attempt"] == n]) > 15,
+            what="training",
+        )
+        doomed = helpers.processes_of(run)
+        began = time.monotonic()
+        os.kill(victim_of(run, which), signal.SIGKILL)
+        next_one = run / "attempts" / f"{attempt + 1:03d}"
+        helpers.until(next_one.exists, 10, f"the next attempt after {which}")
+        assert time.monotonic() - began < 5, which
+        left = [p for p in doomed if helpers.name_of(p).startswith("rank")]
+        assert not left, which
+    for one in (reference, process):
+        output, _ = one.communicate(timeout=120)
+        assert one.returncode == 0, output
+    assert not helpers.processes_of(run)
+    found = helpers.result(run)
+    assert len(found["restarts"]) == len(words)
+    for note, word in zip(found["restarts"], words.values(), strict=True):
+        assert word in note["why"]
+        assert note["resumed_from"] > 0
+    assert found["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
+
+
+def test_a_rank_that_drifts_from_the_other_is_named(tmp_path):
+    run = tmp_path / "run"
+    drifting = "job._target_=tests.engine.mindspore.jobs.Drifting"
+    done = helpers.call(*LINE, drifting, f"run.dir={run}", "engine.mode=pynative")
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = helpers.result(run)
+    assert (found["state"], found["culprit"]["rank"]) == ("failed", 1)
+    assert "the weights of rank 1 are no longer those of rank 0" in found["culprit"]["cause"]
+    assert "between the start of update 2 and the step of update 3" in found["culprit"]["cause"]
+
+
+def test_one_signal_stops_all_ranks_at_a_boundary(tmp_path):
+    run = tmp_path / "run"
+    process = helpers.begin(*LINE, f"run.dir={run}")
+    helpers.until(lambda: len(helpers.records(run)) > 5, what="training")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 3, output
+    assert helpers.result(run)["state"] == "stopped"
+    assert not helpers.processes_of(run)

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from orchestrator.engine.common.listening import keep_port
+from orchestrator.engine.common.rendezvous import keep_port
 from tests import helpers
 
 TRAIN = """\

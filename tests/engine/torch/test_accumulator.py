@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.engine.torch import Accumulator, Loss, TorchGroup, run_in_threads
+from orchestrator import Loss
+from orchestrator.engine.torch import Accumulator, TorchGroup, run_in_threads
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, PeerLost, SilenceError
 from orchestrator.plan.wire import Wire
 

@@ -11,14 +11,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
-from orchestrator.engine.api import MicroBatch, Window
-from orchestrator.engine.common.replicas import unlike_most
-from orchestrator.engine.settings import EngineSettings
+from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
-from orchestrator.engine.torch.checks.at_start.same_machine import as_numbers, machine_warning
-from orchestrator.engine.torch.checks.at_start.versions import versions
-from orchestrator.engine.torch.model.device_and_dtype import moved
-from orchestrator.engine.torch.seeds import derived_seed
+from orchestrator.engine.torch.model import derived_seed, moved
+from orchestrator.engine.torch.start_checks import digest_to_floats, machine_warning, versions
 from orchestrator.errors import ConfigError, JobError, SilenceError
 from orchestrator.plan.split import assign, assign_leaves
 
@@ -225,9 +222,9 @@ def test_replicas_that_differ_at_the_start_are_named_by_all():
 
 
 def test_other_machines_are_told_apart():
-    rows = [as_numbers("ab" * 32), as_numbers("ab" * 32), as_numbers("ac" * 32)]
-    assert unlike_most(rows) == [2]
-    assert unlike_most(rows[1:]) == [1]
+    rows = [digest_to_floats("ab" * 32), digest_to_floats("ab" * 32), digest_to_floats("ac" * 32)]
+    assert minority_ranks(rows) == [2]
+    assert minority_ranks(rows[1:]) == [1]
     [sentence] = machine_warning(rows, "reproducible")
     assert sentence.startswith("rank 2 computes with another version of torch")
     assert machine_warning(rows[:2], "fast") == []

@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 
-from orchestrator.engine.common.listening import listen
+from orchestrator.engine.common.rendezvous import listen
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.lifecycle.survival.agreement import Agreement
 from orchestrator.lifecycle.survival.connections import MOST_STRANGERS

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from orchestrator.engine.common.listening import listen
+from orchestrator.engine.common.rendezvous import listen
 from orchestrator.lifecycle.survival.agreement import Agreement
 from orchestrator.lifecycle.survival.links import Link, Peer, refuses
 from orchestrator.lifecycle.survival.silence import Silences

@@ -12,19 +12,12 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from toy_letters import Letters
 
-from orchestrator.engine.api import BoundaryReport
-from orchestrator.engine.common.boundary.boundary_sums import said_by
-from orchestrator.engine.common.boundary.loss_scale import LossScale
-from orchestrator.engine.common.boundary.loss_sums import LossSums
-from orchestrator.engine.common.boundary.packed_sums import STOP, Trailer
-from orchestrator.engine.common.boundary.update_policy import UpdatePolicy
-from orchestrator.engine.common.clock import Clock
-from orchestrator.engine.common.evaluation_figures import checked_figures
-from orchestrator.engine.common.metric_names import check_metric_names
+from orchestrator.engine.api import BoundaryReport, Framework
+from orchestrator.engine.common.job_checks import check_fits, check_metric_names, checked_figures
+from orchestrator.engine.common.micro_steps import Clock, derived_seed
+from orchestrator.engine.common.packed_sums import STOP, LossSums, Trailer
 from orchestrator.engine.common.replicas import Replicas
-from orchestrator.engine.common.seeding import derived_seed
-from orchestrator.engine.common.weights_fit import check_fits
-from orchestrator.engine.framework import Framework
+from orchestrator.engine.common.update_policy import LossScale, UpdatePolicy
 from orchestrator.errors import ConfigError
 
 ONLY = {"reduction": "fast", "precision": "float32", "wire": "own",
@@ -53,11 +46,6 @@ class Weights(dict):
         self.gradient = {name: np.zeros_like(array) for name, array in self.items()}
 
 
-class Sums(LossSums):
-    def floats(self, rows):
-        return rows
-
-
 class NumpyEngine:
     """See `orchestrator.engine.api.Engine`."""
 
@@ -70,7 +58,7 @@ class NumpyEngine:
         self._seed("model")
         self._model = Weights(job.model())
         self._velocity = {name: np.zeros_like(array) for name, array in self._model.items()}
-        self._sums, self._clock, self._window = Sums(len(self._names)), Clock(), None
+        self._sums, self._clock, self._window = LossSums(len(self._names), list), Clock(), None
         self._policy = UpdatePolicy(settings, LossScale(scales=False), self.gather)
         sizes = [array.size for array in self._model.values()]
         self._replicas = Replicas(
@@ -99,7 +87,7 @@ class NumpyEngine:
         self._sums.begin()
         for gradient in self._model.gradient.values():
             gradient[...] = 0
-        self._group.silence.keep(f"in mid-window of update {window.update}")
+        self._group.silence.begin(f"in mid-window of update {window.update}")
 
     def micro_step(self, batch, micro_batch):
         with self._clock.compute():
@@ -113,7 +101,7 @@ class NumpyEngine:
         window, self._window = self._window, None
         trailer = self._sums.trailer()
         trailer.flags[STOP] = int(stop)
-        self._replicas.tell(trailer, window.update)
+        self._replicas.write_digest(trailer, window.update)
         flat = np.concatenate([self._flat_gradient(), np.float32(trailer.numbers())])
         with self._clock.wait():
             self._group.silence.end()
@@ -139,7 +127,7 @@ class NumpyEngine:
             micro_steps=self._sums.micro_steps,
             collectives=sent.collectives,
             bytes_on_wire=sent.bytes_on_wire,
-            **said_by(totals, self._names),
+            **totals.report(self._names),
             **self._clock.seconds(),
         )
 
@@ -201,7 +189,7 @@ class NumpyEngine:
             digest.update(self._model[name].tobytes())
         return digest.hexdigest()
 
-    def collectives_beside(self):
+    def extra_collectives(self):
         return 0
 
     def memory_bytes(self):

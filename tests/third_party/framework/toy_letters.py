@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from orchestrator.engine.common.place_in_group import Member, checked_sizes
+from orchestrator.engine.common.group import Member, checked_sizes
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import PeerLost, RanksMissing, StopRequested
 from orchestrator.plan.plan_warnings import named_ranks

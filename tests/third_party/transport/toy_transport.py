@@ -10,9 +10,8 @@ import torch
 from torch.distributed import DistError
 
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.engine.torch.comm.base_group import BaseGroup, Done
-from orchestrator.engine.torch.comm.tensors import add_up
-from orchestrator.engine.torch.comm.transports import Transport
+from orchestrator.engine.torch.group import BaseGroup, CompletedWork, sum_into
+from orchestrator.engine.torch.transports import Transport
 from orchestrator.errors import PeerLost
 
 LEAVING_S = 5.0
@@ -53,27 +52,27 @@ class MailboxGroup(BaseGroup):
             left = self._store.add("left", 0)
 
     def _start_sum(self, flat):
-        add_up(flat, self._letters(flat))
-        return Done()
+        sum_into(flat, self._letters(flat))
+        return CompletedWork()
 
     def _start_gather(self, parts, flat):
         for part, letter in zip(parts, self._letters(flat), strict=True):
             part.copy_(letter)
-        return Done()
+        return CompletedWork()
 
     def _start_reduce_scatter(self, out, tensor):
-        add_up(out, [letter.chunk(self.size)[self.rank] for letter in self._letters(tensor)])
-        return Done()
+        sum_into(out, [letter.chunk(self.size)[self.rank] for letter in self._letters(tensor)])
+        return CompletedWork()
 
     def _start_exchange(self, received, sent, receive_counts, send_counts):
         pieces = [letter.tensor_split(self.size)[self.rank] for letter in self._letters(sent)]
         received.copy_(torch.cat(pieces))
-        return Done()
+        return CompletedWork()
 
     def _start_broadcast(self, flat, source):
         flat.copy_(self._letters(flat if self.rank == source else flat[:0])[source])
-        return Done()
+        return CompletedWork()
 
     def _start_barrier(self):
         self._letters(torch.zeros(1))
-        return Done()
+        return CompletedWork()

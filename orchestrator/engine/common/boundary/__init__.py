@@ -1,1 +1,0 @@
-"""What an update boundary comes to: the sums of all ranks, and what they decide."""

@@ -1,0 +1,145 @@
+"""Base of every group: rank, traffic counters, silence in mid-window, records of waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from orchestrator.engine.api import Counters
+from orchestrator.errors import SilenceError
+
+
+class Silence:
+    """Refuses collectives between boundaries. One belongs to each group.
+
+    The engine's own reductions start from gradient hooks, which may run on autograd's threads; so
+    the exemption is per thread, and the rule is for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+        self._exempt = threading.local()
+
+    @property
+    def active(self) -> bool:
+        """True while collectives are refused."""
+        return self._reason is not None
+
+    def begin(self, reason: str) -> None:
+        """Refuse collectives from now on. `reason` is when: "in mid-window of update 3"."""
+        self._reason = reason
+
+    def end(self) -> None:
+        """Allow collectives again."""
+        self._reason = None
+
+    @contextmanager
+    def suspended(self) -> Generator[None]:
+        """Allow this thread's collectives meanwhile: the engine's own."""
+        before = getattr(self._exempt, "on", False)
+        self._exempt.on = True
+        try:
+            yield
+        finally:
+            self._exempt.on = before
+
+    def check(self, operation: str) -> None:
+        """Raise `SilenceError` when `operation` may not run now."""
+        if self._reason is not None and not getattr(self._exempt, "on", False):
+            raise SilenceError(
+                f"the collective '{operation}' was called {self._reason}; ranks talk only at the "
+                "boundary. Move it there, or set `talks_in_window = True` in the job's class when "
+                "every rank calls it equally often"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A group's counts at one moment, for `Member.since`."""
+
+    collectives: int
+    bytes_handed: int
+    share: int
+
+
+class Member:
+    """Base of all groups.
+
+    Args:
+        rank, size: this rank, and how many there are.
+        generation: number of this group among those of its attempt.
+        transport: name of what carries the bytes.
+    """
+
+    def __init__(self, *, rank: int, size: int, generation: int = 0, transport: str) -> None:
+        self._rank, self._size, self._generation = rank, size, generation
+        self._transport = transport
+        self._counters = Counters()
+        self._share = 0  # bytes on the wire times R: exact where the quotient is not whole
+        self.silence = Silence()
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks there are."""
+        return self._size
+
+    @property
+    def generation(self) -> int:
+        """Number of this group among those of its attempt."""
+        return self._generation
+
+    @property
+    def transport(self) -> str:
+        """Name of what carries the bytes."""
+        return self._transport
+
+    @property
+    def counters(self) -> Counters:
+        """Traffic since the group was formed. Only ever grows."""
+        return self._counters
+
+    def mark(self) -> Mark:
+        """Return the current counts, for `since`."""
+        return Mark(self._counters.collectives, self._counters.bytes_handed, self._share)
+
+    def since(self, mark: Mark) -> Counters:
+        """Return the traffic since `mark`; bytes on the wire are rounded up once."""
+        return Counters(
+            collectives=self._counters.collectives - mark.collectives,
+            bytes_handed=self._counters.bytes_handed - mark.bytes_handed,
+            bytes_on_wire=-(-(self._share - mark.share) // self._size),
+        )
+
+    def _count(self, bytes_handed: int, share: int) -> None:
+        """One more collective. `share`: bytes that all ranks together have to send for it."""
+        self._share += share
+        self._counters.collectives += 1
+        self._counters.bytes_handed += bytes_handed
+        self._counters.bytes_on_wire = -(-self._share // self._size)
+
+
+def checked_sizes(
+    shape: Sequence[int], sizes: Sequence[int] | None, rank: int, ranks: int
+) -> tuple[int, ...]:
+    """Return the leading sizes of all ranks' tensors, this one's being of `shape`.
+
+    Raises:
+        ValueError: they cannot be right.
+    """
+    if not shape:
+        raise ValueError("a tensor to gather needs an axis 0, but has none; use tensor.reshape(1)")
+    if sizes is None:
+        return (shape[0],) * ranks
+    if len(sizes) != ranks or sizes[rank] != shape[0] or min(sizes) < 0:
+        raise ValueError(
+            f"`sizes` must be the {ranks} ranks' leading sizes, with {shape[0]} for rank {rank}, "
+            f"but is {list(sizes)}"
+        )
+    return tuple(sizes)

@@ -1,0 +1,182 @@
+"""Checks of what a job gives to an engine: evaluation, metrics, hyperparameters, weights files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import ConfigError, JobError, did_you_mean
+from orchestrator.rundir.warnings import warn
+
+
+def checked_figures(found: Any, job: Any) -> dict[str, float]:
+    """`found`, which `job.evaluate()` returned, as numbers by name; NaN and infinity are warned of.
+
+    >>> from types import SimpleNamespace
+    >>> checked_figures({"accuracy": 1}, SimpleNamespace())
+    {'accuracy': 1.0}
+
+    Raises:
+        JobError: it is no dictionary, or a value is not one number.
+    """
+    named = f"{type(job).__name__}.evaluate()"
+    if not isinstance(found, Mapping):
+        given = "nothing" if found is None else f"a {type(found).__name__}"
+        raise JobError(
+            f"{named} must return figures by name, as in return {{'accuracy': 0.9}}, but returned "
+            f"{given}; leave evaluate() out where there is nothing to say"
+        )
+    figures = {str(name): _number(value, f"{named}'s '{name}'") for name, value in found.items()}
+    for name, value in figures.items():
+        if not math.isfinite(value):
+            warn(
+                f"{named}'s '{name}' is {value}: of a model that diverged, or of a mistake in it",
+                kind=f"evaluate {name}",
+            )
+    return figures
+
+
+def _number(value: Any, what: str) -> float:
+    """Return a number, or the number in a tensor or array of one. Raises `JobError`."""
+    shape = tuple(getattr(value, "shape", ()))
+    one = math.prod(shape) == 1
+    try:
+        if one and not isinstance(value, str | bytes):
+            item: Any = getattr(value, "item", lambda: value)
+            return float(item())
+    except (TypeError, ValueError, RuntimeError):
+        pass  # what it is instead, is said below
+    given = f"a {type(value).__name__}" + (f" of shape {shape}" if not one else f", {value!r:.40}")
+    raise JobError(f"{what} must be one number, but is {given}")
+
+
+# ------------------------------------------------------------------ Hyperparameters
+# The engine sets the learning rate at the start of each update; everything else is set when the
+# optimizer is built, or in the job's `after_update`. Other changes, such as a scheduler's, would
+# be overwritten silently or missing from the configuration.
+
+
+Values = Mapping[tuple[int, str], Any]
+"""By parameter group and name; what compares with `==`."""
+RATES = ("lr", "initial_lr")  # the second is a scheduler's mark
+
+
+class Hyperparameters:
+    """Detects changes of hyperparameters by other code than the engine.
+
+    Args:
+        read: gives them as they are now.
+    """
+
+    def __init__(self, read: Callable[[], Values]) -> None:
+        self._read, self._kept = read, read()
+
+    def keep(self) -> None:
+        """They are as they should be: the engine, or the optimizer's own step, has set them."""
+        self._kept = self._read()
+
+    def check(self, when: str, *, jobs_turn: bool = False) -> None:
+        """Raise `JobError` if they are not as they were kept.
+
+        Args:
+            when: since then, in words: "in after_update of update 3".
+            jobs_turn: it was `after_update`, in which a job may change all but the rates and the
+                groups (a weight decay that rises with the updates, say); what it set is kept.
+        """
+        found = self._read()
+        if found == self._kept:
+            return
+        groups = {group for group, _ in found}, {group for group, _ in self._kept}
+        if groups[0] != groups[1]:
+            raise JobError(
+                f"the optimizer had {len(groups[1])} parameter groups and has {len(groups[0])} "
+                f"now, {when}; build it with all of them"
+            )
+        for group, name in sorted(found.keys() | self._kept.keys()):
+            before, after = (held.get((group, name)) for held in (self._kept, found))
+            if before != after and not (jobs_turn and name not in RATES):
+                raise JobError(self._told(group, name, before, after, when))
+        self._kept = found
+
+    def _told(self, group: int, name: str, before: Any, after: Any, when: str) -> str:
+        changed = (
+            f"{name} of the optimizer's parameter group {group} was changed from {before!r:.40} to "
+            f"{after!r:.40} {when}, behind the engine's back"
+        )
+        if name in RATES:
+            return (
+                f"{changed}, where it would have no effect: each update sets the rate. Let the job "
+                "define learning_rate(self, update) in the place of a scheduler, or use schedule.*"
+            )
+        return f"{changed}; a job changes it in after_update(model, update), by the update"
+
+
+def refuse_scheduler(groups: Iterable[Mapping[str, Any]], job: Any) -> None:
+    """Raise `JobError` when a scheduler of the framework's hangs on a job's own optimizer.
+
+    Args:
+        groups: the optimizer's; both frameworks' schedulers leave their mark in them.
+        job: its `optimizer` built it.
+    """
+    if any("initial_lr" in group for group in groups):
+        raise JobError(
+            f"{type(job).__name__}.optimizer has a learning-rate scheduler, which would have no "
+            "effect: each update sets the rate. Leave it out and define learning_rate(self, "
+            "update) in the job, or use schedule.*"
+        )
+
+
+# ------------------------------------------------------------------ Metrics
+
+
+def check_metric_names(given: Collection[str], declared: Collection[str]) -> None:
+    """Raise `JobError` for a metric that was not declared, or that is missing."""
+    for name in given:
+        if name not in declared:
+            raise JobError(
+                f"Loss.metrics has '{name}', which the job's metric_names do not declare"
+                f"{did_you_mean(name, declared)}"
+            )
+    for name in declared:
+        if name not in given:
+            raise JobError(f"Loss.metrics lacks '{name}', which the job's metric_names declare")
+
+
+# ------------------------------------------------------------------ Weights files
+
+
+Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # name: dtype, shape
+MOST_NAMED = 5
+
+
+def check_fits(path: Path, found: Kinds, wanted: Kinds) -> None:
+    """Not collective; every rank comes to the same end.
+
+    Args:
+        found: tensors of the file; wanted: those of the model.
+
+    Raises:
+        ConfigError: they are not alike; the first few that differ are named.
+    """
+    wrong: list[str] = []
+    for name in sorted(found.keys() | wanted.keys()):
+        if name not in found:
+            wrong.append(f"it lacks {name}{did_you_mean(name, found)}")
+        elif name not in wanted:
+            wrong.append(f"it has {name}, which this model has not{did_you_mean(name, wanted)}")
+        elif found[name] != wanted[name]:
+            wrong.append(f"{name} is {_words(*found[name])}, but must be {_words(*wanted[name])}")
+    if not wrong:
+        return
+    more = len(wrong) - MOST_NAMED
+    raise ConfigError(
+        f"train.initial_weights: {path} does not fit this model: "
+        + "; ".join(wrong[:MOST_NAMED])
+        + (f"; and {more} more" if more > 0 else "")
+    )
+
+
+def _words(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"

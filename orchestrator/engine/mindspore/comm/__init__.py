@@ -1,1 +1,0 @@
-"""How ranks meet and talk under MindSpore, without `msrun`."""

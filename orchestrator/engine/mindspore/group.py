@@ -1,0 +1,563 @@
+"""`MindSporeGroup`: a `Group` over MCCL (CPU), NCCL or HCCL, formed without `msrun`."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, communication, nn, ops
+
+from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.common.group import Member, checked_sizes
+from orchestrator.engine.common.waiting import for_others
+from orchestrator.engine.mindspore.rendezvous import (
+    LivenessClient,
+    LivenessServer,
+    PeerWatch,
+    Scheduler,
+    await_verdict,
+    decide,
+    is_literal,
+    scheduler_of,
+)
+from orchestrator.errors import PeerLost, RendezvousError, TransportError
+
+DEVICE_OF = {"mccl": "CPU", "nccl": "GPU", "hccl": "Ascend"}
+VISIBLE = {"nccl": "CUDA_VISIBLE_DEVICES", "hccl": "ASCEND_RT_VISIBLE_DEVICES"}
+COLLECTIVE_TIMEOUT = {"mccl": "MS_CPU_COMM_OP_TIMEOUT", "hccl": "HCCL_EXEC_TIMEOUT"}
+CONNECT_TIMEOUT = "HCCL_CONNECT_TIMEOUT"
+CONNECT_LIMITS_S = (120, 7200)
+"""Limits of HCCL, by its manual."""
+
+
+def available(device: str) -> bool:
+    """Return whether this MindSpore can compute on `device` on this machine."""
+    return device == "CPU" or bool(ms.hal.is_available(device))
+
+
+def choose_transport(spec: GroupSpec) -> str:
+    """Return the transport to use. Raises `TransportError` for what this machine cannot offer."""
+    asked = spec.transport
+    if asked == "auto":
+        found = next(t for t in ("hccl", "nccl", "mccl") if available(DEVICE_OF[t]))
+        if found == "mccl" and spec.devices_asked:
+            raise TransportError(
+                f"devices were asked for ({spec.devices_asked}), but MindSpore finds neither an "
+                f"Ascend NPU nor a GPU that it can use for rank {spec.rank} on {spec.node} (is "
+                f"CANN installed there, and its set_env.sh sourced?). Computing on CPUs instead "
+                f"has to be said: transport=mccl"
+            )
+        return found
+    if asked not in DEVICE_OF:
+        raise TransportError(
+            f"transport={asked} is not one of MindSpore's; it has hccl (Ascend), nccl (GPU) and "
+            f"mccl (CPU); try transport=auto"
+        )
+    if not available(DEVICE_OF[asked]):
+        raise TransportError(
+            f"transport={asked} needs MindSpore with {DEVICE_OF[asked]} support and such a device, "
+            f"but this machine has neither"
+            + (" (is CANN installed, and its set_env.sh sourced?)" if asked == "hccl" else "")
+            + "; try transport=mccl"
+        )
+    return asked
+
+
+def device_index(transport: str, local_rank: int, environment: Mapping[str, str]) -> int:
+    """Return the number of a rank's device: its local rank's, counted among those that it may see.
+
+    A scheduler that gives each rank its own device shows it one only, which then is number 0.
+
+    >>> device_index("hccl", 3, {}), device_index("hccl", 3, {"ASCEND_RT_VISIBLE_DEVICES": "6"})
+    (3, 0)
+
+    Raises:
+        TransportError: there are fewer than the ranks of the node need.
+    """
+    variable = VISIBLE[transport]
+    listed = environment.get(variable)
+    if listed is None:
+        return local_rank
+    seen = [name for name in listed.split(",") if name.strip()]
+    if len(seen) == 1:
+        return 0
+    if local_rank >= len(seen):
+        raise TransportError(
+            f"local rank {local_rank} has no device: {variable}={listed} shows {len(seen)}; ask "
+            f"the scheduler for one a rank, or set cluster.ranks_per_node={max(1, len(seen))}"
+        )
+    return local_rank
+
+
+def variables(
+    spec: GroupSpec, transport: str, scheduler: tuple[str, int], present: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment variables of a worker, needed before MindSpore's cluster forms.
+
+    Args:
+        scheduler: address and port of MindSpore's scheduler process.
+        present: the environment; what a person set of HCCL's time-outs there is left alone.
+    """
+    found = {
+        "MS_ROLE": "MS_WORKER",
+        "MS_WORKER_NUM": str(spec.size),
+        "MS_NODE_ID": str(spec.rank),
+        "MS_SCHED_HOST": str(scheduler[0]),
+        "MS_SCHED_PORT": str(scheduler[1]),
+        "MS_TOPO_TIMEOUT": str(max(1, round(spec.timeout_s))),
+    }
+    if transport in COLLECTIVE_TIMEOUT:
+        seconds = str(max(1, round(spec.collective_timeout_s)))
+        found[COLLECTIVE_TIMEOUT[transport]] = seconds
+    if transport == "hccl":
+        least, most = CONNECT_LIMITS_S
+        found[CONNECT_TIMEOUT] = str(min(most, max(least, round(spec.timeout_s))))
+        found.update(
+            {k: present[k] for k in (CONNECT_TIMEOUT, "HCCL_EXEC_TIMEOUT") if k in present}
+        )
+    return found
+
+
+# ------------------------------------------------------------------ MindSporeGroup
+# MindSpore knows one world per process, so an attempt has one generation. The main thread launches
+# a collective and waits for it while it watches the peers, so that a dead one raises `PeerLost` at
+# once instead of after the collective's timeout.
+
+
+POLL_S = 0.05
+REDUCED_BY_MCCL = (ms.float32, ms.float16)
+GATHERED_BY_MCCL = (ms.float32, ms.int32)
+TIMED_OUT = ("timeout", "timed out", "time out")
+
+
+class MindSporeGroup(Member):
+    """Ranks in processes. With one rank nothing is sent and nothing is counted.
+
+    Args:
+        watch: detects lost peers; None for a lone rank.
+        scheduler: MindSpore's, on rank 0 of several.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        transport: str,
+        generation: int = 0,
+        watch: PeerWatch | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        super().__init__(rank=rank, size=size, generation=generation, transport=transport)
+        self._watch, self._scheduler = watch, scheduler
+        self._told: set[str] = set()
+
+    # ------------------------------------------------------------------ collectives
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over ranks, in place. Same shape and dtype on all ranks."""
+        for total in self.sums([tensor]):
+            tensor.assign_value(total)
+
+    def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums over ranks of several tensors, one collective each, launched together."""
+        self.silence.check("all_reduce_sum")
+        if self._size == 1:
+            return list(tensors)
+        totals: list[Tensor] = []
+        for tensor in tensors:
+            self._count(_bytes(tensor), 2 * (self._size - 1) * _bytes(tensor))
+            totals.append(self._launch_sum(tensor.reshape(-1)).reshape(tensor.shape))
+        self.wait(totals, "all_reduce_sum")
+        return totals
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Concatenate the ranks' tensors along axis 0; see `Group.all_gather`."""
+        self.silence.check("all_gather")
+        every = checked_sizes(tensor.shape, sizes, self._rank, self._size)
+        if self._size == 1:
+            return tensor.copy()
+        row = math.prod(tensor.shape[1:])
+        self._count(_bytes(tensor), (self._size - 1) * sum(every) * row * tensor.itemsize)
+        gathered = self._launch_gather(tensor, every)
+        self.wait([gathered], "all_gather")
+        return gathered
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Replace `tensor` by rank `source`'s, in place."""
+        self.silence.check("broadcast")
+        if not 0 <= source < self._size:
+            raise ValueError(f"`source` must be a rank below {self._size}, but is {source}")
+        if self._size == 1:
+            return
+        self._count(_bytes(tensor), (self._size - 1) * _bytes(tensor))
+        carried, back = self._as_carried(tensor.reshape(-1))
+        broadcast: Any = ops.Broadcast(source)
+        (result,) = broadcast((carried,))
+        self.wait([result], "broadcast")
+        tensor.assign_value(back(result).reshape(tensor.shape))
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+        self.silence.check("barrier")
+        if self._size == 1:
+            return
+        self._counters.collectives += 1
+        # MCCL has no barrier of its own.
+        self.wait([self._launch_sum(ops.zeros((1,), ms.float32))], "barrier")
+
+    def close(self) -> None:
+        """Say goodbye to the peers, and end the scheduler. The group is of no use afterwards."""
+        closing: Any = self._watch
+        if closing is not None:
+            closing.close()
+        if self._scheduler is not None:
+            self._scheduler.end()
+
+    # ------------------------------------------------------------------ the parts
+
+    def _launch_sum(self, flat: Tensor) -> Tensor:
+        if self._transport != "mccl" or flat.dtype in REDUCED_BY_MCCL:
+            reduce: Any = ops.AllReduce()
+            return reduce(flat)
+        self._say_once(
+            f"MCCL has no all-reduce of {flat.dtype}; the ranks' parts are gathered and added in "
+            f"the order of ranks instead"
+        )
+        parts = self._launch_gather(flat, (flat.shape[0],) * self._size)
+        return parts.reshape(self._size, -1).sum(axis=0).astype(flat.dtype)
+
+    def _launch_gather(self, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Equal parts are gathered, so shorter ones travel padded to the longest."""
+        longest = max(sizes)
+        carried, back = self._as_carried(tensor)
+        missing = longest - tensor.shape[0]
+        if missing:
+            padding = ops.zeros((missing, *carried.shape[1:]), carried.dtype)
+            carried = ops.concat([carried, padding]) if tensor.shape[0] else padding
+        if carried.size == 0:
+            return tensor.copy()
+        gathered = back(ops.AllGather()(carried))
+        if min(sizes) == longest:
+            return gathered
+        pieces = [
+            gathered[place * longest : place * longest + size] for place, size in enumerate(sizes)
+        ]
+        return ops.concat([piece for piece in pieces if piece.shape[0]])
+
+    def _as_carried(self, tensor: Tensor) -> tuple[Tensor, Any]:
+        """`tensor` in a type that the transport carries, and the way back."""
+        dtype = tensor.dtype
+        if self._transport != "mccl" or dtype in GATHERED_BY_MCCL:
+            return tensor, lambda result: result
+        if dtype in (ms.float64, ms.int64):
+            # MCCL takes these, but a float64 keeps a float32's digits only and an int64 its lower
+            # half; int32 arrives as it was, so the bits travel as pairs of those.
+            array = np.ascontiguousarray(tensor.asnumpy())
+            rest = array.shape[1:]
+            bits = array.reshape(array.shape[0], math.prod(rest)).view(np.int32)
+
+            def as_before(result: Tensor) -> Tensor:
+                self.wait([result], "all_gather")
+                return Tensor(result.asnumpy().view(array.dtype).reshape(-1, *rest))
+
+            return Tensor(bits), as_before
+        wide = ms.float32 if dtype in (ms.float16, ms.bfloat16) else ms.int32
+        return tensor.astype(wide), lambda result: result.astype(dtype)
+
+    def wait(self, tensors: Sequence[Tensor], operation: str) -> None:
+        """Return when the tensors are computed. Raises `PeerLost` when they will never be."""
+        if self._watch is None:
+            return
+        done = threading.Event()
+        raised: list[RuntimeError] = []
+
+        def compute() -> None:
+            try:
+                for tensor in tensors:
+                    tensor.asnumpy()
+            except RuntimeError as error:
+                raised.append(error)
+            finally:
+                done.set()
+
+        threading.Thread(target=compute, name=operation, daemon=True).start()
+        with for_others(operation):
+            while not done.wait(POLL_S):
+                self._watch.check()
+        if raised:
+            self._watch.changed.wait(2.0)  # a peer's death may show here first
+            self._watch.check()
+            first = str(raised[0]).strip().splitlines()[0]
+            if any(word in str(raised[0]).lower() for word in TIMED_OUT):
+                raise PeerLost(f"rank {self._rank}: {operation} did not end: {first}") from raised[
+                    0
+                ]
+            raise raised[0]
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            print(f"note: {sentence}", flush=True)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return int(tensor.size) * int(tensor.itemsize)
+
+
+# ------------------------------------------------------------------
+# Differentiable collectives: the backward is the adjoint of the map on the stacked ranks
+#
+# | forward, on every rank | backward on rank r |
+# |---|---|
+# | `AllReduceSum`: y = sum_q x_q | sum_q g_q |
+# | `AllReduceMean`: y = (1/R) sum_q x_q | (1/R) sum_q g_q |
+# | `AllGather`: y = [x_0, ..., x_{R-1}], blocks of any size | block r of sum_q g_q |
+#
+# They replace the framework's own, whose backward is wrong or missing: that of `ops.AllGather`
+# needs ReduceScatter, which MCCL does not have, and that of `ops.Broadcast` is the identity. They
+# work in PyNative mode and under `jit`. Every rank has to run the same ones in the same order,
+# backward included: a graph drops a collective whose result one rank does not use, and then pairs
+# the others wrongly. MindSpore refuses to differentiate twice.
+
+
+class _Gather(nn.Cell):
+    """Concatenate equal blocks. No gradient of its own.
+
+    MCCL keeps a float32's digits of a float64, so one travels as three float32 that add up to it.
+    """
+
+    def __init__(self, group: MindSporeGroup) -> None:
+        super().__init__()
+        self.mccl = group.transport == "mccl"
+        self.gather: Any = ops.AllGather()
+
+    def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.mccl and x.dtype == ms.float64:
+            high = x.astype(ms.float32)
+            rest = x - high.astype(ms.float64)
+            middle = rest.astype(ms.float32)
+            low = (rest - middle.astype(ms.float64)).astype(ms.float32)
+            whole = self.gather(high).astype(ms.float64) + self.gather(middle).astype(ms.float64)
+            return whole + self.gather(low).astype(ms.float64)
+        return self.gather(x)
+
+
+class _Sum(nn.Cell):
+    """The plain sum over ranks, by what the transport has for the dtype. No gradient of its own."""
+
+    def __init__(self, group: MindSporeGroup) -> None:
+        super().__init__()
+        self.ranks = group.size
+        self.alone = group.size == 1
+        self.mccl = group.transport == "mccl"
+        self.reduce: Any = None if self.alone else ops.AllReduce()
+        self.gather: Any = None if self.alone else _Gather(group)
+
+    def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.alone:
+            return x
+        if self.mccl and x.dtype == ms.float64:  # MCCL reduces no float64
+            parts = self.gather(x.reshape(-1))
+            return parts.reshape(self.ranks, -1).sum(axis=0).reshape(x.shape)
+        return self.reduce(x)
+
+
+class AllReduceSum(nn.Cell):
+    """y = sum_q x_q on every rank; backward: sum_q g_q. Any shape, float32, float16 or float64."""
+
+    def __init__(self, group: MindSporeGroup) -> None:
+        super().__init__()
+        self.total: Any = _Sum(group)
+
+    def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.total(x)
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:  # noqa: ARG002  # MindSpore's form
+        return (self.total(dout),)
+
+
+class AllReduceMean(nn.Cell):
+    """y = (1/R) sum_q x_q on every rank; backward: (1/R) sum_q g_q."""
+
+    def __init__(self, group: MindSporeGroup) -> None:
+        super().__init__()
+        self.total: Any = _Sum(group)
+        self.share = 1.0 / group.size
+
+    def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.total(x) * self.share
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:  # noqa: ARG002  # MindSpore's form
+        return (self.total(dout) * self.share,)
+
+
+class _EqualGather(nn.Cell):
+    """Concatenate equal blocks; backward: block r of the summed gradient."""
+
+    def __init__(self, group: MindSporeGroup, rows: int) -> None:
+        super().__init__()
+        self.total: Any = _Sum(group)
+        self.gather: Any = _Gather(group)
+        self.start, self.stop = group.rank * rows, (group.rank + 1) * rows
+
+    def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.gather(x)
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:  # noqa: ARG002  # MindSpore's form
+        return (self.total(dout)[self.start : self.stop],)
+
+
+class AllGather(nn.Cell):
+    """y = [x_0, ..., x_{R-1}] along axis 0 on every rank; backward: block r of sum_q g_q.
+
+    Args:
+        group: the ranks.
+        sizes: leading sizes n_0..n_{R-1}, each at least 1; equal on all ranks.
+
+    The input's shape is (n_r, ...), the output's (sum of sizes, ...). Uneven blocks travel padded.
+    """
+
+    def __init__(self, group: MindSporeGroup, sizes: Sequence[int]) -> None:
+        super().__init__()
+        if len(sizes) != group.size or min(sizes) < 1:
+            raise ValueError(
+                f"`sizes` must be {group.size} leading sizes of at least 1, but is {list(sizes)}"
+            )
+        self.alone = group.size == 1
+        self.longest = max(sizes)
+        self.missing = self.longest - sizes[group.rank]
+        self.even = min(sizes) == self.longest
+        self.spans = tuple(
+            (place * self.longest, place * self.longest + size) for place, size in enumerate(sizes)
+        )
+        self.equal: Any = None if self.alone else _EqualGather(group, self.longest)
+
+    def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.alone:
+            return x
+        padded = x
+        if self.missing:
+            padded = ops.concat((x, ops.zeros((self.missing, *x.shape[1:]), x.dtype)))
+        gathered = self.equal(padded)
+        if self.even:
+            return gathered
+        pieces: Any = ()
+        for start, stop in self.spans:
+            pieces = (*pieces, gathered[start:stop])
+        return ops.concat(pieces)
+
+
+# ------------------------------------------------------------------ Forming a group
+# `msrun` is not used: SLURM or the local cluster has started every rank already, so only the
+# scheduler process, which rank 0 starts, and environment variables remain.
+
+
+RANK_TABLE = "RANK_TABLE_FILE"
+
+
+def form_group(spec: GroupSpec) -> MindSporeGroup:
+    """Meet all ranks. Collective; to be called before any tensor is made.
+
+    Raises:
+        TransportError: the transport is not there, or the address is no IP literal.
+        RendezvousError: ranks are missing (they are named), or the scheduler does not start.
+        StopRequested: a rank was asked to stop meanwhile; raised on all.
+    """
+    transport = choose_transport(spec)
+    device = DEVICE_OF[transport]
+    # Where the compiler leaves its files about code that it cannot compile; else in the cwd.
+    os.environ.setdefault("MS_OM_PATH", str(spec.folder))
+    if device != "CPU":
+        index = device_index(transport, spec.local_rank, os.environ)
+        ms.set_device(device, index)
+        _say(f"rank {spec.rank} on {spec.node} computes on {device} {index}")
+    else:
+        # A CPU's kernels run on the cores that issue them: queues between the two are threads that
+        # spin while they wait for each other, for two fifths of four ranks' processor time.
+        ms.runtime.launch_blocking()
+    if spec.size == 1:
+        return MindSporeGroup(rank=0, size=1, transport=transport, generation=spec.generation)
+    _check_address(spec)
+    if spec.generation or communication.GlobalComm.INITED:
+        raise RendezvousError(
+            "MindSpore forms one group in a process's life; start the ranks again instead"
+        )
+    if spec.rank:
+        verdict = await_verdict(spec)
+        watch: Any = LivenessClient(tuple(verdict["watch"]), verdict["token"], spec.rank, spec.node)
+        scheduler = None
+    else:
+        watch, scheduler, verdict = _host(spec)
+    _initialise(spec, transport, verdict)
+    return MindSporeGroup(
+        rank=spec.rank,
+        size=spec.size,
+        transport=transport,
+        generation=spec.generation,
+        watch=watch,
+        scheduler=scheduler,
+    )
+
+
+def _check_address(spec: GroupSpec) -> None:
+    if not is_literal(spec.address):
+        raise TransportError(
+            f"MindSpore takes IP addresses only, but the address of {spec.node} is "
+            f"{spec.address!r}; choose its interface: cluster.interface=eth0, say"
+        )
+
+
+def _host(spec: GroupSpec) -> tuple[LivenessServer, Scheduler, dict[str, Any]]:
+    """Rank 0's part."""
+    token = secrets.token_hex(16)
+    scheduler = scheduler_of(spec)
+    hub = LivenessServer(spec.address, token)
+
+    def ready() -> dict[str, Any] | None:
+        if not scheduler.ready():
+            return None
+        return {
+            "scheduler": [spec.address, scheduler.port],
+            "watch": list(hub.endpoint),
+            "token": token,
+        }
+
+    try:
+        verdict = decide(spec, ready)
+    except BaseException:
+        hub.close(wait_s=0.0)
+        scheduler.end()
+        raise
+    hub.watch_child(scheduler.process.pid, scheduler.process.poll)
+    return hub, scheduler, verdict
+
+
+def _initialise(spec: GroupSpec, transport: str, verdict: dict[str, Any]) -> None:
+    host, port = verdict["scheduler"]
+    if os.environ.pop(RANK_TABLE, None):
+        _say(f"note: {RANK_TABLE} is not used; ranks meet in MindSpore's dynamic cluster")
+    os.environ.update(variables(spec, transport, (host, port), os.environ))
+    try:
+        communication.init()
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        raise RendezvousError(
+            f"rank {spec.rank} on {spec.node} met the others, but MindSpore's cluster did not "
+            f"form: {first}"
+        ) from error
+    found = communication.get_rank(), communication.get_group_size()
+    if found != (spec.rank, spec.size):
+        raise RendezvousError(
+            f"MindSpore numbered rank {spec.rank} of {spec.size} as {found[0]} of {found[1]}"
+        )
+
+
+def _say(sentence: str) -> None:
+    print(sentence, flush=True)

@@ -1,0 +1,304 @@
+"""Models of MindSpore jobs: building, seeds, batch norm, precision, weights digest, warnings."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, amp, nn, ops
+
+from orchestrator.engine.api import EngineSettings
+from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.replicas import Piece, Replicas
+from orchestrator.engine.common.update_policy import LossScale
+from orchestrator.errors import ConfigError, JobError
+from orchestrator.job import Job
+
+_SHOWN = 5
+BATCH_NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+RANDOM: tuple[Any, ...] = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+
+
+def layers(model: nn.Cell, kinds: tuple[Any, ...]) -> list[str]:
+    """Return the names of the model's cells of these kinds."""
+    return [name for name, cell in model.cells_and_names() if isinstance(cell, kinds)]
+
+
+def batch_norms(model: nn.Cell) -> dict[str, Any]:
+    """Return the model's batch norms by name, "" if it is one itself; without those that are
+    frozen.
+    """
+    return {
+        name: cell
+        for name, cell in model.cells_and_names()
+        if isinstance(cell, BATCH_NORMS)
+        and getattr(cell, "use_batch_statistics", None) is not False
+    }
+
+
+def advice(model: nn.Cell, *, ranks: int = 2, micro_batches: int | None = None) -> list[str]:
+    """Return sentences about layers of `model` that do not do what one big batch would.
+
+    Args:
+        ranks: how many train it.
+        micro_batches: of an update, over all ranks; None for many.
+    """
+    found: list[str] = []
+    norms = list(batch_norms(model))
+    if norms and micro_batches != 1:
+        apart = ", and running statistics differ between ranks" * (ranks > 1)
+        found.append(
+            f"batch norm in {listed(norms)} sees one micro-batch at a time, so the update is not "
+            f"that of one big batch{apart}. Use "
+            f"engine.norm=group or engine.norm=frozen, LayerNorm, or one micro-step of the whole "
+            f"batch on one rank"
+        )
+    dropouts = [name for name, cell in model.cells_and_names() if _draws(cell)]
+    if dropouts:
+        found.append(
+            f"dropout in {listed(dropouts)} draws from a state inside MindSpore's operator, which "
+            f"cannot be set: a resumed run draws other numbers, so it will not have the bits of an "
+            f"undisturbed one. Regularise by weight decay, or draw masks in the data set"
+        )
+    return found
+
+
+def _draws(cell: Any) -> bool:
+    """Return whether a cell is a dropout that drops anything."""
+    drops = getattr(cell, "p", None) != 0 and getattr(cell, "keep_prob", None) != 1
+    return isinstance(cell, RANDOM) and drops
+
+
+def listed(names: list[str]) -> str:
+    """Return the first few of some layers' names, in words."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(name or "the model itself" for name in names[:_SHOWN]) + more
+
+
+# ------------------------------------------------------------------
+# Batch norm (`engine.norm`): see the torch engine
+
+
+LARGEST_GROUPS, LEAST_CHANNELS = 32, 4
+
+
+def with_norms(model: nn.Cell, choice: str) -> tuple[nn.Cell, list[str]]:
+    """Return the model with its batch norms frozen, replaced or left; and a sentence about it.
+
+    Args:
+        model: is changed in place, unless it is a batch norm itself.
+        choice: "warn", which leaves it to `advice` to warn; "frozen"; or "group".
+    """
+    found = batch_norms(model)
+    if choice == "warn" or not found:
+        return model, []
+    if choice == "frozen":
+        for layer in found.values():
+            layer.use_batch_statistics = False
+        what = "keeps the statistics that it has (load trained ones in model())"
+    else:
+        model = _replaced(model, found)
+        what = "was replaced by group norm"
+    return model, [f"engine.norm={choice}: batch norm in {listed(list(found))} {what}"]
+
+
+def _replaced(model: nn.Cell, found: dict[str, Any]) -> nn.Cell:
+    made = {id(layer): _grouped(layer) for layer in found.values()}
+    names = [(parameter, parameter.name) for parameter in model.get_parameters()]
+    for _, parent in list(model.cells_and_names()):
+        held: Any = parent
+        for child, layer in list(parent.name_cells().items()):
+            if id(layer) not in made:
+                continue
+            if isinstance(parent, nn.SequentialCell | nn.CellList):
+                held[int(child)] = made[id(layer)]
+            else:
+                setattr(held, child, made[id(layer)])
+    for parameter, name in names:  # containers add their prefix once more
+        parameter.name = name
+    return made.get(id(model), model)
+
+
+def _grouped(layer: Any) -> nn.Cell:
+    """Return a group norm with the batch norm's own weight and bias.
+
+    Channels of vectors have no places to take statistics over, so all of them make one group.
+    """
+    channels = int(layer.num_features)
+    vectors = isinstance(layer, nn.BatchNorm1d)
+    most = 1 if vectors else max(1, min(LARGEST_GROUPS, channels // LEAST_CHANNELS))
+    groups = next(count for count in range(most, 0, -1) if channels % count == 0)
+    made: Any = nn.GroupNorm(groups, channels, eps=layer.eps)
+    made.gamma, made.beta = layer.gamma, layer.beta
+    return made
+
+
+# ------------------------------------------------------------------ Building
+
+
+SEED_BITS = 0x7FFFFFFF
+DIGEST_NUMBERS, DIGEST_DIGITS = 4, 12  # 48 bits each, which a float64 carries exactly
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and MindSpore's generators."""
+    random.seed(seed)
+    ms.set_seed(seed & SEED_BITS)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # users' code draws from it
+
+
+def build_model(job: Job, settings: EngineSettings) -> tuple[nn.Cell, list[str]]:
+    """Return the job's model from the run's seed, and what to know of its norms.
+
+    Raises:
+        JobError: `model()` gives none.
+    """
+    seed_everything(derived_seed("model", settings.seed))
+    model = job.model()
+    if not isinstance(model, nn.Cell):
+        raise JobError(f"model() must give a mindspore.nn.Cell, but gives {type(model).__name__}")
+    if settings.precision == "float64":
+        for parameter in model.get_parameters():
+            parameter.set_dtype(ms.float64)
+    model, warnings = with_norms(model, settings.norm)
+    model.set_train()
+    return model, warnings
+
+
+def check_same_weights(sha256: str, gather: Callable[[Sequence[float]], list[list[float]]]) -> None:
+    """Check that all ranks start with the same bits. Collective.
+
+    Raises:
+        JobError: on all ranks alike, naming those that differ from rank 0.
+    """
+    numbers = [
+        float(int(sha256[n * DIGEST_DIGITS : (n + 1) * DIGEST_DIGITS], 16))
+        for n in range(DIGEST_NUMBERS)
+    ]
+    rows = gather(numbers)
+    odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
+    if odd:
+        raise JobError(
+            f"model() does not give the same weights on every rank: ranks "
+            f"{', '.join(map(str, odd))} differ from rank 0. It must depend on nothing but the "
+            f"job's arguments and the random seed"
+        )
+
+
+# ------------------------------------------------------------------ Precision
+# Weights, gradients and sums stay float32; inside the loss, operators of MindSpore's white list
+# (matrix products, convolutions) compute in the half format, those of its black list do not.
+
+
+HALVES = {"float16": ms.float16, "bfloat16": ms.bfloat16}
+CHECK_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
+
+
+class Precision(LossScale):
+    """Number formats of a run. See `EngineSettings.precision` for the names.
+
+    Attributes:
+        tolerance: how far two ways to compute a gradient may differ, relative to its largest part.
+
+    Raises:
+        ConfigError: the transport's device cannot compute in that format.
+    """
+
+    def __init__(self, name: str = "float32", transport: str = "mccl") -> None:
+        if name == "bfloat16" and transport == "mccl":
+            raise ConfigError(
+                "train.precision=bfloat16 cannot be computed by MindSpore on a CPU, which has no "
+                "matrix product for it; try train.precision=float16, or transport=hccl or nccl"
+            )
+        super().__init__(scales=name == "float16")
+        self._half: Any = HALVES.get(name)
+        self.tolerance = CHECK_TOLERANCE if self._half is None else HALF_TOLERANCE
+        # A parameter, so that graphs read its value and need no compiling when it changes.
+        self._held: Any = None
+        if name == "float16":
+            self._held = Parameter(
+                Tensor(self.scale, ms.float32), name="loss_scale", requires_grad=False
+            )
+
+    def objective(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function to differentiate. Works in a graph.
+
+        Args:
+            forward: gives (total, ...).
+
+        Returns:
+            A function that gives (scaled total, (total, ...)), computed in the format.
+        """
+        inner: Any = forward
+        if self._half is not None:
+            inner = amp.auto_mixed_precision(forward, "auto", self._half)
+        held = self._held
+
+        def plain(*leaves: Tensor) -> Any:
+            found = inner(*leaves)
+            return found[0], found
+
+        def scaled(*leaves: Tensor) -> Any:
+            found = inner(*leaves)
+            return found[0].astype(ms.float32) * held, found
+
+        return plain if held is None else scaled
+
+    def overflowed(self) -> None:
+        super().overflowed()
+        self._hold()
+
+    def succeeded(self) -> None:
+        super().succeeded()
+        self._hold()
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        super().load(state)
+        self._hold()
+
+    def _hold(self) -> None:
+        if self._held is not None:
+            ops.assign(self._held, Tensor(self.scale, ms.float32))  # see `optimizers.set_rate`
+
+
+# ------------------------------------------------------------------ Weights digest
+
+
+def replicas_of(
+    model: nn.Cell, gather: Callable[[Sequence[float]], list[list[float]]], ranks: int
+) -> Replicas:
+    """Return the detector of a model's parameters that differ between ranks. Not collective.
+
+    The running statistics of batch norms are parameters here, too, and every rank has its own.
+    """
+    own = {
+        id(statistics)
+        for _, cell in model.cells_and_names()
+        if isinstance(cell, BATCH_NORMS)
+        for statistics in (cell.moving_mean, cell.moving_variance)
+    }
+    parameters: list[Any] = [p for p in model.get_parameters() if id(p) not in own]
+
+    def digests(pieces: Sequence[Piece]) -> list[int]:
+        held: dict[int, Any] = {}
+        found: list[int] = []
+        for piece in pieces:
+            if piece.number not in held:
+                array = parameters[piece.number].asnumpy()
+                held = {piece.number: np.ascontiguousarray(array).reshape(-1)}
+            data = held[piece.number][piece.start : piece.end].view(np.uint8).data
+            found.append(int.from_bytes(hashlib.sha256(data).digest()[:8], "little"))
+        return found
+
+    return Replicas(
+        [parameter.name for parameter in parameters],
+        [int(parameter.size) for parameter in parameters],
+        [int(parameter.itemsize) for parameter in parameters],
+        digests=digests,
+        gather=gather,
+        ranks=ranks,
+    )

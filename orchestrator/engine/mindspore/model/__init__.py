@@ -1,1 +1,0 @@
-"""A job's model and loss in the form that MindSpore compiles."""

@@ -1,1 +1,0 @@
-"""Batch norm, which sees one micro-batch: named, frozen or replaced."""

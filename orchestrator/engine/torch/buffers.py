@@ -1,0 +1,569 @@
+"""Flat gradient buffers: layout, accumulation into them, gradient hooks, used parameters."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from orchestrator.engine.common.packed_sums import USES_ALL, USES_CHANGED, Trailer
+from orchestrator.engine.torch.group import BaseGroup, bytes_of, version_of
+from orchestrator.errors import ConfigError, JobError
+from orchestrator.plan.wire import bucket_count, trailer_numbers
+
+_ALIGNED = 16
+_EXACT = (torch.float32, torch.float64)  # dtypes that add up a trailer's limbs without rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a parameter's gradient: `count` real numbers of buffer `buffer` from `start`."""
+
+    name: str
+    parameter: Tensor
+    buffer: int
+    start: int
+    count: int
+
+
+@dataclass(slots=True)
+class BufferPlan:
+    """One buffer in the making: its parameters in their order."""
+
+    device: torch.device
+    dtype: torch.dtype
+    members: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
+
+
+def named_parameters(
+    model: Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor],
+) -> list[tuple[str, Tensor]]:
+    """Return the parameters of a module, or those that are given, with names."""
+    if isinstance(model, Module):
+        return list(model.named_parameters())
+    named: list[tuple[str, Tensor]] = []
+    for number, item in enumerate(model):
+        named.append((f"parameter {number}", item) if isinstance(item, Tensor) else item)
+    return named
+
+
+def trained(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return the parameters that get gradients, each once, with the first of its names.
+
+    Raises:
+        JobError: there is none, or one is not of a floating or complex dtype.
+    """
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            found.setdefault(id(parameter), (name, parameter))
+    if not found:
+        raise JobError("the model has no parameter to train: none has requires_grad=True")
+    return list(found.values())
+
+
+def real_numbers(tensor: Tensor) -> int:
+    """Return how many real numbers `tensor` holds: two for each complex one."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def buffer_plans(
+    parameters: Sequence[tuple[str, Tensor]], *, trailer: bool, order: Sequence[int] | None = None
+) -> list[BufferPlan]:
+    """Return the buffers for `parameters`.
+
+    Args:
+        order: of the parameters' numbers within a buffer; the reverse of theirs by default, which
+            a backward comes near to.
+        trailer: the last buffer has to carry one, so it is of a dtype that does not round it.
+
+    Raises:
+        JobError: a parameter is not of a floating or complex dtype.
+        ValueError: `order` does not hold each parameter's number once.
+    """
+    if order is None:
+        order = range(len(parameters) - 1, -1, -1)
+    if sorted(order) != list(range(len(parameters))):
+        raise ValueError(
+            f"`order` must hold each number below {len(parameters)} once, but is {list(order)}"
+        )
+    plans: dict[tuple[torch.device, torch.dtype], BufferPlan] = {}
+    for name, parameter in (parameters[number] for number in order):
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise JobError(
+                f"parameter {name} is {parameter.dtype}; gradients need a floating dtype"
+            )
+        dtype = parameter.real.dtype if parameter.is_complex() else parameter.dtype
+        key = (parameter.device, dtype)
+        plans.setdefault(key, BufferPlan(*key)).members.append((name, parameter))
+    for plan in plans.values():  # pairs of reals have to begin at even places
+        plan.members.sort(key=lambda member: not member[1].is_complex())
+    # The trailer's buffer comes last, because the trailer is what is known last.
+    ordered = sorted(plans.values(), key=lambda plan: plan.dtype in _EXACT)
+    if trailer and ordered[-1].dtype not in _EXACT:
+        ordered.append(BufferPlan(ordered[-1].device, torch.float32))
+    return ordered
+
+
+def bucket_slices(
+    payloads: Sequence[Tensor],
+    bucket_bytes: int | None,
+    itemsize: int | None = None,
+    *,
+    multiple_of: int = 1,
+) -> list[tuple[int, int, int]]:
+    """Cut each payload into `plan.wire.bucket_count` equal slices: (buffer, start, end) in numbers.
+
+    Args:
+        itemsize: what a number has in bytes while it travels, where that is less than it has here.
+        multiple_of: lengths of slices are multiples of this, as those of payloads are.
+
+    Raises:
+        ConfigError: a bucket is too small to hold one number.
+    """
+    slices: list[tuple[int, int, int]] = []
+    for number, payload in enumerate(payloads):
+        size = min(payload.element_size(), itemsize or payload.element_size())
+        if bucket_bytes is not None and bucket_bytes < size:
+            raise ConfigError(
+                f"a bucket of {bucket_bytes} bytes holds no number of {payload.dtype}; "
+                f"engine.bucket_mib must be at least {size / 2**20:.3g}"
+            )
+        count = bucket_count(payload.numel() * size, bucket_bytes)
+        atoms = payload.numel() // multiple_of
+        ends = [atoms * bucket // count * multiple_of for bucket in range(1, count + 1)]
+        slices += [
+            (number, start, end)
+            for start, end in zip([0, *ends], ends, strict=False)
+            if end > start
+        ]
+    return slices
+
+
+def segment_of(bucket: tuple[int, int, int], rank: int, ranks: int) -> tuple[int, int, int]:
+    """Return rank `rank`'s segment of a bucket of `ranks` equally long segments.
+
+    >>> segment_of((0, 30, 60), rank=1, ranks=3)
+    (0, 40, 50)
+    """
+    buffer, start, end = bucket
+    length = (end - start) // ranks
+    return buffer, start + rank * length, start + (rank + 1) * length
+
+
+def aligned_first(
+    parameters: Sequence[tuple[str, Tensor]], order: Sequence[int] | None
+) -> list[int]:
+    """`order`, as `buffer_plans` takes it, with parameters of odd sizes moved to the end.
+
+    So all others begin at multiples of 16 numbers, as kernels want their weights, although nothing
+    is put between them.
+    """
+    if order is None:
+        order = range(len(parameters) - 1, -1, -1)
+    return sorted(order, key=lambda number: real_numbers(parameters[number][1]) % _ALIGNED != 0)
+
+
+# ------------------------------------------------------------------ Gradient buffers
+# A window begins with every `.grad` None. The gradients of its first backward are copied into
+# their places as they come; autograd adds all later ones there itself. So no time goes into zeros,
+# and nothing is copied together to be reduced. The trailer's numbers end the last buffer.
+#
+# Only a backward may write gradients. Each view has its own count of in-place writes (torch's
+# version), which grows by one for each gradient that is added. Any other write, and any other
+# tensor in `.grad`, is found at the next check and refused.
+
+
+_GRADIENT = attrgetter("grad")
+
+
+class GradientBuffers:
+    """The buffers of one model, and the gradients as views into them.
+
+    Args:
+        parameters: what `trained` gives.
+        metric_count: metrics that the trailer carries; None for no trailer at all.
+        pad_to: each buffer is allocated in multiples of this; the padding is never reduced as
+            gradient and stays zero.
+        order: see `buffer_plans`.
+
+    Attributes:
+        flats: the buffers, padding included. The trailer ends the payload of the last one.
+        payloads: their meaningful parts: gradients, in the last one the trailer as well.
+        gradients: their gradients alone.
+        views: one for each parameter, in the order of `parameters`.
+        trailer: the trailer's numbers.
+        versions: what each view's version is to be: a backward that adds to one counts there.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Tensor]],
+        *,
+        metric_count: int | None = 0,
+        pad_to: int = 1,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        self.metric_count, self.pad_to, self.order = metric_count, pad_to, order
+        self.parameters = list(parameters)
+        trailer = 0 if metric_count is None else trailer_numbers(metric_count)
+        plans = buffer_plans(self.parameters, trailer=trailer > 0, order=order)
+        self.flats: list[Tensor] = []
+        self.payloads: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+        place_of: dict[int, Place] = {}
+        for number, plan in enumerate(plans):
+            start = 0
+            for name, parameter in plan.members:
+                count = real_numbers(parameter)
+                place_of[id(parameter)] = Place(name, parameter, number, start, count)
+                start += count
+            last = number == len(plans) - 1
+            length = start + (trailer if last else 0)
+            padded = -(-length // pad_to) * pad_to
+            flat = torch.zeros(padded, dtype=plan.dtype, device=plan.device)
+            self.flats.append(flat)
+            self.payloads.append(flat[:length])
+            self.gradients.append(flat[:start])
+        self.trailer = self.payloads[-1][self.gradients[-1].numel() :]
+        self.places = [place_of[id(parameter)] for _, parameter in self.parameters]
+        # A view by `.data` has a version of its own, which writing in the flat buffer leaves alone.
+        self.views = [
+            view_of(self.flats[place.buffer], place, place.start).data for place in self.places
+        ]
+        self._tensors = [parameter for _, parameter in self.parameters]
+        self._addresses = [view.data_ptr() for view in self.views]
+        self.versions = [0] * len(self.views)
+        self._filled = bytearray(len(self.places))  # 1 where a gradient is in its place
+        self._checked = False  # in this backward, what is in no view's place was None before it
+
+    def clone_layout(self) -> GradientBuffers:
+        """Further buffers of the same layout, zero."""
+        return GradientBuffers(
+            self.parameters, metric_count=self.metric_count, pad_to=self.pad_to, order=self.order
+        )
+
+    def begin(self) -> None:
+        """Begin a window or a leaf: every `.grad` is None, trailer and padding are zero."""
+        self._filled[:] = bytes(len(self._filled))
+        for flat, gradient in zip(self.flats, self.gradients, strict=True):
+            flat[gradient.numel() :].zero_()
+        for parameter in self._tensors:
+            parameter.grad = None
+        self.versions[:], self._checked = map(version_of, self.views), False
+
+    @property
+    def begun(self) -> bool:
+        """A backward has brought gradients since `begin`; later ones add where those are."""
+        return 1 in self._filled
+
+    def check_before_backward(self) -> None:
+        """Before a backward: every `.grad` is its view, or None.
+
+        A `.grad` of None (after `zero_grad(set_to_none=True)`) takes nothing away from what was
+        accumulated.
+
+        Raises:
+            JobError: another tensor is in its place.
+        """
+        before = map(_GRADIENT, self._tensors)
+        if not all(map(is_, before, self.views if self.begun else repeat(None))):
+            for number, (parameter, view) in enumerate(zip(self._tensors, self.views, strict=True)):
+                if parameter.grad is not None and parameter.grad is not view:
+                    raise self._foreign_write(number)
+        self._checked = True
+
+    def take(self, number: int) -> None:
+        """Put the gradient of parameter `number`, which a backward has added to, in its place.
+
+        The window's first is copied there; one that found `.grad` to be None later is added; what
+        autograd added in place is there already.
+
+        Raises:
+            JobError: something else wrote there.
+        """
+        parameter, view = self._tensors[number], self.views[number]
+        found = parameter.grad
+        if found is view:
+            version = version_of(view)
+            if version != self.versions[number] + 1 or not self._filled[number]:
+                raise self._foreign_write(number)
+            self.versions[number] = version
+            return
+        if found is None:
+            raise JobError(
+                f"the gradient of {self.parameters[number][0]} was taken away within the backward "
+                "that made it, by a register_post_accumulate_grad_hook() perhaps: an optimizer "
+                "cannot step there, as the update is made at the boundary"
+            )
+        if found.requires_grad:
+            return  # `store_late` refuses it
+        if not self._filled[number]:
+            if found.is_sparse:
+                view.zero_().add_(found)
+            else:
+                view.copy_(found)
+        elif self._checked:
+            view.add_(found)
+        else:
+            raise self._foreign_write(number)
+        self._filled[number] = 1
+        self.versions[number] = version_of(view)
+        parameter.grad = view
+
+    def store_late(self) -> list[int]:
+        """After a backward: every gradient that came is in its place, and nothing else was written.
+
+        Returns:
+            The parameters whose gradients were put there now: they came in a backward that was
+            only counted, and had none before.
+
+        Raises:
+            JobError: one is not a backward's, or a backward with `create_graph=True` replaced it.
+        """
+        late: list[int] = []
+        if not all(map(is_, map(_GRADIENT, self._tensors), self.views)):
+            for number, (parameter, view) in enumerate(zip(self._tensors, self.views, strict=True)):
+                found = parameter.grad
+                came = self.versions[number] > version_of(view)
+                if found is view or (found is None and not (came or self._filled[number])):
+                    continue
+                if found is None and not came:
+                    parameter.grad = view
+                    continue
+                if not came or (found is not None and found.requires_grad):
+                    raise self._foreign_write(number)
+                self.take(number)
+                late.append(number)
+        self._checked = False
+        if list(map(version_of, self.views)) != self.versions:
+            self.verify()
+        return late
+
+    def verify(self) -> None:
+        """Raise `JobError` unless the last to write in each view was a backward."""
+        versions = list(map(version_of, self.views))
+        addresses = [view.data_ptr() for view in self.views]
+        if versions != self.versions or addresses != self._addresses:
+            now = zip(versions, addresses, strict=True)
+            before = zip(self.versions, self._addresses, strict=True)
+            raise self._foreign_write(
+                next(n for n, (a, b) in enumerate(zip(now, before, strict=True)) if a != b)
+            )
+
+    def complete(self) -> None:
+        """`store_late`, then zeros for parameters without a gradient, so buffers can be summed."""
+        self.store_late()
+        self.verify()
+        if 0 in self._filled:
+            for number, view in enumerate(self.views):
+                if not self._filled[number]:
+                    view.zero_()
+                    self.versions[number] = version_of(view)
+            self.attach()
+
+    def _foreign_write(self, number: int) -> JobError:
+        name, parameter = self.parameters[number]
+        if parameter.grad is not None and parameter.grad.requires_grad:
+            return JobError(
+                f"the gradient of {name} carries a graph: accumulate by plain backward(); for "
+                "gradient penalties use torch.autograd.grad(..., create_graph=True)"
+            )
+        return JobError(
+            f"the gradient of {name} was written by something else than a backward: between a "
+            "window's start and its boundary only backward() adds to .grad. To clip use "
+            "Accumulator(..., clip_norm=...), to scale or mask use parameter.register_hook(...); "
+            "zero_grad() is not needed; gradients from torch.func or by hand cannot be accumulated"
+        )
+
+    def attach(self) -> None:
+        """Show the buffers' numbers: every `.grad` is its view, whatever it was."""
+        self._filled[:] = bytes([1]) * len(self._filled)
+        if not all(map(is_, map(_GRADIENT, self._tensors), self.views)):
+            for parameter, view in zip(self._tensors, self.views, strict=True):
+                parameter.grad = view
+
+    def detach(self, unused: Iterable[int]) -> None:
+        """Set `.grad` of these parameters to None, so that the optimizer leaves them alone."""
+        for number in unused:
+            self.parameters[number][1].grad = None
+
+    def non_finite(self) -> list[str]:
+        """Name the parameters whose gradient holds NaN or infinity. Not collective."""
+        return [
+            name
+            for (name, _), view in zip(self.parameters, self.views, strict=True)
+            if not bool(torch.isfinite(view).all())
+        ]
+
+    def bytes_of_all(self) -> int:
+        """Return the memory of the buffers, trailer and padding included."""
+        return sum(bytes_of(flat) for flat in self.flats)
+
+    def numbers(self) -> int:
+        """Return the real numbers of all gradients."""
+        return sum(gradient.numel() for gradient in self.gradients)
+
+
+def view_of(flat: Tensor, place: Place, start: int = 0) -> Tensor:
+    """Return the numbers of `flat` from `start` on, in the shape and strides of the parameter at
+    `place`.
+
+    A complex parameter's are pairs of reals there; of another dtype than `flat`'s it may be.
+    """
+    parameter = place.parameter
+    part = flat[start : start + place.count]
+    if parameter.is_complex():
+        part = torch.view_as_complex(part.view(-1, 2))
+    # Fused optimizers want the gradient's strides to be the parameter's. They can be where the
+    # parameter is dense, which is where an empty_like has its strides.
+    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+        return part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
+    return part.view(parameter.shape)
+
+
+# ------------------------------------------------------------------ Gradient hooks
+# Hooks take most of what an accumulator costs in a micro-step, since they run Python once for each
+# parameter. Where it is enough to know that a gradient came, the hook only counts it.
+
+
+_OWNERS: Any = WeakTensorKeyDictionary()
+"""By parameter a weak reference to the accumulator whose hook it has."""
+
+
+@dataclass(slots=True)
+class GradHooks:
+    """The gradient hooks of one accumulator.
+
+    Attributes:
+        counts: while set, hooks count gradients there, by parameter, instead of calling the owner.
+    """
+
+    parameters: Sequence[Tensor]
+    handles: list[Any] = field(default_factory=list[Any])
+    counts: list[int] | None = None
+
+    @contextmanager
+    def counting(self, counts: list[int] | None) -> Generator[None]:
+        """Count gradients in `counts` meanwhile; with None the owner is called for each."""
+        self.counts = counts
+        try:
+            yield
+        finally:
+            self.counts = None
+
+    def remove(self) -> None:
+        """Remove the hooks, so that another accumulator may register its own."""
+        for handle in self.handles:
+            handle.remove()
+        for parameter in self.parameters:
+            _OWNERS.pop(parameter, None)
+
+
+def register_grad_hooks(owner: Any, named: Sequence[tuple[str, Tensor]]) -> GradHooks:
+    """Call `owner.gradient_ready(number)` for every gradient, as long as `owner` lives.
+
+    Args:
+        owner: an accumulator, held weakly: hooks on a model keep no accumulator alive.
+        named: its parameters.
+
+    Raises:
+        ConfigError: one of them has the hook of another accumulator.
+    """
+    _refuse_owned(named)
+    weak_owner = weakref.ref(owner)
+    hooks = GradHooks([parameter for _, parameter in named])
+    for parameter in hooks.parameters:
+        _OWNERS[parameter] = weak_owner
+
+    def hook_of(number: int) -> Callable[[Tensor], None]:
+        def ready(_: Tensor) -> None:
+            if hooks.counts is not None:
+                hooks.counts[number] += 1
+            elif (living := weak_owner()) is not None:
+                living.gradient_ready(number)
+
+        return ready
+
+    hooks.handles += [
+        parameter.register_post_accumulate_grad_hook(hook_of(number))
+        for number, parameter in enumerate(hooks.parameters)
+    ]
+    return hooks
+
+
+def _refuse_owned(named: Sequence[tuple[str, Tensor]]) -> None:
+    def owned() -> list[str]:
+        return [name for name, p in named if p in _OWNERS and _OWNERS[p]() is not None]
+
+    if owned():
+        gc.collect()  # an accumulator without references may only wait for collection
+    if names := owned():
+        raise ConfigError(
+            f"parameter {names[0]} belongs to another accumulator: one model has one, and each "
+            "parameter's gradient is reduced once. close() the other one first"
+        )
+
+
+# ------------------------------------------------------------------ Unused parameters
+# One process would leave the `.grad` of an unused parameter None, so that weight decay and
+# momentum do not touch it. To do the same, ranks have to agree, and two flags of the trailer
+# nearly always suffice: some rank used every parameter, or no rank's set changed since the last
+# exchange. Only when both fail do ranks exchange the sets, with one small all-reduce.
+
+
+class UsedParameters:
+    """The sets of used parameters of one rank and, by agreement, of all.
+
+    Args:
+        count: how many parameters there are.
+        group: the ranks.
+    """
+
+    def __init__(self, count: int, group: BaseGroup) -> None:
+        self._group = group
+        self.count = count
+        self._mine = bytearray(count)
+        self._all = bytes([1]) * count
+        self._exchanged: bytes | None = None
+        self._unused_anywhere: list[int] = []
+        self.exchanges = 0  # in this window
+
+    def begin(self) -> None:
+        """Begin a window: no parameter is used yet."""
+        self.exchanges = 0
+        self._mine[:] = bytes(len(self._mine))
+
+    def mark(self, *parameters: int) -> None:
+        """Mark parameters that had a gradient."""
+        for parameter in parameters:
+            self._mine[parameter] = 1
+
+    def flag(self, trailer: Trailer) -> None:
+        """Say in the trailer what the others have to know."""
+        trailer.flags[USES_ALL] = int(bytes(self._mine) == self._all)
+        trailer.flags[USES_CHANGED] = int(bytes(self._mine) != self._exchanged)
+
+    def unused(self, totals: Trailer) -> list[int]:
+        """Return the numbers of the parameters that no rank used. Collective; silent unless sets
+        changed.
+        """
+        if totals.flags[USES_ALL]:
+            return []
+        if totals.flags[USES_CHANGED]:
+            self._exchanged = bytes(self._mine)
+            counts = torch.tensor(list(self._mine), dtype=torch.int32, device=self._group.device)
+            self._group.all_reduce_sum(counts)
+            self.exchanges = int(self._group.size > 1)
+            self._unused_anywhere = [n for n, count in enumerate(counts.tolist()) if not count]
+        return self._unused_anywhere

@@ -1,1 +1,0 @@
-"""What would be wrong in silence, looked for."""

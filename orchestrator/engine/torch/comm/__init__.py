@@ -1,1 +1,0 @@
-"""How ranks talk: groups, transports, differentiable collectives."""

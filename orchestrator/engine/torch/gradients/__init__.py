@@ -1,1 +1,0 @@
-"""From each parameter's gradient to the one sum over ranks."""

@@ -1,0 +1,425 @@
+"""`BaseGroup`: collectives on torch tensors of any shape and dtype, and their gradients."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from orchestrator.engine.common.group import Member, checked_sizes
+
+version_of = attrgetter("_version")
+"""Return how often a tensor was written in place. torch has no public name for it."""
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Size of its numbers."""
+    return tensor.numel() * tensor.element_size()
+
+
+def reals_of(tensor: Tensor) -> int:
+    """Return the real numbers for each of its entries."""
+    return 2 if tensor.is_complex() else 1
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Return the numbers as a contiguous real vector: a view where the strides allow, else a
+    copy.
+    """
+    tensor = tensor.detach()
+    # gloo takes no complex numbers; as pairs of reals they sum and travel the same.
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return real.contiguous().view(-1)
+
+
+def sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
+    """Fill `out` with the sum of `parts`, added in their order; it may be one of them.
+
+    All others but the first are left as they are. Halves are added up in float32, and rounded once.
+    """
+    if out.dtype in (torch.bfloat16, torch.float16):
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        out.copy_(total)
+    elif len(parts) == 1:
+        out.copy_(parts[0])
+    else:
+        total = parts[0]
+        for part in parts[1:-1]:
+            total = total.add_(part)
+        torch.add(total, parts[-1], out=out)
+
+
+def unflatten(flat: Tensor, like: Tensor) -> Tensor:
+    """Return a view of the numbers in the shape and dtype of `like`: the inverse of `flatten`."""
+    if like.is_complex():
+        return torch.view_as_complex(flat.view(-1, 2)).view(like.shape)
+    return flat.view(like.shape)
+
+
+# ------------------------------------------------------------------ BaseGroup
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Return when the result is there. Raises `PeerLost` when it will never be."""
+        ...
+
+
+@dataclass(slots=True)
+class CompletedWork:
+    """A collective that needed no wait, or one that has something left to do after it."""
+
+    before: Work | None = None
+    after: Callable[[], object] | None = None
+
+    def wait(self) -> None:
+        """Wait for `before`, then do `after`, once."""
+        if self.before is not None:
+            self.before.wait()
+        if self.after is not None:
+            self.after()
+        self.before = self.after = None
+
+
+class BaseGroup(Member, ABC):
+    """A `Group` over torch tensors of any shape, strides and dtype, complex ones included.
+
+    Args:
+        rank, size, generation: see `Member`.
+        transport: "gloo", "nccl", "hccl", or "threads" for the in-process one.
+        device: where the transport takes its tensors from.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        generation: int = 0,
+        transport: str,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(rank=rank, size=size, generation=generation, transport=transport)
+        self._device = torch.device(device)
+        self.kept: object = None  # what has to live as long as the group: its store
+        self.node = "this node"  # until the rendezvous sets its name
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors handed to the transport have to live."""
+        return self._device
+
+    def transport_collectives(self) -> int | None:
+        """Return the collectives by the transport's own count, or None when it keeps none."""
+        return None
+
+    def interrupt(self) -> None:
+        """Interrupt the present wait of this rank and all later ones, as if every peer were lost.
+        From any thread; not collective. Without support by the transport its timeout remains.
+        """
+
+    def close(self) -> None:
+        """Close the group on this rank, in order: peers see no loss. Every rank calls it."""
+
+    # ------------------------------------------------------------------ collectives
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        """Replace `tensor` by its sum over ranks, in place. Same shape and dtype on all ranks."""
+        self.all_reduce_sum_async(tensor).wait()
+
+    def all_reduce_sum_async(self, tensor: Tensor) -> Work:
+        """Start `all_reduce_sum`. The sum is in `tensor` after `wait()`; leave it alone till then.
+
+        Collectives are matched in the order in which they are started.
+        """
+        self.silence.check("all_reduce_sum")
+        if self._size == 1:
+            return CompletedWork()
+        flat = flatten(tensor)
+        self._count(bytes_of(tensor), 2 * (self._size - 1) * bytes_of(tensor))
+        work = self._start_sum(flat)
+        if flat.data_ptr() == tensor.data_ptr():
+            return work
+        return CompletedWork(work, lambda: tensor.copy_(unflatten(flat, tensor)))
+
+    def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Concatenate the ranks' tensors along axis 0.
+
+        Args:
+            tensor: shape (n_r, ...); n_r may differ between ranks when `sizes` is given.
+            sizes: the R leading sizes n_0..n_{R-1}, equal on all ranks; None when all are equal.
+
+        Returns:
+            A new tensor of shape (sum of sizes, ...), the same on all ranks.
+
+        Raises:
+            ValueError: `tensor` has no axis 0, or is not of the size that `sizes` says.
+        """
+        self.silence.check("all_gather")
+        sizes = checked_sizes(tensor.shape, sizes, self._rank, self._size)
+        if self._size == 1:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        row = math.prod(tensor.shape[1:])
+        out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
+        self._count(bytes_of(tensor), (self._size - 1) * bytes_of(out))
+        # Transports gather equal parts, so shorter ones travel padded to the longest.
+        longest = max(sizes) * row
+        mine = flatten(tensor)
+        if sizes[self._rank] < max(sizes):
+            mine = torch.cat([mine, mine.new_zeros((longest * reals_of(tensor)) - mine.numel())])
+        parts = [torch.empty_like(mine) for _ in sizes]
+        self._start_gather(parts, mine).wait()
+        target, place = flatten(out), 0
+        for part, size in zip(parts, sizes, strict=True):
+            count = size * row * reals_of(tensor)
+            target[place : place + count].copy_(part[:count])
+            place += count
+        return out
+
+    def gather_into(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
+        """Fill `parts[q]` with rank q's `tensor`; all contiguous, real, of one size. No copies."""
+        self.silence.check("all_gather")
+        if self._size == 1:
+            parts[0].copy_(tensor)
+            return
+        self._count(bytes_of(tensor), (self._size - 1) * self._size * bytes_of(tensor))
+        self._start_gather(list(parts), tensor).wait()
+
+    def gather_in_place_async(self, tensor: Tensor) -> Work:
+        """Start to fill `tensor`, of which every rank has one piece, with all pieces.
+
+        Args:
+            tensor: flat, real and contiguous: R equal pieces, of which this rank's, the one of its
+                number, holds what the others are to get. Leave it alone until `wait()`.
+        """
+        self.silence.check("all_gather")
+        if self._size == 1:
+            return CompletedWork()
+        pieces = list(tensor.chunk(self._size))
+        self._count(bytes_of(pieces[self._rank]), (self._size - 1) * bytes_of(tensor))
+        return self._start_gather_in_place(tensor, pieces)
+
+    def reduce_scatter_sum_async(self, out: Tensor, tensor: Tensor) -> Work:
+        """Start to fill `out` with the sum over ranks of this rank's piece of their `tensor`.
+
+        Args:
+            out: one piece; it may be the one of this rank's number in `tensor` itself.
+            tensor: flat, real and contiguous: R equal pieces, the q-th for rank q. Leave both alone
+                until `wait()`; what `tensor` holds then, outside of `out`, is not said.
+        """
+        self.silence.check("reduce_scatter_sum")
+        if self._size == 1:
+            return CompletedWork(after=lambda: out.copy_(tensor))
+        self._count(bytes_of(tensor), (self._size - 1) * bytes_of(tensor))
+        return self._start_reduce_scatter(out, tensor)
+
+    def all_to_all(self, received: Tensor, tensor: Tensor, *, counts: Sequence[int]) -> None:
+        """Send to rank q the q-th piece of `tensor`; get every rank's piece for this rank.
+
+        Args:
+            received: flat, real and contiguous; is filled with the pieces in the order of ranks.
+            tensor: likewise: R equal pieces, or empty on a rank that sends nothing.
+            counts: how many numbers each of the R ranks sends here (0 for those that send nothing).
+        """
+        self.silence.check("all_to_all")
+        if self._size == 1:
+            received.copy_(tensor)
+            return
+        self._count(bytes_of(tensor), (self._size - 1) * bytes_of(tensor))
+        sent = [tensor.numel() // self._size] * self._size
+        self._start_exchange(received, tensor, list(counts), sent).wait()
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Replace `tensor` by rank `source`'s, in place. Same shape and dtype on all ranks."""
+        self.silence.check("broadcast")
+        if not 0 <= source < self._size:
+            raise ValueError(f"`source` must be a rank below {self._size}, but is {source}")
+        if self._size == 1:
+            return
+        flat = flatten(tensor)
+        self._count(bytes_of(tensor), (self._size - 1) * bytes_of(tensor))
+        self._start_broadcast(flat, source).wait()
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(unflatten(flat, tensor))
+
+    def barrier(self) -> None:
+        """Return once every rank has called."""
+        self.silence.check("barrier")
+        if self._size > 1:
+            self._counters.collectives += 1
+            self._start_barrier().wait()
+
+    # ------------------------------------------------------------------ the transport's part
+
+    @abstractmethod
+    def _start_sum(self, flat: Tensor) -> Work: ...
+    @abstractmethod
+    def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work: ...
+    def _start_gather_in_place(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
+        """`pieces` are views of `tensor`; a transport may want the one or the other."""
+        del tensor
+        return self._start_gather(pieces, pieces[self._rank])
+
+    @abstractmethod
+    def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work: ...
+    @abstractmethod
+    def _start_exchange(
+        self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]
+    ) -> Work: ...
+    @abstractmethod
+    def _start_broadcast(self, flat: Tensor, source: int) -> Work: ...
+    @abstractmethod
+    def _start_barrier(self) -> Work: ...
+
+
+def gather_texts(group: BaseGroup, text: str) -> list[str]:
+    """Return every rank's text, in the order of ranks. Collective."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(group.device)
+    sizes: list[int] = group.all_gather(torch.tensor([len(data)], device=group.device)).tolist()
+    parts = group.all_gather(data, sizes).cpu().split(sizes)
+    return [bytes(part.tolist()).decode() for part in parts]
+
+
+def gather_numbers(group: BaseGroup, numbers: Sequence[float]) -> list[list[float]]:
+    """Return every rank's numbers (equally many on all), a row for each rank, as float64.
+    Collective.
+    """
+    row = torch.tensor([list(numbers)], dtype=torch.float64, device=group.device)
+    return group.all_gather(row).tolist()
+
+
+# ------------------------------------------------------------------
+# Differentiable collectives with true adjoints
+# The gradient that flows back is that of the *sum of all ranks' losses*, sum_q l_q. With g_q =
+# dl_q/dy_q, what rank q's own loss sends back:
+#
+# | function | shapes | forward, on every rank | backward, on rank r |
+# |---|---|---|---|
+# | `all_reduce_sum` | (*) -> (*) | y = sum_q x_q | sum_q g_q |
+# | `all_reduce_mean` | (*) -> (*) | y = 1/R sum_q x_q | 1/R sum_q g_q |
+# | `all_gather` | (n_r, *) -> (sum n_q, *) | y = concat(x_0 .. x_{R-1}) | block r of sum_q g_q |
+#
+# A loss that every rank computes from the result is counted R times: divide it by R, or sum the
+# parameters' gradients of one rank's share only.
+#
+# Forward and backward are collective: every rank calls both, in the same order. All dtypes
+# (complex included), any strides; neither the input nor the incoming gradient is modified. The
+# backward is made of these same functions, so it can be differentiated again. An adjoint A*
+# satisfies sum_r <A x, u>_r = sum_r <x, A* u>_r; tests check just that.
+
+
+# Tensors of autograd's contexts and `Function.apply` have no types in torch.
+# pyright: reportUntypedFunctionDecorator=false
+
+
+class AllReduceSum(Function):
+    """y = sum_q x_q; its own adjoint. Use `all_reduce_sum`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: BaseGroup) -> Tensor:
+        """Shape (*) -> (*)."""
+        ctx.group = group
+        y = x.clone(memory_format=torch.contiguous_format)
+        group.all_reduce_sum(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        """sum_q g_q."""
+        return all_reduce_sum(grad_outputs[0], ctx.group), None
+
+
+class AllReduceMean(Function):
+    """y = 1/R sum_q x_q; its own adjoint. Use `all_reduce_mean`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: BaseGroup) -> Tensor:
+        """Shape (*) -> (*)."""
+        ctx.group = group
+        y = x.clone(memory_format=torch.contiguous_format)
+        group.all_reduce_sum(y)
+        return y.div_(group.size)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        """1/R sum_q g_q."""
+        return all_reduce_mean(grad_outputs[0], ctx.group), None
+
+
+class AllGather(Function):
+    """y = concat(x_0 .. x_{R-1}) along axis 0. Use `all_gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: BaseGroup, sizes: Sequence[int] | None) -> Tensor:
+        """Shape (n_r, *) -> (sum n_q, *)."""
+        ctx.group, ctx.sizes = group, checked_sizes(x.shape, sizes, group.rank, group.size)
+        return group.all_gather(x, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
+        """Block r of sum_q g_q."""
+        return _Blocks.apply(grad_outputs[0], ctx.group, ctx.sizes), None, None
+
+
+class _Blocks(Function):
+    """x = block r of sum_q g_q, the adjoint of `AllGather`, whose adjoint is `AllGather` again."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, group: BaseGroup, sizes: Sequence[int]) -> Tensor:
+        """Shape (sum n_q, *) -> (n_r, *)."""
+        ctx.group, ctx.sizes = group, sizes
+        # An all-reduce, since gloo has no reduce-scatter that is faster and takes uneven blocks.
+        whole = g.clone(memory_format=torch.contiguous_format)
+        group.all_reduce_sum(whole)
+        first = sum(sizes[: group.rank])
+        return whole[first : first + sizes[group.rank]].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
+        """Return the ranks' gradients, concatenated."""
+        return all_gather(grad_outputs[0], ctx.group, ctx.sizes), None, None
+
+
+def all_reduce_sum(x: Tensor, group: BaseGroup) -> Tensor:
+    """Return the sum of the ranks' `x`, as a new tensor. Same shape (*) and dtype on all ranks.
+
+    Backward: sum_q g_q (an all-reduce). Collective in both directions.
+    """
+    return AllReduceSum.apply(x, group)
+
+
+def all_reduce_mean(x: Tensor, group: BaseGroup) -> Tensor:
+    """Return the mean of the ranks' `x`, as a new tensor. Same shape (*) and floating dtype on all
+    ranks.
+
+    Backward: 1/R sum_q g_q (an all-reduce). Collective in both directions.
+    """
+    return AllReduceMean.apply(x, group)
+
+
+def all_gather(x: Tensor, group: BaseGroup, sizes: Sequence[int] | None = None) -> Tensor:
+    """Return the ranks' `x` one after the other along axis 0, as a new tensor: (n_r, *) -> (sum
+    n_q, *).
+
+    Backward: block r of sum_q g_q. Collective in both directions.
+
+    Args:
+        x: this rank's block; all axes but the first agree between ranks.
+        group: the ranks.
+        sizes: the R leading sizes where they differ; None when all are equal.
+
+    Raises:
+        ValueError: `x` has no axis 0, or is not of the size that `sizes` says.
+    """
+    return AllGather.apply(x, group, sizes)

@@ -1,0 +1,286 @@
+"""Models and batches: seeds, devices, precision, batch norm, warnings."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import Embedding, EmbeddingBag, Module, functional
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]  # the common base
+
+from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.update_policy import LossScale
+from orchestrator.errors import ConfigError, JobError, did_you_mean
+
+__all__ = ["derived_seed", "seed_everything"]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators, those of all devices included.
+
+    Args:
+        seed: 64 bits. NumPy's legacy generator takes them as two words.
+    """
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # what users' code draws from
+    seed_torch(seed)
+
+
+def seed_torch(seed: int) -> None:
+    """`torch.manual_seed`, to the bit, without its price.
+
+    That seeds every kind of device that torch knows of; for an unused one it keeps the
+    stack as text for a message, which reads the size and date of every source file on it: some 30
+    file operations a call, several hundred a second in training.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.accelerator.is_available():
+        device: Any = torch.get_device_module()
+        # Of one that has none (Apple's), torch's own way is the one that is known.
+        getattr(device, "manual_seed_all", torch.manual_seed)(seed)
+
+
+# ------------------------------------------------------------------ Devices and dtypes
+
+
+_DOUBLE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
+
+
+def double_of(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of 64 bits a number that goes with `dtype`; integers stay what they are.
+
+    >>> double_of(torch.float32), double_of(torch.complex64), double_of(torch.int32)
+    (torch.float64, torch.complex128, torch.int32)
+    """
+    return torch.float64 if dtype.is_floating_point else _DOUBLE.get(dtype, dtype)
+
+
+def doubled(model: Module) -> Module:
+    """`model` with all its floating and complex tensors in double precision, in place.
+
+    `Module.double` leaves complex ones alone.
+    """
+    return model._apply(lambda tensor: tensor.to(double_of(tensor.dtype)))  # noqa: SLF001  # no public name  # pyright: ignore[reportPrivateUsage]
+
+
+def moved(batch: Any, device: torch.device, *, double: bool = False) -> Any:
+    """`batch` on `device`, in double precision when asked; containers keep their type."""
+    if isinstance(batch, Tensor):
+        dtype = double_of(batch.dtype) if double else batch.dtype
+        return batch.to(device, dtype, non_blocking=True)
+    if isinstance(batch, Mapping):
+        entries: Mapping[Any, Any] = batch
+        return {key: moved(value, device, double=double) for key, value in entries.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
+        return type(batch)(*(moved(value, device, double=double) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(moved(value, device, double=double) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def be_deterministic() -> None:
+    """Have torch use kernels that give the same bits each time, and refuse those that cannot."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    torch.use_deterministic_algorithms(mode=True)
+    # It fills new tensors with NaN to find other bugs; that costs time and changes no result.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module that acts as an object
+    torch.backends.cudnn.benchmark = False
+
+
+# ------------------------------------------------------------------ Precision
+
+
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+NAMES = ("float32", "bfloat16", "float16", "float64")
+
+
+class Precision(LossScale):
+    """Number formats of a run. See `EngineSettings.precision` for the names.
+
+    Raises:
+        ConfigError: there is no precision of this name.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        if name not in NAMES:
+            raise ConfigError(f"there is no train.precision={name}{did_you_mean(name, NAMES)}")
+        super().__init__(scales=name == "float16")
+        self.name, self._device = name, device
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Within it, forward computations run in the format."""
+        dtype = _AUTOCAST.get(self.name)
+        return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
+
+
+# ------------------------------------------------------------------ Batch norm (`engine.norm`)
+# The output of a batch norm depends on which samples share its micro-batch, so no split but the
+# trivial one gives the update of one big batch. With `frozen` or `group` the output of a sample
+# depends on that sample alone.
+
+
+CHOICES = ("warn", "frozen", "group")
+_SHOWN = 5
+
+
+class FrozenBatchNorm(Module):
+    """A batch norm that keeps its statistics, in training too. Weight and bias are still trained.
+
+    Its state has the names of a batch norm's, so the state of either loads into the other.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, layer: _BatchNorm) -> None:
+        super().__init__()
+        self.eps = layer.eps
+        self.weight, self.bias = layer.weight, layer.bias
+        self.register_buffer("running_mean", layer.running_mean)
+        self.register_buffer("running_var", layer.running_var)
+        self.register_buffer("num_batches_tracked", layer.num_batches_tracked)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize a tensor (samples, channels, *)."""
+        return functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+        )
+
+
+def batch_norms_of(model: Any) -> dict[str, Module]:
+    """Return the batch norms in `model` by name, "" if it is one itself; none in what is no
+    module.
+    """
+    if not isinstance(model, Module):
+        return {}
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
+
+
+def batch_norms(model: Module) -> list[str]:
+    """Return the names of the batch norms in `model`."""
+    return list(batch_norms_of(model))
+
+
+def listed(names: list[str]) -> str:
+    """Return the first few of some layers' names, in words."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(name or "the model itself" for name in names[:_SHOWN]) + more
+
+
+def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
+    """Return the model with its batch norms frozen, replaced or left, and a note about it.
+
+    Args:
+        model: is changed in place, unless it is a batch norm itself.
+        choice: "warn", which leaves it to `advice` to warn; "frozen"; or "group".
+
+    Raises:
+        ConfigError: there is no such choice.
+        JobError: a layer that cannot be frozen or replaced.
+    """
+    if choice not in CHOICES:
+        raise ConfigError(f"there is no engine.norm={choice}{did_you_mean(choice, CHOICES)}")
+    names = batch_norms(model)
+    if choice == "warn" or not names:
+        return model, []
+    make, what = {
+        "frozen": (_frozen, "keeps the statistics that it has (load trained ones in model())"),
+        "group": (_grouped, "was replaced by group norm"),
+    }[choice]
+    made: dict[int, Module] = {}
+    for name in names:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, _BatchNorm)  # noqa: S101  # `batch_norms` says so
+        made[id(layer)] = make(name or "the model itself", layer)
+    for parent in list(model.modules()):
+        for child, layer in list(parent._modules.items()):  # noqa: SLF001  # named_children leaves shared ones out  # pyright: ignore[reportPrivateUsage]
+            if id(layer) in made:
+                setattr(parent, child, made[id(layer)])
+    sentence = f"engine.norm={choice}: batch norm in {listed(names)} {what}"
+    return made.get(id(model), model), [sentence]
+
+
+def _frozen(name: str, layer: _BatchNorm) -> Module:
+    if layer.running_mean is None:
+        raise JobError(
+            f"engine.norm=frozen: {name} keeps no running statistics to freeze; use "
+            "engine.norm=group, or track_running_stats=True"
+        )
+    return FrozenBatchNorm(layer)
+
+
+def _grouped(name: str, layer: _BatchNorm) -> Module:
+    channels = layer.num_features
+    if channels < 1:  # lazy ones do not know yet
+        raise JobError(
+            f"engine.norm=group: {name} does not know its number of channels before the first "
+            "batch; state it in model()"
+        )
+    # Channels of vectors have no places to take statistics over, so all of them make one group.
+    most = 1 if isinstance(layer, nn.BatchNorm1d) else max(1, min(32, channels // 4))
+    groups = next(count for count in range(most, 0, -1) if channels % count == 0)
+    made = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
+    if layer.affine:
+        made.weight, made.bias = layer.weight, layer.bias
+    return made
+
+
+# ------------------------------------------------------------------ Warnings
+
+
+IN_A_LOOP = (
+    ". In a loop of your own, model, _ = with_norms(model, 'group') or 'frozen' does the same, "
+    "before the optimizer is built"
+)
+
+
+def norm_advice(names: list[str], *, apart: bool) -> str:
+    """Return a sentence about batch norms of these names; `apart`: ranks have statistics of their
+    own.
+    """
+    differ = ", and running statistics differ between ranks" * apart
+    return (
+        f"batch norm in {listed(names)} sees one micro-batch at a time, so the update is not "
+        f"that of one big batch{differ}. Use "
+        "engine.norm=group (GroupNorm in its place), engine.norm=frozen (freeze the statistics "
+        "that it has), or take one micro-step of the whole batch on one rank"
+    )
+
+
+def advice(model: Module, *, ranks: int = 2, micro_batches: int | None = None) -> list[str]:
+    """Return sentences about layers that do not do what one big batch would, or do it slowly.
+
+    Args:
+        ranks: how many train it.
+        micro_batches: of an update, over all ranks; None for many.
+    """
+    found: list[str] = []
+    layers = dict(model.named_modules())
+    norms = [name for name, layer in layers.items() if sees_its_batch(layer)]
+    if norms and micro_batches != 1:
+        kept = any(getattr(layers[name], "running_mean", None) is not None for name in norms)
+        found.append(norm_advice(norms, apart=kept and ranks > 1))
+    sparse = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, (Embedding, EmbeddingBag))
+        and layer.sparse
+        and layer.weight.requires_grad
+    ]
+    if sparse:
+        found.append(
+            f"sparse gradients of {listed(sparse)} are accumulated as dense ones; sparse=False "
+            "says so and is faster"
+        )
+    return found
+
+
+def sees_its_batch(layer: Module) -> bool:
+    """Return whether a layer is a batch norm that uses the statistics of its batch."""
+    return isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)

@@ -1,1 +1,0 @@
-"""A model's number formats and device, and what of torch's compiler it is spared."""

@@ -1,0 +1,356 @@
+"""Rendezvous of torch ranks: a store on rank 0, its address in the run folder, one verdict.
+
+1. Rank 0 listens on a port that the kernel chooses, at its node's own address only, and publishes
+   `rendezvous-<generation>.json` in the run folder.
+2. Every rank writes its arrival into the store and waits for the verdict.
+3. Rank 0 decides once: go (all ranks arrived), stop (a rank was asked to stop), or missing (time
+   out). No rank leaves without the verdict, so all ranks report the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+
+from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.common.rendezvous import Backoff, Notice, listen
+from orchestrator.engine.torch.group import BaseGroup
+from orchestrator.engine.torch.process_group import TorchGroup
+from orchestrator.engine.torch.transports import Presence, choose, presence, transport_of
+from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
+from orchestrator.plan.plan_warnings import named_ranks
+from orchestrator.plugins import TRANSPORTS
+from orchestrator.rundir.files import open_nofollow, read_text
+
+
+def raise_for_verdict(spec: GroupSpec, verdict: dict[str, Any]) -> None:
+    """Raise the error of a verdict, in the same words on all ranks; return if it is go."""
+    refusals: dict[str, Callable[[], Exception]] = {
+        "stop": lambda: StopRequested("the run was asked to stop while its ranks came together"),
+        "transport": lambda: TransportError(str(verdict["message"])),
+        "missing": lambda: RanksMissing(
+            f"{named_ranks(verdict['ranks'])} of {spec.size} did not come within "
+            f"{spec.timeout_s:g} s"
+        ),
+    }
+    if verdict["verdict"] in refusals:
+        error = refusals[verdict["verdict"]]
+        raise error()
+
+
+# ------------------------------------------------------------------ Authenticated store
+# torch's TCPStore obeys any client that reaches its port. The secret of one start is in the
+# rendezvous file, in the private run folder: all keys are below a prefix derived from it, and
+# every value that matters is signed with it. Unsigned values are ignored.
+
+
+DIGITS = 64
+
+
+class SecretStore:
+    """Signed values by name, and counters, which are unsigned and thus hints only."""
+
+    def __init__(self, store: TCPStore, secret: str) -> None:
+        self._secret = secret.encode()
+        self._own: dict[str, Any] = {}
+        self._whole = store  # lives as long as this does
+        self.below = PrefixStore(self._sign("prefix", b"")[:32], store)
+
+    def set(self, name: str, value: Any) -> None:
+        content = json.dumps(value)  # ASCII
+        self._own[name] = value  # whatever becomes of it in the store
+        self.below.set(name, self._sign(name, content.encode()) + content)
+
+    def get(self, name: str) -> Any | None:
+        """Return the value that a process with the secret set under this name, or None."""
+        return self.get_all([name])[0]
+
+    def get_all(self, names: Sequence[str]) -> list[Any | None]:
+        """`get` of all these names, in two steps for however many."""
+        asked = [name for name in names if name not in self._own]
+        if not asked or self.below.check(asked):
+            contents = self.below.multi_get(asked) if asked else []
+            heard = {n: self._verified(n, bytes(c)) for n, c in zip(asked, contents, strict=True)}
+            return [self._own[name] if name in self._own else heard[name] for name in names]
+        return [self.get(name) for name in names] if len(names) > 1 else [None]
+
+    def _verified(self, name: str, content: bytes) -> Any | None:
+        sign, value = content[:DIGITS], content[DIGITS:]
+        if not hmac.compare_digest(sign, self._sign(name, value).encode()):
+            return None
+        return json.loads(value)
+
+    def count(self, name: str, more: int = 0) -> int:
+        return self.below.add(name, more)
+
+    def _sign(self, name: str, content: bytes) -> str:
+        return hmac.new(self._secret, name.encode() + b"\n" + content, hashlib.sha256).hexdigest()
+
+
+# ------------------------------------------------------------------ Host and client of the store
+# Keys: `rank-<n>` (arrived ranks), `stop` (a rank was asked to stop), the counters `arrived` and
+# `read`, and at last `verdict`.
+
+
+POLL_S = 0.02
+HERE = "here"
+MOST_BYTES = 1 << 20
+LINGER_S = 5.0  # how long rank 0 keeps the store for those who have not read a bad verdict yet
+_STORE_TIMEOUT_S = 10.0
+_CONNECT_S = 2.0
+"""Timeout to connect to a store that listened a moment ago."""
+
+
+def rendezvous_file(folder: Path, generation: int) -> Path:
+    """Return the file with the address of a generation's store."""
+    return folder / f"rendezvous-{generation}.json"
+
+
+def _stop_file(spec: GroupSpec) -> Path:
+    """Return the file that a rank creates which is asked to stop before it reaches rank 0."""
+    return spec.folder / f"rendezvous-{spec.generation}.stop"
+
+
+def _notice(spec: GroupSpec, *, first: bool) -> Notice:
+    return Notice(rendezvous_file(spec.folder, spec.generation), node=spec.node, first=first)
+
+
+def _arrive(store: SecretStore, me: Presence) -> None:
+    store.set(f"rank-{me.rank}", asdict(me))
+    store.count("arrived", 1)
+
+
+# ------------------------------------------------------------------ rank 0
+
+
+def host(spec: GroupSpec) -> tuple[SecretStore, Notice]:
+    """Open the store, and publish where it is; a bad verdict will take that one's place."""
+    notice = _notice(spec, first=True)
+    try:
+        listener = listen(spec.address)
+    except OSError as error:
+        raise RendezvousError(
+            f"rank 0 on {spec.node} cannot listen at {spec.address}: {error.strerror}; "
+            "it must be an address of this node"
+        ) from error
+    port = int(listener.getsockname()[1])
+    # A TCPStore of its own would listen on every interface; this one takes over our socket.
+    store = TCPStore(
+        spec.address,
+        port,
+        None,
+        is_master=True,
+        timeout=timedelta(seconds=_STORE_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    token = secrets.token_hex(16)
+    ours = SecretStore(store, token)
+    ours.set(HERE, True)
+    notice.publish(
+        {
+            "address": spec.address,
+            "port": port,
+            "generation": spec.generation,
+            "size": spec.size,
+            "node": spec.node,
+            "token": token,
+        }
+    )
+    return ours, notice
+
+
+def decide(
+    spec: GroupSpec, store: SecretStore, notice: Notice, me: Presence, until: float
+) -> dict[str, Any]:
+    """Wait for all ranks, a stop or the timeout; publish the verdict and wait until it is read."""
+    _arrive(store, me)
+    backoff, look = Backoff(), 0.0
+    while True:
+        stopped = bool(store.get("stop"))
+        if time.monotonic() >= look:
+            look = time.monotonic() + backoff.next()
+            stopped = stopped or os.path.lexists(_stop_file(spec))
+        if stopped or spec.stop_requested():
+            verdict: dict[str, Any] = {"verdict": "stop"}
+            break
+        # The count is unsigned, so it only says when it is worth reading all notes.
+        if store.count("arrived") >= spec.size and None not in (notes := _notes(spec, store)):
+            verdict = _choose_transport(notes)
+            break
+        if time.monotonic() > until:
+            missing = [rank for rank, note in enumerate(_notes(spec, store)) if note is None]
+            verdict = {"verdict": "missing", "ranks": missing}
+            break
+        time.sleep(POLL_S)
+    if verdict["verdict"] != "go":  # ranks that come later still, read it here
+        notice.publish({"generation": spec.generation, **verdict})
+    store.set("verdict", verdict)
+    if verdict["verdict"] != "go":
+        arrived = store.count("arrived")
+        give_up = time.monotonic() + LINGER_S
+        while store.count("read") < arrived - 1 and time.monotonic() < give_up:
+            time.sleep(POLL_S)
+    return verdict
+
+
+def _notes(spec: GroupSpec, store: SecretStore) -> list[Any]:
+    """Return each rank's presence; None for a rank that did not arrive."""
+    return store.get_all([f"rank-{rank}" for rank in range(spec.size)])
+
+
+def _choose_transport(notes: list[Any]) -> dict[str, Any]:
+    try:
+        return {"verdict": "go", "transport": choose([Presence(**note) for note in notes])}
+    except TransportError as error:
+        return {"verdict": "transport", "message": str(error)}
+
+
+# ------------------------------------------------------------------ the others
+
+
+def join(spec: GroupSpec, until: float) -> SecretStore:
+    """Connect to the store as soon as its address is published and it answers."""
+    path = rendezvous_file(spec.folder, spec.generation)
+    notice = _notice(spec, first=spec.reads_for_node)
+    backoff, published = Backoff(), False
+    while True:
+        content = notice.wait()
+        if content is not None:
+            if "verdict" in content:
+                raise_for_verdict(spec, content)
+            published = True
+            store = _connect(content)
+            if store is not None:
+                return store
+            time.sleep(backoff.next())
+        if spec.stop_requested():
+            os.close(open_nofollow(_stop_file(spec), os.O_WRONLY | os.O_CREAT))
+            raise StopRequested(f"rank {spec.rank} was asked to stop while it waited for rank 0")
+        if time.monotonic() > until:
+            raise RanksMissing(
+                f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for rank 0, which "
+                + (
+                    f"published an address in {path} but does not answer at it ({_at(path)}); "
+                    f"cluster.interface=eth0, say, chooses the network that nodes meet on"
+                    if published
+                    else f"never published its address in {path}: rank 0 did not start, or does "
+                    "not see the same folder"
+                )
+            )
+
+
+def _at(path: Path) -> str:
+    content = _read(path) or {}
+    return f"{content.get('address')} port {content.get('port')} of node {content.get('node')}"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(read_text(path, at_most=MOST_BYTES))
+    except FileNotFoundError:
+        return None
+
+
+def _connect(content: dict[str, Any]) -> SecretStore | None:
+    """Return a client of the published store; None if no server, or another one, answers."""
+    address, port = str(content["address"]), int(content["port"])
+    try:
+        # TCPStore would wait on a refused connection, and warn; a plain socket knows at once.
+        socket.create_connection((address, port), timeout=1.0).close()
+        store = TCPStore(
+            address, port, None, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False
+        )
+        store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
+        ours = SecretStore(store, str(content["token"]))
+        return ours if ours.get(HERE) else None
+    except (OSError, DistError):
+        return None  # an earlier attempt's address, or rank 0 is gone: the caller asks again
+
+
+def await_verdict(
+    spec: GroupSpec, store: SecretStore, me: Presence, until: float
+) -> dict[str, Any]:
+    try:
+        _arrive(store, me)
+        stopped, backoff = False, Backoff()
+        while (verdict := store.get("verdict")) is None:
+            if not stopped and spec.stop_requested():
+                store.set("stop", True)
+                stopped = True
+            if time.monotonic() > until + LINGER_S:  # rank 0 gives one at `until` if it can at all
+                raise RendezvousError(
+                    f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for a verdict of "
+                    "rank 0, which is there but does not answer"
+                )
+            time.sleep(backoff.next())
+        store.count("read", 1)
+    except DistError as error:
+        published = _read(rendezvous_file(spec.folder, spec.generation)) or {}
+        if "verdict" in published:  # it had not heard of this rank, so it did not wait for it
+            return published
+        raise RanksMissing(
+            f"rank 0 went away while rank {spec.rank} on {spec.node} waited for the others"
+        ) from error
+    return verdict
+
+
+# ------------------------------------------------------------------ Forming a group
+
+
+def form_group(spec: GroupSpec) -> BaseGroup:
+    """Form one generation of a group. Collective; every rank gets a group, or the same error.
+
+    Raises:
+        RendezvousError: ranks are missing after `spec.timeout_s` (their numbers are in the
+            message).
+        StopRequested: some rank was asked to stop meanwhile.
+        TransportError: the transport that was asked for cannot be had.
+    """
+    me = presence(spec)
+    if spec.size == 1:
+        if spec.stop_requested():
+            raise StopRequested("the run was asked to stop before it began")
+        transport = choose([me])
+        device = transport_of(transport).device(spec.local_rank)
+        return TorchGroup.alone(transport=transport, device=device, generation=spec.generation)
+    until = time.monotonic() + spec.timeout_s
+    if spec.rank == 0:
+        store, notice = host(spec)
+        verdict = decide(spec, store, notice, me, until)
+    else:
+        store = join(spec, until)
+        verdict = await_verdict(spec, store, me, until)
+    raise_for_verdict(spec, verdict)
+    transport = str(verdict["transport"])
+    with TRANSPORTS.told(transport, "to form a group"):
+        group = _formed(transport, spec, PrefixStore(f"group-{spec.generation}", store.below))
+    group.kept, group.node = store, spec.node
+    return group
+
+
+def _formed(transport: str, spec: GroupSpec, store: Store) -> BaseGroup:
+    try:
+        group: Any = transport_of(transport).form(spec, store)
+    except RuntimeError as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RendezvousError(
+            f"rank {spec.rank} on {spec.node} could not connect to the others over {transport}, "
+            f"after all {spec.size} had arrived: {first_line}"
+        ) from error
+    if not isinstance(group, BaseGroup):
+        raise TypeError(f"form() gave {group!r:.60}, which is no BaseGroup")
+    return group

@@ -1,0 +1,353 @@
+"""The reproducible reduction: the same bits for any contiguous assignment of leaves to ranks.
+
+Each rank folds the gradients of its leaves into the nodes of a fixed tree as they come. At the
+boundary there are three kinds of collectives: every rank sends which leaves it had, with its
+trailer; segment s of each node goes to rank s, which adds its segment up along the tree; and the
+segments are gathered. Nodes travel one after the other (one round when ranks own equal powers of
+two), so no second copy of them is made for packing.
+
+When the caller does not number the leaves, they are numbered at the boundary, after those of the
+ranks before. Rank 0 can fold such leaves at once; other ranks keep them until then.
+
+Memory: at most 2 + log2(leaves of a rank) gradient buffers, plus one for each kept leaf. Requires
+equal kernels on all ranks; the engine compares versions and threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from orchestrator.engine.api import MicroBatch
+from orchestrator.engine.common.packed_sums import WIDE, Trailer
+from orchestrator.engine.torch.buffers import GradientBuffers
+from orchestrator.engine.torch.group import BaseGroup
+from orchestrator.errors import PlanError
+
+Range = tuple[int, int]
+"""Leaves first..last-1, as (first, last)."""
+
+
+def middle(lo: int, hi: int) -> int:
+    """Return where the node over leaves lo..hi-1 splits.
+
+    >>> middle(0, 10), middle(8, 10), middle(0, 8)
+    (8, 9, 4)
+    """
+    return lo + (1 << ((hi - lo - 1).bit_length() - 1))
+
+
+def are_siblings(left: Range, right: Range, leaves: int) -> bool:
+    """Return whether two adjacent nodes are the children of one node of the tree over `leaves`
+    leaves.
+
+    >>> are_siblings((0, 8), (8, 10), leaves=10), are_siblings((0, 8), (8, 9), leaves=10)
+    (True, False)
+    """
+    size = left[1] - left[0]
+    return (
+        left[1] == right[0]
+        and size.bit_count() == 1
+        and left[0] % (2 * size) == 0
+        and right[1] == min(left[0] + 2 * size, leaves)
+    )
+
+
+def nodes_of(owned: Range, leaves: int) -> list[Range]:
+    """Return the fewest nodes of the tree that make up the range `owned`, from left to right.
+
+    >>> nodes_of((1, 9), leaves=10)
+    [(1, 2), (2, 4), (4, 8), (8, 9)]
+    >>> nodes_of((0, 10), leaves=10)
+    [(0, 10)]
+    """
+
+    def within(lo: int, hi: int) -> list[Range]:
+        if owned[0] <= lo and hi <= owned[1]:
+            return [(lo, hi)]
+        if hi <= owned[0] or owned[1] <= lo:
+            return []
+        split = middle(lo, hi)
+        return within(lo, split) + within(split, hi)
+
+    return within(0, leaves) if owned[0] < owned[1] else []
+
+
+def gap_in(owned: Sequence[Range], leaves: int) -> str:
+    """Return which leaf ranks' ranges do not cover exactly once; "" if they cover all.
+
+    >>> gap_in([(0, 4), (0, 0), (4, 10)], leaves=10)
+    ''
+    >>> gap_in([(0, 4), (5, 10)], leaves=10)
+    'leaf 4 belongs to no rank'
+    """
+    reached = 0
+    for first, last in sorted(piece for piece in owned if piece[0] < piece[1]):
+        if first > reached:
+            return f"leaf {reached} belongs to no rank"
+        if first < reached:
+            return f"leaf {first} belongs to two ranks"
+        reached = last
+    return "" if reached == leaves else f"leaf {min(reached, leaves)} belongs to no rank"
+
+
+# ------------------------------------------------------------------ Numbers of leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """Leaves of `size` samples each; None where there are none."""
+
+    size: int | None
+
+    def of_update(self, samples: int) -> int | None:
+        """Return the number of leaves of an update."""
+        return None if self.size is None else -(-samples // self.size)
+
+    def leaf_of(self, micro_batch: MicroBatch) -> int | None:
+        """Return the number of the leaf that a micro-batch is."""
+        if self.size is None:
+            return None
+        leaf, beside = divmod(micro_batch.start, self.size)
+        if beside:
+            raise RuntimeError(f"{micro_batch.start} does not begin a leaf of {self.size}")
+        return leaf
+
+
+# ------------------------------------------------------------------ Reduction
+
+
+_NO_LEAVES = (0, 0)
+_COUNTED = -1.0  # in the place of the number of leaves: they are counted
+_UNKNOWN = 2**62  # leaves of an update; so many that only whole nodes are folded
+
+
+@dataclass(slots=True)
+class _Node:
+    leaves: Range
+    buffers: GradientBuffers
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Free buffers; more are made when there are none."""
+
+    first: GradientBuffers
+    free: list[GradientBuffers] = field(default_factory=list[GradientBuffers])
+    made: int = 1
+
+    def take(self) -> GradientBuffers:
+        if self.free:
+            return self.free.pop()
+        self.made += 1
+        return self.first.clone_layout()
+
+
+class ReproducibleReduction:
+    """The reduction of reproducible mode; see the module.
+
+    Args:
+        buffers: without a trailer, padded to a multiple of the ranks.
+        group: the ranks.
+    """
+
+    def __init__(self, buffers: GradientBuffers, group: BaseGroup) -> None:
+        self._group = group
+        self._pool = _Pool(buffers)
+        self._current = buffers  # what `.grad` is attached to
+        self._spent = False  # the current ones belong to a node, or to the pool, already
+        self._stack: list[_Node] = []
+        self._leaves: int | None = None
+        self._owned: Range = _NO_LEAVES
+
+    @property
+    def buffers(self) -> GradientBuffers:
+        """The leaf's gradient during a backward; the sum after `finish`."""
+        return self._current
+
+    @property
+    def buffers_made(self) -> int:
+        """The number of sets of gradient buffers exist."""
+        return self._pool.made
+
+    @property
+    def records(self) -> bool:
+        """False: gradients have to be kept apart, leaf by leaf."""
+        return False
+
+    def begin(self, *, leaves: int | None) -> None:
+        """Start without nodes. Without `leaves` they are counted as they come."""
+        if leaves is not None and leaves < 1:
+            raise ValueError(
+                "begin_window(leaves=...) is the number of the update's leaves over all ranks, 1 "
+                f"or more; it is {leaves}. Without it they are counted as they come"
+            )
+        kept = [node.buffers for node in self._stack if node.buffers is not self._current]
+        self._pool.free = [one for one in self._pool.free if one is not self._current] + kept
+        self._stack.clear()
+        self._leaves, self._owned, self._spent = leaves, _NO_LEAVES, False
+        self._current.begin()
+
+    def before_backward(self, *, last: bool, leaf: int | None) -> bool:
+        """Prepare buffers for a leaf. Raises `ValueError` for one out of turn."""
+        del last
+        if self._leaves is None:
+            if leaf is not None:
+                raise ValueError(
+                    f"backward(leaf={leaf}) goes with begin_window(leaves=...), the number of the "
+                    "update's leaves over all ranks; without both they are counted as they come"
+                )
+            leaf = self._owned[1]
+        expected = self._owned[1] if self._owned != _NO_LEAVES else leaf
+        if leaf is None or leaf != expected or not 0 <= leaf < (self._leaves or _UNKNOWN):
+            raise ValueError(
+                f"backward(leaf=...) must be the leaf's number below {self._leaves}, one after the "
+                f"other on a rank: {expected} is due, but it is {leaf}"
+            )
+        self._owned = (leaf if self._owned == _NO_LEAVES else self._owned[0], leaf + 1)
+        if self._spent:
+            self._current.verify()
+            self._current, self._spent = self._pool.take(), False
+            self._current.begin()
+        return False
+
+    def after_backward(self) -> None:
+        """Fold the leaf into the nodes that it completes."""
+        self._current.complete()
+        self._spent = True
+        node = _Node((self._owned[1] - 1, self._owned[1]), self._current)
+        if self._leaves is None and self._group.rank > 0:
+            self._stack.append(node)  # its number is known at the boundary
+        else:
+            self._fold(node, self._leaves or _UNKNOWN)
+
+    def _fold(self, node: _Node, leaves: int) -> None:
+        """Put `node` on the stack, added to its left siblings as long as there are any."""
+        while self._stack and are_siblings(self._stack[-1].leaves, node.leaves, leaves):
+            left = self._stack.pop()
+            for ours, theirs in zip(left.buffers.flats, node.buffers.flats, strict=True):
+                ours.add_(theirs)
+            self._pool.free.append(node.buffers)
+            node = _Node((left.leaves[0], node.leaves[1]), left.buffers)
+        self._stack.append(node)
+
+    def ready(self, parameter: int) -> None:
+        """Nothing: leaves are folded whole."""
+        del parameter
+
+    def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
+        """Sum over ranks along the tree. Collective.
+
+        Raises:
+            PlanError: on all ranks alike, when the ranks' leaves are not each of the update's once.
+        """
+        if self._spent:
+            self._current.store_late()
+            self._current.verify()
+        rows = self._exchange_rows(trailer)
+        leaves, owned = self._numbered(rows)
+        if wrong := gap_in(owned, leaves):
+            raise PlanError(f"of {leaves} leaves of an update, {wrong}: ranks own {owned}")
+        if not self._spent:  # a rank without leaves
+            self._pool.free.append(self._current)
+        if leaves == 0:  # all ranks know from the weights
+            empty = self._pool.take()
+            empty.begin()
+            empty.complete()
+            self._use(empty)
+        elif self._group.size > 1:
+            self._use(self._sum_along_tree([nodes_of(one, leaves) for one in owned], leaves))
+        else:
+            self._use(self._stack.pop().buffers)
+        for gradient in self._current.gradients:
+            arrived(gradient)
+        metric_count = len(trailer.metrics)
+        totals = Trailer.empty(metric_count)
+        for row in rows:
+            totals.add(Trailer.of(row[3:], metric_count, WIDE))
+        return totals
+
+    def _numbered(self, rows: list[list[float]]) -> tuple[int, list[Range]]:
+        """Return the update's leaves, and those of each rank; this rank's nodes are folded with
+        them.
+        """
+        counts = {row[2] for row in rows}
+        if len(counts) > 1:
+            raise PlanError(
+                "ranks do not agree on the update's leaves: begin_window(leaves=...) has to be the "
+                f"same on all of them, or on none; it is {[int(row[2]) for row in rows]}"
+            )
+        if self._leaves is not None:
+            return self._leaves, [(int(row[0]), int(row[1])) for row in rows]
+        ends = list(accumulate(int(row[1]) for row in rows))
+        owned = list(pairwise([0, *ends]))
+        first, nodes = owned[self._group.rank][0], self._stack
+        self._stack = []
+        for node in nodes:
+            self._fold(
+                _Node((node.leaves[0] + first, node.leaves[1] + first), node.buffers), ends[-1]
+            )
+        return ends[-1], owned
+
+    def _use(self, buffers: GradientBuffers) -> None:
+        self._current, self._spent = buffers, False
+        buffers.attach()
+
+    def _exchange_rows(self, trailer: Trailer) -> list[list[float]]:
+        leaves = _COUNTED if self._leaves is None else float(self._leaves)
+        mine = [float(self._owned[0]), float(self._owned[1]), leaves, *trailer.numbers(WIDE)]
+        row = torch.tensor([mine], dtype=torch.float64, device=self._group.device)
+        return self._group.all_gather(row).tolist()
+
+    def _sum_along_tree(self, nodes: list[list[Range]], leaves: int) -> GradientBuffers:
+        """Exchange the ranks' `nodes` and add them up; give the buffers that hold the sum."""
+        parts: list[dict[Range, Tensor]] = [{} for _ in self._current.flats]
+        received: list[GradientBuffers] = []
+        for turn in range(max(map(len, nodes))):
+            into = self._pool.take()
+            received.append(into)
+            senders = [ranges[turn] if turn < len(ranges) else None for ranges in nodes]
+            mine = self._stack[turn].buffers if turn < len(self._stack) else None
+            for number, flat in enumerate(into.flats):
+                self._exchange_node(
+                    flat, mine.flats[number] if mine else None, senders, parts[number]
+                )
+            if mine is not None:
+                self._pool.free.append(mine)
+        self._stack.clear()
+        result = self._pool.take()
+        for flat, held in zip(result.flats, parts, strict=True):
+            segment = flat.numel() // self._group.size
+            total = _total((0, leaves), held)
+            self._group.gather_into(flat.split(segment) if segment else [flat], total)
+        self._pool.free += received
+        return result
+
+    def _exchange_node(
+        self,
+        into: Tensor,
+        mine: Tensor | None,
+        senders: list[Range | None],
+        parts: dict[Range, Tensor],
+    ) -> None:
+        """Send this rank's node in segments; receive the segments that this rank adds up."""
+        segment = into.numel() // self._group.size
+        counts = [0 if node is None else segment for node in senders]
+        here = into[: sum(counts)]
+        self._group.all_to_all(here, into[:0] if mine is None else mine, counts=counts)
+        pieces = iter(here.split(segment))
+        for node in senders:
+            if node is not None:
+                parts[node] = next(pieces)
+
+
+def _total(node: Range, parts: dict[Range, Tensor]) -> Tensor:
+    """Return the sum over `node`, in place in its leftmost part."""
+    if node in parts:
+        return parts[node]
+    split = middle(*node)
+    return _total((node[0], split), parts).add_(_total((split, node[1]), parts))

@@ -1,1 +1,0 @@
-"""An optimizer in shards: each rank keeps and steps its own part."""

@@ -1,0 +1,726 @@
+"""Checks of every window, so that no update is silently wrong.
+
+A changed model or optimizer, weights that differ between ranks, collectives in mid-window, and
+common mistakes (a mean instead of a sum, the same samples on all ranks) raise an error or warn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import chain
+from numbers import Real
+from operator import attrgetter, is_, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]  # the common base
+from torch.optim import Optimizer
+
+from orchestrator.engine.api import AccumulationOptions
+from orchestrator.engine.common.job_checks import check_metric_names
+from orchestrator.engine.common.packed_sums import Trailer
+from orchestrator.engine.common.replicas import LARGEST_PIECE, Piece, Replicas
+from orchestrator.engine.torch.group import BaseGroup, gather_numbers, gather_texts, version_of
+from orchestrator.engine.torch.model import IN_A_LOOP, batch_norms_of, listed, norm_advice
+from orchestrator.engine.torch.start_checks import digest_to_floats, minority_ranks, sha256_of
+from orchestrator.errors import JobError, SilenceError
+from orchestrator.job import Loss
+from orchestrator.plan.plan_warnings import named_ranks
+from orchestrator.rundir.warnings import warn
+
+# ------------------------------------------------------------------ Mean instead of sum
+# `Loss` takes sums, and a mean is the commonest mistake: `cross_entropy` returns one by default.
+# The last operations of the loss's graph reveal it, for the price of reading a name or two.
+
+
+_MEAN = 1  # as `torch.nn.functional` numbers its reductions
+_ONLY_PASS = ("ToCopy", "Clone", "View", "Squeeze", "Unsqueeze", "Alias", "ReshapeAlias", "Div")
+_SUMS = ("Add", "Sub")
+_DEEPEST = 8
+
+
+def averaged_by(total: Tensor) -> str | None:
+    """Return the operation that made `total` a mean; None if it is none, or unknown.
+
+    A mean that was multiplied afterwards is ignored: it may be a sum again.
+
+    >>> import torch
+    >>> x = torch.ones(4, requires_grad=True)
+    >>> averaged_by(x.mean() / 2), averaged_by(x.mean() * 4), averaged_by(x.sum())
+    ('mean()', None, None)
+    """
+    return _averaged(total.grad_fn, _DEEPEST)
+
+
+def _averaged(node: Any, depth: int) -> str | None:
+    if node is None or not depth:
+        return None
+    name = node.name().partition("Backward")[0]
+    if name == "Mean":
+        return "mean()" if _numbers(node) != 1 else None
+    if getattr(node, "_saved_reduction", None) == _MEAN:
+        return f"{name}(reduction='mean')"
+    if name in _ONLY_PASS or name in _SUMS:
+        parts = [part for part, _ in node.next_functions if part is not None]
+    else:
+        parts = []
+    if name in _ONLY_PASS and len(parts) == 1:
+        return _averaged(parts[0], depth - 1)
+    if name in _SUMS and parts:
+        found = [_averaged(part, depth - 1) for part in parts]
+        return found[0] if all(found) else None
+    return None
+
+
+def _numbers(node: Any) -> int | None:
+    """Return how many numbers a `mean()` averaged, if known."""
+    return getattr(node, "_saved_self_sym_numel", None)
+
+
+_PLAIN = (int, float)
+
+
+def checked_loss(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
+    """Return the metrics of `loss`. Raises `JobError` where it breaks the contract of `Loss`."""
+    if isinstance(loss, Tensor):
+        raise JobError(
+            "loss() must return Loss(total, weight), but returned a plain tensor: a sum and what "
+            "to divide it by, as in Loss(cross_entropy(scores, wanted, reduction='sum'), "
+            "weight=len(wanted)); from orchestrator import Loss"
+        )
+    parts = ("total", "weight", "metrics")
+    if type(loss) is not Loss and not all(hasattr(loss, part) for part in parts):
+        raise JobError(
+            f"loss() must return Loss(total, weight), but returned {type(loss).__name__}; "
+            "from orchestrator import Loss"
+        )
+    total = loss.total
+    if not isinstance(total, Tensor) or total.numel() != 1 or total.is_complex():
+        what = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+        raise JobError(
+            f"Loss.total must be a real scalar tensor, but is {what}; use reduction='sum'"
+        )
+    if not total.requires_grad:
+        raise JobError(
+            "Loss.total has no graph to back-propagate; was it detached, or computed without grad?"
+        )
+    given: Any = loss.metrics
+    if type(given) is not dict and not isinstance(given, Mapping):
+        raise JobError(f"Loss.metrics must be a dictionary, but is {given!r:.40}")
+    _refuse_value("weight", loss.weight)
+    for name, value in given.items():
+        _refuse_value(f"metrics['{name}']", value)
+    _refuse_mean(loss)
+    check_metric_names(loss.metrics, names)
+    return loss.metrics
+
+
+def _refuse_value(what: str, value: Any) -> None:
+    if type(value) in _PLAIN:  # a look at an abstract class takes longer than all the rest
+        return
+    tensor = isinstance(value, Tensor)
+    if (value.numel() == 1 and not value.is_complex()) if tensor else isinstance(value, Real):
+        return
+    found = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if tensor else repr(value)
+    raise JobError(f"Loss.{what} must be a real number, but is {found}")
+
+
+def _refuse_mean(loss: Loss) -> None:
+    """With a weight of 1 it may be a mean over one sample's numbers, which is that sample's own."""
+    made_by = averaged_by(loss.total)
+    if made_by is not None and float(loss.weight) != 1.0:
+        raise JobError(
+            f"Loss.total is a mean, made by {made_by}, and Loss.weight is {float(loss.weight):g}: "
+            "it would be divided twice. Give the sum, with reduction='sum', or multiply the mean "
+            "by what it was divided by"
+        )
+
+
+def to_floats(rows: Sequence[list[Any]]) -> list[list[float]]:
+    """Return the numbers of some micro-steps, with one transfer from the device for all."""
+    tensors = [value for row in rows for value in row if isinstance(value, Tensor)]
+    if all(tensor.is_cpu for tensor in tensors):
+        return [[float(value) for value in row] for row in rows]
+    # int64 and float64 hold all others exactly; a count above 2**53 is out of reach.
+    device = tensors[0].device
+    stacked = torch.stack([t.reshape(()).to(device, torch.float64) for t in tensors])
+    moved = iter(stacked.tolist())
+    return [[next(moved) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]
+
+
+# ------------------------------------------------------------------ Changed models
+# After a layer was added or replaced, a state dict loaded with assign=True, or a cast, gradients
+# would go to tensors that no accumulator reduces and no optimizer steps.
+
+
+_VALUES = methodcaller("values")
+
+
+class ModelCheck:
+    """The tree of modules and parameters of one model, as it was.
+
+    Args:
+        model: a module; of anything else only the parameters are looked at.
+        trained: its trained parameters, with names.
+    """
+
+    def __init__(self, model: Any, trained: Sequence[tuple[str, Tensor]]) -> None:
+        self._tables: list[tuple[str, Mapping[str, Any], tuple[Any, ...]]] = []
+        if isinstance(model, Module):
+            for name, layer in model.named_modules():
+                for table in (layer._modules, layer._parameters):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # to walk it anew would take longer
+                    if table:
+                        self._tables.append((name, table, tuple(table.values())))
+        self._contents = [table for _, table, _ in self._tables]
+        self._lengths = [len(before) for _, _, before in self._tables]
+        self._values = [value for _, _, before in self._tables for value in before]
+        self._trained = trained
+        self._addresses = [parameter.data_ptr() for _, parameter in trained]
+        self._kinds = [_kind(parameter) for _, parameter in trained]
+
+    def check(self) -> None:
+        """Raise `JobError` if a layer or parameter is another one, or is kept otherwise."""
+        now = chain.from_iterable(map(_VALUES, self._contents))
+        if [*map(len, self._contents)] != self._lengths or not all(map(is_, now, self._values)):
+            self._check_tables()
+        addresses = [parameter.data_ptr() for _, parameter in self._trained]
+        if addresses != self._addresses:
+            self._check_kinds()
+            self._addresses = addresses
+
+    def _check_tables(self) -> None:
+        for name, table, before in self._tables:
+            if len(table) != len(before) or not all(map(is_, table.values(), before)):
+                changed = [key for key, value in table.items() if not _is_one_of(value, before)]
+                where = ".".join(part for part in (name, *changed[:1]) if part)
+                raise JobError(
+                    f"{where or 'the model'} is not what it was when the accumulator was built: a "
+                    "layer or parameter was added, taken away or replaced (by a new head, or "
+                    "load_state_dict(assign=True), say). close() this accumulator and build "
+                    "another one, with an optimizer of the parameters that there are now"
+                )
+
+    def _check_kinds(self) -> None:
+        for (name, parameter), before in zip(self._trained, self._kinds, strict=True):
+            now = _kind(parameter)
+            if now != before:
+                raise JobError(
+                    f"parameter {name} became {_words(now)} after the accumulator was built, when "
+                    f"it was {_words(before)}: its gradients are kept as that. Cast or move a "
+                    "model before its optimizer and accumulator are built"
+                )
+
+
+def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
+    return any(value is one for one in values)
+
+
+_Kind = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
+
+
+def _kind(parameter: Tensor) -> _Kind:
+    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
+
+
+def _words(kind: _Kind) -> str:
+    dtype, device, shape, strides = kind
+    return f"{dtype} on {device} of shape {tuple(shape)} and strides {strides}"
+
+
+# ------------------------------------------------------------------ Changed optimizers
+# Parameters that are added to a group later would be stepped with this rank's own gradient;
+# removed ones would not be stepped. A rate that changes in mid-window belongs to neither update.
+
+
+class OptimizerCheck:
+    """The groups of one optimizer, as they were; and what is set in them, from `keep` on."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = self._parameters_now()
+        self._kept: list[tuple[int, str, Any]] | None = None
+
+    def check_parameters(self) -> None:
+        """Raise `JobError` if the groups hold other parameters, or there are other groups."""
+        now = self._parameters_now()
+        if len(now) != len(self._parameters) or not all(map(is_, now, self._parameters)):
+            raise JobError(
+                f"the {type(self._optimizer).__name__} has other parameters than when the "
+                "accumulator was built (add_param_group(), say): their gradients would not be "
+                "reduced, or no optimizer would step them. close() this accumulator and build "
+                "another one, with an optimizer of all parameters that there are now"
+            )
+
+    def keep(self) -> None:
+        """Record the settings at a window's first micro-step, until its boundary."""
+        self._kept = self._settings_now()
+
+    def check_settings(self, update: int) -> None:
+        """Raise `JobError` if some changed since `keep`, which counts for one boundary."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        for before, after in zip(kept, self._settings_now(), strict=False):
+            if before != after:
+                group, name, _ = before
+                raise JobError(
+                    f"{name} of the optimizer's parameter group {group} was changed in mid-window "
+                    f"of update {update}: it would count for all of its micro-steps, or for none. "
+                    "A scheduler's step() comes after boundary(), once an update"
+                )
+
+    def _parameters_now(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _settings_now(self) -> list[tuple[int, str, Any]]:
+        return [
+            (number, name, _plain(value))
+            for number, group in enumerate(self._optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params"
+        ]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for `==`; for a tensor its identity and version, without waiting for it."""
+    if not isinstance(value, Tensor):
+        return value
+    return id(value), version_of(value)
+
+
+# ------------------------------------------------------------------ Weights digest
+# A sum, modulo 2**64, of the weights' bits times odd numbers. Each place has its own odd 64-bit
+# number, so any change of one number changes the sum, and so do two that swap places. It runs at
+# some 5 GB/s on a CPU core, and only the sums leave a device. It detects drift, not an adversary.
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_ODD = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples are spread evenly
+_MIX = 0xBF58476D1CE4E5B9  # of SplitMix64 [Steele, Lea and Flood 2014]
+
+
+def replicas_of(named: Sequence[tuple[str, Tensor]], group: BaseGroup) -> Replicas:
+    """Return the detector of parameters that differ on the ranks of `group`."""
+    parameters = [parameter for _, parameter in named]
+    digests = digests_of(parameters)
+    return Replicas(
+        [name for name, _ in named],
+        [parameter.numel() for parameter in parameters],
+        [parameter.element_size() for parameter in parameters],
+        digests=digests,
+        gather=partial(gather_numbers, group),
+        ranks=group.size,
+        joint_digests=partial(joined_digests, parameters, digests),
+    )
+
+
+def digests_of(parameters: Sequence[Tensor]) -> Callable[[Sequence[Piece]], list[int]]:
+    """Return a function that gives the digest of each of some pieces, as the parameters are
+    then.
+    """
+
+    def digests(pieces: Sequence[Piece]) -> list[int]:
+        sums = [_digest(_bits(parameters, piece)) for piece in pieces]
+        if len({one.device for one in sums}) > 1:
+            return [int(one) for one in sums]
+        return torch.stack(sums).tolist()  # one wait for the device, not one a piece
+
+    return digests
+
+
+def joined_digests(
+    parameters: Sequence[Tensor],
+    digests: Callable[[Sequence[Piece]], list[int]],
+    pieces: Sequence[Piece],
+) -> list[int]:
+    """Return one digest of small pieces, laid one after the other; those of the pieces where they
+    are not small, or not alike.
+    """
+    if sum(piece.end - piece.start for piece in pieces) > LARGEST_PIECE:
+        return digests(pieces)
+    parts = [_bits(parameters, piece) for piece in pieces]
+    if len({(part.device, part.dtype) for part in parts}) > 1:
+        return digests(pieces)
+    return [int(_digest(torch.cat(parts)))]
+
+
+def _bits(parameters: Sequence[Tensor], piece: Piece) -> Tensor:
+    flat = parameters[piece.number].detach().reshape(-1)[piece.start : piece.end]
+    numbers = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
+    return numbers.view(_BITS[min(numbers.element_size(), 4)])
+
+
+def _digest(bits: Tensor) -> Tensor:
+    return (bits * _multipliers(bits.device)[: len(bits)]).sum()
+
+
+@lru_cache(maxsize=8)
+def _multipliers(device: torch.device) -> Tensor:
+    """Odd 64-bit numbers, the same on every machine: as many as the largest piece may need."""
+    places = torch.arange(1, 4 * LARGEST_PIECE + 1, dtype=torch.int64)
+    mixed = places * _signed(_ODD)
+    mixed = (mixed ^ (mixed >> 30)) * _signed(_MIX)
+    return ((mixed ^ (mixed >> 27)) | 1).to(device)
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+# ------------------------------------------------------------------ Buffers
+# Ranks start with equal buffers, and checkpoints hold rank 0's. Differing is no error: batch norm
+# statistics, or a count of micro-steps, are each rank's own. But evaluation, checkpoints and
+# resumed runs use rank 0's, so the user should know.
+
+
+MOST_NAMED = 3
+
+
+class BufferCheck:
+    """Compares a model's buffers over the ranks of `group`, which began with the same ones."""
+
+    def __init__(self, model: Any, group: BaseGroup) -> None:
+        self._group = group
+        self._model = model if isinstance(model, Module) and list(model.buffers()) else None
+
+    def compare(self) -> None:
+        """Warn, once, where buffers differ. Collective, for between windows."""
+        if self._model is None or self._group.size == 1:
+            return
+        mine = [(name, sha256_of(buffer)) for name, buffer in self._model.named_buffers()]
+        digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+        odd = minority_ranks(gather_numbers(self._group, digest_to_floats(digest)))
+        if not odd:
+            return
+        given = [dict(json.loads(text)) for text in gather_texts(self._group, json.dumps(mine))]
+        names = [name for name in dict.fromkeys(n for one in given for n in one)
+                 if len({one.get(name) for one in given}) > 1]  # fmt: skip
+        self._model = None  # said once; all ranks come here together
+        if self._group.rank == 0:
+            warn(_sentence(names, odd))
+
+
+def _sentence(names: list[str], odd: list[int]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return (
+        f"{named_ranks(odd)} no longer {'have' if len(odd) > 1 else 'has'} the buffers of the "
+        f"others: {', '.join(names[:MOST_NAMED])}{more}. Checkpoints hold rank 0's, and a run that "
+        "is gone on with begins with those on every rank; where they take part in training, it "
+        "does not end with the same bits. What forward() writes into a buffer has to be computed "
+        "from what all ranks share (in after_update, say), or be of no consequence"
+    )
+
+
+# ------------------------------------------------------------------
+# Invariants between a window's start and its boundary
+
+
+_TRAINS, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
+_COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
+
+
+class InvariantChecks:
+    """Looks at one accumulator's windows.
+
+    Args:
+        model: what the accumulator was given.
+        named: all parameters of the model, trained or not.
+        trained: those that are.
+        group: the ranks.
+        silent: whether collectives on `group` are refused, and looked for.
+        advise: warn of batch norms, once, when they are in training mode.
+
+    Attributes:
+        frozen: digest of which trained parameters were frozen at this window's start.
+        training: how many of the model's layers were in training mode then.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        named: Sequence[tuple[str, Tensor]],
+        trained: Sequence[tuple[str, Tensor]],
+        group: BaseGroup,
+        *,
+        silent: bool,
+        advise: bool,
+    ) -> None:
+        self._trained, self._group, self._silent = trained, group, silent
+        self._same = ModelCheck(model, trained)
+        self._norms = batch_norms_of(model) if advise else {}
+        self._advise()
+        known = {id(parameter) for _, parameter in trained}
+        self._others = [(name, p) for name, p in named if id(p) not in known]
+        self._parameters = [parameter for _, parameter in trained]
+        self._layers = list(model.modules()) if isinstance(model, Module) else []
+        self.frozen = self.training = 0.0
+        self._trains = b""
+        self._versions: list[int] = []
+        self._sampled: tuple[str, Tensor, Tensor] | None = None
+        self._mark = group.mark()
+        self._transport_mark = 0
+
+    def begin(self, update: int) -> None:
+        """Begin a window and its silence.
+
+        Raises:
+            JobError: the model is not the one any more that the accumulator was built for.
+        """
+        self._same.check()
+        self._advise()
+        trains = bytes(map(_TRAINS, self._parameters))
+        self.frozen = float(zlib.crc32(trains)) if 0 in trains else 0.0
+        self.training = float(sum(map(_TRAINING, self._layers)))
+        for name, parameter in self._others:
+            if parameter.requires_grad:
+                raise JobError(
+                    f"parameter {name} began to require gradients after the accumulator was built; "
+                    "build another one, so that its gradients are reduced too"
+                )
+        self._versions = list(map(version_of, self._parameters))
+        # Changes through `.data` are not counted; a few numbers of one parameter reveal most.
+        name, parameter = self._trained[update % len(self._trained)]
+        self._sampled = name, parameter, _some(parameter).clone()
+        self._mark = self._group.mark()
+        self._transport_mark = self._group.transport_collectives() or 0
+        if self._silent:
+            self._group.silence.begin(f"in mid-window of update {update}")
+
+    def _advise(self) -> None:
+        if any(layer.training for layer in self._norms.values()):
+            given = norm_advice(list(self._norms), apart=self._group.size > 1)
+            warnings.warn(given + IN_A_LOOP, stacklevel=5)
+            self._norms = {}
+
+    def micro_step(self, update: int, *, first: bool) -> None:
+        """Check a micro-step.
+
+        Raises:
+            JobError: a parameter was frozen or unfrozen since the window's first one.
+        """
+        trains = bytes(map(_TRAINS, self._parameters))
+        if first:
+            self._trains = trains
+        elif trains != self._trains:
+            self._refuse_frozen(trains, update)
+
+    def end(self, update: int) -> None:
+        """End the window; collectives are allowed again.
+
+        Raises:
+            JobError: a parameter was changed in between.
+            SilenceError: the transport counted collectives that did not go through our group.
+        """
+        self._group.silence.end()
+        versions = list(map(version_of, self._parameters))
+        if versions != self._versions:
+            pairs = zip(self._trained, versions, self._versions, strict=True)
+            raise _changed(next(one[0] for one, now, before in pairs if now != before), update)
+        if self._sampled is not None:
+            name, parameter, before = self._sampled
+            if not torch.equal(_some(parameter), before):
+                raise _changed(name, update)
+        if self._silent and self._group.transport in _COUNTED:
+            ours = self._group.since(self._mark).collectives
+            theirs = (self._group.transport_collectives() or 0) - self._transport_mark
+            if theirs != ours:
+                raise SilenceError(
+                    f"{theirs - ours} collectives ran on this process group in mid-window of "
+                    f"update {update}, beside the {ours} of the gradient's own reduction"
+                )
+
+    def _refuse_frozen(self, trains: bytes, update: int) -> None:
+        name, parameter = next(
+            one for one, a, b in zip(self._trained, trains, self._trains, strict=True) if a != b
+        )
+        did = "unfrozen" if parameter.requires_grad else "frozen"
+        raise JobError(
+            f"parameter {name} was {did} in mid-window of update {update}, so it has the gradient "
+            "of some micro-steps only; freeze and unfreeze between boundary() and the next one"
+        )
+
+
+def _changed(name: str, update: int) -> JobError:
+    return JobError(
+        f"parameter {name} was changed in mid-window of update {update}; weights change at "
+        "boundaries only, by the optimizer"
+    )
+
+
+def _some(parameter: Tensor) -> Tensor:
+    """Return the first row of a parameter, which costs next to nothing to keep."""
+    return parameter.detach()[:1] if parameter.dim() else parameter.detach()
+
+
+# ------------------------------------------------------------------ Usage warnings
+# Habits from other loops leave traces in a window's sums: every rank had the same samples, each
+# loss was divided by the number of micro-steps, dropout stayed off after an evaluation. They may
+# be intended, so rank 0 warns once.
+
+
+_WINDOWS = 3  # in a row, since a model whose last layer begins with zeros has one loss everywhere
+
+
+class UsageLinter:
+    """Looks at one accumulator's windows.
+
+    Args:
+        model: what it was given.
+        rank, ranks: this one's number, and how many there are.
+    """
+
+    def __init__(self, model: Any, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        layers = dict(model.named_modules()) if isinstance(model, Module) else {}
+        self._dropouts = {n: d for n, d in layers.items() if isinstance(d, _DropoutNd) and d.p > 0}
+        self._dropped = False  # a window had dropout
+        self._divisors: set[float | None] = set()
+        self._equal = 0  # windows in a row in which all ranks had the same sums
+        self._said: set[str] = set()
+
+    def begin(self) -> None:
+        """Begin a window."""
+        self._divisors = set()
+        off = [name for name, layer in self._dropouts.items() if not layer.training]
+        if off and self._dropped:
+            self._warn_once(
+                f"dropout in {listed(off)} was on in updates before and is off now; call "
+                "model.train() after an evaluation"
+            )
+        self._dropped = self._dropped or len(off) < len(self._dropouts)
+
+    def micro_step(self, loss: Loss) -> None:
+        """Note a loss that passed all checks."""
+        self._divisors.add(divisor_of(loss.total))
+
+    def end(self, mine: Trailer, totals: Trailer, micro_steps: int) -> None:
+        """Check the sums of a window, after its reduction."""
+        if len(self._divisors) == 1 and (divisor := next(iter(self._divisors))):
+            self._check_divisor(divisor, micro_steps)
+        if self._ranks > 1:
+            equal = totals.loss.units and all(
+                of_all.units == self._ranks * of_one.units and not of_all.odd
+                for of_all, of_one in ((totals.loss, mine.loss), (totals.weight, mine.weight))
+            )
+            self._equal = self._equal + 1 if equal else 0
+            if self._equal == _WINDOWS:
+                self._warn_once(
+                    f"in {_WINDOWS} updates in a row the loss was the same on all ranks, to the "
+                    "last digit: they probably all compute the same samples. Give each rank "
+                    "samples of its own (a DistributedSampler, or [rank::ranks])"
+                )
+
+    def _check_divisor(self, divisor: float, micro_steps: int) -> None:
+        of = {micro_steps * self._ranks: "micro-steps on all ranks"}
+        of |= {self._ranks: "ranks", micro_steps: "micro-steps in a window"}
+        if divisor in of:
+            self._warn_once(
+                f"each Loss.total was divided by {divisor:g}, and there are {divisor:g} "
+                f"{of[int(divisor)]}: if that is why, leave it out. Sums are divided once, at the "
+                "boundary, by what the weights add up to"
+            )
+
+    def _warn_once(self, sentence: str) -> None:
+        if self._rank == 0 and sentence not in self._said:
+            self._said.add(sentence)
+            warnings.warn(f"{sentence} (Accumulator(..., advise=False) is silent)", stacklevel=7)
+
+
+def divisor_of(total: Tensor) -> float | None:
+    """Return the last divisor of `total` in its graph: a whole number above 1, or None.
+
+    >>> import torch
+    >>> x = torch.ones(4, requires_grad=True)
+    >>> divisor_of(x.sum() / 4), divisor_of(x.sum() * 0.25), divisor_of(x.sum() * 0.5)
+    (4.0, 4.0, None)
+    """
+    node: Any = total.grad_fn
+    name = "" if node is None else node.name()
+    if not name.startswith(("Mul", "Div")):
+        return None
+    other = getattr(node, "_saved_other", None)
+    if not isinstance(other, Tensor) or other.numel() != 1 or other.device.type != "cpu":
+        return None
+    factor = float(other.detach())
+    if name.startswith("Mul") and factor and factor != 0.5:  # half a square is a loss
+        factor = round(1 / factor, 9)
+    return factor if factor > 1 and factor == int(factor) else None
+
+
+# ------------------------------------------------------------------ All checks of a window
+
+
+class WindowChecks:
+    """All checks of one accumulator's windows.
+
+    Args:
+        model: what the accumulator was given.
+        named: all parameters of the model, trained or not.
+        trained: those that are.
+        optimizer, group, options: the accumulator's.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        named: Sequence[tuple[str, Tensor]],
+        trained: Sequence[tuple[str, Tensor]],
+        optimizer: Optimizer,
+        group: BaseGroup,
+        options: AccumulationOptions,
+    ) -> None:
+        self._watch = InvariantChecks(
+            model, named, trained, group, silent=options.silent, advise=options.advise
+        )
+        self._replicas, self._same_buffers = replicas_of(named, group), BufferCheck(model, group)
+        self._same_optimizer = OptimizerCheck(optimizer)
+        self._linter = UsageLinter(model, group.rank, group.size) if options.advise else None
+
+    def begin(self, update: int) -> None:
+        """Begin a window and its silence. Raises `JobError` for changes since the last."""
+        self._watch.begin(update)
+        self._same_optimizer.check_parameters()
+        if self._linter is not None:
+            self._linter.begin()
+
+    def micro_step(self, update: int, loss: Loss, *, first: bool) -> None:
+        """Check a micro-step. Raises `JobError` for changes in mid-window."""
+        if first:
+            self._same_optimizer.keep()
+        self._watch.micro_step(update, first=first)
+        if self._linter is not None:
+            self._linter.micro_step(loss)
+
+    def end(self, update: int) -> None:
+        """End the window: collectives are allowed again. Raises as `InvariantChecks.end`."""
+        self._watch.end(update)
+        self._same_optimizer.check_settings(update)
+
+    def write_digests(self, trailer: Trailer, update: int, given: dict[str, float]) -> None:
+        """Write digests into the trailer: of the weights, and of this window's arguments."""
+        own = {
+            "the digest of which parameters are frozen": self._watch.frozen,
+            "the number of layers in training mode": self._watch.training,
+        }
+        self._replicas.write_digest(trailer, update, given | own)
+
+    def compare(self, totals: Trailer, update: int) -> None:
+        """Look at what came back. Raises as `Replicas.check`, on all ranks alike."""
+        self._replicas.check(totals, update)
+
+    def finish(self, mine: Trailer, totals: Trailer, micro_steps: int) -> None:
+        """End a window: warn of likely mistakes."""
+        if self._linter is not None:
+            self._linter.end(mine, totals, micro_steps)
+
+    def all_weights(self) -> None:
+        """Compare everything, between two windows. Collective; raises `ReplicasDiffer`."""
+        self._replicas.check_all()
+        self._same_buffers.compare()

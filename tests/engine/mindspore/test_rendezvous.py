@@ -1,0 +1,211 @@
+"""How ranks meet: who is missing is named, a stop reaches all, bad transports and addresses are
+refused.
+
+Rendezvous knows no framework, so ranks are threads here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from orchestrator.engine.mindspore import form_group
+from orchestrator.engine.mindspore.group import device_index, variables
+from orchestrator.engine.mindspore.rendezvous import (
+    LivenessClient,
+    LivenessServer,
+    Scheduler,
+    await_verdict,
+    decide,
+)
+from orchestrator.errors import PeerLost, RendezvousError, RunFailed, StopRequested, TransportError
+from tests.engine.mindspore.processes import alive
+from tests.engine.mindspore.program import spec
+from tests.helpers import until
+
+
+def on_ranks(folder, ranks, size, **more):
+    """What each of `ranks` gets or raises."""
+    found = {}
+
+    def be(rank):
+        try:
+            one = spec(folder, rank, size, **more)
+            found[rank] = await_verdict(one) if rank else decide(one, lambda: {"port": 7})
+        except Exception as error:  # noqa: BLE001  # looked at below
+            found[rank] = error
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_all_ranks_get_the_same_endpoint(tmp_path):
+    found = on_ranks(tmp_path, range(3), 3)
+    assert {str(v) for v in found.values()} == {str({"verdict": "go", "port": 7})}
+
+
+def test_ranks_that_do_not_come_are_named_on_all(tmp_path):
+    found = on_ranks(tmp_path, [0, 2], 5, timeout_s=0.3)
+    assert all(isinstance(error, RendezvousError) for error in found.values())
+    assert {str(e) for e in found.values()} == {"ranks 1, 3-4 of 5 did not come within 0.3 s"}
+
+
+def test_a_missing_rank_0_is_named(tmp_path):
+    found = on_ranks(tmp_path, [1, 2], 3, timeout_s=0.3)
+    assert {str(e) for e in found.values()} == {"rank 0 of 3 did not come within 0.3 s"}
+
+
+def test_a_stop_of_one_stops_all_who_wait(tmp_path):
+    found = {}
+
+    def be(rank, stop):
+        one = spec(tmp_path, rank, 3, stop_requested=lambda: stop)
+        with pytest.raises(StopRequested):
+            await_verdict(one) if rank else decide(one, lambda: None)
+        found[rank] = True
+
+    threads = [threading.Thread(target=be, args=(rank, rank == 1)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {0, 1}
+
+
+def test_a_stop_before_rank_0_came_ends_the_rank(tmp_path):
+    with pytest.raises(StopRequested):
+        await_verdict(spec(tmp_path, 1, 2, stop_requested=lambda: True))
+
+
+def test_a_host_name_is_refused_where_an_address_is_needed(tmp_path):
+    with pytest.raises(TransportError, match="IP address"):
+        form_group(spec(tmp_path, 1, 2, address="localhost"))
+
+
+@pytest.mark.parametrize(
+    ("transport", "words"), [("hccl", "CANN"), ("nccl", "GPU support"), ("gloo", "not one of Mind")]
+)
+def test_a_transport_that_is_not_there_is_refused(tmp_path, transport, words):
+    with pytest.raises(TransportError, match=words):
+        form_group(spec(tmp_path, 0, 1, transport=transport))
+
+
+def test_hccl_gets_our_time_outs_within_its_limits_unless_they_were_set_by_hand(tmp_path):
+    one = spec(tmp_path, 3, 16, timeout_s=60.0, collective_timeout_s=1800.0)
+    found = variables(one, "hccl", ("10.0.0.1", 4321), {})
+    assert (found["MS_ROLE"], found["MS_NODE_ID"], found["MS_WORKER_NUM"]) == (
+        "MS_WORKER", "3", "16",
+    )  # fmt: skip
+    assert (found["MS_SCHED_HOST"], found["MS_SCHED_PORT"]) == ("10.0.0.1", "4321")
+    assert (found["HCCL_CONNECT_TIMEOUT"], found["HCCL_EXEC_TIMEOUT"]) == ("120", "1800")
+    assert variables(one, "hccl", ("10.0.0.1", 1), {"HCCL_CONNECT_TIMEOUT": "900"})[
+        "HCCL_CONNECT_TIMEOUT"
+    ] == "900"  # fmt: skip
+    assert "MS_CPU_COMM_OP_TIMEOUT" in variables(one, "mccl", ("10.0.0.1", 1), {})
+
+
+def test_a_rank_takes_the_device_of_its_local_rank_among_those_it_sees():
+    seen = {"ASCEND_RT_VISIBLE_DEVICES": "4,5,6"}
+    assert [device_index("hccl", rank, seen) for rank in range(3)] == [0, 1, 2]
+    with pytest.raises(TransportError, match=r"cluster\.ranks_per_node=3"):
+        device_index("hccl", 3, seen)
+
+
+def test_a_lone_rank_needs_nobody(tmp_path):
+    group = form_group(spec(tmp_path, 0, 1))
+    group.barrier()
+    assert (group.size, group.counters.collectives) == (1, 0)
+    group.close()
+
+
+def test_a_foreign_address_is_refused():
+    with pytest.raises(RendezvousError, match="IP address of this node"):
+        Scheduler("192.0.2.1", 2, 30.0)
+
+
+def test_a_scheduler_dies_with_its_parent():
+    program = (
+        "import os, sys; from orchestrator.engine.mindspore.rendezvous import Scheduler; "
+        "s = Scheduler('127.0.0.1', 2, 30.0); print(s.process.pid, flush=True); "
+        "sys.stdin.readline(); os.kill(os.getpid(), 9)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with parent:
+        child = int(parent.stdout.readline())
+        assert alive(child)
+        parent.stdin.write(b"\n")
+        parent.stdin.flush()
+        parent.wait(60)
+    until(lambda: not alive(child), what="the scheduler's end")
+
+
+def test_a_scheduler_that_ended_before_it_listened_is_no_wait():
+    scheduler = Scheduler("127.0.0.1", 2, 30.0)
+    try:
+        scheduler.process.kill()
+        scheduler.process.wait()
+        with pytest.raises(RendezvousError, match="ended with status -9"):
+            scheduler.ready()
+    finally:
+        scheduler.end()
+
+
+class Peers:
+    """A hub with two links, as ranks 0, 1 and 2 have them."""
+
+    def __init__(self):
+        self.hub = LivenessServer("127.0.0.1", "secret")
+        self.links = [
+            LivenessClient(self.hub.endpoint, "secret", rank, f"node{rank}") for rank in (1, 2)
+        ]
+        until(lambda: sum(w is not None for w in self.hub._links.values()) == 2)
+
+    def end(self):
+        for link in self.links:
+            link.close()
+        self.hub.close(wait_s=0.0)
+
+
+@pytest.fixture
+def peers():
+    found = Peers()
+    yield found
+    found.end()
+
+
+def lost(watch):
+    """What a rank is told, having taken notice."""
+    until(watch.changed.is_set)
+    with pytest.raises((PeerLost, RunFailed)) as caught:
+        watch.check()
+    return str(caught.value)
+
+
+def test_a_lost_rank_is_named_to_all_others(peers):
+    peers.links[1]._socket.shutdown(2)
+    assert lost(peers.hub) == lost(peers.links[0])
+    assert "rank 2 on node2 went away" in lost(peers.hub)
+
+
+def test_a_scheduler_that_dies_is_named_to_all(peers):
+    child = subprocess.Popen(["sleep", "60"])
+    peers.hub.watch_child(child.pid, child.poll)
+    child.kill()
+    child.wait()
+    assert "MindSpore's scheduler" in lost(peers.hub)
+    assert lost(peers.links[0]) == lost(peers.links[1])
+
+
+def test_goodbyes_are_no_losses(peers):
+    peers.end()
+    for watch in (peers.hub, *peers.links):
+        watch.check()

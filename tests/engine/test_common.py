@@ -1,0 +1,292 @@
+"""Update policy, loss scale, evaluation figures, time accounting and options."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from orchestrator.config.reading import read_config
+from orchestrator.engine.api import AccumulationOptions, EngineSettings
+from orchestrator.engine.common.job_checks import checked_figures
+from orchestrator.engine.common.micro_steps import Clock
+from orchestrator.engine.common.packed_sums import LossSums
+from orchestrator.engine.common.update_policy import (
+    FIRST_SCALE,
+    GROW_AFTER,
+    LARGEST_SCALE,
+    LossScale,
+    UpdatePolicy,
+)
+from orchestrator.engine.torch import Accumulator, TorchGroup
+from orchestrator.errors import ConfigError, JobError, NonFiniteError
+from orchestrator.job import Job
+from orchestrator.rank.setup import engine_settings
+
+
+def _policy(on_non_finite="stop", *, scales=False, clip_norm=None):
+    options = AccumulationOptions(on_non_finite=on_non_finite, clip_norm=clip_norm)
+    # Two ranks: the other one had nothing to complain of.
+    return UpdatePolicy(options, LossScale(scales=scales), lambda mine: [[-1.0], mine])
+
+
+def _losses(policy, *rows):
+    sums = LossSums(0, list)
+    for row in rows:
+        sums.add(row)
+    return policy.losses_usable(3, sums.trailer(), sums)
+
+
+def test_losses_that_can_be_divided_are_usable_whatever_the_policy():
+    for on_non_finite in ("stop", "skip"):
+        assert _losses(_policy(on_non_finite), (2.0, 1.5), (0.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([(1.0, 1.0), (-1.0, 1.0)], "negative or not finite in update 3, .* 1, micro-step 1;"),
+        ([(math.nan, 1.0)], "negative or not finite in update 3, first on rank 1, micro-step 0;"),
+        ([(0.0, 1.0)], "the weights of update 3 add up to 0"),
+        ([], "the weights of update 3 add up to 0"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("on_non_finite", ["stop", "skip"])
+def test_weights_that_cannot_be_divided_by_are_refused_by_both_policies(rows, said, on_non_finite):
+    with pytest.raises(JobError, match=said):
+        _losses(_policy(on_non_finite), *rows)
+
+
+def test_a_loss_that_is_not_finite_stops_or_skips():
+    rows = [(1.0, 1.0), (1.0, math.inf)]
+    assert not _losses(_policy("skip"), *rows)
+    with pytest.raises(NonFiniteError, match="update 3, first on rank 1, micro-step 1;"):
+        _losses(_policy("stop"), *rows)
+
+
+def test_a_gradient_that_is_not_finite_stops_skips_or_is_an_overflow():
+    for norm in (math.nan, math.inf):
+        assert _policy("skip").factor(3, 2.0, norm, list) is None
+        with pytest.raises(NonFiniteError, match=r"infinite, in a, b, c and 1 more;"):
+            _policy("stop").factor(3, 2.0, norm, lambda: ["a", "b", "c", "d"])
+        scale = LossScale(scales=True)
+        before = scale.scale
+        policy = UpdatePolicy(AccumulationOptions(), scale, lambda mine: [mine])
+        assert policy.factor(3, 2.0, norm, list) is None
+        assert scale.scale == before / 2
+
+
+def test_a_gradient_is_averaged_unscaled_and_clipped_at_once():
+    assert _policy().factor(0, 4.0, 8.0, list) == (2.0, 0.25)
+    norm, factor = _policy(clip_norm=1.0).factor(0, 4.0, 8.0, list)
+    assert (norm, factor) == (2.0, pytest.approx(0.125, rel=1e-6))
+
+
+def test_a_policy_that_there_is_not_is_refused():
+    with pytest.raises(ConfigError, match="must be stop or skip, but is 'ignore'"):
+        _policy("ignore")
+
+
+# ------------------------------------------------------------------ Loss scale
+
+
+def after(scale, windows):
+    for _ in range(windows):
+        scale.succeeded()
+    return scale.scale
+
+
+def test_it_doubles_exactly_after_so_many_calm_windows_and_again():
+    scale = LossScale(scales=True)
+    assert after(scale, GROW_AFTER - 1) == FIRST_SCALE
+    assert after(scale, 1) == 2 * FIRST_SCALE
+    assert after(scale, GROW_AFTER - 1) == 2 * FIRST_SCALE
+    assert after(scale, 1) == 4 * FIRST_SCALE
+
+
+def test_an_overflow_halves_it_and_the_calm_begins_anew():
+    scale = LossScale(scales=True)
+    after(scale, GROW_AFTER - 1)
+    scale.overflowed()
+    assert scale.scale == FIRST_SCALE / 2
+    assert after(scale, GROW_AFTER - 1) == FIRST_SCALE / 2
+    assert after(scale, 1) == FIRST_SCALE
+
+
+def test_it_stays_within_bounds():
+    scale = LossScale(scales=True)
+    for _ in range(40):
+        scale.overflowed()
+    assert (scale.scale, scale.may_overflow) == (1.0, False)
+    scale.load({"scale": LARGEST_SCALE, "calm": GROW_AFTER - 1})
+    assert after(scale, 1) == LARGEST_SCALE
+    assert scale.may_overflow
+
+
+def test_a_checkpoint_takes_up_the_scale_and_the_calm_where_they_were():
+    scale = LossScale(scales=True)
+    scale.overflowed()
+    after(scale, 7)
+    resumed = LossScale(scales=True)
+    resumed.load(scale.state())
+    assert resumed.state() == scale.state() == {"scale": FIRST_SCALE / 2, "calm": 7}
+    assert after(resumed, GROW_AFTER - 8) == FIRST_SCALE / 2
+    assert after(resumed, 1) == FIRST_SCALE
+
+
+def test_without_scaling_it_is_one_for_ever():
+    scale = LossScale(scales=False)
+    assert after(scale, GROW_AFTER + 1) == 1.0
+    assert not scale.may_overflow
+
+
+def test_a_scale_of_one_cannot_overflow_and_any_other_may():
+    scale = LossScale(scales=True)
+    for held, may in ((1.0, False), (2.0, True), (LARGEST_SCALE, True)):
+        scale.load({"scale": held, "calm": 3})
+        assert (scale.scale, scale.may_overflow) == (held, may)
+    scale.load({"scale": 2.0, "calm": 3})
+    scale.overflowed()
+    assert scale.state() == {"scale": 1.0, "calm": 0}
+
+
+# ------------------------------------------------------------------ Evaluation
+
+
+class Digits:
+    """Stands for a user's job: only its name matters."""
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (None, "must return figures by name, as in return {'accuracy': 0.9}, but returned nothing"),
+        ([0.9], "but returned a list"),
+        (0.9, "but returned a float"),
+        (("accuracy", 0.9), "but returned a tuple"),
+        ({"accuracy": "high"}, "'accuracy' must be one number, but is a str, 'high'"),
+        ({"accuracy": "0.9"}, "'accuracy' must be one number, but is a str, '0.9'"),
+        ({"accuracy": None}, "'accuracy' must be one number, but is a NoneType, None"),
+        ({"accuracy": [1.0, 2.0]}, "'accuracy' must be one number, but is a list, [1.0, 2.0]"),
+        ({"a": 1, "b": torch.ones(3)}, "'b' must be one number, but is a Tensor of shape (3,)"),
+        ({"a": np.ones((2, 2))}, "'a' must be one number, but is a ndarray of shape (2, 2)"),
+        ({"a": torch.empty(0)}, "'a' must be one number, but is a Tensor of shape (0,)"),
+        ({"a": 1j}, "'a' must be one number, but is a complex, 1j"),
+    ],
+)
+def test_what_is_no_dictionary_of_numbers_is_refused_in_the_jobs_name(given, told):
+    with pytest.raises(JobError) as refused:
+        checked_figures(given, Digits())
+    assert "Digits.evaluate()" in str(refused.value)
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "number", [1, 1.0, True, torch.tensor(1.0), torch.ones(1, 1), np.float32(1), np.ones(1)]
+)
+def test_numbers_of_any_kind_are_figures(number):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checked_figures({"accuracy": number}, Digits()) == {"accuracy": 1.0}
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, torch.tensor(-math.inf)])
+def test_figures_that_are_not_finite_are_kept_and_warned_of(number):
+    with pytest.warns(UserWarning, match="Digits.evaluate\\(\\)'s 'loss' is -?(nan|inf)"):
+        figures = checked_figures({"loss": number, "right": 1}, Digits())
+    assert not math.isfinite(figures["loss"])
+
+
+# ------------------------------------------------------------------ Time accounting
+
+
+@pytest.fixture
+def tick(monkeypatch):
+    """Moves the time on."""
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def move(seconds):
+        now[0] += seconds
+
+    return move
+
+
+def test_each_moment_counts_once_for_what_began_last(tick):
+    clock = Clock()
+    tick(1)
+    with clock.compute():
+        tick(2)
+        with clock.wait():
+            tick(4)
+        tick(8)
+        with clock.compute():
+            tick(16)
+    tick(32)
+    with clock.optimize():
+        tick(64)
+    assert clock.seconds() == {"compute_s": 26.0, "wait_s": 4.0, "optimizer_s": 64.0}
+
+
+def test_what_fails_is_over_and_a_window_begins_from_nothing(tick):
+    clock = Clock()
+
+    def fails():
+        with clock.compute():
+            tick(1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    tick(2)
+    assert clock.seconds()["compute_s"] == 1.0
+    clock.begin()
+    assert set(clock.seconds().values()) == {0.0}
+
+
+# ------------------------------------------------------------------ Options
+
+
+def _built(*options, **keywords):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Accumulator(model, optimizer, TorchGroup.alone(), *options, **keywords)
+
+
+def test_a_name_given_beside_the_options_wins():
+    options = AccumulationOptions(clip_norm=1.0, on_non_finite="skip")
+    chosen = _built(options, clip_norm=2.0).options
+    assert (chosen.clip_norm, chosen.on_non_finite) == (2.0, "skip")
+    assert options.clip_norm == 1.0
+    assert _built().options == AccumulationOptions()
+
+
+def test_a_name_that_is_none_is_answered_with_the_nearest():
+    with pytest.raises(TypeError, match=r"no option 'clip_nrm'.*; did you mean 'clip_norm'"):
+        _built(clip_nrm=1.0)
+
+
+def test_options_are_checked_as_keywords_are():
+    with pytest.raises(ConfigError, match="clip_norm must be a number above 0"):
+        _built(AccumulationOptions(clip_norm=0.0))
+
+
+def test_what_of_the_configuration_an_engine_needs_reaches_it():
+    changed = {
+        "job": {"_target_": "jobs.digits.Digits"},
+        "train": {"precision": "float64", "clip_norm": 2.0, "seed": 5, "on_non_finite": "skip"},
+        "accumulation": {"reduction": "reproducible", "micro_batch": 8},
+        "engine": {"norm": "group", "mode": "pynative"},
+    }
+    settings = engine_settings(read_config(changed), Job())
+    wanted = EngineSettings(
+        seed=5, precision="float64", clip_norm=2.0, on_non_finite="skip",
+        reduction="reproducible", leaf_size=8, norm="group", mode="pynative",
+        optimizer=settings.optimizer, bucket_bytes=settings.bucket_bytes,
+        loader_workers=settings.loader_workers,
+    )  # fmt: skip
+    assert settings == wanted

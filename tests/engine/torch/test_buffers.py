@@ -1,0 +1,367 @@
+"""Foreign writes to gradients, the gradient's norm, and exact sums."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from orchestrator import Loss
+from orchestrator.engine.common.packed_sums import (
+    DIGEST_BITS,
+    MOST_RANKS,
+    NARROW,
+    NON_FINITE,
+    STOP,
+    UNIT_BITS,
+    WIDE,
+    ExactSum,
+    Trailer,
+    limb_bits,
+)
+from orchestrator.engine.common.update_policy import EPSILON, averaging_factor
+from orchestrator.engine.torch import Accumulator, TorchGroup
+from orchestrator.engine.torch.reducer import GradientNorm
+from orchestrator.errors import JobError
+from orchestrator.plan.wire import LIMBS, trailer_numbers
+
+
+def _rebind(parameter):
+    parameter.grad = parameter.grad + 0
+
+
+def _other_memory(parameter):
+    parameter.grad.data = parameter.grad * 0.5
+
+
+def _copied(parameter):
+    parameter.grad.copy_(torch.ones_like(parameter))
+
+
+def _all_at_once(parameter):
+    torch._foreach_mul_([parameter.grad], 0.5)
+
+
+WRITES = {
+    "another tensor": _rebind,
+    "another memory": _other_memory,
+    "in place": lambda parameter: parameter.grad.mul_(1.0),
+    "copied": _copied,
+    "zeros": lambda parameter: parameter.grad.zero_(),
+    "foreach": _all_at_once,
+}
+REDUCTIONS = {
+    "fast": ({}, {}),
+    "reproducible": ({"reduction": "reproducible"}, {"leaves": 3}),
+}
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def _update(reduction, after=None, write=None, number=0):
+    """One window of three micro-steps; `write` is called after one of them."""
+    more, window = REDUCTIONS[reduction]
+    model = _model()
+    ours = Accumulator(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone(), **more
+    )
+    ours.begin_window(**window)
+    for step in range(3):
+        total = model(torch.full((2, 3), step + 1.0)).square().sum()
+        ours.backward(Loss(total, 2), last=step == 2, leaf=step)
+        if step == after:
+            write(list(model.parameters())[number])
+    ours.boundary()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_found_wherever_it_comes(reduction, after, write):
+    for number in (0, 3):
+        with pytest.raises(JobError, match="was written by something else than a backward"):
+            _update(reduction, after, WRITES[write], number)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_to_forget_gradients_forgets_nothing(reduction, after):
+    def forget(parameter):
+        parameter.grad = None
+
+    for ours, theirs in zip(_update(reduction, after, forget), _update(reduction), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_gradients_between_two_windows_are_anybodys():
+    def train(write):
+        model = _model()
+        ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+        for _ in range(2):
+            ours.backward(Loss(model(torch.ones(2, 3)).sum(), 2), last=True)
+            ours.boundary()
+            for parameter in model.parameters() if write else ():
+                WRITES[write](parameter)
+        return [p.detach().clone() for p in model.parameters()]
+
+    wanted = train(None)
+    for write in WRITES:
+        if write != "another memory":
+            for ours, theirs in zip(train(write), wanted, strict=True):
+                assert torch.equal(ours, theirs)
+
+
+# ------------------------------------------------------------------ Gradient norm
+
+
+positive = st.floats(1e-6, 1e6)
+
+
+@given(norm=positive, divisor=positive, clip=st.none() | positive)
+def test_the_factor_averages_and_brings_the_average_under_the_clip(norm, divisor, clip):
+    averaged, factor = averaging_factor(norm, divisor, clip)
+    assert averaged == pytest.approx(norm / divisor)
+    after = norm * factor  # what the optimizer sees
+    if clip is None or averaged + EPSILON <= clip:
+        assert after == pytest.approx(averaged)
+    else:
+        assert after == pytest.approx(clip * averaged / (averaged + EPSILON))
+        assert after <= clip * (1 + 1e-12)
+
+
+def test_it_agrees_with_the_framework_s_own_clipping():
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(50, dtype=torch.float64))
+    summed = 7 * torch.randn(50, dtype=torch.float64)
+    parameter.grad = summed / 3
+    theirs = torch.nn.utils.clip_grad_norm_([parameter], 0.5)
+    averaged, factor = averaging_factor(float(summed.norm()), 3.0, 0.5)
+    assert averaged == pytest.approx(float(theirs), rel=1e-14)
+    assert torch.allclose(summed * factor, parameter.grad, rtol=1e-13, atol=0)
+
+
+@given(sizes=st.lists(st.integers(0, 9000), min_size=1, max_size=4))
+def test_the_norm_is_that_of_all_pieces_together(sizes):
+    generator = torch.Generator().manual_seed(sum(sizes))
+    pieces = [torch.randn(size, generator=generator) for size in sizes]
+    norm = GradientNorm()
+    for piece in pieces:
+        norm.add(piece)
+    expected = math.sqrt(sum(float(p.double().square().sum()) for p in pieces))
+    assert norm.value() == pytest.approx(expected, rel=1e-6)
+
+
+def test_squares_that_overflow_do_not_make_a_finite_gradient_infinite():
+    norm = GradientNorm()
+    norm.add(torch.full((5000,), 1e30))
+    norm.add(torch.tensor([3e38]))
+    assert norm.value() == pytest.approx(math.hypot(1e30 * math.sqrt(5000), 3e38), rel=1e-6)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_number_that_is_not_finite_shows(odd):
+    norm = GradientNorm()
+    norm.add(torch.tensor([1.0, odd]))
+    assert not math.isfinite(norm.value())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 4096, 9000])
+def test_the_norm_is_as_good_in_every_dtype_as_in_a_wide_one(dtype, size):
+    piece = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype) * 0.01
+    norm = GradientNorm()
+    norm.add(piece)
+    expected = float(torch.linalg.vector_norm(piece, dtype=torch.float64))
+    assert norm.value() == pytest.approx(expected, rel=1e-12 if dtype == torch.float64 else 1e-6)
+
+
+def test_pieces_without_numbers_do_not_hinder_where_squares_overflow():
+    norm = GradientNorm()
+    for piece in (torch.zeros(0), torch.tensor([-3.0, 1.0]), torch.zeros(0)):
+        norm.add(piece.double() * 1e200)
+    assert norm.value() == pytest.approx(math.hypot(3e200, 1e200), rel=1e-12)
+
+
+def test_a_norm_of_nothing_is_zero_and_one_just_at_the_clip_is_left_alone():
+    assert GradientNorm().value() == 0.0
+    assert averaging_factor(4.0, 2.0, 2.0 + EPSILON) == (2.0, 0.5)
+    assert averaging_factor(4.0, 2.0, 1.0)[1] < 0.25
+
+
+def test_norms_of_chunks_are_added_up_in_float64_whatever_they_are_made_of():
+    piece = torch.zeros(3 * 4096)
+    piece[::4096] = 1.0
+    norm = GradientNorm()
+    norm.add(piece)
+    assert norm.value() == pytest.approx(math.sqrt(3), rel=1e-15)
+
+
+# ------------------------------------------------------------------ Exact sums
+
+
+reals = st.floats(-1e15, 1e15, allow_nan=False)
+
+
+def _sum_of(values):
+    total = ExactSum()
+    for value in values:
+        total.add(value)
+    return total
+
+
+@given(st.lists(reals, max_size=30))
+def test_a_sum_is_that_of_the_parts_each_rounded_once(values):
+    exact = sum((Fraction(round(Fraction(v) * 2**UNIT_BITS)) for v in values), Fraction(0))
+    found = _sum_of(values)
+    assert found.units == exact
+    assert found.value == float(exact / 2**UNIT_BITS)
+
+
+@given(st.lists(st.lists(reals, max_size=5), min_size=1, max_size=9), st.randoms())
+def test_limbs_added_up_in_float32_in_any_order_give_the_same_sum(ranks, random):
+    limbs = [_sum_of(values).limbs(WIDE) for values in ranks]
+    random.shuffle(limbs)
+    added = torch.zeros(LIMBS, dtype=torch.float32)
+    for row in limbs:
+        added += torch.tensor(row, dtype=torch.float32)
+    assert ExactSum.of(added.tolist(), WIDE) == _sum_of([v for values in ranks for v in values])
+
+
+@given(st.lists(reals, min_size=1, max_size=9))
+def test_narrow_limbs_round_each_rank_to_two_to_the_minus_40(values):
+    added = sum(torch.tensor(_sum_of([v]).limbs(NARROW), dtype=torch.float32) for v in values)
+    exact = sum(Fraction(v) for v in values)
+    error = Fraction(ExactSum.of(added.tolist(), NARROW).units, 2**UNIT_BITS) - exact
+    assert abs(error) <= len(values) * Fraction(1, 2**41)
+
+
+@pytest.mark.parametrize(
+    ("bits", "ranks", "dtype"),
+    [
+        (NARROW, MOST_RANKS, torch.float32),
+        (WIDE, 256, torch.float32),
+        (WIDE, MOST_RANKS, torch.float64),
+    ],
+)
+def test_as_many_ranks_as_allowed_fill_the_limbs_and_stay_exact(bits, ranks, dtype):
+    row = torch.full((LIMBS,), 2.0**bits - 1, dtype=dtype)
+    largest = ExactSum.of(row.tolist(), bits)
+    added = row * ranks  # partial sums are whole numbers: exact as long as the largest of them is
+    assert added.tolist() == [(2**bits - 1) * ranks] * LIMBS
+    assert added[0] - row[0] == (2**bits - 1) * (ranks - 1)
+    assert ExactSum.of(added.tolist(), bits).units == largest.units * ranks
+
+
+def test_token_counts_above_two_to_the_24_are_exact():
+    counts = [2.0**24 + 1, 2.0**40 + 3, 7.0]
+    added = sum(torch.tensor(_sum_of([count]).limbs(WIDE)) for count in counts)
+    assert ExactSum.of(added.tolist(), WIDE).value == sum(counts)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf, 1e30, -1e30, 1e300])
+def test_what_is_not_finite_or_too_large_arrives_as_that(odd):
+    added = sum(torch.tensor(_sum_of([v]).limbs(WIDE)) for v in (1.0, odd, 2.0))
+    found = ExactSum.of(added.tolist(), WIDE).value
+    assert math.isnan(found) if math.isnan(odd) else found == math.copysign(math.inf, odd)
+
+
+def test_infinities_of_both_signs_give_nan():
+    assert math.isnan(_sum_of([math.inf, -math.inf]).value)
+    limbs = [_sum_of([v]).limbs(WIDE) for v in (math.inf, -math.inf)]
+    assert math.isnan(ExactSum.of([a + b for a, b in zip(*limbs, strict=True)], WIDE).value)
+
+
+@given(
+    st.lists(st.tuples(reals, reals, reals, st.booleans(), st.booleans()), min_size=1, max_size=6),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_trailers_of_ranks_add_up(ranks, dtype):
+    travelled = torch.zeros(trailer_numbers(1), dtype=dtype)
+    merged = Trailer.empty(1)
+    for weight, loss, metric, stop, bad in ranks:
+        mine = Trailer(_sum_of([weight]), _sum_of([loss]), (_sum_of([metric]),))
+        mine.flags[STOP], mine.flags[NON_FINITE] = int(stop), int(bad)
+        travelled += torch.tensor(mine.numbers(WIDE), dtype=dtype)
+        merged.add(mine)
+    arrived = Trailer.of(travelled.tolist(), 1, WIDE)
+    assert arrived == merged
+    assert arrived.flags[STOP] == sum(stop for *_, stop, _ in ranks)
+
+
+def test_a_trailer_of_another_length_is_refused():
+    with pytest.raises(ValueError, match="a trailer with 1 metrics has 66 numbers, but 30"):
+        Trailer.of([0.0] * 30, 1)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("units", "rounded"), [(0.49, 0), (0.5, 1), (0.51, 1), (1.49, 1), (1.5, 2), (255.6, 256)]
+)
+def test_a_sum_is_rounded_to_the_nearest_unit_of_narrow_limbs(sign, units, rounded):
+    if units % 1 == 0.5 and sign < 0:  # halves go up
+        rounded -= 1
+    limbs = _sum_of([sign * units * 2.0**-40]).limbs(NARROW)
+    assert sum(limb * 256.0**place for place, limb in enumerate(limbs)) == sign * rounded
+
+
+@pytest.mark.parametrize(("bits", "reach"), [(WIDE, 96), (NARROW, 56)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_sum_reaches_up_to_its_bound_and_says_when_it_is_beyond(bits, reach, sign):
+    below = sign * 2.0**reach * (1 - 2.0**-40)
+    limbs = _sum_of([below]).limbs(bits)
+    assert ExactSum.of(limbs, bits).value == below
+    assert all(abs(limb) < 2**bits for limb in limbs)
+    assert _sum_of([sign * 2.0**reach]).limbs(bits)[0] == sign * math.inf
+
+
+@pytest.mark.parametrize("value", [2.0**900, -(2.0**900), math.nextafter(2.0**900, 0)])
+def test_values_up_to_two_to_the_900_are_units_and_larger_ones_are_odd(value):
+    found = _sum_of([value])
+    assert (found.odd == 0) == (abs(value) < 2.0**900)
+    assert found.odd in (0.0, math.copysign(math.inf, value))
+
+
+@pytest.mark.parametrize(
+    ("mantissa", "most_wide"), [(24, 256), (53, 1 << 37)], ids=["float32", "float64"]
+)
+def test_wide_limbs_are_for_as_many_ranks_as_the_mantissa_has_room_for(mantissa, most_wide):
+    assert [limb_bits(mantissa, ranks) for ranks in (1, most_wide)] == [WIDE, WIDE]
+    assert limb_bits(mantissa, most_wide + 1) == NARROW
+
+
+LARGEST_DIGEST = (1 << DIGEST_BITS) - 1
+digests = st.integers(0, LARGEST_DIGEST)
+
+
+@given(st.lists(digests, min_size=2, max_size=9), st.sampled_from([WIDE, NARROW]))
+def test_ranks_are_alike_where_all_told_one_digest_and_only_there(told, bits):
+    def arrived(told):
+        travelled = torch.zeros(trailer_numbers(0))
+        for digest in told:
+            mine = Trailer.empty(0)
+            mine.add_digest(digest)
+            travelled += torch.tensor(mine.numbers(bits))
+        return Trailer.of(travelled.tolist(), 0, bits)
+
+    assert arrived(told).digests_agree(len(told)) == (len(set(told)) == 1)
+    assert arrived(told[:1] * 9).digests_agree(9)
+    assert arrived([LARGEST_DIGEST] * 9).digests_agree(9)
+    assert not arrived([*told[:1] * 8, told[0] ^ 1]).digests_agree(9)
+
+
+def test_limbs_are_narrow_where_nobody_says_otherwise():
+    mine = Trailer(_sum_of([3.0**9]), _sum_of([0.1]), (_sum_of([7.0]),))
+    assert mine.numbers() == mine.numbers(NARROW) != mine.numbers(WIDE)
+    assert mine.weight.limbs() == mine.weight.limbs(NARROW)
+    arrived = Trailer.of(mine.numbers(), 1)
+    assert (arrived.weight.value, arrived.metrics[0].value) == (3.0**9, 7.0)
+    assert ExactSum.of(mine.weight.limbs()).value == 3.0**9

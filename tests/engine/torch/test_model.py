@@ -1,0 +1,265 @@
+"""Batch norm, precision and seeds."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from orchestrator import Job, Loss
+from orchestrator.engine.api import EngineSettings
+from orchestrator.engine.common.update_policy import FIRST_SCALE, GROW_AFTER, averaging_factor
+from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
+from orchestrator.engine.torch.model import FrozenBatchNorm, Precision, seed_torch, with_norms
+from orchestrator.engine.torch.reducer import GradientNorm
+from orchestrator.errors import ConfigError, JobError, NonFiniteError
+from tests.jobs.training import difference, train
+
+
+class Pictures(Job):
+    """A small convolutional net with batch norms of both kinds."""
+
+    def model(self):
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
+            nn.Linear(8 * 36, 6), nn.BatchNorm1d(6), nn.Linear(6, 1),
+        )  # fmt: skip
+
+    def dataset(self):
+        made = torch.Generator().manual_seed(3)
+        pictures = torch.randn(40, 1, 8, 8, generator=made)
+        return TensorDataset(pictures, pictures.flatten(1).sum(1, keepdim=True).sin())
+
+    def loss(self, model, batch):
+        x, y = batch
+        return Loss(((model(x) - y) ** 2).sum(), weight=len(x))
+
+
+@pytest.mark.parametrize(
+    ("norm", "exact"),
+    [("warn", False), ("frozen", True), ("group", True)],
+)
+def test_frozen_and_group_norms_give_one_update_for_any_split(norm, exact):
+    given = {"samples": 12, "updates": 2, "norm": norm}
+    (alone, *_), *_ = train(Pictures(), 1, cap=12, **given)
+    (found, *_), *_ = train(Pictures(), 2, cap=3, **given)
+    trained = {name: value for name, value in alone.items() if value.is_floating_point()}
+    assert (difference(found, trained) <= 1e-10) is exact
+
+
+@pytest.mark.parametrize(
+    ("norm", "words"),
+    [
+        ("warn", "batch norm in 1, 5 sees one micro-batch at a time"),
+        ("frozen", "batch norm in 1, 5 keeps the statistics"),
+        ("group", "batch norm in 1, 5 was replaced by group norm"),
+    ],
+)
+def test_the_layers_are_named(norm, words):
+    engine = build_engine(Pictures(), EngineSettings(norm=norm), TorchGroup.alone())
+    assert len(engine.warnings()) == 1
+    assert words in engine.warnings()[0]
+
+
+def test_a_frozen_norm_is_what_batch_norm_is_in_evaluation():
+    layer = nn.BatchNorm2d(3)
+    layer(torch.randn(8, 3, 2, 2) * 4 + 1)  # statistics of its own
+    frozen, _ = with_norms(nn.Sequential(copy.deepcopy(layer)), "frozen")
+    x = torch.randn(5, 3, 2, 2)
+    assert torch.equal(frozen.train()(x), layer.eval()(x))
+    assert frozen.state_dict().keys() == nn.Sequential(layer).state_dict().keys()
+
+
+def test_a_shared_norm_stays_shared():
+    shared = nn.BatchNorm2d(8)
+    model, _ = with_norms(nn.Sequential(shared, nn.Conv2d(8, 8, 1), shared), "group")
+    assert isinstance(model[0], nn.GroupNorm)
+    assert model[0] is model[2]
+
+
+def test_a_model_that_is_a_norm_itself_is_replaced():
+    model, sentences = with_norms(nn.BatchNorm1d(4), "frozen")
+    assert isinstance(model, FrozenBatchNorm)
+    assert "the model itself" in sentences[0]
+
+
+def test_what_cannot_be_done_is_refused_with_what_can():
+    with pytest.raises(JobError, match="keeps no running statistics"):
+        with_norms(nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), "frozen")
+    with pytest.raises(JobError, match="does not know its number of channels"):
+        with_norms(nn.Sequential(nn.LazyBatchNorm2d()), "group")
+    with pytest.raises(ConfigError, match=r"engine\.norm=froze"):
+        with_norms(nn.Linear(1, 1), "froze")
+
+
+# ------------------------------------------------------------------ Precision
+
+
+def _train(group, precision, updates=3, boom=None, policy="stop"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours = Accumulator(
+        model, optimizer, group, precision=precision, clip_norm=1.0, on_non_finite=policy
+    )
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+    y = x.sum(1, keepdim=True).sin()
+    reports = []
+    for update in range(updates):
+        for step in range(2):
+            here = slice(6 * step + 3 * group.rank, 6 * step + 3 * group.rank + 3)
+            with ours.precision.forward():
+                total = ((model(x[here]) - y[here]).float() ** 2).sum()
+            if boom == (update, group.rank):
+                total = total * 1e9  # finite, but not its gradient as float16
+            ours.backward(Loss(total, 3), last=step == 1)
+        reports.append(ours.boundary())
+    ours.close()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), reports
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
+def test_autocast_trains_nearly_as_float32_does(precision, tolerance):
+    wanted, _ = run_in_threads(2, lambda group: _train(group, "float32"))[0]
+    results = run_in_threads(2, lambda group: _train(group, precision))
+    for found, reports in results:
+        assert torch.equal(found, results[0][0])
+        assert all(report.applied for report in reports)
+        assert {r.loss_scale for r in reports} == {FIRST_SCALE if precision == "float16" else 1.0}
+        difference = float((found - wanted).abs().max() / wanted.abs().max())
+        assert 0 < difference < tolerance
+
+
+def test_the_scale_changes_no_bit_of_a_float32_forward():
+    """It is a power of two; so only where the forward is float16 can the result differ."""
+
+    def train(scale):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        ours = Accumulator(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            TorchGroup.alone(),
+            precision="float16",
+        )
+        ours.precision.load({"scale": scale, "calm": 0})
+        ours.backward(Loss(model(torch.ones(3, 4)).square().sum(), 3), last=True)
+        ours.boundary()
+        return model.weight.detach()
+
+    assert torch.equal(train(1.0), train(FIRST_SCALE))
+
+
+def test_an_overflow_on_one_rank_skips_the_window_on_all_and_halves_the_scale():
+    results = run_in_threads(2, lambda group: _train(group, "float16", boom=(1, 1)))
+    clean = run_in_threads(2, lambda group: _train(group, "float16", updates=1))
+    for found, reports in results:
+        assert torch.equal(found, results[0][0])
+        assert [report.applied for report in reports] == [True, False, True]
+        scales = [report.loss_scale for report in reports]
+        assert scales == [FIRST_SCALE, FIRST_SCALE, FIRST_SCALE / 2]
+        assert math.isfinite(reports[1].loss)
+    skipped = run_in_threads(2, lambda group: _train(group, "float16", updates=2, boom=(1, 1)))
+    assert torch.equal(skipped[0][0], clean[0][0])
+
+
+def test_a_gradient_that_stays_infinite_at_scale_1_stops_the_run():
+    precision = Precision("float16", torch.device("cpu"))
+    for _ in range(40):
+        precision.overflowed()
+    assert precision.scale == 1.0
+    assert not precision.may_overflow
+
+    def train(group):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        nn.init.ones_(model.weight)  # the same on both ranks
+        nn.init.zeros_(model.bias)
+        ours = Accumulator(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), group, precision="float16"
+        )
+        ours.precision.load({"scale": 1.0, "calm": 0})
+        ours.backward(Loss((model(torch.zeros(1, 1)) * 0).sqrt().sum(), 1), last=True)
+        with pytest.raises(NonFiniteError):
+            ours.boundary()
+        ours.close()
+
+    run_in_threads(2, train)
+
+
+def test_the_scale_grows_after_many_calm_windows_and_is_saved():
+    precision = Precision("float16", torch.device("cpu"))
+    for _ in range(GROW_AFTER):
+        precision.succeeded()
+    assert precision.scale == 2 * FIRST_SCALE
+    precision.succeeded()
+    other = Precision("float16", torch.device("cpu"))
+    other.load(precision.state())
+    assert other.state() == precision.state() == {"scale": 2 * FIRST_SCALE, "calm": 1}
+
+
+def norm_of(pieces):
+    norm = GradientNorm()
+    for piece in pieces:
+        norm.add(piece)
+    return norm.value()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 100_000])
+def test_the_norm_is_that_of_float64(dtype, size):
+    gradient = torch.randn(size, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    wanted = float(torch.linalg.vector_norm(gradient.double()))
+    assert norm_of([gradient, gradient[:0]]) == pytest.approx(wanted, rel=2e-7)
+
+
+def test_the_norm_survives_squares_that_overflow_but_not_infinities():
+    assert norm_of([torch.full((4,), 1e30)]) == pytest.approx(2e30)
+    assert norm_of([torch.full((4,), 1e200, dtype=torch.float64)]) == pytest.approx(2e200)
+    assert norm_of([torch.tensor([1.0, math.inf])]) == math.inf
+    assert math.isnan(norm_of([torch.tensor([1.0, math.nan])]))
+
+
+def test_clipping_is_that_of_torch():
+    gradient = torch.tensor([3.0, 4.0])
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = gradient.clone()
+    norm = torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    found, factor = averaging_factor(10 * float(norm), 10.0, 1.0)
+    assert found == pytest.approx(float(norm))
+    torch.testing.assert_close(gradient * 10 * factor, parameter.grad)
+
+
+# ------------------------------------------------------------------ Seeds
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_seeding_gives_the_numbers_that_torchs_own_way_gives(seed):
+    torch.manual_seed(seed)
+    wanted = torch.rand(5)
+    seed_torch(seed)
+    assert torch.equal(torch.rand(5), wanted)
+
+
+def test_seeding_reads_no_source_file():
+    """torch.manual_seed formats the stack for devices that nobody uses: 30 stats a call."""
+    entered = []
+
+    def note(frame, event, _):
+        if event == "call":
+            entered.append(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        seed_torch(1)
+    finally:
+        sys.setprofile(None)
+    assert entered
+    assert not [name for name in entered if name.endswith(("traceback.py", "linecache.py"))]

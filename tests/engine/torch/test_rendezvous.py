@@ -1,0 +1,390 @@
+"""Rendezvous of torch ranks, and its authenticated store."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from orchestrator.engine.api import GroupSpec
+from orchestrator.engine.torch import form_group
+from orchestrator.engine.torch.rendezvous import SecretStore, host, rendezvous_file
+from orchestrator.engine.torch.transports import Presence, choose
+from orchestrator.errors import RendezvousError, StopRequested, TransportError
+from orchestrator.rundir.files import write_atomically
+from tests.engine.torch.processes import collect, run_ranks, spec, start_ranks
+
+
+def _listening(group):
+    group.barrier()
+    found = subprocess.run(["ss", "-tlnpH"], capture_output=True, text=True, check=True).stdout
+    group.barrier()
+    mine = [line.split()[3] for line in found.splitlines() if f"pid={os.getpid()}," in line]
+    return group.generation, mine
+
+
+def test_ranks_listen_at_their_own_nodes_address_and_nowhere_else(tmp_path):
+    results = run_ranks(3, tmp_path, _listening, generation=4)
+    assert [generation for generation, _ in results] == [4, 4, 4]
+    for rank, (_, addresses) in enumerate(results):
+        assert addresses
+        assert {address.rpartition(":")[0] for address in addresses} == {f"127.0.1.{rank + 1}"}
+
+
+def _two_generations(group, folder):
+    following = form_group(spec(group.rank, group.size, folder, generation=1))
+    number = torch.ones(1)
+    following.all_reduce_sum(number)
+    group.all_reduce_sum(number)
+    return number.item()
+
+
+def test_the_next_generation_is_formed_beside_the_first(tmp_path):
+    assert run_ranks(2, tmp_path, _two_generations, tmp_path) == [4.0, 4.0]
+    for generation in (0, 1):
+        content = json.loads(rendezvous_file(tmp_path, generation).read_text())
+        assert content["generation"] == generation
+
+
+def _size(group):
+    return group.size
+
+
+def test_missing_ranks_are_named_on_every_rank(tmp_path):
+    found = collect(*start_ranks(5, tmp_path, _size, ranks=[0, 2], timeout_s=3))
+    messages = {result for result, _ in found.values()}
+    assert messages == {"RanksMissing: ranks 1, 3-4 of 5 did not come within 3 s"}
+
+
+def test_a_rank_without_rank_0_says_so(tmp_path):
+    with pytest.raises(RendezvousError, match=r"rank 1 on node1 .* rank 0, which never published"):
+        form_group(spec(1, 2, tmp_path, timeout_s=0.3))
+
+
+def test_an_address_of_an_earlier_attempt_is_not_taken_for_rank_0(tmp_path):
+    stale = {"address": "127.0.0.1", "port": 9, "generation": 0, "size": 2, "token": "x"}
+    rendezvous_file(tmp_path, 0).write_text(json.dumps(stale))
+    with pytest.raises(RendezvousError, match=r"published an address .* but does not answer"):
+        form_group(spec(1, 2, tmp_path, timeout_s=0.3))
+
+
+def test_a_late_rank_hears_what_was_decided_without_it(tmp_path):
+    with pytest.raises(RendezvousError, match="rank 1 of 2"):
+        form_group(spec(0, 2, tmp_path, timeout_s=0.2))
+    with pytest.raises(RendezvousError, match="rank 1 of 2 did not come"):
+        form_group(spec(1, 2, tmp_path, timeout_s=30))
+
+
+def test_a_rank_0_that_ends_as_one_is_about_to_connect_is_heard_by_what_it_published(tmp_path):
+    path, stop = rendezvous_file(tmp_path, 0), {"generation": 0, "verdict": "stop"}
+    listener = socket.create_server(("127.0.0.1", 0))
+    here = {"address": "127.0.0.1", "port": listener.getsockname()[1], "token": "x"}
+    path.write_text(json.dumps(here))
+
+    def end_after_one_has_come():
+        listener.accept()[0].close()
+        listener.close()
+        write_atomically(path, json.dumps(stop))
+
+    rank_0 = threading.Thread(target=end_after_one_has_come)
+    rank_0.start()
+    with pytest.raises(StopRequested):
+        form_group(spec(1, 2, tmp_path))
+    rank_0.join()
+
+
+def test_a_rank_0_that_ends_without_waiting_for_one_is_heard_by_what_it_published(tmp_path):
+    results = {}
+    rank_1 = threading.Thread(target=_form, args=(results, 1, 2, tmp_path))
+    store, notice = host(spec(0, 2, tmp_path))
+    rank_1.start()
+    while store.count("arrived") < 1:
+        time.sleep(0.01)
+    notice.publish({"generation": 0, "verdict": "stop"})
+    del store
+    rank_1.join()
+    assert isinstance(results[1], StopRequested), results
+
+
+GARBAGE = (b"\x00" * 4096, b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x09" + b"\xff" * 64, b"")
+LIE = b'{"verdict": "stop"}'
+
+
+def _say_what_they_like(store):
+    """Everything that decides a start, by its plain name and, where keys can be listed, by all."""
+    keys = store.list_keys() if hasattr(store, "list_keys") else []
+    below = {key.rpartition("/")[0] for key in keys}
+    for name in ("verdict", "stop", "rank-0", "rank-1"):
+        for key in (name, *(f"{folder}/{name}" for folder in below)):
+            store.set(key, b"0" * 64 + LIE)
+    for key in ("stop", "arrived", "read", *(key for key in keys if key.endswith("arrived"))):
+        store.delete_key(key) if key == "stop" else store.add(key, 2)
+
+
+def test_strangers_at_the_port_can_neither_end_a_start_nor_hang_it(tmp_path):
+    """Rank 1 comes late; until then whoever finds the port says what they like to it."""
+    results = {}
+
+    def joining(rank):
+        return threading.Thread(
+            target=_form, args=(results, rank, 2, tmp_path), kwargs={"timeout_s": 100}
+        )
+
+    first, second = joining(0), joining(1)
+    first.start()
+    path = rendezvous_file(tmp_path, 0)
+    while not path.exists():
+        time.sleep(0.01)
+    assert path.stat().st_mode & 0o777 == 0o600
+    told = json.loads(path.read_text())
+    at = (told["address"], told["port"])
+    silent = socket.create_connection(at, timeout=60)
+    for garbage in GARBAGE:
+        with socket.create_connection(at, timeout=60) as stranger:
+            stranger.sendall(garbage)
+    _say_what_they_like(TCPStore(*at, None, timeout=timedelta(seconds=60), wait_for_workers=False))
+    time.sleep(0.2)  # for what should not come
+    assert results == {}
+    second.start()
+    for thread in (first, second):
+        thread.join()
+    silent.close()
+    assert {rank: getattr(group, "size", group) for rank, group in results.items()} == {0: 2, 1: 2}
+
+
+def _form(results, rank, size, folder, **more):
+    try:
+        results[rank] = form_group(spec(rank, size, folder, **more))
+    except Exception as error:  # noqa: BLE001  # looked at by the test
+        results[rank] = error
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_stop_while_waiting_reaches_all_that_wait(tmp_path, asked):
+    results = {}
+    began = time.monotonic()
+
+    def stop_of(rank):
+        return lambda: rank == asked and time.monotonic() > began + 0.5
+
+    threads = [
+        threading.Thread(
+            target=_form, args=(results, r, 3, tmp_path), kwargs={"stop_requested": stop_of(r)}
+        )
+        for r in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {type(found) for found in results.values()} == {StopRequested}
+    assert time.monotonic() - began < 50  # the limit of forming is 60
+
+
+def test_a_stop_before_rank_0_is_there_stops_rank_0_too(tmp_path):
+    with pytest.raises(StopRequested):
+        form_group(spec(1, 2, tmp_path, stop_requested=lambda: True))
+    with pytest.raises(StopRequested):
+        form_group(spec(0, 2, tmp_path))
+
+
+def test_an_address_of_another_machine_is_refused(tmp_path):
+    there = GroupSpec(
+        rank=0, size=2, local_rank=0, node="n", address="192.0.2.1", folder=tmp_path, timeout_s=1
+    )
+    with pytest.raises(RendezvousError, match=r"cannot listen at 192\.0\.2\.1"):
+        form_group(there)
+
+
+# ------------------------------------------------------------------ losing a peer
+
+
+def _sum_until_lost(group):
+    number = torch.ones(100_000)
+    for turn in range(10_000):
+        if group.rank == 1 and turn == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        number.fill_(1.0)
+        group.all_reduce_sum(number)
+    return "never lost"
+
+
+def test_a_killed_rank_is_a_lost_peer_to_the_others_within_seconds(tmp_path):
+    began = time.monotonic()
+    started = start_ranks(3, tmp_path, _sum_until_lost, collective_timeout_s=150)
+    found = collect(*started, expected=[0, 2])
+    assert time.monotonic() - began < 120
+    for result, _ in found.values():
+        assert re.match(r"PeerLost: rank \d lost a peer during all_reduce_sum: ", result)
+
+
+# ------------------------------------------------------------------ transports
+
+
+def _ranks(asked, gpus, *, nccl=True):
+    return [
+        Presence(rank=rank, node="n", asked=asked, gpu=gpu, nccl=nccl)
+        for rank, gpu in enumerate(gpus)
+    ]
+
+
+def test_nccl_is_chosen_only_where_every_rank_has_a_gpu_of_its_own():
+    assert choose(_ranks("auto", ["a", "b"])) == "nccl"
+    assert choose(_ranks("auto", ["a", "a"])) == "gloo"
+    assert choose(_ranks("auto", ["a", ""])) == "gloo"
+    assert choose(_ranks("auto", ["a", "b"], nccl=False)) == "gloo"
+    assert choose(_ranks("gloo", ["a", "b"])) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (_ranks("auto", ["a", ""]), r"rank 1 on n has no GPU that torch can use"),
+        (_ranks("auto", ["a", "a"]), "ranks 0 and 1 on n share one GPU"),
+        (_ranks("auto", ["a", "b"], nccl=False), "was built without NCCL"),
+        ([replace(one, device_error="GPU 3: lost") for one in _ranks("auto", ["", ""])],
+         "rank 0 on n cannot use its device: GPU 3: lost"),
+    ],
+)  # fmt: skip
+def test_cpus_never_stand_in_for_devices_that_were_asked_for(ranks, message):
+    assert choose(ranks) == "gloo"
+    asked = [replace(one, devices_asked="cluster.gpus_per_node=2") for one in ranks]
+    with pytest.raises(TransportError, match=message) as raised:
+        choose(asked)
+    assert "cluster.gpus_per_node=2" in str(raised.value)
+    assert choose([replace(one, asked="gloo") for one in asked]) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (_ranks("nccl", ["a", "a"]), "ranks 0 and 1 on n share one GPU"),
+        (_ranks("nccl", ["a", ""]), "rank 1 on n has no GPU"),
+        (_ranks("nccl", ["a", "b"], nccl=False), "was built without NCCL"),
+        (_ranks("hccl", ["", ""]), "torch_npu, which is not installed"),
+        (_ranks("mccl", ["", ""]), "belongs to MindSpore"),
+        (_ranks("glooo", ["", ""]), "did you mean 'gloo'"),
+        (_ranks("gloo", [""]) + _ranks("nccl", [""]), "ask for different transports: gloo, nccl"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_and_not_replaced(ranks, message):
+    with pytest.raises(TransportError, match=message):
+        choose(ranks)
+
+
+def test_one_rank_forms_a_group_of_its_own_at_once(tmp_path):
+    group = form_group(spec(0, 1, tmp_path))
+    assert (group.size, group.transport, list(tmp_path.iterdir())) == (1, "gloo", [])
+
+
+def test_nccl_without_gpus_is_refused_by_all_ranks(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    results = {}
+    threads = [
+        threading.Thread(target=_form_nccl, args=(results, rank, tmp_path)) for rank in (0, 1)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {type(found) for found in results.values()} == {TransportError}
+    assert len({str(found) for found in results.values()}) == 1
+
+
+def _form_nccl(results, rank, folder):
+    given = GroupSpec(
+        rank=rank, size=2, local_rank=rank, node="n", address="127.0.0.1", folder=folder,
+        transport="nccl", timeout_s=20,
+    )  # fmt: skip
+    try:
+        results[rank] = form_group(given)
+    except Exception as error:  # noqa: BLE001  # looked at by the test
+        results[rank] = error
+
+
+# ------------------------------------------------------------------ Authenticated store
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def stores(whole, request):
+    """Two that share a secret, of this test alone."""
+    return [SecretStore(whole, request.node.name) for _ in range(2)]
+
+
+def test_what_one_tells_the_other_hears_and_nothing_before(stores):
+    mine, theirs = stores
+    assert theirs.get("verdict") is None
+    mine.set("verdict", {"error": "ä", "ranks": [1, 2]})
+    assert theirs.get("verdict") == mine.get("verdict") == {"error": "ä", "ranks": [1, 2]}
+
+
+def test_of_many_names_each_gives_its_own_and_what_was_not_told_is_none(stores):
+    mine, theirs = stores
+    theirs.set("b", "theirs")
+    assert theirs.get_all(["b"]) == ["theirs"]
+    assert theirs.get_all(["a", "b"]) == [None, "theirs"]
+    mine.set("a", 1)
+    mine.set("c", None)
+    assert theirs.get_all(["c", "b", "a"]) == [None, "theirs", 1]
+    assert theirs.get_all([]) == []
+
+
+def test_another_secret_hears_nothing(stores, whole):
+    stores[0].set("verdict", "go")
+    assert SecretStore(whole, "guessed").get("verdict") is None
+
+
+def test_who_knows_the_keys_but_not_the_secret_is_not_heard(stores, whole):
+    """As seen in the store's own list of keys, or on the network."""
+    mine, theirs = stores
+    for unsigned in ("", '"stop"', "0" * 64 + '"stop"', "x" * 63):
+        mine.below.set("verdict", unsigned)
+        assert theirs.get("verdict") is None
+    SecretStore(whole, "guessed").set("verdict", "stop")
+    forged = SecretStore(whole, "guessed")._sign("verdict", b'"stop"') + '"stop"'
+    mine.below.set("verdict", forged)
+    assert theirs.get("verdict") is None
+
+
+def test_what_was_signed_for_one_name_does_not_count_under_another_nor_when_changed(stores):
+    mine, theirs = stores
+    mine.set("addresses", "go")
+    signed = bytes(mine.below.get("addresses")).decode()
+    mine.below.set("verdict", signed)
+    assert theirs.get("verdict") is None
+    mine.below.set("addresses", signed.replace("go", "no"))
+    assert theirs.get("addresses") is None
+    assert mine.get("addresses") == "go"  # one's own word is not asked for
+
+
+def test_the_keys_lie_below_a_prefix_that_only_the_secret_gives(stores, whole):
+    mine = stores[0]
+    mine.set("told", 1)
+    assert not whole.check(["told"])
+    assert not PrefixStore("", whole).check(["told"])
+    prefix = mine._sign("prefix", b"")[:32]
+    assert len(prefix) == 32
+    assert PrefixStore(prefix, whole).check(["told"])
+
+
+def test_a_count_adds_up_over_all_and_asking_does_not_change_it(stores):
+    mine, theirs = stores
+    assert [mine.count("here", 1), theirs.count("here", 2)] == [1, 3]
+    assert [mine.count("here"), theirs.count("here")] == [3, 3]

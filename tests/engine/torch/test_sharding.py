@@ -1,0 +1,525 @@
+"""An optimizer in shards takes the steps of a whole one, with 1/R of its memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+
+from jobs.contrastive import Contrastive
+from jobs.jepa import Jepa
+from orchestrator.config.rules import SHARDABLE
+from orchestrator.engine.api import EngineSettings
+from orchestrator.engine.torch import (
+    Accumulator,
+    Loss,
+    TorchGroup,
+    build_engine,
+    run_in_threads,
+)
+from orchestrator.engine.torch.sharding import ELEMENTWISE
+from orchestrator.errors import ConfigError, JobError, NonFiniteError, RunFolderError
+from orchestrator.plan.split import assign
+from orchestrator.plan.wire import Wire
+from tests.engine.torch.processes import run_ranks
+from tests.engine.torch.test_engine import SAMPLES, Curve, _run, _windows
+from tests.jobs.training import difference as train_difference
+from tests.jobs.training import train
+from tests.laws.problem import Problem, big_batch, difference, split
+
+MORE = [
+    (optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (optim.Adam, {"amsgrad": True}),
+    (optim.AdamW, {"fused": True}),
+    (optim.AdamW, {"foreach": True, "maximize": True}),
+    (optim.RMSprop, {"momentum": 0.9, "centered": True}),
+]
+WAYS = [(kind, {}) for kind in ELEMENTWISE] + MORE
+SAMPLES_OF_RANK = {1: [12], 2: [5, 7], 3: [12, 0, 0], 5: [3, 1, 4, 1, 3]}
+
+
+def _named(way):
+    kind, settings = way
+    return "-".join([kind.__name__, *settings])
+
+
+class Net(nn.Module):
+    """Parameters of odd sizes, single numbers, strided, complex, tied, frozen, unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 7), nn.Linear(6, 7)
+        self.first.weight = self.last.weight
+        self.strided = nn.Parameter(torch.randn(7, 3).t())
+        self.scale = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.never = nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x)) * self.last(x) + self.frozen
+        x = (x @ self.strided.t()).to(self.turn.dtype) * self.turn
+        return x.abs() * self.scale
+
+
+def _net(dtype=torch.float64):
+    torch.manual_seed(0)
+    net = Net().to(dtype)  # which would make real numbers of complex ones
+    net.turn = nn.Parameter(torch.randn(3, dtype=dtype.to_complex()))
+    return net
+
+
+def _optimizer(way, net):
+    """Two groups, of different rates; of all parameters, the frozen one as well."""
+    kind, settings = way
+    rest = [p for name, p in net.named_parameters() if name not in ("scale", "turn")]
+    slow = {"params": [net.scale, net.turn], "lr": 0.003}
+    if kind is not optim.Rprop:
+        slow["weight_decay"] = 0.1
+    if settings.get("fused"):  # not for complex numbers
+        net.turn.requires_grad_(requires_grad=False)
+        slow["params"] = [net.scale]
+    return kind([slow, {"params": rest}], lr=0.01, **settings)
+
+
+def _data(dtype=torch.float64):
+    x = torch.randn(12, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return x, x.sum(1, keepdim=True).sin()
+
+
+def _update(ours, net, group, sizes, dtype=torch.float64, scale=1.0):
+    """One window, the rank's samples in micro-steps of two."""
+    x, y = _data(dtype)
+    first = sum(sizes[: group.rank])
+    mine = torch.arange(first, first + sizes[group.rank])
+    pieces = mine.split(2) if len(mine) else ()
+    for number, piece in enumerate(pieces):
+        total = ((net(x[piece]) - y[piece]) ** 2).sum() * scale
+        ours.backward(Loss(total, len(piece)), last=number == len(pieces) - 1)
+    return ours.boundary()
+
+
+def _weights(net):
+    return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def _trained(way, sizes, group, updates=3, **more):
+    net = _net()
+    ours = Accumulator(net, _optimizer(way, net), group, **more)
+    for _ in range(updates):
+        report = _update(ours, net, group, sizes)
+    ours.close()
+    return net, ours, report
+
+
+# ------------------------------------------------------------------ the same update
+
+
+@pytest.mark.parametrize("way", WAYS, ids=_named)
+def test_every_optimizer_that_is_let_pass_takes_the_whole_ones_steps(way):
+    net, ours, whole = _trained(way, [12], TorchGroup.alone(), clip_norm=0.5)
+    wanted, state = _weights(net), ours.optimizer_state()
+
+    def be(group, sizes):
+        net, ours, report = _trained(
+            way, sizes, group, clip_norm=0.5, bucket_bytes=100, shard_optimizer=True
+        )
+        return _weights(net), report.gradient_norm, ours.optimizer_state()
+
+    for sizes in SAMPLES_OF_RANK.values():
+        results = run_in_threads(len(sizes), partial(be, sizes=sizes))
+        for weights, norm, _ in results:
+            # Adam and its kin divide by roots, which magnifies a gradient's last bits.
+            assert difference(weights, wanted) <= 1e-10
+            assert difference(weights, results[0][0]) == 0
+            assert norm == pytest.approx(whole.gradient_norm, rel=1e-12)
+        _same_state(results[0][2], state)
+        assert all(found is None for _, _, found in results[1:])
+
+
+def _same_state(found, wanted):
+    """As a whole optimizer's: the same keys, shapes and dtypes, and nearly the same numbers."""
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
+    for number, values in wanted["state"].items():
+        assert list(found["state"][number]) == list(values)
+        for key, value in values.items():
+            torch.testing.assert_close(found["state"][number][key], value, rtol=1e-9, atol=1e-13)
+
+
+def _over_gloo(group, shard, updates=3):
+    """A net of several buckets, large and small, all of them on their way during the backward."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(400, 700), nn.Tanh(), nn.Linear(700, 401), nn.Linear(401, 1))
+    optimizer = optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=True)
+    ours = Accumulator(net, optimizer, group, bucket_bytes=3 * 2**18, shard_optimizer=shard)
+    x = torch.randn(12, 400, generator=torch.Generator().manual_seed(1))
+    reports = []
+    for _ in range(updates):
+        mine = x.tensor_split(group.size)[group.rank].split(2)
+        for number, piece in enumerate(mine):
+            total = ((net(piece) - 1) ** 2).sum()
+            ours.backward(Loss(total, len(piece)), last=number == len(mine) - 1)
+        reports.append(ours.boundary())
+    moments = sum(held["momentum_buffer"].numel() for held in optimizer.state.values())
+    weights = {name: weight.numpy() for name, weight in _weights(net).items()}
+    return weights, reports, ours.parameter_count(), moments
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes_take_the_same_steps_and_send_what_the_plan_says(tmp_path, ranks):
+    sharded = run_ranks(ranks, tmp_path, _over_gloo, True)
+    (tmp_path / "whole").mkdir()
+    [(wanted, _, parameters, whole), *_] = run_ranks(ranks, tmp_path / "whole", _over_gloo, False)
+    given = {"itemsize": 4, "metric_count": 0, "ranks": ranks, "sharded": True}
+    calls = Wire(**given, bucket_bytes=3 * 2**18).collectives(parameters)
+    assert calls == 2 * 3 + 1
+    for weights, reports, _, moments in sharded:
+        for name, weight in weights.items():
+            assert (weight == sharded[0][0][name]).all()
+            assert abs(weight - wanted[name]).max() <= 1e-6 * abs(wanted[name]).max()
+        assert {r.collectives for r in reports} == {calls}
+        assert {r.bytes_on_wire for r in reports} == {Wire(**given).bytes_sent(parameters)}
+        assert moments == pytest.approx(whole / ranks, abs=2 * ranks)
+    assert sum(moments for *_, moments in sharded) == whole
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_that_are_halves_are_sharded_too(dtype):
+    """Two halves' sum is rounded once, sharded or not, so the bits are the same."""
+
+    def be(group, shard):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
+        optimizer = optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        ours = Accumulator(net, optimizer, group, bucket_bytes=16, shard_optimizer=shard)
+        for _ in range(3):
+            _update(ours, net, group, [2, 2], dtype)
+        return _weights(net)
+
+    for found, wanted in zip(
+        run_in_threads(2, partial(be, shard=True)),
+        run_in_threads(2, partial(be, shard=False)),
+        strict=True,
+    ):
+        assert difference(found, wanted) == 0
+
+
+def test_more_ranks_than_numbers_leave_ranks_without_pieces():
+    def be(group):
+        net = nn.Linear(2, 1, bias=False).double()
+        nn.init.ones_(net.weight)
+        optimizer = optim.Adam([{"params": [net.weight]}], lr=0.1)
+        ours = Accumulator(net, optimizer, group, shard_optimizer=True)
+        for _ in range(2):
+            ours.backward(Loss(net(torch.ones(1, 2).double()).sum(), 1), last=True)
+            ours.boundary()
+        return net.weight.detach().clone(), ours.optimizer_state()
+
+    results = run_in_threads(5, be)
+    for found, _ in results:
+        torch.testing.assert_close(found, torch.full((1, 2), 0.8).double())
+    [state] = results[0][1]["state"].values()
+    assert state["exp_avg"].shape == (1, 2)
+    assert state["step"] == 2
+
+
+def test_those_that_are_let_pass_are_those_that_a_launch_lets_pass():
+    assert [kind.__name__ for kind in ELEMENTWISE] == list(SHARDABLE)
+    assert all(getattr(optim, name) in ELEMENTWISE for name in SHARDABLE)
+
+
+def test_one_rank_keeps_its_optimizer_as_it_was():
+    net = _net()
+    optimizer = _optimizer(WAYS[0], net)
+    before = [p for group in optimizer.param_groups for p in group["params"]]
+    Accumulator(net, optimizer, TorchGroup.alone(), shard_optimizer=True)
+    after = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("job", "more"),
+    [
+        (Contrastive(hidden=16, width=6, dropout=0.0), {}),
+        (Jepa(width=16, layers=1, horizon=6), {"optimizer": {}}),
+    ],
+    ids=["embeddings", "after_update"],
+)
+def test_jobs_that_do_more_than_micro_steps_take_the_same_steps(job, more):
+    given = {"samples": 10, "cap": 3, "updates": 2, **more}
+    [(wanted, reports, _)] = train(job, 1, **given)
+    for found, sharded, engine in train(job, 3, **given, shard_optimizer=True, bucket_bytes=512):
+        assert engine.accumulator.sharded
+        assert train_difference(found, wanted) <= 1e-8  # Adam's roots magnify the last bits
+        assert [r.loss for r in sharded] == pytest.approx([r.loss for r in reports], rel=1e-12)
+
+
+# ------------------------------------------------------------------ what is skipped or refused
+
+
+def test_an_overflow_skips_the_update_on_all_ranks_and_sends_no_weights():
+    def be(group):
+        net = _net(torch.float32)
+        ours = Accumulator(
+            net, _optimizer(WAYS[1], net), group, precision="float16", bucket_bytes=64,
+            shard_optimizer=True,
+        )  # fmt: skip
+        before, scale = _weights(net), ours.precision.scale
+        factor = float("inf") if group.rank == 1 else 1.0
+        overflow = net.strided.register_hook(lambda grad: grad * factor)
+        skipped = _update(ours, net, group, [5, 7], torch.float32)
+        overflow.remove()
+        assert difference(_weights(net), before) == 0
+        assert ours.precision.scale == scale / 2
+        taken = _update(ours, net, group, [5, 7], torch.float32)
+        assert difference(_weights(net), before) > 0
+        return skipped, taken
+
+    for skipped, taken in run_in_threads(2, be):
+        assert (skipped.applied, taken.applied) == (False, True)
+        assert math.isfinite(skipped.loss)
+        buckets = taken.collectives - taken.exchanges - skipped.collectives
+        assert skipped.collectives == buckets + 1 > 3
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_naming_parameters():
+    def be(group):
+        net = _net()
+        ours = Accumulator(net, _optimizer(WAYS[0], net), group, shard_optimizer=True)
+        before = _weights(net)
+        net.strided.register_hook(lambda grad: grad * (float("nan") if group.rank else 1.0))
+        with pytest.raises(NonFiniteError, match=r"infinite, in strided; ") as caught:
+            _update(ours, net, group, [5, 7])
+        assert difference(_weights(net), before) == 0
+        return str(caught.value)
+
+    first, second = run_in_threads(2, be)
+    assert first == second
+
+
+def test_huge_gradients_whose_squares_overflow_are_clipped_all_the_same():
+    def be(group):
+        net = _net()
+        ours = Accumulator(net, optim.SGD(net.parameters(), lr=0.1), group, clip_norm=1.0,
+                           shard_optimizer=True)  # fmt: skip
+        return _update(ours, net, group, [5, 7], scale=1e200).gradient_norm
+
+    found = run_in_threads(2, be)
+    alone = run_in_threads(1, lambda group: _trained(WAYS[0], [12], group, 1)[2].gradient_norm)
+    assert found == pytest.approx([alone[0] * 1e200] * 2, rel=1e-10)
+
+
+def test_a_parameter_that_nobody_used_is_left_alone_by_decay():
+    problem = Problem(samples=4, weight_decay=0.5, updates=3)
+    wanted, _, _ = big_batch(problem)
+    found = split(problem, [[(0, 2)], [(2, 4)]], shard_optimizer=True, bucket_bytes=64)
+    initial = problem.model()
+    for weights, _, _ in found:
+        assert difference(weights, wanted) < 1e-10
+        assert torch.equal(weights["never"], initial.never.detach().double())
+
+
+class Theirs(optim.SGD):
+    pass
+
+
+def _stepped(net):
+    optimizer = optim.Adam(net.parameters())
+    for p in net.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    return optimizer
+
+
+REFUSALS = {
+    "a subclass": (
+        lambda net: Theirs(net.parameters(), lr=0.1),
+        {},
+        "test_sharding.Theirs may nee",
+    ),
+    "adagrad": (lambda net: optim.Adagrad(net.parameters()), {}, "it works with torch.optim's SGD"),
+    "state": (_stepped, {}, "the Adam has state already"),
+    "another model's": (
+        lambda net: optim.SGD([*net.parameters(), nn.Parameter(torch.ones(3, 2))], lr=0.1),
+        {},
+        r"a parameter of shape \(3, 2\) that the accumulator does not train",
+    ),
+    "reproducible": (optim.SGD, {"reduction": "reproducible"}, "not for reproducible"),
+    "wire": (optim.SGD, {"wire": "bfloat16"}, "is for engine.wire=own"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_cannot_be_sharded_is_refused_on_any_number_of_ranks(name, ranks):
+    build, more, message = REFUSALS[name]
+
+    def be(group):
+        torch.manual_seed(0)
+        net = nn.Linear(3, 2)
+        optimizer = build(net.parameters() if build is optim.SGD else net)
+        with pytest.raises(ConfigError, match=message):
+            Accumulator(net, optimizer, group, shard_optimizer=True, **more)
+
+    run_in_threads(ranks, be)
+
+
+def test_parameters_that_share_memory_are_refused():
+    net = nn.Linear(4, 4)
+    net.more = nn.Parameter(net.weight.detach()[2:])
+    with pytest.raises(ConfigError, match="parameters weight and more share memory"):
+        Accumulator(net, optim.SGD(net.parameters(), lr=0.1), TorchGroup.alone(),
+                    shard_optimizer=True)  # fmt: skip
+
+
+def test_a_model_that_is_moved_away_from_its_shards_is_noticed():
+    def be(group):
+        net = _net()
+        ours = Accumulator(net, _optimizer(WAYS[0], net), group, shard_optimizer=True)
+        net.last.bias.data = net.last.bias.data.clone()
+        with pytest.raises(JobError, match=r"last\.bias was given other memory"):
+            _update(ours, net, group, [5, 7])
+
+    run_in_threads(2, be)
+
+
+# ------------------------------------------------------------------ saved and resumed
+
+
+def _engine(group, optimizer, *, shard, precision="float32"):
+    settings = EngineSettings(
+        metric_names=Curve.metric_names, optimizer=optimizer, precision=precision,
+        shard_optimizer=shard, bucket_bytes=64,
+    )  # fmt: skip
+    return build_engine(Curve(dropout=0.0), settings, group)
+
+
+def _windows_of(group, first, last):
+    sizes = [SAMPLES // group.size + (r < SAMPLES % group.size) for r in range(group.size)]
+    return list(_windows(assign(sizes, cap=4), group.rank, updates=last))[first:]
+
+
+def _save(group, folder, optimizer, *, shard, updates=2, **more):
+    """Train, and save as the worker does; gives the digest."""
+    engine = _engine(group, optimizer, shard=shard, **more)
+    _run(engine, _windows_of(group, 0, updates))
+    assert engine.holds_state() == (not shard or group.size == 1)
+    engine.gather_state()
+    if group.rank == 0:
+        assert engine.holds_state()
+        (folder / "extra.json").write_text(json.dumps(engine.save_state(folder)))
+    elif shard:
+        with pytest.raises(RuntimeError, match="saved on rank 0"):
+            engine.save_state(folder)
+    group.barrier()
+    engine.begin_window(_windows_of(group, updates, updates + 1)[0])
+    assert engine.holds_state() == (not shard or group.size == 1)  # what was gathered is old now
+    return engine.weights_sha256()
+
+
+def _resume(group, folder, optimizer, *, shard, **more):
+    """Load, train two more updates; gives the digests before and after, and the weights."""
+    engine = _engine(group, optimizer, shard=shard, **more)
+    engine.load_state(folder, json.loads((folder / "extra.json").read_text()))
+    loaded = engine.weights_sha256()
+    _run(engine, _windows_of(group, 2, 4))
+    return loaded, engine.weights_sha256(), _weights(engine.model)
+
+
+def _through(group, optimizer, *, shard, **more):
+    engine = _engine(group, optimizer, shard=shard, **more)
+    _run(engine, _windows_of(group, 0, 4))
+    return engine.weights_sha256(), _weights(engine.model)
+
+
+ADAM = {"name": "adamw"}
+NADAM = {"_target_": "torch.optim.NAdam"}  # has more than one number for a parameter
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("optimizer", [ADAM, NADAM, {"name": "sgd", "momentum": 0.9}], ids=str)
+def test_a_sharded_run_goes_on_with_the_same_bits(tmp_path, optimizer, precision):
+    more = {"optimizer": optimizer, "precision": precision, "shard": True}
+    run_in_threads(3, partial(_save, folder=tmp_path, **more))
+    found = run_in_threads(3, partial(_resume, folder=tmp_path, **more))
+    wanted = run_in_threads(3, partial(_through, **more))
+    assert {after for _, after, _ in found} == {digest for digest, _ in wanted}
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, NADAM], ids=str)
+@pytest.mark.parametrize("before", [(3, True), (2, True), (3, False)], ids=str)
+@pytest.mark.parametrize("after", [(2, True), (2, False), (1, True)], ids=str)
+def test_a_checkpoint_does_not_know_of_shards(tmp_path, optimizer, before, after):
+    """From (ranks, sharded) to other ones, with the same weights and, nearly, the same steps."""
+    more = {"optimizer": optimizer, "precision": "float64"}
+    (saved, *_) = run_in_threads(
+        before[0], partial(_save, folder=tmp_path, shard=before[1], **more)
+    )
+    found = run_in_threads(after[0], partial(_resume, folder=tmp_path, shard=after[1], **more))
+    [(_, wanted)] = run_in_threads(1, partial(_through, shard=False, **more))
+    for loaded, _, weights in found:
+        assert loaded == saved
+        assert difference(weights, wanted) <= 1e-10
+
+
+def test_what_was_loaded_is_gathered_with_the_same_bits():
+    """Sliced by one number of ranks and put together by another, nothing is changed or lost."""
+    [(_, ours, _)] = run_in_threads(1, lambda group: _trained(WAYS[5], [12], group))
+    state = ours.optimizer_state()
+
+    def be(group):
+        net = _net()
+        ours = Accumulator(net, _optimizer(WAYS[5], net), group, shard_optimizer=True,
+                           bucket_bytes=100)  # fmt: skip
+        ours.load_optimizer_state(state)
+        return ours.optimizer_state()
+
+    for ranks in (2, 3, 5):
+        found = run_in_threads(ranks, be)[0]
+        assert found["param_groups"] == state["param_groups"]
+        assert found["state"].keys() == state["state"].keys()
+        for number, values in state["state"].items():
+            for key, value in values.items():
+                same = found["state"][number][key]
+                assert same.dtype == value.dtype
+                assert torch.equal(same, value), key
+
+
+def test_another_models_state_is_refused(tmp_path):
+    run_in_threads(1, partial(_save, folder=tmp_path, optimizer=ADAM, shard=False))
+    extra = json.loads((tmp_path / "extra.json").read_text())
+
+    class Wider(Curve):
+        def model(self):
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Dropout(0.0), nn.Linear(9, 1))
+
+    def be(group):
+        settings = EngineSettings(metric_names=Curve.metric_names, optimizer=ADAM,
+                                  shard_optimizer=True)  # fmt: skip
+        engine = build_engine(Wider(), settings, group)
+        with pytest.raises(RunFolderError, match="is of another model"):
+            engine.load_state(tmp_path, extra)
+        other = _stepped(Curve().model()).state_dict()
+        with pytest.raises(ValueError, match=r"the saved state of \S+ is of shape"):
+            engine.accumulator.load_optimizer_state(other)
+
+    run_in_threads(2, be)
+
+
+def test_the_engine_says_how_little_memory_the_optimizer_takes():
+    def be(group, shard):
+        engine = _engine(group, ADAM, shard=shard)
+        _run(engine, _windows_of(group, 0, 1))
+        return engine.memory_bytes()
+
+    [whole] = run_in_threads(1, partial(be, shard=True))
+    shards = run_in_threads(3, partial(be, shard=True))
+    for found in shards:
+        assert found["parameters"] == whole["parameters"]
+        steps = 4 * 3 * 4  # a number for each piece
+        assert found["optimizer"] <= whole["optimizer"] / 3 + steps

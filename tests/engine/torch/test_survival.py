@@ -1,0 +1,350 @@
+"""An engine goes on in another group, with the state of whoever had gone farthest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.torch import run_in_threads
+from orchestrator.engine.torch.engine import TorchEngine
+from orchestrator.engine.torch.survival import SurvivingEngine
+from orchestrator.errors import PeerLost, StateLost
+from orchestrator.plan.split import split_leaves
+from tests.engine.torch.test_engine import Curve
+
+SETTINGS = EngineSettings(
+    optimizer={"name": "adam"}, reduction="reproducible", leaf_size=4, survive=True,
+    metric_names=Curve.metric_names,
+)  # fmt: skip
+
+
+class Normed(Curve):
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def window(update, rank, ranks, samples=28):
+    split = split_leaves(samples, ranks, 4)
+    return Window(
+        update=update,
+        samples=samples,
+        micro_batches=tuple(
+            MicroBatch(update=update, start=start, indices=tuple(range(start, start + count)))
+            for start, count in split.pieces(rank)
+        ),
+        steps=split.micro_steps,
+        learning_rate=0.01 / (update + 1),
+        samples_per_rank=split.samples_per_rank,
+    )
+
+
+def train(engine, rank, ranks, updates, *, most=None):
+    """Whole updates; with `most` only so many micro-steps of the last, and no boundary."""
+    for update in updates:
+        one = window(update, rank, ranks)
+        engine.begin_window(one)
+        work = one.micro_batches[:most]
+        for batch, micro_batch in zip(engine.batches(work), work, strict=True):
+            engine.micro_step(batch, micro_batch)
+        if most is None:
+            engine.boundary()
+
+
+def digest(engine):
+    return engine.weights_sha256()
+
+
+def undisturbed(updates):
+    def rank(group):
+        engine = SurvivingEngine(Curve(), SETTINGS, group)
+        train(engine, group.rank, group.size, range(updates))
+        return digest(engine)
+
+    return run_in_threads(4, rank)[0]
+
+
+def survivors_of(ranks, left, before, job=Curve, settings=SETTINGS):
+    """`before(engine, rank)` on all ranks; then those in `left` meet in a group of their own."""
+    engines = {}
+
+    def first(group):
+        engine = engines[group.rank] = SurvivingEngine(job(), settings, group)
+        before(engine, group.rank)
+
+    run_in_threads(ranks, first)
+
+    def then(group):
+        engine, rank = engines[left[group.rank]], left[group.rank]
+        done = 3 if rank in DONE else 2
+        told = engine.catch_up(group, done, f"standing of {rank}")
+        engine.regroup(group)
+        done = 3 if DONE else 2
+        train(engine, group.rank, group.size, range(done, 5))
+        return told, digest(engine)
+
+    return run_in_threads(len(left), then)
+
+
+DONE = ()
+
+
+@pytest.mark.parametrize("reduction", ["fast", "reproducible"])
+def test_while_nobody_is_lost_nothing_is_other_than_without(reduction):
+    settings = replace(SETTINGS, reduction=reduction)
+
+    def rank(group, kind):
+        engine = kind(Normed(), settings, group)
+        train(engine, group.rank, group.size, range(4))
+        return digest(engine), group.counters
+
+    assert run_in_threads(4, partial(rank, kind=SurvivingEngine)) == run_in_threads(
+        4, partial(rank, kind=TorchEngine)
+    )
+
+
+def test_a_window_that_broke_off_is_redone_by_fewer_ranks_with_the_same_bits():
+    def before(engine, rank):
+        train(engine, rank, 4, range(2))
+        train(engine, rank, 4, [2], most=1)
+
+    found = survivors_of(4, (1, 3), before)
+    assert found == [(None, undisturbed(5))] * 2
+
+
+def test_who_had_not_ended_an_update_gets_it_from_one_who_had(monkeypatch):
+    monkeypatch.setitem(globals(), "DONE", (2,))
+
+    def before(engine, rank):
+        train(engine, rank, 4, range(3))
+        if rank in DONE:  # it has begun the next one
+            train(engine, rank, 4, [3], most=1)
+
+    # ranks 1 and 3 are as they were after 2 updates: the third never came to its end there
+    states = {}
+
+    def first(engine, rank):
+        train(engine, rank, 4, range(2))
+        states[rank] = [p.detach().clone() for p in engine.model.parameters()]
+        optimizer = engine.accumulator.optimizer_state()
+        kept = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in flat(optimizer)}
+        train(engine, rank, 4, [2])
+        if rank in DONE:
+            train(engine, rank, 4, [3], most=1)
+        else:
+            with torch.no_grad():
+                for p, old in zip(engine.model.parameters(), states[rank], strict=True):
+                    p.copy_(old)
+            put(engine.accumulator.optimizer, kept)
+
+    found = survivors_of(4, (1, 2, 3), first)
+    assert [told for told, _ in found] == ["standing of 2", None, "standing of 2"]
+    assert {bits for _, bits in found} == {undisturbed(5)}
+
+
+def joined_by_one(settings, ranks=3):
+    """Ranks train two updates, one more, built alone, comes in, and they train three more."""
+    engines = {}
+
+    def first(group):
+        engine = engines[group.rank] = SurvivingEngine(Curve(), settings, group)
+        train(engine, group.rank, group.size, range(2))
+        engine.before_growth()
+
+    def alone(group):
+        engines[ranks] = SurvivingEngine(Curve(), settings, group)
+
+    def then(group):
+        engine = engines[group.rank]
+        told = engine.catch_up(group, 0 if group.rank == ranks else 2, f"standing of {group.rank}")
+        engine.regroup(group)
+        train(engine, group.rank, group.size, range(2, 5))
+        return told, digest(engine)
+
+    run_in_threads(ranks, first)
+    run_in_threads(1, alone)
+    return run_in_threads(ranks + 1, then)
+
+
+def test_a_newcomer_gets_what_it_lacks_and_the_bits_are_those_of_as_many_from_the_start():
+    found = joined_by_one(SETTINGS)
+    assert [told for told, _ in found] == [None, None, None, "standing of 0"]
+    assert {bits for _, bits in found} == {undisturbed(5)}
+
+
+def test_a_newcomer_takes_the_order_of_buckets_that_the_others_have_agreed_on():
+    found = joined_by_one(replace(SETTINGS, reduction="fast", leaf_size=None, bucket_bytes=64))
+    assert len({bits for _, bits in found}) == 1
+
+
+def test_all_hear_at_the_boundary_that_newcomers_wait_for_one_of_them():
+    def rank(group):
+        engine = SurvivingEngine(Curve(), SETTINGS, group)
+        heard = []
+        for update, waiting in enumerate((False, True, False)):
+            engine.newcomers_wait(waiting and group.rank == 1)
+            one = window(update, group.rank, group.size)
+            engine.begin_window(one)
+            for batch, mine in zip(
+                engine.batches(one.micro_batches), one.micro_batches, strict=True
+            ):
+                engine.micro_step(batch, mine)
+            heard.append(engine.boundary().newcomers)
+        return heard
+
+    assert run_in_threads(3, rank) == [[False, True, False]] * 3
+
+
+def flat(state):
+    return [((n, k), v) for n, one in state["state"].items() for k, v in one.items()]
+
+
+def put(optimizer, kept):
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for (n, k), value in kept.items():
+        optimizer.state[parameters[n]][k] = value
+
+
+def test_statistics_of_batch_norm_do_not_count_a_micro_step_twice():
+    counts = []
+
+    def before(engine, rank):
+        train(engine, rank, 4, range(2))
+        counts.append(int(engine.model[1].num_batches_tracked))
+        train(engine, rank, 4, [2], most=1)
+        engine._undo()
+        assert int(engine.model[1].num_batches_tracked) == counts[-1]
+
+    survivors_of(4, (0, 1), before, job=Normed)
+    assert counts
+
+
+# ------------------------------------------------------------------ an optimizer in shards
+
+SHARDED = EngineSettings(
+    optimizer={"name": "adam"}, shard_optimizer=True, survive=True,
+    clip_norm=1.0, metric_names=Curve.metric_names,
+)  # fmt: skip
+
+
+def of_a_checkpoint(folder, ranks, after, *, updates):
+    """The weights where `ranks` begin again from what four had saved after `after` updates."""
+
+    def save(group):
+        engine = SurvivingEngine(Curve(), SHARDED, group)
+        train(engine, group.rank, group.size, range(after))
+        engine.gather_state()
+        return engine.save_state(folder) if group.rank == 0 else None
+
+    saved = run_in_threads(4, save)[0]
+
+    def load(group):
+        engine = SurvivingEngine(Curve(), SHARDED, group)
+        engine.load_state(folder, saved)
+        train(engine, group.rank, group.size, range(after, updates))
+        return digest(engine)
+
+    return run_in_threads(ranks, load)[0]
+
+
+def in_the_window(engine, rank):
+    train(engine, rank, 4, [2], most=1)  # its first, where it was built only now
+
+
+def before_weights_come(engine, rank):
+    """Its optimizer has stepped, and what the others have stepped does not come."""
+    group = engine.accumulator.group
+    gather = group.gather_in_place_async
+
+    def lost(tensor):
+        gather(tensor).wait()  # the others are not to wait for ever
+        raise PeerLost("gone")
+
+    group.gather_in_place_async = lost
+    with pytest.raises(PeerLost):
+        train(engine, rank, 4, [2])
+
+
+@pytest.mark.parametrize("ranks", [3, 1])
+def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks):
+    def save(group):
+        engine = SurvivingEngine(Curve(), SHARDED, group)
+        train(engine, group.rank, group.size, range(2))
+        engine.gather_state()
+        return engine.save_state(tmp_path) if group.rank == 0 else None
+
+    saved = run_in_threads(ranks, save)[0]
+
+    def load(group):
+        engine = SurvivingEngine(Curve(), SHARDED, group)
+        engine.load_state(tmp_path, saved)
+        train(engine, group.rank, group.size, range(2, 5))
+        return digest(engine)
+
+    expected = run_in_threads(ranks + 1, load)[0]
+    assert {bits for _, bits in joined_by_one(SHARDED, ranks)} == {expected}
+
+
+def test_one_more_loss_on_the_way_into_the_group_finds_the_state_with_those_who_have_it(tmp_path):
+    engines = {}
+
+    def first(group):
+        engine = engines[group.rank] = SurvivingEngine(Curve(), SHARDED, group)
+        train(engine, group.rank, 4, range(2))
+        engine.before_growth()
+
+    run_in_threads(4, first)
+
+    def second(group):  # of 1, 2 and 3, where 3 goes away before the end
+        engines[1 + group.rank].catch_up(group, 2, "")
+        if group.rank == 1:
+            engines[2]._whole_state = None
+
+    run_in_threads(3, second)
+
+    def third(group):
+        engine = engines[1 + group.rank]
+        engine.catch_up(group, 2, "")
+        engine.regroup(group)
+        train(engine, group.rank, group.size, range(2, 5))
+        return digest(engine)
+
+    assert run_in_threads(2, third) == [of_a_checkpoint(tmp_path, 2, 2, updates=5)] * 2
+
+
+@pytest.mark.parametrize("left", [(0, 2, 3), (1,)], ids=len)
+@pytest.mark.parametrize("breaks_off", [in_the_window, before_weights_come])
+def test_what_nobody_has_comes_from_a_checkpoint_and_until_then_nothing_kept_is_of_use(
+    tmp_path, left, breaks_off
+):
+    engines, saved = {}, {}
+
+    def first(group):
+        engine = engines[group.rank] = SurvivingEngine(Curve(), SHARDED, group)
+        train(engine, group.rank, 4, range(2))
+        engine.gather_state()
+        if group.rank == 0:
+            saved.update(engine.save_state(tmp_path))
+        breaks_off(engine, group.rank)
+
+    run_in_threads(4, first)
+
+    def again(group, whole):
+        engine = engines[left[group.rank]]
+        with pytest.raises(StateLost, match="nobody has the part of rank"):
+            engine.catch_up(group, 2, "")
+        engine.regroup(group)
+        if whole or group.rank:  # the first time somebody is lost before all have loaded it
+            engine.load_state(tmp_path, saved)
+        if whole:
+            train(engine, group.rank, group.size, range(2, 5))
+        return digest(engine)
+
+    run_in_threads(len(left), partial(again, whole=False))
+    found = run_in_threads(len(left), partial(again, whole=True))
+    (tmp_path / "again").mkdir()
+    assert set(found) == {of_a_checkpoint(tmp_path / "again", len(left), 2, updates=5)}
