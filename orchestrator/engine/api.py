@@ -41,7 +41,7 @@ class AccumulationOptions:
         overlap: send buckets during the last backward; False sends them at the boundary.
         silent: refuse collectives on the group between boundaries.
         broadcast: begin with rank 0's parameters and buffers on all ranks, as DDP does.
-        advise: warn, once, of layers whose output depends on the split, and of likely mistakes.
+        advise: warn, once, of layers whose output depends on the split.
     """
 
     clip_norm: float | None = None

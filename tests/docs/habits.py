@@ -68,35 +68,12 @@ def _():
     ours.backward(Loss(head(model(torch.ones(2, 4))).sum(), weight=2))
 
 
-@misuse("`model.eval()` left on after an evaluation, with dropout (a warning)")
-def _():
-    ours, model = with_dropout()
-    updates(ours, model, 1)
-    model.eval()
-    updates(ours, model, 1)
-
-
 @misuse("`model.eval()` left on by one rank")
 @on_two_ranks
 def _(group):
     ours, model = with_dropout(group)
     model.train(mode=group.rank > 0)
     updates(ours, model, 1)
-
-
-@misuse("the same samples on every rank (a warning)")
-@on_two_ranks
-def _(group):
-    ours, model = accumulated(group)
-    updates(ours, model, 3)
-
-
-@misuse("a sum divided by the number of micro-steps, or of ranks (a warning)")
-def _():
-    ours, model = accumulated()
-    for _ in range(4):
-        ours.backward(Loss(loss_of(model).total / 4, weight=2))
-    ours.boundary()
 
 
 @misuse("micro-steps at the end that no `boundary()` followed (a warning, on stderr)")

@@ -312,7 +312,7 @@ class Accumulator:
         metrics = checked_loss(loss, names)
         values = [loss.weight, loss.total, *(metrics[name] for name in names)]
         row = [value.detach() if isinstance(value, Tensor) else value for value in values]
-        self._checks.micro_step(self._window.update, loss, first=not self._sums.micro_steps)
+        self._checks.micro_step(self._window.update, first=not self._sums.micro_steps)
         return row
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
@@ -371,7 +371,6 @@ class Accumulator:
         if self._shard is not None and applied:
             with self.clock.wait():
                 self._shard.gather_weights()
-        self._checks.finish(trailer, totals, self._sums.micro_steps)
         return self._report(totals, gradient_norm=norm, applied=applied, loss_scale=scale)
 
     def _told(self) -> dict[str, float]:
@@ -461,8 +460,7 @@ class Accumulator:
         )
 
     def check_replicas(self) -> None:
-        """Compare all parameters of all ranks, trained or not; buffers that differ are warned of.
-        Collective, for between windows.
+        """Compare all parameters of all ranks, trained or not. Collective, for between windows.
 
         Raises:
             ReplicasDiffer: on all ranks alike.

@@ -1,13 +1,11 @@
 """Checks of every window, so that no update is silently wrong.
 
-A changed model or optimizer, weights that differ between ranks, collectives in mid-window, and
-common mistakes (a mean instead of a sum, the same samples on all ranks) raise an error or warn.
+A changed model or optimizer, weights that differ between ranks, collectives in mid-window, and a
+mean instead of a sum raise an error.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]  # the common base
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.common.job_checks import check_metric_names
 from orchestrator.engine.common.packed_sums import Trailer
 from orchestrator.engine.common.replicas import LARGEST_PIECE, Piece, Replicas
-from orchestrator.engine.torch.group import BaseGroup, gather_numbers, gather_texts, version_of
-from orchestrator.engine.torch.model import IN_A_LOOP, batch_norms_of, listed, norm_advice
-from orchestrator.engine.torch.start_checks import digest_to_floats, minority_ranks, sha256_of
+from orchestrator.engine.torch.group import BaseGroup, gather_numbers, version_of
+from orchestrator.engine.torch.model import IN_A_LOOP, batch_norms_of, norm_advice
 from orchestrator.errors import JobError, SilenceError
 from orchestrator.job import Loss
-from orchestrator.plan.plan_warnings import named_ranks
-from orchestrator.rundir.warnings import warn
 
 # ------------------------------------------------------------------ Mean instead of sum
 # `Loss` takes sums, and a mean is the commonest mistake: `cross_entropy` returns one by default.
@@ -374,50 +368,6 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-# ------------------------------------------------------------------ Buffers
-# Ranks start with equal buffers, and checkpoints hold rank 0's. Differing is no error: batch norm
-# statistics, or a count of micro-steps, are each rank's own. But evaluation, checkpoints and
-# resumed runs use rank 0's, so the user should know.
-
-
-MOST_NAMED = 3
-
-
-class BufferCheck:
-    """Compares a model's buffers over the ranks of `group`, which began with the same ones."""
-
-    def __init__(self, model: Any, group: BaseGroup) -> None:
-        self._group = group
-        self._model = model if isinstance(model, Module) and list(model.buffers()) else None
-
-    def compare(self) -> None:
-        """Warn, once, where buffers differ. Collective, for between windows."""
-        if self._model is None or self._group.size == 1:
-            return
-        mine = [(name, sha256_of(buffer)) for name, buffer in self._model.named_buffers()]
-        digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-        odd = minority_ranks(gather_numbers(self._group, digest_to_floats(digest)))
-        if not odd:
-            return
-        given = [dict(json.loads(text)) for text in gather_texts(self._group, json.dumps(mine))]
-        names = [name for name in dict.fromkeys(n for one in given for n in one)
-                 if len({one.get(name) for one in given}) > 1]  # fmt: skip
-        self._model = None  # said once; all ranks come here together
-        if self._group.rank == 0:
-            warn(_sentence(names, odd))
-
-
-def _sentence(names: list[str], odd: list[int]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return (
-        f"{named_ranks(odd)} no longer {'have' if len(odd) > 1 else 'has'} the buffers of the "
-        f"others: {', '.join(names[:MOST_NAMED])}{more}. Checkpoints hold rank 0's, and a run that "
-        "is gone on with begins with those on every rank; where they take part in training, it "
-        "does not end with the same bits. What forward() writes into a buffer has to be computed "
-        "from what all ranks share (in after_update, say), or be of no consequence"
-    )
-
-
 # ------------------------------------------------------------------
 # Invariants between a window's start and its boundary
 
@@ -559,101 +509,6 @@ def _some(parameter: Tensor) -> Tensor:
     return parameter.detach()[:1] if parameter.dim() else parameter.detach()
 
 
-# ------------------------------------------------------------------ Usage warnings
-# Habits from other loops leave traces in a window's sums: every rank had the same samples, each
-# loss was divided by the number of micro-steps, dropout stayed off after an evaluation. They may
-# be intended, so rank 0 warns once.
-
-
-_WINDOWS = 3  # in a row, since a model whose last layer begins with zeros has one loss everywhere
-
-
-class UsageLinter:
-    """Looks at one accumulator's windows.
-
-    Args:
-        model: what it was given.
-        rank, ranks: this one's number, and how many there are.
-    """
-
-    def __init__(self, model: Any, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
-        layers = dict(model.named_modules()) if isinstance(model, Module) else {}
-        self._dropouts = {n: d for n, d in layers.items() if isinstance(d, _DropoutNd) and d.p > 0}
-        self._dropped = False  # a window had dropout
-        self._divisors: set[float | None] = set()
-        self._equal = 0  # windows in a row in which all ranks had the same sums
-        self._said: set[str] = set()
-
-    def begin(self) -> None:
-        """Begin a window."""
-        self._divisors = set()
-        off = [name for name, layer in self._dropouts.items() if not layer.training]
-        if off and self._dropped:
-            self._warn_once(
-                f"dropout in {listed(off)} was on in updates before and is off now; call "
-                "model.train() after an evaluation"
-            )
-        self._dropped = self._dropped or len(off) < len(self._dropouts)
-
-    def micro_step(self, loss: Loss) -> None:
-        """Note a loss that passed all checks."""
-        self._divisors.add(divisor_of(loss.total))
-
-    def end(self, mine: Trailer, totals: Trailer, micro_steps: int) -> None:
-        """Check the sums of a window, after its reduction."""
-        if len(self._divisors) == 1 and (divisor := next(iter(self._divisors))):
-            self._check_divisor(divisor, micro_steps)
-        if self._ranks > 1:
-            equal = totals.loss.units and all(
-                of_all.units == self._ranks * of_one.units and not of_all.odd
-                for of_all, of_one in ((totals.loss, mine.loss), (totals.weight, mine.weight))
-            )
-            self._equal = self._equal + 1 if equal else 0
-            if self._equal == _WINDOWS:
-                self._warn_once(
-                    f"in {_WINDOWS} updates in a row the loss was the same on all ranks, to the "
-                    "last digit: they probably all compute the same samples. Give each rank "
-                    "samples of its own (a DistributedSampler, or [rank::ranks])"
-                )
-
-    def _check_divisor(self, divisor: float, micro_steps: int) -> None:
-        of = {micro_steps * self._ranks: "micro-steps on all ranks"}
-        of |= {self._ranks: "ranks", micro_steps: "micro-steps in a window"}
-        if divisor in of:
-            self._warn_once(
-                f"each Loss.total was divided by {divisor:g}, and there are {divisor:g} "
-                f"{of[int(divisor)]}: if that is why, leave it out. Sums are divided once, at the "
-                "boundary, by what the weights add up to"
-            )
-
-    def _warn_once(self, sentence: str) -> None:
-        if self._rank == 0 and sentence not in self._said:
-            self._said.add(sentence)
-            warnings.warn(f"{sentence} (Accumulator(..., advise=False) is silent)", stacklevel=7)
-
-
-def divisor_of(total: Tensor) -> float | None:
-    """Return the last divisor of `total` in its graph: a whole number above 1, or None.
-
-    >>> import torch
-    >>> x = torch.ones(4, requires_grad=True)
-    >>> divisor_of(x.sum() / 4), divisor_of(x.sum() * 0.25), divisor_of(x.sum() * 0.5)
-    (4.0, 4.0, None)
-    """
-    node: Any = total.grad_fn
-    name = "" if node is None else node.name()
-    if not name.startswith(("Mul", "Div")):
-        return None
-    other = getattr(node, "_saved_other", None)
-    if not isinstance(other, Tensor) or other.numel() != 1 or other.device.type != "cpu":
-        return None
-    factor = float(other.detach())
-    if name.startswith("Mul") and factor and factor != 0.5:  # half a square is a loss
-        factor = round(1 / factor, 9)
-    return factor if factor > 1 and factor == int(factor) else None
-
-
 # ------------------------------------------------------------------ All checks of a window
 
 
@@ -679,24 +534,19 @@ class WindowChecks:
         self._watch = InvariantChecks(
             model, named, trained, group, silent=options.silent, advise=options.advise
         )
-        self._replicas, self._same_buffers = replicas_of(named, group), BufferCheck(model, group)
+        self._replicas = replicas_of(named, group)
         self._same_optimizer = OptimizerCheck(optimizer)
-        self._linter = UsageLinter(model, group.rank, group.size) if options.advise else None
 
     def begin(self, update: int) -> None:
         """Begin a window and its silence. Raises `JobError` for changes since the last."""
         self._watch.begin(update)
         self._same_optimizer.check_parameters()
-        if self._linter is not None:
-            self._linter.begin()
 
-    def micro_step(self, update: int, loss: Loss, *, first: bool) -> None:
+    def micro_step(self, update: int, *, first: bool) -> None:
         """Check a micro-step. Raises `JobError` for changes in mid-window."""
         if first:
             self._same_optimizer.keep()
         self._watch.micro_step(update, first=first)
-        if self._linter is not None:
-            self._linter.micro_step(loss)
 
     def end(self, update: int) -> None:
         """End the window: collectives are allowed again. Raises as `InvariantChecks.end`."""
@@ -715,12 +565,6 @@ class WindowChecks:
         """Look at what came back. Raises as `Replicas.check`, on all ranks alike."""
         self._replicas.check(totals, update)
 
-    def finish(self, mine: Trailer, totals: Trailer, micro_steps: int) -> None:
-        """End a window: warn of likely mistakes."""
-        if self._linter is not None:
-            self._linter.end(mine, totals, micro_steps)
-
     def all_weights(self) -> None:
         """Compare everything, between two windows. Collective; raises `ReplicasDiffer`."""
         self._replicas.check_all()
-        self._same_buffers.compare()

@@ -291,40 +291,6 @@ def test_ranks_that_stay_alike_are_left_alone(way):
     assert _trained(lambda rank: Drifts(-1, nudge), 3, **WAYS[way]) == [(None, 3)] * RANKS
 
 
-class Remembers(Drifts):
-    """Counts in a buffer what its rank has seen, and in another one the updates."""
-
-    def __init__(self, rank, *, samples):
-        super().__init__(rank, nudge, after=-1)
-        self.samples = samples
-
-    def model(self):
-        model = super().model()
-        model.register_buffer("seen", torch.zeros(()))
-        model.register_buffer("updates", torch.zeros(()))
-        return model
-
-    def loss(self, model, batch):
-        if self.samples:
-            model.seen += batch[0].sum()
-        return super().loss(model, batch)
-
-    def after_update(self, model, update):
-        model.updates += 1
-
-
-def test_buffers_that_differ_are_told_of_once_and_end_nothing():
-    def train(samples):
-        return _trained(lambda rank: Remembers(rank, samples=samples), 2)
-
-    assert train(samples=False) == [(None, 2)] * RANKS
-    with pytest.warns(
-        UserWarning, match="no longer ha.* the buffers of the others: seen. Chec"
-    ) as w:
-        assert train(samples=True) == [(None, 2)] * RANKS
-    assert len(w) == 1
-
-
 digests = st.integers(0, 2**DIGEST_BITS - 1)
 
 
@@ -335,7 +301,7 @@ def test_ranks_are_alike_exactly_if_their_digests_are_equal(told, digest, same):
     travelled = torch.zeros(len(Trailer().numbers()), dtype=dtype)
     for one in told:
         mine = Trailer()
-        mine.tell(one)
+        mine.add_digest(one)
         travelled += torch.tensor(mine.numbers(bits), dtype=dtype)
     assert Trailer.of(travelled.tolist(), 0, bits).digests_agree(len(told)) == (len(set(told)) == 1)
 
