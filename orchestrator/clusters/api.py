@@ -181,8 +181,8 @@ class Cluster(ABC):
             at_once: the most that are to run at the same time; None: as many as the place likes.
 
         Raises:
-            ClusterError: the rest is refused; what has a handle.json by then goes on. Or `at_once`
-                is asked for where nobody sees to it.
+            ClusterError: the rest is refused, or does not fit; runs with a handle.json go on. Or
+                the cluster does not support `at_once`.
         """
         if at_once is not None:
             raise ClusterError(f"{cls.__name__} cannot bound how many runs it runs at once")

@@ -129,7 +129,6 @@ class RunDir:
     # A run on a scheduler: where it was placed, the code that it runs, and what it was told.
     handle = _below("handle.json")
     submitting = _below("submitting.json")  # for as long as it may become a job
-    turn = _below("turn.json")  # to be queued once there is room: `clusters/slurm/queue/in_turn.py`
     code = _below("code")
     submitit = _below("submitit")
     batch_log = _below("logs", "batch.log")
@@ -150,7 +149,7 @@ class RunDir:
     def may_be_queued(self) -> bool:
         """Whether a scheduler knows the run, or may: then the folder cannot simply be removed."""
         of_array = self.path.parent / self.submitting.name
-        return any(p.exists() for p in (self.handle, self.turn, self.submitting, of_array))
+        return any(p.exists() for p in (self.handle, self.submitting, of_array))
 
     def attempt(self, number: int) -> Path:
         """Return the folder of one attempt (a start or restart)."""

@@ -32,10 +32,6 @@ def cancel(run: RunDir, *, now: bool = False) -> str:
     """
     if is_waiting(run) and take_waiting(run):
         return f"{run.path} waited for room on this machine, and is not started any more"
-    if run.turn.exists():
-        said = class_of(kind_of(run)).cancel_all([run], now=now)
-        if run.path in said:
-            return f"{run.path} {said[run.path]}"
     return handle_of(run.existing()).cancel(run, now=now)
 
 
@@ -58,7 +54,7 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
     found: dict[str, list[Path]] = {}
     for status in open_ones:
         run = RunDir(status.folder)
-        if run.handle.exists() or run.turn.exists():
+        if run.handle.exists():
             members.setdefault(class_of(status.cluster), []).append(run)
         elif not is_held(sweep):  # somebody resumed it by itself
             said.append(handle_of(run).cancel(run, now=now))

@@ -78,7 +78,7 @@ def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
         known = from_folder(run) if run.config.exists() else new
         return replace(known, state="pending", reason=WAITING_REASON)
     status = from_folder(run.existing())
-    if status.job_id is not None or run.turn.exists():
+    if status.job_id is not None:
         alone.setdefault(status.cluster, []).append(run)
         return status
     if status.state not in ENDED_STATES and not _is_held(run, status.cluster):

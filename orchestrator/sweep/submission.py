@@ -209,7 +209,7 @@ def _submit(made: Sequence[Ready], most: int | None) -> None:
             with CLUSTERS.told(kind, "to submit the points"):
                 class_of(kind).submit_all(members, most)
         except ClusterError as error:
-            queued = [r for r in made if r.run.handle.exists() or r.run.turn.exists()]
+            queued = [r for r in made if r.run.handle.exists()]
             _withdraw(made)
             if not queued:
                 raise

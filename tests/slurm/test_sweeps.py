@@ -99,9 +99,7 @@ def few(slurm):
     return most
 
 
-def test_points_beyond_what_one_may_have_queued_follow_in_turn_with_nobody_there(
-    slurm, tmp_path, few
-):
+def test_the_same_line_submits_the_points_that_did_not_fit_before(slurm, tmp_path, few):
     waits, sweep = tmp_path / "waits.sh", tmp_path / "sweep"
     waits.write_text("until [ -e go ]; do sleep 0.1; done\n")
 
@@ -111,22 +109,19 @@ def test_points_beyond_what_one_may_have_queued_follow_in_turn_with_nobody_there
         line = (verb, "-m", *kept, "job.style=plain", "job.arguments.x=1,2,3,4")
         return runs.verb(*line, "--", "bash", str(waits), cwd=tmp_path)
 
-    few(1)
-    refused = typed(tmp_path / "none")
-    assert refused.returncode == 2
-    assert "MaxSubmitJobs=1, of which 0 are taken: 4 points cannot even be" in refused.stderr
-    assert not (tmp_path / "none").exists()
-    limit = "MaxSubmitJobs=3, of which 0 are taken"
-    assert "would say: MaxSubmitJobs=1, of which 0" in typed(tmp_path / "none", "plan").stdout
-    few(3)
-    turns = f"{limit}: 2 of 4 points are queued at first, and 2 in their turn"
-    assert turns in typed(sweep, "plan").stdout
-    assert turns in typed(sweep).stdout
-    assert "in progress (pending)" in typed(sweep).stdout, "nothing is queued twice"
-    assert "waited its turn" in runs.verb("cancel", sweep / "2").stdout
-    assert "MaxSubmitJobs=3" in runs.status(sweep / "3")["reason"]
+    few(2)
+    limit = "MaxSubmitJobs=2, of which 0 are taken: there is room for 2 of 4 points now"
+    assert limit in typed(sweep, "plan").stdout
+    first = typed(sweep)
+    assert first.returncode == 2
+    assert limit in first.stderr
+    assert "2 points of 4 are queued; the same line again submits the others" in first.stderr
     assert {runs.job_of(sweep / n).split("_")[0] for n in "01"} == queued(slurm, sweep)
+    assert not (sweep / "2").exists()
+    full = typed(sweep)
+    assert full.returncode == 2, "there is no room: nothing is submitted, and nothing is lost"
+    assert "of which 2 are taken: there is room for 0 of 2 points now" in full.stderr
+    few(4)
+    assert typed(sweep).returncode == 0
     (tmp_path / "go").touch()
-    assert ended(sweep) == {"0": "finished", "1": "finished", "2": "stopped", "3": "finished"}
-    assert not (sweep / "2" / "handle.json").exists()
-    assert result(sweep / "3")["state"] == "finished"
+    assert ended(sweep) == dict.fromkeys("0123", "finished")

@@ -13,7 +13,7 @@ from orchestrator.clusters.api import Admission, Cluster, Request
 from orchestrator.clusters.slurm.admission.checks import Verdict, check_request, too_slow
 from orchestrator.clusters.slurm.admission.limits import wanted
 from orchestrator.clusters.slurm.on_slurm import OnSlurm, here
-from orchestrator.clusters.slurm.queue.arrays import submit_as_arrays
+from orchestrator.clusters.slurm.queue.arrays import foresee, submit_as_arrays
 from orchestrator.clusters.slurm.queue.packing.shares import all_memory, refuse_uncounted, step_of
 from orchestrator.clusters.slurm.queue.scripts import UNLIKE, patiently, script_name
 from orchestrator.clusters.slurm.request.batch_script import Here, batch_script, share_script
@@ -115,10 +115,9 @@ class SlurmCluster(OnSlurm):
 
     @classmethod
     def foresee_all(cls, placed: Sequence[tuple[Cluster, Request]], most: int | None) -> list[str]:
-        """Which limits of the site they meet, see `queue/foreseen.py`."""
-        from orchestrator.clusters.slurm.queue.foreseen import foreseen
-
-        return foreseen([(c, r) for c, r in placed if isinstance(c, SlurmCluster)], most)
+        """Predict shared allocations and the site's limits, see `queue/arrays.py`."""
+        del most
+        return foresee([(c, r) for c, r in placed if isinstance(c, SlurmCluster)])
 
     @classmethod
     def adopt(cls, folder: RunDir) -> str:

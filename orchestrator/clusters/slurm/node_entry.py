@@ -76,12 +76,11 @@ def after(run: str, attempt: str, code: str, told: str) -> None:
     Args:
         told: the first signal that the script got, or "".
     """
-    from orchestrator.clusters.slurm.ending.after_srun import finish, others_next
+    from orchestrator.clusters.slurm.ending.after_srun import finish
     from orchestrator.rundir.folder import RunDir
 
     try:
         finish(Path(run), int(attempt), int(code), told)
-        others_next(RunDir(Path(run)))
     finally:
         _leave_copy()
     ended = RunDir(Path(run)).read_result()

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from orchestrator.clusters.slurm.ending.settle import dismiss_held, settle_ended
-from orchestrator.clusters.slurm.queue.in_turn import look_at_turns
 from orchestrator.clusters.slurm.queue.packing.members import (
     is_over,
     others_left,
@@ -47,12 +46,8 @@ HELD = (
 def look(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
     """Fill in what the schedulers of these runs say; yields sentences about what they did not."""
     clusters: dict[str | None, list[RunDir]] = {}
-    in_turn = [run for run in runs if run.turn.exists()]
-    if in_turn:
-        yield from look_at_turns(in_turn, found)
     for run in runs:
-        if not run.turn.exists():
-            clusters.setdefault((run.read_handle() or {}).get("slurm_conf"), []).append(run)
+        clusters.setdefault((run.read_handle() or {}).get("slurm_conf"), []).append(run)
     for conf, members in clusters.items():
         try:
             client = client_of(members[0], conf)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.api import Culprit, State
-from orchestrator.clusters.slurm.queue.in_turn import go_on
 from orchestrator.clusters.slurm.root_cause import (
     KILLED,
     blame_slurm,
@@ -25,7 +24,7 @@ from orchestrator.clusters.slurm.root_cause import (
 from orchestrator.clusters.slurm.watch import CAUSES
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import SIGNAL_AHEAD_S
-from orchestrator.errors import EXIT_FINISHED, UsageError
+from orchestrator.errors import EXIT_FINISHED
 from orchestrator.lifecycle.signs.last_word import ended_with, wordless
 from orchestrator.lifecycle.signs.node_watch import STOPPED
 from orchestrator.lifecycle.stopping.deadline import reason
@@ -107,16 +106,6 @@ def finish(
 def _ended_alone(run: RunDir) -> bool:
     """Whether a person had its step ended at once, and not its job."""
     return (read_json(run.cancel) or {}).get("how") == "now"
-
-
-def others_next(run: RunDir) -> None:
-    """Queue those of its sweep whose turn it is, once this run has ended."""
-    if run.read_result() is None:
-        return
-    try:
-        go_on(run.path.parent)
-    except UsageError as error:  # `status` says what is left, and who may queue it
-        print(f"the sweep's next point could not be queued: {error}", flush=True)  # noqa: T201  # batch.log
 
 
 def _cut_short(run: RunDir, attempt: int, code: int, told: str) -> str | None:

@@ -10,127 +10,149 @@ The code is copied once an array, beside the runs.
 
 from __future__ import annotations
 
+import getpass
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.clusters.slurm.queue.elements import ARRAYS
-from orchestrator.clusters.slurm.queue.in_turn import (
-    SPARE,
-    alone_at,
-    next_name,
-    queue_next,
-    refusal,
-    room_for,
-    tightest,
-    turns,
-    wait_turn,
-)
+from orchestrator.clusters.slurm.queue.elements import ARRAYS, next_name
 from orchestrator.clusters.slurm.queue.laid_out import Placed, alike, lay_out, number_of
-from orchestrator.clusters.slurm.queue.packing.submit import submit_packed
+from orchestrator.clusters.slurm.queue.packing.submit import packed, submit_packed, told
+from orchestrator.clusters.slurm.queue.sbatch import BeyondLimit, queue
 from orchestrator.clusters.slurm.queue.scripts import script_name
 from orchestrator.clusters.slurm.request.batch_script import option_line
 from orchestrator.clusters.slurm.request.safe_values import quoted
-from orchestrator.errors import ClusterError, spans
+from orchestrator.errors import spans
 from orchestrator.rundir.files import write_atomically
 from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.client import SlurmClient
+from orchestrator.units import plural
 
 LIMITED_BY = ("account", "qos", "partition", "reservation")  # which limits hold for a job
+# Figures of `scontrol show assoc_mgr`: MaxSubmitJobs=20(3), of which 3 are used; N for no limit.
+FIGURES = re.compile(r"(\w*SubmitJobs\w*)=(\d+)\((\d+)\)")
 MAX_ARRAY_SIZE = re.compile(r"^MaxArraySize\s*=\s*(\d+)", re.MULTILINE)
 MAX_ARRAY_TASKS = re.compile(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", re.MULTILINE)
 
 
 def submit_as_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
-    """Submit all of them, each with its handle.json then; or with a turn.json, where the site lets
-    nobody have so many in the queue (`in_turn.py`).
+    """Submit all runs; each then has its handle.json.
 
     Raises:
-        ClusterError: the scheduler refuses one of the submissions, or is gone. Those before it are
-            queued, and nothing is left of the others but their folders.
+        BeyondLimit: the site's limits leave room for some of them only; these are queued.
+        ClusterError: the scheduler refuses one of the submissions, or does not answer. Those before
+            it are queued; of the others only their folders are left.
     """
-    placed = submit_packed(placed)
-    if not placed:
-        return
+    placed, why = fitting(submit_packed(placed))
     if len(placed) == 1:
         placed[0][0].submit(placed[0][1])
-        return
+    elif placed:
+        _submit_arrays(placed, at_once)
+    if why:
+        raise BeyondLimit("\n".join(why))
+
+
+def _submit_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
     confs = {cluster.config.cluster.slurm_conf for cluster, _ in placed}
     most = {conf: largest_array(conf) for conf in confs}
-    full = _beyond_limits(placed, most)
-    for sweep, members in _by_sweep(placed):
+    sweeps: dict[Path, list[Placed]] = {}
+    for member in placed:
+        sweeps.setdefault(member[1].run.parent, []).append(member)
+    for sweep, members in sweeps.items():
         arrays: list[Array] = []
         for group in alike(members):
             may = most[group[0][0].config.cluster.slurm_conf]
             for part in _parts(group, may):
-                if number_of(part[0]) is None or (len(part) == 1 and sweep not in full):
+                if number_of(part[0]) is None or len(part) == 1:
                     part[0][0].submit(part[0][1])
                 else:
                     arrays.append(_prepared(part, at_once, may))
-        if arrays:
-            _queue(sweep, arrays, at_once, in_turn=sweep in full)
+        for one in arrays:
+            queue(RunDir(sweep), one.script, one.attempt, one.conf, one.elements, tell=one.tell)
 
 
-def _by_sweep(placed: Sequence[Placed]) -> Iterator[tuple[Path, list[Placed]]]:
-    sweeps: dict[Path, list[Placed]] = {}
-    for member in placed:
-        sweeps.setdefault(member[1].run.parent, []).append(member)
-    yield from sweeps.items()
+def fitting(placed: Sequence[Placed]) -> tuple[list[Placed], list[str]]:
+    """Select the runs for which the site's limits (MaxSubmitJobs) leave room, without submitting.
 
-
-def _beyond_limits(
-    placed: Sequence[Placed], most_of: Mapping[str | None, tuple[int, int]]
-) -> set[Path]:
-    """The sweeps for which the queue has no room at once. Raises `ClusterError` when there is not
-    even enough for one after another.
+    Returns:
+        The runs that fit, and a sentence for each limit that excludes others.
     """
-    found: set[Path] = set()
-    alike: dict[object, list[Placed]] = {}
+    fit: list[Placed] = []
+    why: list[str] = []
+    limited: dict[object, list[Placed]] = {}
     for cluster, request in placed:
         options = request.details["options"]
         key = (cluster.config.cluster.slurm_conf, *(options.get(name) for name in LIMITED_BY))
-        alike.setdefault(key, []).append((cluster, request))
-    for members in alike.values():
-        cluster, request = members[0]
+        limited.setdefault(key, []).append((cluster, request))
+    for members in limited.values():
+        (cluster, request), total = members[0], len(members)
         conf = cluster.config.cluster.slurm_conf
-        client, most = SlurmClient(conf), min(len(members), *most_of[conf])
-        if most > 1 and room_for(client, request.text, most) < most:
-            if (why := refusal(client, request.text, len(members))) is not None:
-                raise ClusterError(why)
-            found |= {request.run.parent for _, request in members}
-    return found
+        client, most = SlurmClient(conf), min(total, *largest_array(conf)) if total > 1 else 1
+        found = total
+        if most > 1 and (room := room_for(client, request.text, most)) < most:
+            found = room
+            why.append(
+                f"{tightest(client)}: there is room for {found} of {plural(total, 'point')} now"
+            )
+        fit += members[:found]
+    return fit, why
 
 
-def _queue(sweep: Path, arrays: Sequence[Array], at_once: int | None, *, in_turn: bool) -> None:
-    """Queue the arrays of one sweep; from the first for which there is no room, in turn."""
-    from orchestrator.clusters.slurm.queue.sbatch import BeyondLimit, queue
-
-    with alone_at(sweep):
-        left = list(arrays)
-        while left and not in_turn:
-            one, conf = left[0], left[0].conf
-            try:
-                queue(RunDir(sweep), one.script, one.attempt, conf, one.elements, tell=one.tell)
-            except BeyondLimit:
-                if one is arrays[0]:  # nothing of this sweep is queued that could go on
-                    raise
-                in_turn = True
-            else:
-                del left[0]
-        if left:
-            _queue_in_turn(sweep, left, at_once)
+def foresee(placed: Sequence[Placed]) -> list[str]:
+    """Predict how `submit_as_arrays` would submit the runs: a sentence on runs that share
+    allocations, and one for each limit that leaves less room than they need.
+    """
+    packs, alone = packed(placed)
+    _, why = fitting(alone)
+    return [
+        *([told(packs, alone)] if packs else []),
+        *(f"{sentence}; the same line submits the others later" for sentence in why),
+    ]
 
 
-def _queue_in_turn(sweep: Path, arrays: Sequence[Array], at_once: int | None) -> None:
-    """Queue as much of them as there is room for, and say what becomes of the others."""
-    limit = tightest(SlurmClient(arrays[0].conf))
-    for one in arrays:
-        note = {"attempt": one.attempt, "slurm_conf": one.conf, "at_once": at_once, "limit": limit}
-        wait_turn([RunDir(sweep / name) for name in one.elements], one.script, one.elements, note)
-    done = queue_next(sweep, spare=SPARE)
-    total = sum(len(one.elements) for one in arrays)
-    arrays[0].tell(turns(limit, done, total))
+def room(ask: Callable[[int], bool], most: int) -> int:
+    """Return how many of `most` are accepted, asking about few numbers.
+
+    >>> asked = []
+    >>> room(lambda n: asked.append(n) or n <= 5, 100), asked
+    (5, [100, 1, 2, 4, 8, 6, 5])
+    """
+    if most < 1 or ask(most):
+        return max(0, most)
+    least, beyond = 0, 1
+    while beyond < most and ask(beyond):
+        least, beyond = beyond, 2 * beyond
+    beyond = min(beyond, most)
+    while beyond - least > 1:
+        middle = (least + beyond) // 2
+        least, beyond = (middle, beyond) if ask(middle) else (least, middle)
+    return least
+
+
+def room_for(client: SlurmClient, script: str, most: int) -> int:
+    """Return how many elements of this script's array the scheduler would accept now.
+
+    Only sbatch knows which limits apply; `--test-only` counts as a submission does.
+    """
+
+    def accepted(count: int) -> bool:
+        answer = client.ask("sbatch", "--test-only", f"--array=0-{count - 1}", text=script)
+        return not BeyondLimit.found_in(answer.words)
+
+    return room(accepted, most)
+
+
+def tightest(client: SlurmClient) -> str:
+    """Describe the limit that leaves least room, and its use, as far as the scheduler shows it."""
+    answer = client.ask(
+        "scontrol", "show", "assoc_mgr", f"users={getpass.getuser()}", "flags=assoc,qos"
+    )
+    found = [(int(m[2]) - int(m[3]), m[1], m[2], m[3]) for m in FIGURES.finditer(answer.out)]
+    if answer.code or not found:
+        return "the limit of submitted jobs"
+    _, name, most, used = min(found)
+    return f"{name}={most}, of which {used} are taken"
 
 
 def largest_array(conf: str | None) -> tuple[int, int]:

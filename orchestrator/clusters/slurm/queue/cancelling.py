@@ -10,7 +10,6 @@ from pathlib import Path
 
 from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm.queue.elements import is_element
-from orchestrator.clusters.slurm.queue.in_turn import take_away
 from orchestrator.clusters.slurm.queue.packing.cancel import end_parts, of_whole_jobs
 from orchestrator.clusters.slurm.queue.packing.members import is_over, is_packed_in
 from orchestrator.clusters.slurm.trust import client_of
@@ -36,12 +35,11 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
         ClusterError: the scheduler is silent, or refuses. No run counts as cancelled then.
     """
     clusters: dict[str | None, list[tuple[RunDir, str]]] = {}
-    waited = take_away(runs)  # first: what ends now would queue them
     for run in runs:
         handle = run.read_handle()
-        if handle is not None and run not in waited:
+        if handle is not None:
             clusters.setdefault(handle.get("slurm_conf"), []).append((run, str(handle["job_id"])))
-    found = {run.path: "waited its turn, and is not queued any more" for run in waited}
+    found: dict[Path, str] = {}
     for conf, members in clusters.items():
         [*_, client] = [client_of(run, conf) for run, _ in members]
         found |= _cancel(client, members, now=now)

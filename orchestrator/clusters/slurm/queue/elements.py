@@ -8,8 +8,18 @@ import os
 import re
 from pathlib import Path
 
+from orchestrator.rundir.files import make_folder, names_in
+
 ARRAYS = "arrays"  # the folder of scripts, beside the runs
 NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
+
+
+def next_name(folder: Path) -> Path:
+    """Return a numbered path in a folder that is not taken."""
+    if not folder.is_dir():
+        make_folder(folder)
+    taken = [int(stem) for name in names_in(folder) if (stem := name.split(".")[0]).isdigit()]
+    return folder / f"{max(taken, default=-1) + 1:03d}"
 
 
 def is_element(run: Path, script: Path, job_id: str) -> bool:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from orchestrator.clusters.api import Handle, Request
-from orchestrator.clusters.slurm.queue.elements import NUMBER
-from orchestrator.clusters.slurm.queue.in_turn import next_name
+from orchestrator.clusters.slurm.queue.elements import NUMBER, next_name
 from orchestrator.clusters.slurm.queue.scripts import UNLIKE, script_name
 from orchestrator.clusters.slurm.task import write_task
 from orchestrator.config.program import target_of

@@ -216,5 +216,4 @@ def _write_down(folder: RunDir, note: Mapping[str, Any], job: str) -> None:
                 handle["pack"] = {"script": Path(note["script"]).name, "runs": names}
             if (folder.path / name).is_dir():
                 write_json(RunDir(folder.path / name).handle, handle)
-                RunDir(folder.path / name).turn.unlink(missing_ok=True)
     folder.submitting.unlink()

@@ -11,8 +11,7 @@ from orchestrator.clusters.slurm.admission.checks import check_request, chosen_p
 from orchestrator.clusters.slurm.admission.limits import Wanted, wanted
 from orchestrator.clusters.slurm.admission.partitions import PARTITIONS, SHAPES, read_partitions
 from orchestrator.clusters.slurm.on_slurm import here
-from orchestrator.clusters.slurm.queue.elements import ARRAYS
-from orchestrator.clusters.slurm.queue.in_turn import alone_at, next_name
+from orchestrator.clusters.slurm.queue.elements import ARRAYS, next_name
 from orchestrator.clusters.slurm.queue.laid_out import Member, Placed, alike, lay_out, number_of
 from orchestrator.clusters.slurm.queue.packing.script import pack_script
 from orchestrator.clusters.slurm.queue.packing.shares import on_a_node, together
@@ -142,25 +141,24 @@ def _queue(part: Sequence[Placed]) -> None:
     cluster, request = part[0]
     sweep = request.run.parent
     copy = lay_out(sweep, part, _own_script)
-    with alone_at(sweep):
-        script = next_name(sweep / ARRAYS).with_suffix(".sh")
-        stated = together(request.details["options"], len(part))
-        names = {str(asked.details["options"]["job-name"]) for _, asked in part}
-        stated["job-name"] = names.pop() if len(names) == 1 else sweep.name
-        stated["output"] = str(script.with_suffix(".log"))
-        text = pack_script(
-            [asked.run for _, asked in part],
-            request.attempt,
-            stated,
-            here(cluster.config, copy or request.run / "code"),
-        )
-        write_atomically(script, text)
-        queue(
-            RunDir(sweep),
-            script,
-            request.attempt,
-            cluster.config.cluster.slurm_conf,
-            {asked.run.name: "" for _, asked in part},
-            pack=True,
-            tell=cluster.tell,
-        )
+    script = next_name(sweep / ARRAYS).with_suffix(".sh")
+    stated = together(request.details["options"], len(part))
+    names = {str(asked.details["options"]["job-name"]) for _, asked in part}
+    stated["job-name"] = names.pop() if len(names) == 1 else sweep.name
+    stated["output"] = str(script.with_suffix(".log"))
+    text = pack_script(
+        [asked.run for _, asked in part],
+        request.attempt,
+        stated,
+        here(cluster.config, copy or request.run / "code"),
+    )
+    write_atomically(script, text)
+    queue(
+        RunDir(sweep),
+        script,
+        request.attempt,
+        cluster.config.cluster.slurm_conf,
+        {asked.run.name: "" for _, asked in part},
+        pack=True,
+        tell=cluster.tell,
+    )
