@@ -7,31 +7,40 @@ imports a framework.
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 from rich.console import Console
 
-from orchestrator.cli import following, health, rehearsal, results
+from orchestrator.cli import verbs
 from orchestrator.cli.completion import complete_overrides
-from orchestrator.cli.options import Json, Quiet, Verbose
+from orchestrator.cli.verbs import Json, Quiet, Verbose, print_json
 from orchestrator.errors import (
+    EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     OrchestratorError,
+    RunFolderError,
     plainly_said,
     standing_somewhere,
     unreadable,
 )
-from orchestrator.report.terminal import say_error, while_somebody_reads
+from orchestrator.report.terminal import say, say_error, while_somebody_reads
+
+if TYPE_CHECKING:  # a verb imports what it needs: help and status start fast
+    from orchestrator.config.command_line import CommandLine
+    from orchestrator.config.schema import Config
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
 )
+MOST_PLANS = 8  # of a sweep's points that are shown one by one, with the table of all
 WITH_PROGRAM = ("run", "launch", "plan")
 EXIT_CODES = (
     "Exit codes: 0 done, or the run finished; 1 the run failed, or what was looked for is bad; "
@@ -95,7 +104,7 @@ def guarded(function: Verb) -> Verb:
 def main_help(context: typer.Context, as_json: Json = False) -> None:
     """Start, plan, follow, compare and resume training runs. Without a verb: what is here now."""
     if context.invoked_subcommand is None:
-        from orchestrator.cli.overview import overview
+        from orchestrator.cli.verbs import overview
 
         guarded(overview)(as_json=as_json)
 
@@ -158,7 +167,6 @@ def plan(
 ) -> None:
     """Print who would compute what, without starting anything."""
     del verbose
-    from orchestrator.cli.application import show_plan
     from orchestrator.config.command_line import CommandLine, check_overrides, program_overrides
 
     given = tuple(overrides or ())
@@ -186,12 +194,12 @@ def resume(
 
     What is given after the run may change where and for how long it trains, never its numbers.
     """
+    from orchestrator.cli.follow import OutputOptions
+    from orchestrator.cli.start import resumed, way_of
     from orchestrator.rundir.folder import RunDir
     from orchestrator.rundir.status import find_runs
-    from orchestrator.runs.console import Manner
-    from orchestrator.runs.start import resumed, way_of
 
-    manner = Manner(console=Console(), verbose=verbose, quiet=quiet)
+    manner = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
     folder = run.absolute()
     points, searched = find_runs(folder), RunDir(folder).search.exists()
     if searched or points not in ([], [folder]):
@@ -204,15 +212,182 @@ def resume(
     raise typer.Exit(code)
 
 
+SIGNS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bold red")}
+
+
+def doctor(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="As for launch: +cluster=slurm, cluster.nodes=4, run.dir=..."),
+    ] = None,
+    run: Annotated[
+        bool, typer.Option("--run", help="Also sum tensors on the real nodes, and time it.")
+    ] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say what this machine or its cluster offers, what would be used, and what hurts.
+
+    Exit code 1 where something is bad.
+    """
+    from orchestrator.cli.follow import OutputOptions
+    from orchestrator.config.composer import compose
+    from orchestrator.health.doctor import (
+        devices,
+        file_system,
+        findings_of,
+        limits,
+        network,
+        packages,
+        run_trial,
+        slurm,
+    )
+
+    given = overrides or []
+    config = compose(given)
+    folder = Path(config.run.dir or "runs").absolute()
+    checks = [packages, limits, devices, network, lambda: file_system(folder),
+              lambda: slurm(config.cluster.slurm_conf)]  # fmt: skip
+    if run:
+        manner = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
+        checks.append(lambda: run_trial(given, manner))
+    found = []
+    console = Console()
+    for finding in findings_of(checks):
+        found.append(finding)
+        if not as_json:
+            sign, style = SIGNS[finding.state]
+            say(console, f"{sign:<5} {finding.about + ':':<12} {finding.found}", style)
+            if finding.do:
+                say(console, f"{'':<18} -> {finding.do}")
+    if as_json:
+        print_json([finding.to_json() for finding in found])
+    if any(finding.state == "bad" for finding in found):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def rehearse(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="As for launch.", autocompletion=complete_overrides),
+    ] = None,
+    faults: Annotated[int, typer.Option("--faults", help="How many.")] = 6,
+    seed: Annotated[int, typer.Option("--seed", help="Which ones, and when.")] = 0,
+    only: Annotated[
+        str, typer.Option("--only", help="Kinds of faults, with commas; all by default.")
+    ] = "",
+    config_dir: Annotated[
+        str | None, typer.Option("--config-dir", "-cd", help="Folder of your own configs.")
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option("--into", help="A new folder; below runs/ by default.")
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Run a job small, kill, stop and cut off parts of it, and compare its end.
+
+    Exit code 1 where anything is otherwise than in an undisturbed run.
+    """
+    del verbose
+    from orchestrator.health.rehearsal import plan_rehearsal
+    from orchestrator.health.rehearse import print_rehearsal
+    from orchestrator.health.rehearse import rehearse as play
+
+    given, console = overrides or [], Console(stderr=as_json)
+    kinds = [kind.strip() for kind in only.split(",") if kind.strip()]
+    to_play = plan_rehearsal(given, config_dir, faults, kinds)
+    folder = (into or Path(f"runs/rehearsal_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}")).absolute()
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except FileExistsError as error:
+        raise RunFolderError(f"{folder} is there already; name a new one: --into") from error
+    for note in to_play.notes:
+        say(console, f"note: {note}", "dim", prose=True)
+    found = play(
+        to_play, folder, seed=seed, faults=faults, say=lambda line: say(console, line, "dim")
+    )
+    if as_json:
+        print_json({**found.to_json(), "folder": str(folder)})
+    else:
+        print_rehearsal(found, console)
+    if found.wrong:
+        for sentence in found.wrong:
+            say(Console(stderr=True), f"error: {sentence}", "bold red")
+        words = [*given, *(["--config-dir", config_dir] if config_dir else [])]
+        words += ["--only", only] if only else []
+        again = shlex.join([*words, "--faults", str(faults), "--seed", str(seed)])
+        say(Console(stderr=True), f"the same again: python -m orchestrator rehearse {again}")
+        raise typer.Exit(EXIT_FAILED)
+
+
+def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
+    """Print who would compute what: of a run, or of each point of a sweep, as a launch would have
+    it. Raises `UsageError` as that does.
+    """
+    from orchestrator.config.composer import Composer
+
+    composer = Composer(line)
+    found = composer.compose()
+    if not found.sweeps:
+        _show_plan_of_one(found.config(), console, as_json=as_json)
+        return
+    from orchestrator.sweep.tables import cells_and_plans, foretold, print_cells, row_of
+
+    made = cells_and_plans(composer)
+    sentences = foretold([cell for cell, _ in made])
+    if as_json:
+        print_json([
+            {"overrides": list(cell.point.overrides), "cell": row_of(cell), **plan}
+            for cell, plan in made
+        ])  # fmt: skip
+        for sentence in sentences:
+            say(Console(stderr=True), f"warning: {sentence}", "yellow")
+        return
+    for cell, plan in made if len(made) <= MOST_PLANS else ():
+        say(console, cell.point.words, "bold")
+        _print_plan(plan, console)
+    print_cells([cell for cell, _ in made], console)
+    for sentence in sentences:
+        say(console, sentence, "yellow", prose=True)
+
+
+def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> None:
+    from orchestrator.cli.start import describe, plan_and_notes
+    from orchestrator.config.rules import refuse_without_sweep
+
+    refuse_without_sweep(config)
+    made = plan_and_notes(config)
+    request, said = describe(config)
+    if as_json:
+        print_json({**made, **({"request": {**request.details, **said}} if said else {})})
+        return
+    _print_plan(made, console)
+    if said:
+        sys.stdout.write(f"\n{request.text}\n")
+        refused = said["refused"]
+        say(console, f"the scheduler would say: {said['scheduler']}", "red" if refused else "")
+        if said["warning"]:
+            say(console, f"warning: {said['warning']}", "yellow", prose=True)
+
+
+def _print_plan(plan: dict[str, Any], console: Console) -> None:
+    from orchestrator.report.run_tables import print_plan
+
+    print_plan(plan, console)
+    for sentence in plan["notes"]:
+        say(console, sentence, "dim", prose=True)
+
+
 for function in (
-    following.status,
-    following.attach,
-    following.logs,
-    following.cancel,
-    results.compare,
-    results.report,
-    health.doctor,
-    rehearsal.rehearse,
+    verbs.status,
+    verbs.attach,
+    verbs.logs,
+    verbs.cancel,
+    verbs.compare,
+    verbs.report,
+    doctor,
+    rehearse,
 ):
     verb()(function)
 

@@ -34,7 +34,7 @@ def run_app(arguments: Sequence[str]) -> int:
         return run_sweep(asked.sweep, asked.manner)
     if asked.config is None:
         return asked.exit_code
-    from orchestrator.runs.start import begun, way_of
+    from orchestrator.cli.start import begun, way_of
 
     with begun(asked.config, asked.manner, overrides=asked.overrides) as ready:
         place = way_of(ready.cluster)

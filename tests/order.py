@@ -45,7 +45,7 @@ LONG = (
 
 CALM = (
     *(f"tests/{name}" for name in ("benchmarks", "cli", "config", "docs")),
-    *(f"tests/{name}" for name in ("doctor", "hostile", "jobs", "laws", "plan")),
+    *(f"tests/{name}" for name in ("health", "hostile", "jobs", "laws", "plan")),
     *(f"tests/{name}" for name in ("report", "rundir", "scheduler", "snapshot")),
     *(f"tests/engine/{name}" for name in ("test_common.py", "test_published_files.py", "torch")),
     *(f"tests/engine/mindspore/test_{name}.py" for name in ("engine", "groups", "rendezvous")),

@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'third_party' / 'framework'}"
 COMMANDS = ("orchestrator.launch", "orchestrator.__main__")
 TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engine.torch.engine")
-OURS = ("config.composer", "runs.start", "clusters.local.cluster", "clusters.slurm.cluster",
-        "report.compare", "runs.status", "runs.resuming.resumption")  # fmt: skip
+OURS = ("config.composer", "cli.start", "clusters.local.cluster", "clusters.slurm.cluster",
+        "report.compare", "cli.status", "cli.resume")  # fmt: skip
 NAMES = (*COMMANDS, *(f"orchestrator.{name}" for name in OURS))
 IMPORTED = {"commands": NAMES, "torch": TORCH, "runs": (*NAMES, *TORCH, "orchestrator.rank.main")}
 TRAINING = ("run", "resume", "rehearse")

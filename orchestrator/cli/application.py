@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from orchestrator.config.command_line import CommandLine, read_command_line
+from orchestrator.cli.follow import OutputOptions
+from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer
 from orchestrator.config.guard import check_arguments, no_such_key
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.rules import refuse_without_sweep
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FINISHED, ConfigError, OrchestratorError, plainly_said
-from orchestrator.report.terminal import say, say_error
-from orchestrator.runs.console import Manner
-
-MOST_PLANS = 8  # of a sweep's points that are shown one by one, beside the table of all
+from orchestrator.report.terminal import say_error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +31,7 @@ class Asked:
         exit_code: of what was answered.
     """
 
-    manner: Manner
+    manner: OutputOptions
     config: Config | None = None
     overrides: tuple[str, ...] = ()
     sweep: Composer | None = None
@@ -45,7 +42,7 @@ def read(arguments: Sequence[str]) -> Asked:
     """What the arguments ask for; what only shows something is done here. Raises our errors."""
     check_arguments(arguments)
     line = read_command_line(arguments)
-    manner = Manner(console=Console(), verbose=line.verbose, quiet=line.quiet)
+    manner = OutputOptions(console=Console(), verbose=line.verbose, quiet=line.quiet)
     composer = Composer(line)
     if line.cfg == "job":
         return Asked(manner=manner, exit_code=show_config(composer))
@@ -72,65 +69,6 @@ def show_config(composer: Composer) -> int:
         text = OmegaConf.to_yaml(part) if OmegaConf.is_config(part) else f"{part}\n"
     sys.stdout.write(text)
     return EXIT_FINISHED
-
-
-def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
-    """Print who would compute what: of a run, or of each point of a sweep, as a launch would have
-    it. Raises `UsageError` as that does.
-    """
-    composer = Composer(line)
-    found = composer.compose()
-    if not found.sweeps:
-        _show_plan_of_one(found.config(), console, as_json=as_json)
-        return
-    from orchestrator.sweep.tables import cells_and_plans, foretold, print_cells, row_of
-
-    made = cells_and_plans(composer)
-    sentences = foretold([cell for cell, _ in made])
-    if as_json:
-        _print_json([
-            {"overrides": list(cell.point.overrides), "cell": row_of(cell), **plan}
-            for cell, plan in made
-        ])  # fmt: skip
-        for sentence in sentences:
-            say(Console(stderr=True), f"warning: {sentence}", "yellow")
-        return
-    for cell, plan in made if len(made) <= MOST_PLANS else ():
-        say(console, cell.point.words, "bold")
-        _print_plan(plan, console)
-    print_cells([cell for cell, _ in made], console)
-    for sentence in sentences:
-        say(console, sentence, "yellow", prose=True)
-
-
-def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> None:
-    from orchestrator.runs.foreseen import describe, plan_and_notes
-
-    refuse_without_sweep(config)
-    made = plan_and_notes(config)
-    request, said = describe(config)
-    if as_json:
-        _print_json({**made, **({"request": {**request.details, **said}} if said else {})})
-        return
-    _print_plan(made, console)
-    if said:
-        sys.stdout.write(f"\n{request.text}\n")
-        refused = said["refused"]
-        say(console, f"the scheduler would say: {said['scheduler']}", "red" if refused else "")
-        if said["warning"]:
-            say(console, f"warning: {said['warning']}", "yellow", prose=True)
-
-
-def _print_plan(plan: dict[str, Any], console: Console) -> None:
-    from orchestrator.report.run_tables import print_plan
-
-    print_plan(plan, console)
-    for sentence in plan["notes"]:
-        say(console, sentence, "dim", prose=True)
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
 class Messages:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from orchestrator.cli.follow import handle_of
+from orchestrator.cli.status import expand, statuses
 from orchestrator.clusters.api import Cluster, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
 from orchestrator.plan.plan_warnings import named_numbers
@@ -16,8 +18,6 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_held, is_waiting, signal_holder, take_waiting
 from orchestrator.rundir.outcome import describe_stop
 from orchestrator.rundir.status import OVER, find_runs, kind_of
-from orchestrator.runs.found_again import handle_of
-from orchestrator.runs.status import expand, statuses
 from orchestrator.units import plural
 
 LOOK_S = 0.2

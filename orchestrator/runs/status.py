@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from orchestrator.cli.follow import settle_submissions
 from orchestrator.clusters.api import class_of
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.report.status_tables import UNREADABLE
@@ -25,7 +26,6 @@ from orchestrator.rundir.status import (
     status_or_damage,
     with_lock,
 )
-from orchestrator.runs.found_again import settle_submissions
 
 
 def expand(paths: Sequence[Path]) -> list[RunDir]:

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from orchestrator.cli.status import statuses
 from orchestrator.config.changes import changes, flat
 from orchestrator.config.job_source import copied_script, once, read_once
 from orchestrator.config.program import is_program, program_of, target_of
@@ -24,7 +25,6 @@ from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.files import make_folder, names_in
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
-from orchestrator.runs.status import statuses
 from orchestrator.snapshot.code_copy import digests_of_code
 from orchestrator.sweep.points import Point, told
 

@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from orchestrator.cli.follow import Interrupts, OutputOptions, run_to_end
 from orchestrator.clusters.api import Share, cluster_of
 from orchestrator.clusters.machine import Machine, free_memory_bytes
 from orchestrator.config.rules import at_once
@@ -35,9 +36,6 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import take_waiting
 from orchestrator.rundir.metrics import summarize
 from orchestrator.rundir.outcome import describe_culprit, describe_stop
-from orchestrator.runs.console import Manner
-from orchestrator.runs.foreground import hold
-from orchestrator.runs.interrupts import Interrupts
 from orchestrator.sweep.cells import Cell
 from orchestrator.sweep.submission import ready_of
 from orchestrator.units import format_bytes, format_number, format_seconds, plural
@@ -189,7 +187,7 @@ class LocalQueue:
             into a file of theirs.
     """
 
-    def __init__(self, manner: Manner, room: Room, *, terminal: bool = False) -> None:
+    def __init__(self, manner: OutputOptions, room: Room, *, terminal: bool = False) -> None:
         self._manner, self._room, self._terminal = manner, room, terminal
         self._selector = selectors.DefaultSelector()
         self._running: list[_Running] = []
@@ -326,7 +324,9 @@ def _died(run: RunDir, status: int) -> str:
     return f"the process that held it ended without a word ({describe_status(status)}){where}"
 
 
-def _hold(cell: Cell, manner: Manner, place: Place, link: int, mask: set[int], *, own: bool) -> int:
+def _hold(
+    cell: Cell, manner: OutputOptions, place: Place, link: int, mask: set[int], *, own: bool
+) -> int:
     """All that the process of a point does: hold the run to its end, and say how it ended.
 
     Args:
@@ -348,7 +348,7 @@ def _hold(cell: Cell, manner: Manner, place: Place, link: int, mask: set[int], *
                 if screen is not None:
                     screen.move_to(cell.run)
                 if ready is not None:
-                    code = hold(ready).exit_code
+                    code = run_to_end(ready).exit_code
         except OrchestratorError as error:
             refusal, code = str(error), error.exit_code
         word = {"exit_code": code, "refusal": refusal}
@@ -361,7 +361,7 @@ class _Screen:
     none of ours reach this command's terminal as long as there is no folder.
     """
 
-    def __init__(self, manner: Manner, link: int) -> None:
+    def __init__(self, manner: OutputOptions, link: int) -> None:
         self._link = link
         self._before = tempfile.TemporaryFile()  # noqa: SIM115  # ends with the process
         os.dup2(self._before.fileno(), 1)
@@ -387,7 +387,9 @@ TIMED = ("accumulation", "cluster", "engine", "transport")
 NOT_BEGUN = "it was cancelled while it waited for room"
 
 
-def run_here(cells: Sequence[Cell], manner: Manner, ended: Callable[[PointEnded], None]) -> bool:
+def run_here(
+    cells: Sequence[Cell], manner: OutputOptions, ended: Callable[[PointEnded], None]
+) -> bool:
     """Run points to their ends, as many at once as `sweep.parallel` and the machine allow: a next
     one starts when one ends.
 
@@ -441,7 +443,7 @@ def _start(
         waiting.append(cell)
 
 
-def most_at_once(configs: Sequence[Config], manner: Manner) -> int | None:
+def most_at_once(configs: Sequence[Config], manner: OutputOptions) -> int | None:
     """As `sweep.parallel` says; `auto` is one where points differ in what sets their speed, for
     then it is their times that are compared.
     """
@@ -479,7 +481,7 @@ class _Told:
         alone: there is never more than one.
     """
 
-    def __init__(self, manner: Manner, cells: Sequence[Cell], *, alone: bool) -> None:
+    def __init__(self, manner: OutputOptions, cells: Sequence[Cell], *, alone: bool) -> None:
         self._manner, self._alone = manner, alone
         varying = only_varying([cell.point.overrides for cell in cells])
         self._names: dict[Path, str] = {}

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from orchestrator.cli.start import prepare
 from orchestrator.clusters.api import class_for, cluster_of
 from orchestrator.config.command_line import key_of
 from orchestrator.config.composer import Composed
@@ -18,7 +19,6 @@ from orchestrator.errors import ConfigError, UsageError
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.plan.program import ProgramPlan
-from orchestrator.runs.start import prepare
 
 NOT_TELLING = ("run", "sweep", "budget")  # sections that tell no cell from another by themselves
 

@@ -21,6 +21,9 @@ from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from orchestrator.cli.follow import Interrupts, OutputOptions
+from orchestrator.cli.resume import standing_in
+from orchestrator.cli.status import cancel, statuses
 from orchestrator.clusters.api import class_for
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, literally
 from orchestrator.config.composer import Composer
@@ -50,11 +53,6 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail
 from orchestrator.rundir.outcome import State, describe_culprit, write_end
 from orchestrator.rundir.status import ENDED_STATES, find_runs
-from orchestrator.runs.cancelling import cancel
-from orchestrator.runs.console import Manner
-from orchestrator.runs.interrupts import Interrupts
-from orchestrator.runs.resuming.elsewhere import standing_in
-from orchestrator.runs.status import statuses
 from orchestrator.sweep.cells import REPLACED, Cell, Do, cells_of, gpu_hours, made_of
 from orchestrator.sweep.local import LocalQueue, PointEnded, Room, share_of
 from orchestrator.sweep.points import Point, telling, trial_point
@@ -586,7 +584,7 @@ class Place(Protocol):
 class Followed:
     """Runs that others hold: asked about, all of them at once."""
 
-    def __init__(self, manner: Manner) -> None:
+    def __init__(self, manner: OutputOptions) -> None:
         self.cells: list[Cell] = []
         self._manner = manner
         self._to_stop: list[Cell] = []  # of those, which nobody could tell yet
@@ -622,9 +620,9 @@ def _refusal(cell: Cell) -> str:
 class Here:
     """On this machine: trials end with the search, and the next start lets them go on."""
 
-    def __init__(self, manner: Manner, most: int | None) -> None:
+    def __init__(self, manner: OutputOptions, most: int | None) -> None:
         self._room = Room(most)
-        self._queue = LocalQueue(Manner(console=manner.console, quiet=True), self._room)
+        self._queue = LocalQueue(OutputOptions(console=manner.console, quiet=True), self._room)
         self._followed = Followed(manner)
         self.interrupts = self._queue.interrupts
 
@@ -671,7 +669,7 @@ class Here:
 class OnScheduler:
     """Each trial a job, which goes on whatever becomes of the search."""
 
-    def __init__(self, manner: Manner, most: int) -> None:
+    def __init__(self, manner: OutputOptions, most: int) -> None:
         self._manner, self._most = manner, most
         self._followed = Followed(manner)
         self._full = ""  # why it takes no more, until one has ended
@@ -734,7 +732,7 @@ class OnScheduler:
         self._followed.stop(cell)
 
 
-def place_of(asked: Asked, manner: Manner) -> Place:
+def place_of(asked: Asked, manner: OutputOptions) -> Place:
     return Here(manner, asked.most) if asked.attended else OnScheduler(manner, asked.most or 1)
 
 
@@ -757,7 +755,7 @@ class Trial:
 class Searcher:
     """One start of a search."""
 
-    def __init__(self, asked: Asked, journal: Journal, place: Place, manner: Manner) -> None:
+    def __init__(self, asked: Asked, journal: Journal, place: Place, manner: OutputOptions) -> None:
         self._asked, self._journal, self._place, self._manner = asked, journal, place, manner
         self._pruner = Pruner(journal, asked.sweep.prune)
         self._running: dict[Path, Trial] = {}
@@ -1003,7 +1001,7 @@ class Searcher:
         self.table = write_table(self._asked, self._journal, self._folders)
 
 
-def search(composer: Composer, manner: Manner) -> int:
+def search(composer: Composer, manner: OutputOptions) -> int:
     """Make trials until there are as many as asked for; print them; give the exit code: 0 once one
     trial has a value, whatever became of others.
 
@@ -1079,7 +1077,10 @@ def _put_aside(folder: RunDir) -> None:
 
 
 def resume_search(
-    folder: Path, manner: Manner, overrides: Sequence[str] = (), config_dir: str | None = None
+    folder: Path,
+    manner: OutputOptions,
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
 ) -> int:
     """Go on with a search from its folder alone, as its line would.
 

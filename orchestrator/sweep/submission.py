@@ -12,6 +12,9 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
+from orchestrator.cli.follow import Interrupts, OutputOptions, Ready, counted
+from orchestrator.cli.start import begun, resumed, writing
+from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import class_of
 from orchestrator.config.job_source import read_once
 from orchestrator.config.rules import at_once
@@ -30,11 +33,6 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import ENDED_STATES
-from orchestrator.runs.console import Manner
-from orchestrator.runs.interrupts import Interrupts, counted
-from orchestrator.runs.ready import Ready
-from orchestrator.runs.start import begun, resumed, writing
-from orchestrator.runs.status import statuses
 from orchestrator.sweep.cells import CELL, Cell, Do, make_room
 from orchestrator.sweep.points import told
 from orchestrator.units import plural
@@ -119,7 +117,7 @@ LOOK_S = 1.0
 
 @contextlib.contextmanager
 def ready_of(
-    cell: Cell, manner: Manner, interrupts: Interrupts | None = None
+    cell: Cell, manner: OutputOptions, interrupts: Interrupts | None = None
 ) -> Generator[Ready | None]:
     """A cell's run made ready: a new one, or one that goes on from where it was."""
     point = cell.point
@@ -140,7 +138,11 @@ def ready_of(
 
 
 def submit(
-    cells: Sequence[Cell], manner: Manner, *, wait: bool, interrupts: Interrupts | None = None
+    cells: Sequence[Cell],
+    manner: OutputOptions,
+    *,
+    wait: bool,
+    interrupts: Interrupts | None = None,
 ) -> None:
     """Submit them, by kinds of clusters; nothing is submitted before all folders are written.
 
@@ -155,13 +157,13 @@ def submit(
         ClusterError: the scheduler refused some; those that are queued go on, and are counted.
     """
     with counted(interrupts) as counts, read_once():
-        made = _made_ready(cells, Manner(console=manner.console, quiet=True), counts)
+        made = _made_ready(cells, OutputOptions(console=manner.console, quiet=True), counts)
         _submit(made, at_once(cells[0].point.config.sweep.parallel))
     if wait:
         _await([cell.run for cell in cells])
 
 
-def _made_ready(cells: Sequence[Cell], quiet: Manner, interrupts: Interrupts) -> list[Ready]:
+def _made_ready(cells: Sequence[Cell], quiet: OutputOptions, interrupts: Interrupts) -> list[Ready]:
     """All of them, on the disk; or none, and why is raised."""
     made: list[Ready] = []
     wrong: dict[str, list[int]] = {}

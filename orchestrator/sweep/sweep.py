@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn
 
+from orchestrator.cli.follow import OutputOptions
+from orchestrator.cli.resume import resumption
+from orchestrator.cli.start import config_of, prepare
+from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import Culprit, class_for
 from orchestrator.config.composer import Composed, Composer, drive
 from orchestrator.errors import (
@@ -32,10 +36,6 @@ from orchestrator.report.sweep_tables import (
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
-from orchestrator.runs.console import Manner
-from orchestrator.runs.resuming.resumption import resumption
-from orchestrator.runs.start import config_of, prepare
-from orchestrator.runs.status import statuses
 from orchestrator.sweep.cells import Cell, Do, cells_of, refuse_beyond
 from orchestrator.sweep.points import Point, checked
 from orchestrator.sweep.submission import alone_in, returned, submit
@@ -65,7 +65,7 @@ def require_optuna() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-def run_sweep(composer: Composer, manner: Manner) -> int:
+def run_sweep(composer: Composer, manner: OutputOptions) -> int:
     """Check all points, run what is to be run, and print their table; give the exit code.
 
     Raises:
@@ -89,7 +89,7 @@ class Sweep:
         search: values of earlier points are needed to choose the next.
     """
 
-    def __init__(self, manner: Manner, stack: contextlib.ExitStack, *, search: bool) -> None:
+    def __init__(self, manner: OutputOptions, stack: contextlib.ExitStack, *, search: bool) -> None:
         self._manner, self._stack, self._search = manner, stack, search
         self.cells: list[Cell] = []
         self._codes: dict[Path, int] = {}
@@ -199,7 +199,7 @@ class Sweep:
 def resume_sweep(
     folder: Path,
     runs: Sequence[RunDir],
-    manner: Manner,
+    manner: OutputOptions,
     overrides: Sequence[str] = (),
     config_dir: str | None = None,
 ) -> int:

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from orchestrator.cli.start import with_notes
 from orchestrator.clusters.api import Cluster, Request, class_for, class_of, cluster_of
 from orchestrator.config.composer import Composer, points_of
 from orchestrator.config.job_source import read_once
@@ -18,7 +19,6 @@ from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import literal, say
-from orchestrator.runs.foreseen import with_notes
 from orchestrator.sweep.cells import Cell, Do, cells_of, gpu_hours, refuse_beyond, seconds_of
 from orchestrator.sweep.points import checked
 from orchestrator.units import UNKNOWN, format_number, format_seconds, plural

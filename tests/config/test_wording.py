@@ -4,11 +4,11 @@ import re
 
 import pytest
 
+from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer
 from orchestrator.errors import JobError, UsageError
 from orchestrator.rank.setup import build_job
-from orchestrator.runs.start import prepare
 
 WRONG = [
     ["optimizer.lr=0.1"],

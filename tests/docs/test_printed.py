@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 import benchmarks.__main__ as measurements
 import slurm.__main__ as development
 from orchestrator.__main__ import EXAMPLES, app
+from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer, points_of
 from orchestrator.config.schema import Config
@@ -25,7 +26,6 @@ from orchestrator.inside.run import current_run
 from orchestrator.plugins import SEAMS
 from orchestrator.report.run_tables import print_closing
 from orchestrator.rundir.metrics import History
-from orchestrator.runs.start import prepare
 from orchestrator.sweep.search import asked_of
 from orchestrator.sweep.sweep import checked
 from tests.docs.printed import (

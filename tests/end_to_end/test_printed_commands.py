@@ -35,7 +35,7 @@ ELSEWHERE = {
     r"reduction=reproducible": "tests/docs/test_reproducible.py executes them",
     r"mindspore|job=line": "tests/docs/test_mindspore.py, tests/engine/mindspore",
     r"runs/(start|torch)\b": "the same: it is what these are compared with",
-    r"orchestrator rehearse": "minutes: tests/rehearse",
+    r"orchestrator rehearse": "minutes: tests/health",
     r"sweep\.search": "twelve runs: tests/sweep/search/test_whole.py",
     r"experiment=time_and_memory": "half a minute: tests/sweep/test_plans.py plans it",
     r"accumulation\.steps=1,2": "some runs of torch: tests/end_to_end/test_runs.py",

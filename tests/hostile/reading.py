@@ -5,11 +5,11 @@ import json
 import sys
 from pathlib import Path
 
+from orchestrator.cli import start as running
+from orchestrator.cli.resume import resumption
 from orchestrator.errors import OrchestratorError
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.folder import RunDir
-from orchestrator.runs import start as running
-from orchestrator.runs.resuming.resumption import resumption
 
 
 def read(path: Path) -> dict[str, object]:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.results import final_weights
+from orchestrator.cli.status import follow_log
+from orchestrator.cli.verbs import final_weights
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.runs.logs import follow
 from tests.hostile.folders import cases, sources, tried
 
 SEED, COUNT = 20261122, 30
@@ -49,7 +49,7 @@ def test_a_log_is_followed_no_further_when_nobody_can_tell_whether_the_run_has_e
     run = copy(runs, tmp_path)
     run.result.write_text("7")
     with pytest.raises(RunFolderError, match=r"result\.json is damaged"):
-        list(follow(run, None))
+        list(follow_log(run, None))
 
 
 def test_weights_that_are_damaged_or_lie_elsewhere_are_not_compared(runs, tmp_path):

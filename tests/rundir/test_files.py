@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from orchestrator.cli.follow import OutputOptions
+from orchestrator.cli.start import resumed
+from orchestrator.cli.status import statuses
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.errors import RunFolderError
@@ -27,9 +30,6 @@ from orchestrator.rundir.files import (
 from orchestrator.rundir.folder import INITIAL_BYTES, INITIAL_DIGEST, RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.metrics import ProgressWriter, read_metrics
-from orchestrator.runs.console import Manner
-from orchestrator.runs.start import resumed
-from orchestrator.runs.status import statuses
 
 
 def links(folder, target):
@@ -96,7 +96,7 @@ def test_metrics_without_an_end_are_refused_before_a_start(sound, tmp_path):
     run.metrics.touch()
     os.truncate(run.metrics, 1 << 40)
     with pytest.raises(RunFolderError, match=r"metrics\.jsonl is damaged: it is larger than"):
-        resumed(run.path, Manner(console=Console(quiet=True))).__enter__()
+        resumed(run.path, OutputOptions(console=Console(quiet=True))).__enter__()
     with pytest.raises(RunFolderError, match="larger than"):
         read_metrics(run.metrics)
 

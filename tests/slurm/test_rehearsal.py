@@ -5,14 +5,14 @@ import json
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.rehearse.asked import asked
-from orchestrator.rehearse.drawing import (
+from orchestrator.health.rehearsal import (
     CUT,
     HERE,
     KILL_LAUNCHER,
     KILL_SCRIPT,
     ON_SLURM,
     REQUEUE,
+    plan_rehearsal,
 )
 from tests.helpers import TINY
 from tests.slurm import runs
@@ -29,18 +29,18 @@ def small(cluster):
 
 
 def test_faults_on_slurm_touch_jobs_alone(slurm):
-    kinds = asked(small(slurm), None, 1).kinds
+    kinds = plan_rehearsal(small(slurm), None, 1).kinds
     assert kinds == ON_SLURM
     assert {*HERE} - {*kinds} == {KILL_LAUNCHER}
 
 
 def test_what_the_scheduler_would_refuse_is_refused_before_anything_is_written(slurm):
     once = (*small(slurm), "cluster.requeue=false")
-    assert REQUEUE not in asked(once, None, 1).kinds
+    assert REQUEUE not in plan_rehearsal(once, None, 1).kinds
     with pytest.raises(UsageError, match="queues it once only"):
-        asked(once, None, 1, [REQUEUE])
+        plan_rehearsal(once, None, 1, [REQUEUE])
     with pytest.raises(UsageError, match=r"cluster\.nodes"):
-        asked((*small(slurm)[:-3], "cluster.nodes=9"), None, 1)
+        plan_rehearsal((*small(slurm)[:-3], "cluster.nodes=9"), None, 1)
 
 
 @pytest.mark.timeout(240)

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.__main__ import app
+from orchestrator.cli.start import plan_and_notes
 from orchestrator.config.composer import compose
-from orchestrator.runs.foreseen import plan_and_notes
 
 
 def planned(*arguments):

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from orchestrator.cli.follow import OutputOptions
 from orchestrator.config.command_line import program_overrides, read_command_line
 from orchestrator.config.composer import Composer, points_of
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import State, write_end
-from orchestrator.runs.console import Manner
 from orchestrator.sweep import cells as content
 from orchestrator.sweep.cells import REPLACED, Do, cells_of, refuse_beyond
 from orchestrator.sweep.points import checked
@@ -32,7 +32,7 @@ class Mine(Job):
     def dataset(self): ...
     def loss(self, model, batch): return Loss(0.0, weight=1)
 """
-QUIET = Manner(console=Console(quiet=True), quiet=True)
+QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
 
 
 class Sweep:

@@ -5,10 +5,10 @@ import tempfile
 
 import pytest
 
+from orchestrator.cli.status import statuses
 from orchestrator.clusters.slurm.queue.sbatch import queue
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
-from orchestrator.runs.status import statuses
 from tests.rundir.test_files import made
 
 HELD = "7|PENDING||1:00|0:00|N/A|launch failed requeued held|/x.sh"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from orchestrator.cli.status import statuses
 from orchestrator.clusters.slurm import trust as slurm_trust
 from orchestrator.clusters.slurm.cluster import SlurmCluster
 from orchestrator.clusters.slurm.trust import client_of, is_trusted, remember
@@ -9,7 +10,6 @@ from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.runs.status import statuses
 from tests.rundir.test_files import made
 
 

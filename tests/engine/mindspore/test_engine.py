@@ -13,6 +13,7 @@ from mindspore.train import Model
 from safetensors.numpy import load_file
 
 from orchestrator import Loss
+from orchestrator.cli.start import prepare
 from orchestrator.config.composer import compose
 from orchestrator.config.frameworks import notes
 from orchestrator.config.rules import refuse_unsupported
@@ -22,7 +23,6 @@ from orchestrator.engine.mindspore import build_engine, versions
 from orchestrator.engine.mindspore.group import MindSporeGroup, choose_transport
 from orchestrator.engine.mindspore.model import advice
 from orchestrator.errors import ConfigError, JobError, RunFolderError, TransportError
-from orchestrator.runs.start import prepare
 from tests.engine.mindspore import jobs
 from tests.engine.mindspore.program import RATE, _distance
 

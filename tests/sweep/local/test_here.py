@@ -5,15 +5,15 @@ import io
 import pytest
 from rich.console import Console
 
+from orchestrator.cli.follow import OutputOptions
 from orchestrator.config.composer import compose
-from orchestrator.runs.console import Manner
 from orchestrator.sweep.local import most_at_once
 
 
 def most(key, values, *more):
     console = Console(file=io.StringIO(), width=200)
     configs = [compose([f"{key}={value}", *more]) for value in values]
-    return most_at_once(configs, Manner(console=console)), console.file.getvalue()
+    return most_at_once(configs, OutputOptions(console=console)), console.file.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
+from orchestrator.cli.follow import OutputOptions
 from orchestrator.config.command_line import CommandLine, program_overrides
 from orchestrator.config.composer import Composer
 from orchestrator.rundir.folder import RunDir
-from orchestrator.runs.console import Manner
 from orchestrator.sweep.local import PointEnded
 from orchestrator.sweep.search import Searcher, asked_of, journal_of
 from orchestrator.sweep.submission import alone_in, ready_of
 
-QUIET = Manner(console=Console(quiet=True), quiet=True)
+QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
 PROGRAM = """\
 import sys, time
 from orchestrator import current_run as run

@@ -1,0 +1,371 @@
+"""Following a run: its live line, Ctrl-C, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+
+from orchestrator.clusters.api import (
+    POLL_S,
+    Cluster,
+    Culprit,
+    Handle,
+    Held,
+    Request,
+    State,
+    class_of,
+)
+from orchestrator.config.program import is_program
+from orchestrator.config.schema import Config
+from orchestrator.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    ClusterError,
+    Interrupted,
+    RunFolderError,
+    UsageError,
+)
+from orchestrator.plugins import CLUSTERS
+from orchestrator.report.progress import Progress
+from orchestrator.report.run_tables import print_closing
+from orchestrator.report.terminal import command, say
+from orchestrator.rundir.files import read_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
+from orchestrator.rundir.outcome import (
+    EXIT_CODES,
+    Ended,
+    Ruling,
+    describe_culprit,
+    describe_stop,
+    end_of,
+    rule,
+)
+from orchestrator.rundir.status import kind_of
+from orchestrator.rundir.warnings import NewWarnings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputOptions:
+    """-v, -q, and where."""
+
+    console: Console
+    verbose: bool = False
+    quiet: bool = False
+
+    def foretell(self, warnings: Iterable[str], words: str) -> None:
+        """Of a run that is about to begin; `words` are no warning."""
+        for sentence in () if self.quiet else warnings:
+            say(self.console, f"warning: {sentence}", "yellow")
+        if words and not self.quiet:
+            say(self.console, words, "dim", prose=True)
+
+
+class Interrupts:
+    """Counts SIGINT and SIGTERM while it is entered; restores the old handlers after."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def ending(self, tell: Callable[[str], None]) -> Callable[[str], None]:
+        """`tell`, for what waits and says so: after an interrupt it raises `Interrupted`."""
+
+        def tell_or_end(sentence: str) -> None:
+            if self.count:
+                raise Interrupted("interrupted")
+            tell(sentence)
+
+        return tell_or_end
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.count += 1
+
+
+def counted(by: Interrupts | None) -> contextlib.AbstractContextManager[Interrupts]:
+    """Count them for as long as this is entered, unless somebody does already."""
+    return contextlib.nullcontext(by) if by is not None else Interrupts()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """Its folder is written, its lock is held, its signals are counted.
+
+    Attributes:
+        attempt: the number of the start that a person asked for.
+        request: what its cluster was asked to admit.
+    """
+
+    config: Config
+    run: RunDir
+    cluster: Cluster
+    attempt: int
+    request: Request
+    manner: OutputOptions
+    interrupts: Interrupts
+
+
+class Showing:
+    """The line of a run, while it is entered.
+
+    Args:
+        recent: of what was written before, so many bytes are shown, too.
+    """
+
+    def __init__(self, run: RunDir, manner: OutputOptions, *, recent: int = 0) -> None:
+        self._run = run
+        self._tail = Tail(run.metrics)
+        self._tail.skip_to_the_end(recent)
+        self.plan = run.read_plan()
+        self._attempt, self._warned = -1, NewWarnings(run.path)
+        if isinstance(run.read_config()["cluster"]["nodes"], dict):
+            self.plan.pop("ranks")  # of the most nodes; a scheduler may give fewer
+        self._line = Progress(self.plan, manner.console, manner.quiet, manner.verbose)
+
+    def __enter__(self) -> Self:
+        self._line.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._line.__exit__(kind, error, trace)
+
+    def look(self, *, ended: bool) -> None:
+        """Show what is new; all of it once the run has ended."""
+        attempt = max(0, self._run.attempts_made() - 1)
+        if attempt != self._attempt:
+            self._attempt = attempt
+            already = self.plan.get("warnings") or ()
+            self._warned = NewWarnings(self._run.attempt(attempt), already=already)
+        place = read_progress(self._run.progress(attempt))
+        records = [*self._tail.read(), *(self._tail.rest() if ended else ())]
+        if records and self.plan.get("dataset_samples") is None:
+            # by now the workers know the data set, and so the length
+            self.plan.update(self._run.read_plan())
+        micro_steps = (place.done, place.steps) if place else None
+        self._line.update(records, micro_steps, self._warned.read(now=ended))
+
+
+NOBODY_KNOWS = "; see for yourself whether the job that it is about is queued, then remove the file"
+
+
+def settle_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
+    """Find out what became of submissions that were cut short.
+
+    Returns:
+        What was found out, as sentences; and for each run of which it cannot be known yet whether
+        it was submitted, why.
+    """
+    folders = dict.fromkeys(place for run in runs for place in (run.path, run.path.parent))
+    sentences: list[str] = []
+    unknown: dict[Path, str] = {}
+    for folder in map(RunDir, folders):
+        if not os.path.lexists(folder.submitting):  # nor where one may not look
+            continue
+        members = [run for run in runs if folder.path in (run.path, run.path.parent)]
+        try:
+            sentences.append(class_of(kind_of(members[0])).adopt(folder))
+        except (ClusterError, RunFolderError) as error:
+            damaged = isinstance(error, RunFolderError)
+            why = f"{error}{NOBODY_KNOWS if damaged else ''}"
+            unknown |= {run.path: why for run in members if _is_about(folder, run.path)}
+    return [sentence for sentence in sentences if sentence], unknown
+
+
+def _is_about(folder: RunDir, run: Path) -> bool:
+    """Whether what is being submitted there may be this run; so it is where that is not known."""
+    try:
+        note: dict[str, Any] = read_json(folder.submitting, checked=True) or {}
+    except RunFolderError:
+        return True
+    return run == folder.path or run.name in note.get("elements", (run.name,))
+
+
+def handle_of(run: RunDir) -> Handle:
+    """A run as its cluster finds it again; one that was never handed to any has a launcher.
+
+    Raises:
+        ClusterError: it is being submitted, or may have been, and nobody answers.
+    """
+    _, unknown = settle_submissions([run])
+    for why in unknown.values():
+        raise ClusterError(why)
+    return class_of(kind_of(run)).handle(run) if run.handle.exists() else Held(run)
+
+
+RECENT_BYTES = 32 * 1024  # what the pace is taken from
+
+
+def attach(run: RunDir, manner: OutputOptions) -> Ended:
+    """Show a run that somebody started. Nothing is written, nothing is ended.
+
+    Returns:
+        How the run ended, with its own exit code; or, when the showing was interrupted, 130.
+    """
+    with Interrupts() as interrupts:
+        return follow(handle_of(run), run, manner, interrupts, recent=RECENT_BYTES)
+
+
+def follow(
+    handle: Handle, run: RunDir, manner: OutputOptions, interrupts: Interrupts, *, recent: int = 0
+) -> Ended:
+    """Show a run to its end; an interrupt only ends the showing.
+
+    Args:
+        recent: of what earlier attempts or hours wrote, so many bytes are shown, too.
+    """
+    state = handle.poll(0.0)
+    if not state.ended:
+        with Showing(run, manner, recent=recent) as showing:
+            while not state.ended and not interrupts.count:
+                state = handle.poll(POLL_S)
+                showing.look(ended=state.ended)
+                for sentence in () if manner.quiet else handle.news():
+                    say(manner.console, sentence, "yellow", prose=True)
+    handle.close()
+    if not state.ended:
+        say(
+            manner.console,
+            f"detached; {handle.title} goes on: {command('status', run.path)}",
+            "yellow",
+        )
+        return Ended(run=run, state=state, exit_code=EXIT_INTERRUPTED)
+    code = EXIT_CODES.get(state, EXIT_USAGE)
+    result = run.read_result()
+    if result is None and handle.culprit is None:
+        lost = f"{run.path} has ended without a result: its launcher is gone"
+        say(manner.console, lost, "bold red")
+        say(manner.console, f"to go on from here: {command('resume', run.path)}", "bold")
+        return Ended(run=run, state=state, exit_code=code)
+    result = result or end_of(run, state, handle.culprit)
+    if not manner.quiet or state is State.FAILED:
+        history = read_metrics(run.metrics)
+        print_closing(result, history, run.path, manner.console, plan=run.read_plan())
+    return Ended(run=run, state=state, exit_code=code)
+
+
+NO_RESULT = Culprit(
+    rank=None, node="launcher", cause="all ranks ended in order, but none wrote a result"
+)
+
+
+def run_to_end(ready: Ready) -> Ended:
+    """Train it from the newest checkpoint, if there is one, shown to its end; after failures as
+    `outcome.restart_policy` rules. Nothing is left running, whatever is raised.
+    """
+    run, manner, interrupts = ready.run, ready.manner, ready.interrupts
+    while True:
+        number = run.begin_attempt()
+        state, interrupted, culprit = _attempt(ready, number)
+        ruling = Ruling(again=False)
+        if culprit is not None and state is State.FAILED and not interrupts.count:
+            most = ready.config.run.max_restarts
+            ruling = rule(run, number, culprit, first=ready.attempt, most=most)
+        if culprit is None or not ruling.again:
+            break
+        if not manner.quiet:
+            say(manner.console, describe_culprit(culprit.to_json()), "bold red")
+            say(manner.console, ruling.words, "yellow")
+    if interrupted:
+        cause = "interrupted twice: every process was ended at once"
+        culprit = Culprit(rank=None, node="launcher", cause=cause)
+    result = run.read_result() or {}
+    if state is State.FAILED or not result:  # rank 0 could not write it
+        result = end_of(run, state, culprit, remark=ruling.words)
+        try:
+            run.write_own(run.result, result)
+        except OSError as error:
+            say(manner.console, f"{run.result} cannot be written: {error.strerror}", "bold red")
+    code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
+    if culprit is not None and culprit.usage and not run.metrics.exists():
+        raise UsageError(culprit.cause)
+    if not manner.quiet or state is State.FAILED:
+        print_closing(
+            result, read_metrics(run.metrics), run.path, manner.console, plan=run.read_plan()
+        )
+    return Ended(run=run, state=state, exit_code=code, culprit=culprit)
+
+
+def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
+    """One attempt to its end: how it ended, whether at once by request, and by whose fault."""
+    with CLUSTERS.told(ready.config.cluster.kind, "to start the ranks"):
+        handle = ready.cluster.submit(ready.cluster.request(ready.run.path, number))
+    try:
+        with Showing(ready.run, ready.manner) as showing:
+            state, interrupted = _follow(handle, showing, ready)
+    except BaseException:
+        handle.kill()
+        raise
+    if state is State.FINISHED and not _said_so(ready):
+        return State.FAILED, interrupted, NO_RESULT
+    return state, interrupted, handle.culprit
+
+
+def _said_so(ready: Ready) -> bool:
+    """Whether rank 0 wrote down that the training is over. Of a program nobody does."""
+    result = ready.run.read_result() or {}
+    return is_program(ready.config.job) or result.get("state") == State.FINISHED.value
+
+
+def _follow(handle: Handle, showing: Showing, ready: Ready) -> tuple[State, bool]:
+    """Show the run to its end: one interrupt asks it to stop, a second ends it at once."""
+    interrupts, asked = ready.interrupts, False
+    while True:
+        state = handle.poll(POLL_S)
+        showing.look(ended=state.ended)
+        if state.ended:
+            return state, False
+        if interrupts.count and not asked:
+            asked = True
+            handle.stop()
+            say(
+                ready.manner.console,
+                f"the run {describe_stop(ready.run)}; once more ends every process at once",
+                "yellow",
+            )
+        if interrupts.count > 1:
+            handle.kill()
+            return State.FAILED, True
+
+
+def submit(ready: Ready) -> Ended:
+    """Queue the run and return, or follow it when `run.watch` says so."""
+    run, manner, cluster = ready.run, ready.manner, ready.cluster
+    with CLUSTERS.told(ready.config.cluster.kind, "to submit the run"):
+        handle = cluster.submit(ready.request)
+    if not manner.quiet:
+        say(manner.console, f"{handle.title} is queued", "bold green")
+        say(manner.console, f"run folder: {run.path}")
+        for verb, hint in (("status", ""), ("logs", " -f"), ("cancel", "")):
+            say(manner.console, f"  {command(verb, run.path)}{hint}")
+    if not ready.config.run.watch:
+        return Ended(run=run, state=State.PENDING, exit_code=0)
+
+    return follow(handle, run, manner, ready.interrupts)

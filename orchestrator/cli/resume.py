@@ -1,0 +1,459 @@
+"""What a resume may change, and the configuration and plan that it leads to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from orchestrator.clusters.api import cluster_of
+from orchestrator.config.changes import OTHER_FOLDER, Change, Kind, changes, flat
+from orchestrator.config.command_line import CommandLine, check_overrides, key_of, spelled
+from orchestrator.config.composer import Composer
+from orchestrator.config.guard import check_arguments, guarded
+from orchestrator.config.program import is_program
+from orchestrator.config.reading import as_they_are, read_config, to_yaml, unknown_keys
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError, PlanError, RunFolderError, UsageError
+from orchestrator.plan.parts import Known
+from orchestrator.plan.plan import Plan
+from orchestrator.plan.program import ProgramPlan, plan_of_program
+from orchestrator.plan.window import planner_of
+from orchestrator.rundir.checkpoints import (
+    PREFIX,
+    WEIGHTS,
+    complete,
+    digest_of,
+    newest,
+    refuse_beyond,
+)
+from orchestrator.rundir.files import read_text, write_atomically
+from orchestrator.rundir.folder import INITIAL_BYTES, INITIAL_DIGEST, RESUMES, RunDir
+from orchestrator.units import format_count, plural
+
+OVERFLOW = Path("/proc/sys/kernel/overflowuid")
+
+
+def check_own(run: RunDir) -> None:
+    """Raises `RunFolderError` when the folder is somebody else's.
+
+    root's and nobody's pass: nobody but root makes such folders, and it is what file systems say
+    that translate owners (NFS, containers).
+    """
+    owner = run.path.stat().st_uid
+    nobody = int(OVERFLOW.read_text(encoding="ascii"))
+    if owner not in {os.geteuid(), 0, nobody}:
+        raise RunFolderError(
+            f"{run.path} belongs to the user with number {owner}; to go on with a run is to run "
+            f"the code that its folder names, so copy it and make sure of {run.config.name} first"
+        )
+
+
+def at_home(run: RunDir) -> contextlib.AbstractContextManager[None]:
+    """Stand where the run was submitted: its relative paths and modules are meant from there.
+
+    Raises:
+        RunFolderError: that folder is gone.
+    """
+    return standing_in(Path(run.read_submission().get("folder") or Path.cwd()), run.path)
+
+
+@contextlib.contextmanager
+def standing_in(home: Path, asked: Path) -> Generator[None]:
+    """`at_home` of what lies in `asked`. Raises `RunFolderError` likewise."""
+    stood = Path.cwd()
+    try:
+        os.chdir(home)
+    except OSError as error:
+        raise RunFolderError(
+            f"{asked} was submitted in {home}, where its relative paths and its code are, but "
+            f"that folder cannot be entered: {error.strerror}"
+        ) from error
+    before = list(sys.path)
+    sys.path[:] = _moved(before, stood, home)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+        os.chdir(stood)
+
+
+def _moved(path: Sequence[str], stood: Path, home: Path) -> list[str]:
+    """Python's path, had it been started at `home`: what it has because somebody stands at `stood`
+    is the other folder's; what names `stood` itself (an installed project, a full path in
+    PYTHONPATH) stays.
+    """
+    given = os.environ.get("PYTHONPATH", "")
+    relative = bool(given) and not {"", "."}.isdisjoint(given.split(os.pathsep))
+    return [
+        str(home) if entry == "" or (entry == str(stood) and (place == 0 or relative)) else entry
+        for place, entry in enumerate(path)
+    ]
+
+
+def initial_weights(config: Config) -> Path | None:
+    """The weights file that is meant: the one that is named, or the newest sound one of a run.
+
+    Raises:
+        ConfigError: there is none, or it is no safetensors file.
+    """
+    stated = config.train.initial_weights
+    if stated is None:
+        return None
+    try:
+        return _checked(Path(stated).expanduser())
+    except UsageError as error:
+        raise ConfigError(f"train.initial_weights={stated}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"train.initial_weights={stated}: {error.strerror}") from error
+
+
+def _checked(path: Path) -> Path:
+    from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
+
+    if path.is_dir():
+        run = RunDir(path).existing()
+        found, _ = newest(run.checkpoints, run.identity)
+        if found is None:
+            raise RunFolderError("that run has no weights yet: no sound checkpoint was written")
+        path = found.folder / WEIGHTS
+    if not SafetensorsFile(path).tensors:
+        raise RunFolderError(f"{path} holds no tensors")
+    return path
+
+
+def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str | int]:
+    """Copy the file into the new run's folder, so that the run is whole whatever becomes of it.
+
+    Returns:
+        The copy's digest and length, for submission.json; nothing where no weights are asked for.
+    """
+    path = initial_weights(config)
+    if path is None:
+        return {}
+    shutil.copyfile(path, run.initial_weights)
+    run.initial_weights.chmod(0o600)
+    length = run.initial_weights.stat().st_size
+    return {INITIAL_DIGEST: digest_of(run.initial_weights), INITIAL_BYTES: length}
+
+
+def refuse_left_behind(run: RunDir, values: Mapping[str, Any]) -> None:
+    """Raises `RunFolderError` when a configuration lacks what a later resume changed.
+
+    Args:
+        values: of config.yaml, by section.
+    """
+    now = json.loads(json.dumps(dict(flat(values))))
+    begun = {
+        entry["attempt"]: entry  # the last word of those that asked for the same attempt
+        for entry in run.read_resumes()
+        if entry["attempt"] < run.attempts_made()  # so config.yaml was written before
+    }
+    asked = {
+        key: (after, attempt)
+        for attempt, entry in sorted(begun.items())
+        for key, (_, after) in entry.get("changes", {}).items()
+    }
+    for key, (after, attempt) in asked.items():
+        if now.get(key) != after:
+            raise RunFolderError(
+                f"{run.config} is an older one of this run: it has {key}={_as_text(now.get(key))}, "
+                f"but attempt {attempt} began with {_as_text(after)}; bring back the newest"
+            )
+
+
+def _as_text(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
+
+
+def refuse_other_numbers(made: list[Change], run: str, *, program: bool = False) -> None:
+    """Raises `ConfigError` naming every change that makes other numbers, and what can be done."""
+    wrong: list[str] = []
+    for change in made:
+        if change.kind is not Kind.NUMBERS:
+            continue
+        why = OTHER_FOLDER.get(change.key) or (
+            f"it was {'null' if change.before is None else change.before}, and the updates that "
+            f"are done were made with that"
+        )
+        wrong.append(f"a run cannot go on with {change.text}: {why}")
+    if wrong:
+        raise ConfigError("\n".join([*wrong, anew(run, program=program)]))
+
+
+def anew(run: str, *, program: bool = False) -> str:
+    """What to do instead."""
+    if program:
+        return (
+            f"a program with other words is a new run; what this one saved stays in "
+            f"{run}/checkpoints"
+        )
+    return (
+        f"to go on from these weights with other settings, start a new run: "
+        f"train.initial_weights={run}"
+    )
+
+
+def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
+    """Raises `ConfigError` when an update would be of other samples or at another rate.
+
+    Args:
+        old, new: of the run as it was, and as it would be.
+        done: updates that the newest checkpoint holds.
+    """
+    if new.updates is not None and new.updates < done:
+        raise ConfigError(
+            f"{done} updates are done already, which is more than the {new.updates} that are asked "
+            f"for now; try train.updates={done + 1} or more"
+        )
+    before, asked = old.batch, new.batch
+    if asked.global_batch != before.global_batch:
+        raise ConfigError(
+            f"an update would be of {asked.global_batch} samples, but was of {before.global_batch} "
+            f"so far; to keep it, add accumulation.global_batch={before.global_batch} "
+            f"accumulation.steps={before.steps} accumulation.micro_batch=null\n{anew(run)}"
+        )
+    leaf, leaf_before = asked.micro_batch_cap, before.micro_batch_cap
+    if new.modes.reduction == "reproducible" and leaf != leaf_before:
+        raise ConfigError(
+            f"accumulation.micro_batch={leaf}: in reproducible mode it is the size of a "
+            f"leaf, which was {leaf_before} so far; another one is another sum\n{anew(run)}"
+        )
+    for update in _looked_at(old, new):
+        rates = [plan.rates.schedule.learning_rate(update)
+                 for plan in (old, new) if plan.rates.schedule]  # fmt: skip
+        if len(set(rates)) > 1:
+            raise ConfigError(
+                f"the learning rate of update {update + 1} would be {rates[1]:.6g}, but "
+                f"was to be {rates[0]:.6g}: schedule.* decides it, and where "
+                f"schedule.decay is not none, the number of updates does, too\n{anew(run)}"
+            )
+        if update < done and _samples(old, update) != _samples(new, update):
+            raise ConfigError(
+                f"update {update + 1} was of {_samples(old, update)} samples, and would be of "
+                f"{_samples(new, update)} in the run that is asked for now\n{anew(run)}"
+            )
+
+
+def _looked_at(old: Plan, new: Plan) -> list[int]:
+    if old.updates is None or new.updates is None:
+        return []
+    common = min(old.updates, new.updates)
+    step = max(1, common // MOST_UPDATES)
+    return sorted({*range(0, common, step), common - 1})
+
+
+def _samples(plan: Plan, update: int) -> int:
+    return planner_of(plan).order.samples_of(update) if plan.length.dataset_samples else 0
+
+
+def rounding(made: list[Change], old: Plan, new: Plan, config: Config) -> str | None:
+    """A sentence when what follows agrees with the undisturbed run up to rounding only."""
+    kept = config.accumulation.reduction == old.modes.reduction == "reproducible"
+    same_split = kept or old.split.micro_batches == new.split.micro_batches
+    split = [] if same_split else ["another split of the batch"]
+    causes = split + [change.text for change in made if change.kind is Kind.ROUNDING]
+    if not causes:
+        return None
+    dropout = "" if kept else ", and random numbers as dropout's are drawn for other micro-batches"
+    return (
+        f"from here on sums are added in another order ({', '.join(causes)}): results agree with "
+        f"those of the undisturbed run up to rounding, not in bits{dropout if split else ''}"
+    )
+
+
+GROUPS = ("cluster", "tracker")  # whose choice a run may change; the others are its numbers
+MOST_SHOWN = 6
+PLACES = ("nodes", "ranks_per_node", "cpus_per_rank")  # stay, whatever another cluster's file says
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumption:
+    """How a run goes on.
+
+    Attributes:
+        config: to go on with.
+        changes: of the run's configuration, by this command.
+        plan: as far as it is known here.
+        done: updates that the newest checkpoint holds; total: to be done, None if not known.
+        warning: what a person should know of the changes.
+    """
+
+    config: Config
+    overrides: tuple[str, ...]
+    changes: list[Change]
+    plan: Plan | ProgramPlan
+    done: int
+    total: int | None
+    warning: str | None
+
+    @property
+    def words(self) -> str:
+        """What is about to happen, for people."""
+        if isinstance(self.plan, ProgramPlan):
+            where = "starting the program again, to go on from what it saved"
+            return self._placed(where)
+        of = "" if self.total is None else f" of {format_count(self.total)}"
+        after = f"going on after update {format_count(self.done)}{of}"
+        return self._placed(after if self.done else "there is no checkpoint yet: beginning again")
+
+    def _placed(self, where: str) -> str:
+        ranks = f"{plural(self.plan.ranks, 'rank')} on {plural(self.plan.nodes, 'node')}"
+        given = "".join(f", {c.text} (was {_shown(c.before)})" for c in self.changes[:MOST_SHOWN])
+        more = len(self.changes) - MOST_SHOWN
+        return f"{where}, {ranks}{given}" + (f" and {more} more" if more > 0 else "")
+
+
+def resumption(
+    run: RunDir,
+    config: Config,
+    overrides: Sequence[str],
+    config_dir: str | None = None,
+    *,
+    to: Config | None = None,
+) -> Resumption:
+    """What `resume RUN overrides` asks for, checked; nothing is written.
+
+    Args:
+        config: of the run so far.
+        to: what is asked for as a whole, in place of overrides.
+
+    Raises:
+        ConfigError: a key that is none, a value that cannot be, or one that makes other numbers.
+        RunFolderError: `config` is one that the run has left behind.
+    """
+    before = asdict(config)
+    refuse_left_behind(run, before)
+    done = updates_saved(run)
+    known = run.read_plan()
+    old = plan = _plan(config, known)
+    refuse_beyond(run, done, plan.updates)
+    made: list[Change] = []
+    if overrides or to is not None:
+        config = to or _with(asdict(config), overrides, config_dir)
+        made = changes(before, asdict(config))
+        program = isinstance(old, ProgramPlan)
+        refuse_other_numbers(made, str(run.path), program=program)
+        plan = _plan(config, known)
+        if isinstance(old, Plan) and isinstance(plan, Plan):
+            refuse_another_plan(old, plan, done, str(run.path))
+    return Resumption(
+        config=config,
+        overrides=tuple(overrides),
+        changes=made,
+        plan=plan,
+        done=done,
+        total=plan.updates,
+        warning=None
+        if isinstance(old, ProgramPlan) or isinstance(plan, ProgramPlan)
+        else rounding(made, old, plan, config),
+    )
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def updates_saved(run: RunDir) -> int:
+    """Updates that the newest complete checkpoint holds; 0 without one."""
+    saved = complete(run.checkpoints)
+    return int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
+
+
+def _plan(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
+    if is_program(config.job):
+        return plan_of_program(config)
+    try:
+        samples, parameters = known.get("dataset_samples"), known.get("parameters")
+        return Plan.of(config, Known(dataset_samples=samples, parameters=parameters))
+    except PlanError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _with(old: dict[str, Any], overrides: Sequence[str], config_dir: str | None) -> Config:
+    """The configuration `old` with what was typed. Raises `ConfigError`."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    check_arguments(overrides)
+    check_overrides(overrides)
+    values = as_they_are(old)
+    stated = {key_of(text) for text in overrides}
+    with guarded():
+        for text in sorted(overrides, key=lambda text: "." in key_of(text)):  # groups first
+            [override] = OverridesParser.create().parse_overrides([spelled(text)])
+            if override.is_sweep_override() or override.is_delete() or override.package:
+                raise ConfigError(f"resume takes KEY=VALUE, but was given {text}")
+            key, value = override.key_or_group, override.value()
+            if "." not in key and isinstance(value, str) and key != "transport":
+                _choose(values, key, value, text, config_dir, stated)
+            else:
+                OmegaConf.update(values, key, value, force_add=True)
+        if "train.epochs" in stated and "train.updates" not in stated:
+            values.train.updates = None  # it would win, and what was typed would mean nothing
+        plain: Any = OmegaConf.to_container(values, resolve=True)
+    sentences = unknown_keys(plain)
+    if sentences:
+        raise ConfigError("\n".join(sentences))
+    return read_config(plain)
+
+
+def _choose(
+    values: Any, group: str, choice: str, text: str, config_dir: str | None, stated: set[str]
+) -> None:
+    """Take another file of a group: `cluster=slurm`. The run's ranks stay as many."""
+    if group not in GROUPS:
+        raise ConfigError(
+            f"resume cannot take {text}: it changes what is computed; it takes other values of "
+            f"single keys, and {' or '.join(f'{name}=…' for name in GROUPS)}"
+        )
+    line = CommandLine(overrides=(f"{group}={choice}",), config_dir=config_dir)
+    chosen = Composer(line).compose().values
+    before = values[group]
+    values[group] = chosen[group]
+    if group == "cluster":
+        for name in PLACES:
+            values.cluster[name] = before[name]
+        if "transport" not in stated and chosen["transport"] != "auto":
+            values.transport = chosen["transport"]
+
+
+def record(run: RunDir, resumed: Resumption, attempt: int) -> None:
+    """Write down that a person asked for `attempt`, and with what; then change config.yaml.
+
+    The configuration of the attempts before stays readable in the last of them, see
+    `RunDir.config_of`. At every moment config.yaml is whole, the old one or the new one.
+    """
+    entry = {
+        "attempt": attempt,
+        "time": time.time(),
+        "command": sys.argv,
+        "folder": str(Path.cwd()),
+        "overrides": list(resumed.overrides),
+        "changes": {c.key: [c.before, c.after] for c in resumed.changes},
+    }
+    run.write_own(run.resumes, {RESUMES: [*run.read_resumes(), entry]})
+    if not resumed.changes:
+        return
+    made = run.attempts_made()
+    if made and run.attempt(made - 1).is_dir():
+        kept = run.attempt(made - 1) / run.config.name
+        if not kept.exists():
+            write_atomically(kept, read_text(run.config))
+    run.write_config(to_yaml(resumed.config))
+    run.write_own(run.plan, resumed.plan.to_json())
+    cluster = cluster_of(resumed.config)
+    run.write_own(run.submission, {**run.read_submission(), **cluster.placed})
+    if cluster.attended and run.handle.exists():  # the job that it names is over
+        run.handle.rename(run.attempt(made - 1) / run.handle.name) if made else run.handle.unlink()

@@ -1,0 +1,326 @@
+"""Starting and resuming runs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from orchestrator.cli.follow import Interrupts, OutputOptions, Ready, counted, handle_of
+from orchestrator.cli.resume import at_home, check_own, initial_weights, keep_initial_weights
+from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
+from orchestrator.config.frameworks import notes
+from orchestrator.config.job_source import check_program, check_target
+from orchestrator.config.optimizer import check_builder
+from orchestrator.config.program import is_program, program_of, short_name
+from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.config.rules import planned_survival, refuse_schedule, refuse_unsupported
+from orchestrator.config.schema import Config
+from orchestrator.errors import ClusterError, ConfigError, RunFailed, RunFolderError, UsageError
+from orchestrator.plan.parts import Known
+from orchestrator.plan.plan import Plan
+from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
+from orchestrator.plugins import CLUSTERS
+from orchestrator.report.terminal import command, say
+from orchestrator.rundir.checkpoints import read_newest
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import held
+from orchestrator.rundir.metrics import Tail
+from orchestrator.rundir.outcome import Ended
+
+
+def new_folder(config: Config) -> Path:
+    """Where a new run goes: `run.dir`, or a folder of its own below `runs/`."""
+    if config.run.dir:
+        return Path(os.path.abspath(Path(config.run.dir).expanduser()))  # noqa: PTH100  # keeps links
+    name = config.run.name or short_name(config.job)
+    safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+    stamp = datetime.now().astimezone().strftime("%Y-%m-%d_%H-%M-%S")
+    base = Path.cwd() / "runs" / f"{stamp}_{safe}"
+    candidate, number = base, 1
+    while candidate.exists():
+        number += 1
+        candidate = base.with_name(f"{base.name}_{number}")
+    return candidate
+
+
+DISK_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT, errno.ENOTDIR,
+)  # fmt: skip
+
+
+def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
+    """Everything that can be said before anything is written. Raises `UsageError`.
+
+    Args:
+        new: the run begins; one that goes on has its initial weights in its folder.
+    """
+    if is_program(config.job):
+        check_program(program_of(config.job))
+        return plan_of_program(config)
+    if new:
+        initial_weights(config)
+    facts = check_target(config.job)
+    refuse_unsupported(config, facts.framework, coupled=bool(facts.coupled))
+    check_builder(config.optimizer, str(config.job["_target_"]), own=facts.own_optimizer)
+    if facts.own_rate:
+        refuse_schedule(str(config.job["_target_"]), config.schedule)
+    known = Known(
+        own_rate=facts.own_rate,
+        metric_count=facts.metric_count or 0,
+        framework=facts.framework,
+        coupled=facts.coupled,
+    )
+    plan = Plan.of(config, known)
+    cluster_of(config).refuse(plan, facts.framework)
+    return plan
+
+
+@contextlib.contextmanager
+def writing(run: RunDir) -> Generator[None]:
+    """Put a disk's refusals (full, read-only) into a message.
+
+    Raises:
+        RunFolderError: nothing was trained yet. RunFailed: something was.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        sentence = f"{run.path} cannot be written: {error.strerror}"
+        if run.metrics.exists():
+            raise RunFailed(
+                f"{sentence}; the last good checkpoint is kept, to resume from"
+            ) from error
+        raise RunFolderError(sentence) from error
+
+
+def _admitted(
+    cluster: Cluster, run: RunDir, attempt: int, manner: OutputOptions
+) -> tuple[Request, Admission]:
+    """Ask the cluster before anything is written. Raises `ConfigError`, `ClusterError`."""
+    with CLUSTERS.told(cluster.config.cluster.kind, "to say whether the run can be placed"):
+        request = cluster.request(run.path, attempt)
+        admission = cluster.check(request)
+    for sentence in admission.warnings:
+        say(manner.console, f"warning: {sentence}", "yellow", prose=True)
+    return request, admission
+
+
+def _cluster(config: Config, manner: OutputOptions) -> Cluster:
+    return cluster_of(config, lambda sentence: say(manner.console, sentence, "yellow"))
+
+
+def way_of(cluster: Cluster) -> Callable[[Ready], Ended]:
+    """How a run is placed there: trained here to its end, or queued and left alone.
+
+    Only the one that is needed is imported: what is drawn while one waits takes time.
+    """
+    if cluster.attended:
+        from orchestrator.cli.follow import run_to_end
+
+        return run_to_end
+    from orchestrator.cli.follow import submit
+
+    return submit
+
+
+@contextlib.contextmanager
+def begun(
+    config: Config,
+    manner: OutputOptions,
+    *,
+    overrides: Sequence[str] = (),
+    plan: Plan | ProgramPlan | None = None,
+    notes: Mapping[str, Any] | None = None,
+    interrupts: Interrupts | None = None,
+) -> Generator[Ready]:
+    """Make a new run ready, for as long as this is entered. Raises `UsageError`.
+
+    Args:
+        plan: where it is made already.
+        notes: join submission.json.
+        interrupts: where they are counted already, for many runs.
+    """
+    plan = plan or prepare(config)
+    run, cluster = RunDir(new_folder(config)), _cluster(config, manner)
+    request, admission = _admitted(cluster, run, 0, manner)
+    with counted(interrupts) as counting:
+        cluster.tell = counting.ending(cluster.tell)
+        cluster.trust(run)
+        run.create()
+        manner.foretell(plan.warnings, cluster.survival.words)
+        try:
+            with writing(run):
+                run.write_config(to_yaml(config))
+                run.write_own(run.plan, plan.to_json())
+                digest = keep_initial_weights(config, run)
+                asked = _submission(cluster, overrides)
+                run.write_own(
+                    run.submission, {**asked, **digest, **admission.notice, **(notes or {})}
+                )
+                with held(run):
+                    yield Ready(
+                        config=config, run=run, cluster=cluster, attempt=0, request=request,
+                        manner=manner, interrupts=counting,
+                    )  # fmt: skip
+        except UsageError:  # before anything was trained; the message says all
+            if not run.metrics.exists() and not run.may_be_queued:
+                run.withdraw()
+            raise
+
+
+@contextlib.contextmanager
+def resumed(
+    path: Path,
+    manner: OutputOptions,
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    *,
+    to: Config | None = None,
+    interrupts: Interrupts | None = None,
+) -> Generator[Ready | None]:
+    """Make a run ready to go on from its newest sound checkpoint, or from the start when it has
+    none, as `begun` does.
+
+    Args:
+        overrides: of its configuration: what leaves its numbers as they are, or more updates.
+        config_dir: a folder of the user's own configs, for `cluster=…` among the overrides.
+        to: the whole configuration to go on with, in place of overrides.
+        interrupts: where they are counted already, for many runs.
+
+    Returns:
+        None where it has finished already, which is said.
+    """
+    from orchestrator.cli.resume import record, resumption
+
+    run = RunDir(path).existing()
+    check_own(run)
+    Tail(run.metrics).skip_to_the_end()  # whether it can be read at all
+    asked = resumption(run, config_of(run), overrides, config_dir, to=to)
+    config, result = asked.config, run.read_result()
+    if result and result["state"] == "finished" and not (asked.total or 0) > result["updates"]:
+        say(manner.console, f"{path} has finished already; there is nothing to resume")
+        if not is_program(config.job):
+            more = f"to train on: {command('resume', path)} train.updates=…"
+            say(manner.console, more, "dim")
+        yield None
+        return
+    if not manner.quiet:
+        say(manner.console, asked.words, prose=True)
+    if asked.warning:
+        say(manner.console, f"warning: {asked.warning}", "yellow", prose=True)
+    with at_home(run), counted(interrupts) as counting, writing(run), held(run):
+        cluster = _cluster(config, manner)
+        cluster.tell = counting.ending(cluster.tell)
+        told = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
+        for sentence in told:
+            say(manner.console, f"warning: {sentence}", "yellow")
+        if asked.changes:
+            prepare(config, new=False)
+        cluster.trust(run, {change.key for change in asked.changes})
+        _refuse_in_progress(run)
+        attempt = run.attempts_made()
+        if not cluster.attended:
+            attempt = max(attempt, read_newest(run.newest_attempt) + 1)
+        request, admission = _admitted(cluster, run, attempt, manner)
+        record(run, asked, attempt)
+        _as_before_its_end(run, admission)
+        yield Ready(
+            config=config, run=run, cluster=cluster, attempt=attempt, request=request,
+            manner=manner, interrupts=counting,
+        )  # fmt: skip
+
+
+def _refuse_in_progress(run: RunDir) -> None:
+    if standing := handle_of(run).in_progress():
+        raise RunFolderError(
+            f"{run.path} is in progress ({standing}); to stop it first: "
+            f"{command('cancel', run.path)}"
+        )
+
+
+def _as_before_its_end(run: RunDir, admission: Admission) -> None:
+    if admission.notice:
+        run.write_own(run.submission, {**run.read_submission(), **admission.notice})
+    run.cancel.unlink(missing_ok=True)
+    run.pruned.unlink(missing_ok=True)
+    run.result.unlink(missing_ok=True)
+
+
+def config_of(run: RunDir) -> Config:
+    """Raises `RunFolderError` when config.yaml holds what no run was ever started with."""
+    values = run.read_config()
+    try:
+        return read_config(values)
+    except ConfigError as error:
+        raise RunFolderError(f"{run.config} is damaged: {error}") from error
+
+
+def _of_checkpoints(run: RunDir, config: Config, contents: bool) -> list[str]:
+    """What is to be said of what the run goes on from, before anything starts.
+
+    Args:
+        contents: read all of it; otherwise only what is quickly read, and the ranks do the rest.
+
+    Raises:
+        RunFolderError: there are checkpoints, but none that is sound; or there are none yet, and
+            the weights that it begins with are damaged.
+    """
+    from orchestrator.rundir.checkpoints import check_initial, newest
+
+    sentences: list[str] = []
+    found, passed_over = newest(run.checkpoints, run.identity, contents=contents)
+    if found is None and contents and config.train.initial_weights is not None:
+        check_initial(run)
+    if found is None and run.attempts_made():
+        sentences.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
+    return sentences + passed_over
+
+
+def _submission(cluster: Cluster, overrides: Sequence[str]) -> dict[str, Any]:
+    return {
+        "time": time.time(),
+        "command": sys.argv,
+        "overrides": list(overrides),
+        "folder": str(Path.cwd()),
+        **cluster.placed,
+    }
+
+
+def plan_and_notes(config: Config) -> dict[str, Any]:
+    """The plan as plan.json has it, and under `notes` what is to be said of it. Raises
+    `UsageError`.
+    """
+    return with_notes(prepare(config), config)
+
+
+def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
+    """As `plan_and_notes`, of a plan that is made already."""
+    if isinstance(plan, ProgramPlan):
+        return {**plan.to_json(), "notes": notes_of_program(config)}
+    found = [*notes(config, check_target(config.job).framework), planned_survival(config).words]
+    return {**plan.to_json(), "notes": [*filter(None, found)]}
+
+
+def describe(config: Config) -> tuple[Request, dict[str, Any]]:
+    """What would be handed over, and what the cluster says of it; empty where it says nothing."""
+    cluster = cluster_of(config)
+    request = cluster.request(new_folder(config), 0)
+    warning: str | None = None
+    try:
+        admission = cluster.check(request)
+        answer, refused = admission.words, False
+        warning = "; ".join(admission.warnings) or None
+    except ClusterError as error:
+        answer, refused = str(error), True
+    if not (request.text or answer or warning):
+        return request, {}
+    return request, {"scheduler": answer, "refused": refused, "warning": warning}

@@ -1,0 +1,294 @@
+"""Status of runs from any shell, cancelling them, and their logs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from orchestrator.cli.follow import handle_of, settle_submissions
+from orchestrator.clusters.api import Cluster, Handle, class_of
+from orchestrator.errors import ClusterError, ConfigError, RunFolderError
+from orchestrator.plan.plan_warnings import named_numbers
+from orchestrator.report.status_tables import UNREADABLE
+from orchestrator.report.terminal import HarmlessStream
+from orchestrator.rundir.files import blocks, start_of_last
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import (
+    WAITING_REASON,
+    is_held,
+    is_waiting,
+    signal_holder,
+    take_waiting,
+)
+from orchestrator.rundir.metrics import loss_curve
+from orchestrator.rundir.outcome import describe_stop
+from orchestrator.rundir.status import (
+    ENDED_STATES,
+    OVER,
+    RunStatus,
+    find_runs,
+    from_folder,
+    infer_from_heartbeats,
+    kind_of,
+    status_or_damage,
+    with_lock,
+)
+from orchestrator.units import plural
+
+
+def expand(paths: Sequence[Path]) -> list[RunDir]:
+    """The runs that paths name: a run, or all runs in a sweep's folder; none given: all in runs/.
+
+    Raises:
+        RunFolderError: a path that holds no run.
+    """
+    runs: list[RunDir] = []
+    for path in paths or [Path.cwd() / "runs"]:
+        found = find_runs(path, waiting=True)
+        if not found and paths:
+            RunDir(path).existing()
+            raise RunFolderError(f"there is no run in {path}")
+        runs += [RunDir(folder) for folder in found]
+    return runs
+
+
+def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
+    """Where all these runs stand, in their order, and sentences about what could not be asked.
+
+    A run that cannot be read is a row of its own, `private` or `damaged`, and hides no other.
+    """
+    runs = list(runs)
+    found: dict[Path, RunStatus] = {}
+    alone: dict[str, list[RunDir]] = {}
+    sentences, unknown = settle_submissions(runs)
+    for run in runs:
+        found[run.path] = status_or_damage(run, partial(_first_look, run, alone))
+    for kind, members in alone.items():
+        try:
+            cluster = class_of(kind)
+        except ConfigError as error:
+            sentences.append(str(error))
+            infer_from_heartbeats(members, found)
+        else:
+            sentences += cluster.look(members, found)
+    for path, why in unknown.items():
+        if found[path].state not in UNREADABLE:
+            found[path] = replace(found[path], state="unknown", reason=why)
+    return [found[run.path] for run in runs], sentences
+
+
+def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
+    """What the folder and its launcher's lock say; a run that goes on alone is put down for its
+    cluster to be asked.
+    """
+    if is_waiting(run):
+        new = RunStatus(folder=run.path, state="pending", cluster="local")
+        known = from_folder(run) if run.config.exists() else new
+        return replace(known, state="pending", reason=WAITING_REASON)
+    status = from_folder(run.existing())
+    if status.job_id is not None or run.turn.exists():
+        alone.setdefault(status.cluster, []).append(run)
+        return status
+    if status.state not in ENDED_STATES and not _is_held(run, status.cluster):
+        return replace(status, state="lost", reason="it was never submitted")
+    return with_lock(run, status)
+
+
+def _is_held(run: RunDir, kind: str) -> bool:
+    """Whether a launcher holds it; so it is where the kind is not installed here."""
+    try:
+        return bool(run.read_submission().get("held", class_of(kind).attended))
+    except ConfigError:
+        return True
+
+
+def losses_so_far(status: RunStatus, points: int) -> list[float]:
+    """A run's losses from its beginning to now; none where it cannot be read."""
+    if status.state in UNREADABLE:
+        return []
+    return loss_curve(RunDir(status.folder).metrics, points)
+
+
+CANCEL_POLL_S = 0.2
+HOLDER_S = 20.0  # how long a command that runs nothing here may take to end
+
+
+def cancel(run: RunDir, *, now: bool = False) -> str:
+    """Stop a run: as `describe_stop` says, or at once.
+
+    Returns:
+        A sentence that says what happens. Raises `ClusterError` when there is nothing to stop.
+    """
+    if is_waiting(run) and take_waiting(run):
+        return f"{run.path} waited for room on this machine, and is not started any more"
+    if run.turn.exists():
+        said = class_of(kind_of(run)).cancel_all([run], now=now)
+        if run.path in said:
+            return f"{run.path} {said[run.path]}"
+    return handle_of(run.existing()).cancel(run, now=now)
+
+
+def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
+    """Stop all points of a sweep that are not over, and the command that is at work in it.
+
+    Returns:
+        What happens, a sentence for all points that it happens to.
+
+    Raises:
+        ClusterError: there is nothing to stop, or the scheduler cannot be told.
+        RunFolderError: there is no run in the folder, and nobody who is about to begin one.
+    """
+    sweep, said = RunDir(folder), list[str]()
+    if is_held(sweep):
+        said.append(_cancel_holder(sweep, now=now))
+    runs = [] if said and not find_runs(folder, waiting=True) else expand([folder])
+    open_ones = [s for s in statuses(runs)[0] if s.state not in (*OVER, *UNREADABLE)]
+    members: dict[type[Cluster], list[RunDir]] = {}
+    found: dict[str, list[Path]] = {}
+    for status in open_ones:
+        run = RunDir(status.folder)
+        if run.handle.exists() or run.turn.exists():
+            members.setdefault(class_of(status.cluster), []).append(run)
+        elif not is_held(sweep):  # somebody resumed it by itself
+            said.append(handle_of(run).cancel(run, now=now))
+    for cluster, some in members.items():
+        for path, words in cluster.cancel_all(some, now=now).items():
+            found.setdefault(words, []).append(path)
+    for words, paths in found.items():
+        said.append(f"{_name_runs(paths, folder)}{': each' * (len(paths) > 1)} {words}")
+    if not said:
+        raise ClusterError(
+            f"none of the {plural(len(runs), 'point')} in {folder} is queued or running; there is "
+            f"nothing to cancel"
+        )
+    return said
+
+
+def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
+    """Tell the command that is at work in a sweep's folder to end. What it submits is in the queue
+    when this returns, or will not be; what it runs here ends with it, and in its time.
+    """
+    runs = [RunDir(path) for path in find_runs(sweep.path)]
+    signal_holder(sweep, *((signal.SIGINT, signal.SIGTERM) if now else (signal.SIGINT,)))
+    here = [run for run in runs if _is_here(run)]
+    if here:
+        how = "ends at once" if now else describe_stop(here[0])
+        return f"the command that runs the sweep was told to end; what it runs {how}"
+    give_up = time.monotonic() + HOLDER_S
+    while is_held(sweep) and time.monotonic() < give_up:
+        time.sleep(CANCEL_POLL_S)
+    still = "; it has not yet: what it may still submit, the same again ends" * is_held(sweep)
+    return f"the command that is at work in {sweep.path} was told to end{still}"
+
+
+def _is_here(run: RunDir) -> bool:
+    with contextlib.suppress(ConfigError, RunFolderError):  # a damaged one keeps none from ending
+        return class_of(kind_of(run)).attended
+    return False
+
+
+def _name_runs(paths: Sequence[Path], sweep: Path) -> str:
+    names = [str(path.relative_to(sweep)) for path in paths]
+    if all(name.isdigit() for name in names):
+        return named_numbers("point", sorted(map(int, names)))
+    return ", ".join(names)
+
+
+LOG_POLL_S = 0.2
+STATE_POLL_S = 2.0
+
+
+def log_of(run: RunDir, rank: int | None) -> Path:
+    """The log to show: a rank's, or rank 0's, or before there is one, the batch script's.
+
+    Raises:
+        RunFolderError: the rank has no log.
+    """
+    path = run.rank_log(rank or 0)
+    if os.path.lexists(path):
+        return path
+    if rank is not None:
+        there = run.ranks_with_logs()
+        known = f"there are logs of ranks {there[0]} to {there[-1]}" if there else "no rank began"
+        raise RunFolderError(f"{run.path} has no log of rank {rank}; {known}")
+    return run.batch_log if run.batch_log.exists() else path
+
+
+def text_of(path: Path, lines: int | None = None) -> Iterator[str]:
+    """A log's text, or its last lines, made harmless, in bounded memory; nothing when there is no
+    such file.
+    """
+    harmless = HarmlessStream()
+    try:
+        for block in blocks(path, 0 if lines is None else start_of_last(path, lines)):
+            yield harmless.feed(block)
+    except FileNotFoundError:
+        return
+    yield harmless.rest()
+
+
+def follow_log(run: RunDir, rank: int | None, lines: int | None = None) -> Iterator[str]:
+    """A log's text, or its last lines, and what follows as it grows, made harmless, until the run
+    has ended.
+
+    Raises:
+        RunFolderError: whether it has ended cannot be known, since it is damaged or private.
+    """
+    offset, path, standing = 0, None, _Standing(run)
+    harmless = HarmlessStream()
+    while True:
+        current = run.rank_log(rank or 0)
+        if path is None and current.exists():
+            path = current
+            offset = 0 if lines is None else start_of_last(path, lines)
+        if path is not None:
+            for content in blocks(path, offset):
+                offset += len(content)
+                yield harmless.feed(content)
+        if standing.over:
+            yield harmless.rest()
+            return
+        standing.look()
+        if path is None and standing.news:
+            sys.stderr.write(f"pending ({standing.news})\n")
+
+
+class _Standing:
+    """Whether a run is over, asked of its cluster no more often than watchers may."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._handle: Handle | None = None
+        self._next, self._said = 0.0, ""
+        self.over, self.news = False, ""
+        with contextlib.suppress(ClusterError, ConfigError):  # not here: the folder has to tell
+            self._handle = handle_of(run)
+
+    def look(self) -> None:
+        """Wait a moment; `news` is then why it is pending, where that was not told before."""
+        self.news = ""
+        try:
+            if self._handle is not None:
+                self.over = self._handle.poll(LOG_POLL_S).ended
+                self._tell(self._handle.waiting_for)
+                return
+        except ClusterError:
+            self._handle = None
+        time.sleep(LOG_POLL_S)
+        if time.monotonic() >= self._next:
+            [status], _ = statuses([self._run])
+            if status.state in UNREADABLE:
+                raise RunFolderError(status.reason or f"{self._run.path} cannot be read")
+            self.over = status.state in OVER
+            self._next = time.monotonic() + STATE_POLL_S
+
+    def _tell(self, reason: str) -> None:
+        if reason != self._said:
+            self._said = self.news = reason

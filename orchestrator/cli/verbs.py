@@ -1,0 +1,281 @@
+"""The verbs that follow runs and read results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from orchestrator.errors import EXIT_FAILED, ClusterError, RunFolderError
+from orchestrator.report.terminal import command, say
+from orchestrator.rundir.status import RunStatus
+from orchestrator.scheduler.client import NoClient, SlurmClient
+
+Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More detail; tracebacks.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only errors.")]
+
+
+def print_json(value: Any) -> None:
+    """To standard output, as people and programs read it."""
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+
+PATIENCE_S = 3.0  # with a scheduler that does not answer
+
+
+def overview(*, as_json: bool) -> None:
+    """Print the runs and the cluster that are found from here, and the commands that fit them."""
+    from orchestrator.cli.status import expand, statuses
+
+    runs, _ = statuses(expand([]))
+    cluster, can = seen(), list(_can(runs))
+    if as_json:
+        rows: list[dict[str, Any]] = [{"command": typed, "does": does} for typed, does in can]
+        found = [one.to_json() for one in runs]
+        print_json({"cluster": cluster, "runs": found, "commands": rows})
+        return
+    console = Console()
+    states = Counter(one.state for one in runs)
+    told = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    say(console, f"runs in runs/:  {told or 'none yet'}")
+    say(
+        console, f"cluster:        {cluster or 'no SLURM here: runs are local, on pretended nodes'}"
+    )
+    say(console, "")
+    width = max(len(typed) for typed, _ in can)
+    for typed, does in can:
+        say(console, f"  {typed:<{width}}  {does}")
+
+
+def seen() -> str | None:
+    """The SLURM cluster that this machine belongs to, in words; None where there is none."""
+    try:
+        answer = SlurmClient().ask("sinfo", "-h", "-o", "%R", timeout_s=PATIENCE_S)
+    except NoClient:
+        return None
+    except ClusterError as error:
+        return f"SLURM does not answer: {error}"
+    partitions = ", ".join(dict.fromkeys(answer.out.split()))
+    return f"SLURM, with the partitions {partitions}" if partitions else None
+
+
+def _can(runs: Sequence[RunStatus]) -> Iterator[tuple[str, str]]:
+    yield "python -m orchestrator launch", "start a run; --help has its settings"
+    yield "python -m orchestrator plan", "who would compute what, without starting"
+    for states, verb, does in (
+        (("failed", "stopped"), "resume", "go on with the newest that did not finish"),
+        (("running", "starting"), "attach", "show the newest that runs"),
+        (("finished",), "report", "a page of the newest that finished"),
+    ):
+        newest = next((one for one in reversed(runs) if one.state in states), None)
+        if newest is not None:
+            yield command(verb, _short(newest.folder)), does
+    if runs:
+        yield "python -m orchestrator status", "where all of them stand"
+    yield "python -m orchestrator doctor", "what this machine or cluster offers, and what hurts"
+    yield "python -m orchestrator --help", "all verbs"
+
+
+def _short(folder: Path) -> Path:
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+
+
+def status(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Run folders, or a sweep's; none: all in runs/.")
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Say where runs stand: those that wait, run, or have ended, however and wherever they run."""
+    del verbose
+    from orchestrator.cli.status import expand, losses_so_far, statuses
+    from orchestrator.report.status_tables import points_wanted, print_run, print_status
+
+    asked = [path.absolute() for path in runs or []]
+    found, sentences = statuses([] if _is_search_without_runs(asked) else expand(asked))
+    console = Console()
+    for sentence in sentences:
+        say(Console(stderr=True), f"warning: {sentence}", "yellow")
+    if as_json:
+        rows = [status.to_json() for status in found]
+        print_json(_with_trials(rows, asked[0]) if len(asked) == 1 else rows)
+    elif len(asked) == 1 and [status.folder for status in found] == asked:
+        print_run(found[0], losses_so_far(found[0], points_wanted(console)), console)
+    elif found:
+        print_status(found, console, Path.cwd())
+    elif not asked:
+        say(console, "there are no runs in runs/")
+    if not as_json and len(asked) == 1:
+        _show_search(asked[0], console)
+
+
+def _is_search_without_runs(asked: list[Path]) -> bool:
+    """Whether one search is asked about whose trials could not begin yet."""
+    from orchestrator.rundir.folder import RunDir
+    from orchestrator.rundir.status import find_runs
+
+    if len(asked) != 1 or not RunDir(asked[0]).search.exists():
+        return False
+    return not find_runs(asked[0], waiting=True)
+
+
+def _with_trials(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """The runs as values; where a folder is a search's, each with its trials."""
+    from orchestrator.report.status_tables import search_of, with_trials
+
+    search = search_of(folder)
+    return with_trials(rows, search) if search else rows
+
+
+def _show_search(folder: Path, console: Console) -> None:
+    """The trials, where a folder is a search's."""
+    from orchestrator.report.status_tables import print_search, search_of
+
+    if found := search_of(folder):
+        print_search(found, console)
+
+
+def attach(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
+    from orchestrator.cli.follow import OutputOptions
+    from orchestrator.cli.follow import attach as show
+    from orchestrator.rundir.folder import RunDir
+
+    manner = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
+    raise typer.Exit(show(RunDir(run.absolute()).existing(), manner).exit_code)
+
+
+def logs(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    rank: Annotated[int | None, typer.Option(min=0, help="Whose; rank 0's by default.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the run ends.")] = False,
+    lines: Annotated[
+        int | None, typer.Option("-n", "--lines", min=0, help="Its last lines only.")
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Print a rank's log."""
+    del verbose
+    from orchestrator.cli import status as of_run
+    from orchestrator.rundir.folder import RunDir
+
+    folder = RunDir(run.absolute()).existing()
+    if follow:
+        for text in of_run.follow_log(folder, rank, lines):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        return
+    for text in of_run.text_of(of_run.log_of(folder, rank), lines):
+        sys.stdout.write(text)
+
+
+def cancel(
+    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's: all its points.")],
+    now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Stop a run for good: all ranks together at the next update boundary, with a checkpoint; a
+    program by its signal.
+    """
+    del verbose
+    from orchestrator.cli import status as cancelling
+    from orchestrator.rundir.folder import RunDir
+    from orchestrator.rundir.status import find_runs
+
+    folder = RunDir(run.absolute())
+    if find_runs(folder.path, waiting=True) == [folder.path]:
+        say(Console(), cancelling.cancel(folder, now=now))
+        return
+    for sentence in cancelling.cancel_sweep(folder.path, now=now):
+        say(Console(), sentence)
+
+
+def final_weights(run: Path) -> Path:
+    """The file of a run's newest weights. Raises `RunFolderError` when there is none, or when it is
+    not as it was written: what is left of it would be compared as if it were the run's.
+    """
+    from orchestrator.rundir.checkpoints import WEIGHTS, complete, load
+    from orchestrator.rundir.folder import RunDir
+
+    if run.is_file():
+        return run
+    folder = RunDir(run).existing()
+    saved = complete(folder.checkpoints)
+    if not saved:
+        if folder.read_plan().get("program"):
+            raise RunFolderError(
+                f"{run} is a program's, which saves its weights its own way (in {run}/checkpoints, "
+                "if anywhere here); compare takes them as a safetensors file"
+            )
+        raise RunFolderError(f"{run} has no weights yet: no checkpoint was written")
+    return load(saved[-1], folder.identity).folder / WEIGHTS
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(help="A run folder, or a safetensors file.")],
+    b: Annotated[Path, typer.Argument(help="The reference: differences are relative to it.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="Tensor by tensor.")] = False,
+    at_most: Annotated[
+        float | None, typer.Option(min=0.0, help="Exit with 1 when the difference is larger.")
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Print the largest relative difference between the final weights of two runs."""
+    del verbose
+    from orchestrator.report import compare as comparing
+    from orchestrator.report.compare import differing, print_comparison
+    from orchestrator.rundir.folder import RunDir
+
+    found = comparing.compare(final_weights(a), final_weights(b))
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        print_comparison(found, Console(), tensors=tensors)
+        unlike = differing(RunDir(a).read_environment(), RunDir(b).read_environment())
+        for name, values in unlike.items():
+            say(Console(), f"computed with another {name}: {values}", "yellow")
+    if at_most is not None and not found.max_relative_difference <= at_most:
+        say(
+            Console(stderr=True),
+            f"error: the largest relative difference is {found.max_relative_difference:.3e}, more "
+            f"than --at-most {at_most:g}",
+            "bold red",
+        )
+        raise typer.Exit(EXIT_FAILED)
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's.")],
+    form: Annotated[
+        str, typer.Option("--format", help="html (a page), md, csv, json or png.")
+    ] = "html",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A file; a page's is RUN/report.html.")
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Answer on loopback, fresh while runs go on.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="For --serve; 0: any.")] = 0,
+    verbose: Verbose = False,
+) -> None:
+    """Write a page about a run or a sweep: curves, time, memory, what differs, how to repeat it."""
+    del verbose
+    from orchestrator.report.page import serve_report, write_report
+
+    if serve:
+        serve_report(run.absolute(), port, Console())
+        return
+    write_report(run.absolute(), form, output, Console())

@@ -1,0 +1,1 @@
+"""Checks of machines (`doctor`) and of fault tolerance (`rehearse`)."""

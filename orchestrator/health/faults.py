@@ -1,0 +1,302 @@
+"""Faults injected into the processes of a node from outside: signals, connections, full disks.
+
+As a module it is a task of a SLURM step that takes orders from standard input, line by line:
+{"word": …, "what": [...]} comes, {"node": …, "gives": [...]} goes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import resource
+import select
+import socket
+import struct
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+from orchestrator.errors import UsageError
+from orchestrator.lifecycle.signs.processes import descendants
+
+_GETFD = 438  # pidfd_getfd's number, on every architecture
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27
+_DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)  # one instruction of BPF: take 0 bytes of the packet
+_libc = ctypes.CDLL(None, use_errno=True)
+
+End = tuple[str, int]
+Way = Literal["cut", "deafen", "hear"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Connection:
+    """One end of one. `there` is None of a socket that listens."""
+
+    pid: int
+    descriptor: int
+    here: End
+    there: End | None
+
+
+def connections(pid: int) -> list[Connection]:
+    """Those of a process, and where it listens; none of one that has ended."""
+    try:
+        found = psutil.Process(pid).net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return []
+    return [
+        Connection(
+            pid=pid,
+            descriptor=one.fd,
+            here=(one.laddr.ip, one.laddr.port),
+            there=(one.raddr.ip, one.raddr.port) if one.raddr else None,
+        )
+        for one in found
+        if one.laddr
+    ]
+
+
+def change(connection: Connection, way: Way) -> None:
+    """Cut it, make this end deaf, or let it hear again. One that is closed meanwhile stays so."""
+    try:
+        with _lent(connection.pid, connection.descriptor) as lent:
+            if way == "cut":
+                lent.shutdown(socket.SHUT_RDWR)
+            elif way == "deafen":
+                program = ctypes.create_string_buffer(_DROP_ALL)
+                filter_ = struct.pack("HP", 1, ctypes.addressof(program))
+                lent.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, filter_)
+            else:
+                lent.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+    except PermissionError:
+        raise
+    except OSError:  # its process has closed it, or has ended; a socket that hears has no filter
+        return
+
+
+def check_lending(those: Iterable[Connection] = ()) -> None:
+    """Whether this kernel lends sockets of ours, and each of `those`.
+
+    Raises:
+        UsageError: it does not; says what is missing.
+    """
+    with closing(socket.socket()) as own:
+        for pid, descriptor in [
+            (os.getpid(), own.fileno()),
+            *((one.pid, one.descriptor) for one in those),
+        ]:
+            try:
+                with _lent(pid, descriptor):
+                    pass
+            except ProcessLookupError:  # it has ended
+                continue
+            except OSError as error:
+                if error.errno == errno.EBADF:  # it is closed
+                    continue
+                raise UsageError(
+                    f"connections cannot be cut from outside here: pidfd_getfd: {error.strerror} "
+                    "(it needs Linux 5.6, a sandbox that allows it, and, on SLURM, "
+                    "kernel.yama.ptrace_scope=0)"
+                ) from error
+
+
+@contextmanager
+def _lent(pid: int, descriptor: int) -> Generator[socket.socket]:
+    process = os.pidfd_open(pid)
+    try:
+        number = _libc.syscall(_GETFD, process, descriptor, 0)
+        if number < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+    finally:
+        os.close(process)
+    with closing(socket.socket(fileno=number)) as lent:
+        yield lent
+
+
+Ends = Sequence[tuple[End, End]]
+WORDS = ("signal", "outward", "cut", "silence", "renew", "fill", "lift")
+"""What a hand can be told from afar."""
+
+
+class FaultInjector:
+    """Over the ranks of one run.
+
+    Args:
+        find: gives the living ranks that are in reach, with their processes' numbers.
+    """
+
+    def __init__(self, find: Callable[[], Mapping[int, int]]) -> None:
+        self._find = find
+        self._full: dict[int, tuple[int, int]] = {}  # pid: its limits before
+        self._deaf: set[Connection] = set()
+        self._alone: set[int] = set()  # ranks whose node is cut off in silence
+
+    def ranks(self) -> list[int]:
+        return sorted(self._find())
+
+    def signal(self, ranks: Iterable[int], number: int) -> None:
+        for pid in self._of(ranks):
+            with suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(pid, number)
+
+    # ------------------------------------------------------------------ the network
+
+    def outward(self, ranks: Iterable[int]) -> list[tuple[End, End]]:
+        """Both ends of each connection that leads from these ranks to anybody but them."""
+        return [(one.here, one.there) for one in self._outward(ranks) if one.there is not None]
+
+    def cut(self, ranks: Iterable[int]) -> None:
+        """Cut all of these. They may be made anew at once."""
+        self._change(self._outward(ranks), "cut")
+
+    def silence(self, ends: Ends, alone: Iterable[int]) -> None:
+        """Make whatever has one of these `ends` deaf, and all that leads to or from the ranks that
+        are `alone`, where they listen included: until `lift`, and what is new after each `renew`.
+
+        A question and its answer are quicker than any `renew`. So what listens beside the other
+        ranks, their witnesses, hears nobody either: only who has lost them asks there.
+        """
+        self._alone = set(alone)
+        pairs = [(tuple(here), tuple(there)) for here, there in ends]  # JSON knows lists only
+        ours = {*pairs, *((there, here) for here, there in pairs)}
+        found = self._find()
+        every = _of_all(found.values())
+        others = [pid for rank, pid in found.items() if rank not in self._alone]
+        beside = _of_all(pid for other in others for pid in descendants(other))
+        asked = [one for one in beside if one.there is None]
+        self._deafen([*asked, *(one for one in every if (one.here, one.there) in ours)])
+        self.renew()
+
+    def renew(self) -> None:
+        """What has been connected since is deaf as well."""
+        if self._alone:
+            listening = [one for one in self._all(self._alone) if one.there is None]
+            self._deafen([*self._outward(self._alone), *listening])
+
+    def _outward(self, ranks: Iterable[int]) -> list[Connection]:
+        every = self._all(ranks)
+        inside = {(one.there, one.here) for one in every}
+        return [one for one in every if one.there and (one.here, one.there) not in inside]
+
+    def _all(self, ranks: Iterable[int]) -> list[Connection]:
+        return _of_all(self._of(ranks))
+
+    def _deafen(self, those: Iterable[Connection]) -> None:
+        new = set(those) - self._deaf
+        self._change(new, "deafen")
+        self._deaf |= new
+
+    def _change(self, those: Iterable[Connection], way: Way) -> None:
+        for one in those:
+            change(one, way)
+
+    # ------------------------------------------------------------------ the disk
+
+    def fill(self, ranks: Iterable[int]) -> None:
+        """From now on none of them can write to a file, as where a disk is full, until `lift`: a
+        limit of the kernel's (RLIMIT_FSIZE), under which every write ends with an error.
+        """
+        pids = self._of(ranks)
+        for pid in [*pids, *_agents_of(pids)]:
+            with suppress(ProcessLookupError):  # it has ended by itself
+                before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
+                self._full[pid] = before
+
+    def lift(self) -> None:
+        """Take back what lasts: there is room again, and who was deaf hears."""
+        for pid, before in self._full.items():
+            with suppress(ProcessLookupError):  # it has ended since
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+        self._change(self._deaf, "hear")
+        self._full, self._deaf, self._alone = {}, set(), set()
+
+    def _of(self, ranks: Iterable[int]) -> list[int]:
+        found = self._find()
+        return [found[rank] for rank in ranks if rank in found]
+
+
+def _of_all(pids: Iterable[int]) -> list[Connection]:
+    """Of these processes, of what they have started, and of their agents."""
+    pids = list(pids)
+    every = [one for pid in pids for one in (pid, *descendants(pid))] + _agents_of(pids)
+    return [connection for pid in every for connection in connections(pid)]
+
+
+def _agents_of(pids: Iterable[int]) -> list[int]:
+    """The agents whose workers these processes are."""
+    found: set[int] = set()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            parent = psutil.Process(pid).parent()
+            if parent is not None and parent.name().startswith("node"):
+                found.add(parent.pid)
+    return sorted(found)
+
+
+RENEW_S = 0.02
+
+
+def ranks_here(run: str) -> Mapping[int, int]:
+    """The ranks of a run on this node that live, and are not stopped, with their processes."""
+    job, node = os.environ["SLURM_JOB_ID"], os.environ["SLURMD_NODENAME"]
+    found: dict[int, int] = {}
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        words = process.info["cmdline"] or []
+        if not any(word.endswith("node_entry.py") for word in words) or "rank" not in words:
+            continue
+        try:
+            environment, state = process.environ(), process.status()
+        except psutil.Error:  # it has ended, or is somebody else's
+            continue
+        ours = (environment.get("SLURM_JOB_ID"), environment.get("SLURMD_NODENAME"))
+        alive = state not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
+        if ours == (job, node) and alive and any(word.startswith(run) for word in words):
+            rank = int(environment["SLURM_PROCID"])
+            if found.get(rank) != process.info["ppid"]:  # no fork of a rank's
+                found[rank] = process.pid
+    return found
+
+
+def serve(run: str) -> None:
+    """Do what comes on standard input, to its end; then nothing that was done lasts."""
+    hand = FaultInjector(lambda: ranks_here(run))
+    try:
+        check_lending(one for pid in ranks_here(run).values() for one in connections(pid))
+        refused = ""
+    except UsageError as error:
+        refused = str(error)
+    _say({"ranks": hand.ranks(), "refused": refused})
+    unread = b""
+    try:
+        while True:
+            if not select.select([0], [], [], RENEW_S)[0]:
+                hand.renew()
+                continue
+            content = os.read(0, 65536)
+            if not content:
+                return
+            *lines, unread = (unread + content).split(b"\n")
+            for line in lines:
+                told = json.loads(line)
+                if told["word"] not in WORDS:
+                    raise UsageError(f"no hand can {told['word']}")
+                _say({"gives": getattr(hand, told["word"])(*told["what"]) or []})
+    finally:
+        hand.lift()
+
+
+def _say(what: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps({"node": os.environ["SLURMD_NODENAME"], **what}) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,1 +1,0 @@
-"""A user's own job, small, disturbed from outside at drawn moments, and compared (rehearse.md)."""

@@ -1,1 +1,0 @@
-"""Starting a run, following it, looking at it and stopping it, from any shell."""

@@ -1,0 +1,251 @@
+"""What a resume may change, and where it runs."""
+
+import functools
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from orchestrator.cli.resume import at_home, record, resumption
+from orchestrator.config.changes import Kind, changes, flat
+from orchestrator.config.composer import compose
+from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.plan.parts import Known
+from orchestrator.plan.plan import Plan
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+
+
+def asked_of(run, overrides):
+    return resumption(run, read_config(run.read_config()), overrides)
+
+
+@functools.cache
+def composed(*overrides):
+    return compose(["job._target_=a.B", "accumulation.global_batch=48", *overrides])
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    """Makes the folder of a run that was stopped after `done` updates of 240 samples' data."""
+
+    def make(*overrides, done=4):
+        run = RunDir(tmp_path / "run")
+        run.create()
+        config = composed(*overrides)
+        run.write_config(to_yaml(config))
+        run.write_own(run.submission, {"cluster": "local", "time": 1.0})
+        run.write_own(
+            run.plan, Plan.of(config, Known(dataset_samples=240, parameters=10)).to_json()
+        )
+        run.begin_attempt()
+        saved = run.checkpoints / f"update-{done:09d}"
+        saved.mkdir()
+        (saved / "state.json").write_text("{}")
+        return run
+
+    return make
+
+
+def test_every_key_has_a_kind():
+    for key, _ in flat(asdict(Config(job={"x": 1}, optimizer={"name": "sgd"}))):
+        [change] = changes({key: 1}, {key: 2})
+        assert isinstance(change.kind, Kind), key
+
+
+@pytest.mark.parametrize(
+    ("begun", "asked"),
+    [
+        (["train.updates=8"], ["train.updates=20"]),
+        (["train.epochs=1"], ["train.epochs=3"]),
+        (["train.updates=8"], ["train.epochs=3"]),
+        (["train.updates=8"], ["train.updates=4"]),
+        ([], ["train.checkpoint_every=2", "train.evaluate_every=0", "run.max_restarts=3"]),
+        ([], ["tracker=none"]),
+        ([], ["cluster=slurm", "cluster.time_min=5", "cluster.partition=a,b"]),
+        ([], ["cluster=slurm_ascend", "transport=auto"]),
+        (["cluster.nodes=3", "schedule.scaling=linear"], ["cluster.nodes=1"]),
+        (["+job.data_dir=/a/mnist"], ["job.data_dir=/b/mnist"]),
+        (["accumulation.reduction=reproducible", "accumulation.micro_batch=8"],
+         ["cluster.nodes=1", "cluster.ranks_per_node=3"]),
+        (["schedule.decay=cosine", "train.updates=8"], ["train.updates=8", "cluster.nodes=1"]),
+    ],
+)  # fmt: skip
+def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
+    run = make_run(*begun)
+    found = asked_of(run, asked)
+    assert found.changes or asked == ["train.updates=8"]
+    assert found.plan.batch.global_batch == 48
+    assert "going on after update 4" in found.words
+
+
+@pytest.mark.parametrize(
+    ("begun", "asked", "said"),
+    [
+        ([], "train.seed=1", "train.seed=1: it was 0"),
+        ([], "optimizer.betas=[0.8,0.9]", "optimizer.betas"),
+        ([], "optimizer=sgd", "resume cannot take optimizer=sgd"),
+        ([], "job=line", "resume cannot take job=line"),
+        ([], "experiment=jepa_240", "resume cannot take experiment"),
+        ([], "job._target_=a.C", "it was a.B"),
+        (["+job.width=3"], "job.width=4", "job.width=4: it was 3"),
+        ([], "train.precision=float64", "train.precision=float64"),
+        ([], "train.clip_norm=1", "train.clip_norm"),
+        ([], "engine.wire=bfloat16", "engine.wire"),
+        ([], "schedule.base_lr=0.1", "learning rate of update 1 would be 0.1"),
+        ([], "schedule.warmup_updates=3", "learning rate of update 1"),
+        (["schedule.decay=cosine", "train.updates=8"], "train.updates=9", "schedule.decay"),
+        ([], "accumulation.global_batch=64", "of 64 samples, but was of 48"),
+        (["accumulation.global_batch=null", "accumulation.steps=2", "accumulation.micro_batch=6"],
+         "cluster.nodes=1", "add accumulation.global_batch=48"),
+        (["accumulation.reduction=reproducible", "accumulation.micro_batch=8"],
+         "accumulation.micro_batch=4", "the size of a leaf, which was 8"),
+        (["accumulation.ragged=carry", "train.epochs=2", "accumulation.global_batch=100"],
+         "train.epochs=0.5", "4 updates are done already"),
+        ([], "train.updates=2", "4 updates are done already"),
+        ([], "train.updats=20", "did you mean 'updates'"),
+        ([], "train.updates=many", "train.updates"),
+        ([], "cluster=slum", "did you mean"),
+        ([], "cluster.partition=a", "means nothing on a local cluster"),
+        ([], "train.updates", "train.updates"),
+        ([], "~train.seed", "KEY=VALUE"),
+        ([], "train.updates=20,30", "KEY=VALUE"),
+        ([], "run.dir=/tmp/other", "the run is its folder"),
+        ([], "cluster.nodes=0", "must be at least 1"),
+    ],
+)  # fmt: skip
+def test_what_would_change_the_numbers_is_refused_with_the_reason(make_run, begun, asked, said):
+    run = make_run(*begun)
+    before = run.config.read_text()
+    with pytest.raises(ConfigError) as refused:
+        asked_of(run, [asked])
+    assert said in str(refused.value)
+    assert run.config.read_text() == before
+    assert not run.resumes.exists()
+
+
+def test_another_order_of_additions_is_said_and_reproducible_mode_has_none(make_run, tmp_path):
+    run = make_run()
+    assert "up to rounding" in asked_of(run, ["cluster.nodes=1"]).warning
+    assert "transport=gloo" in asked_of(run, ["transport=gloo"]).warning
+    assert asked_of(run, ["train.updates=20"]).warning is None
+    leaves = ["accumulation.reduction=reproducible", "accumulation.micro_batch=8"]
+    config = composed(*leaves)
+    run.write_config(to_yaml(config))
+    assert asked_of(run, ["cluster.nodes=1"]).warning is None
+
+
+def test_another_cluster_keeps_the_ranks_and_the_run_forgets_its_job(make_run):
+    run = make_run("cluster.nodes=3", "cluster.ranks_per_node=1")
+    there = asked_of(run, ["cluster=slurm"])
+    assert (there.config.cluster.nodes, there.config.cluster.ranks_per_node) == (3, 1)
+    assert there.config.cluster.time_min == 60
+    record(run, there, 1)
+    write_json(run.handle, {"kind": "slurm", "job_id": "7", "slurm_conf": None})
+    run.begin_attempt()
+    back = asked_of(run, ["cluster=local"])
+    assert back.config.cluster.time_min is None
+    record(run, back, 2)
+    assert not run.handle.exists()
+    assert (run.attempt(1) / "handle.json").exists()
+    assert json.loads(run.submission.read_text())["cluster"] == "local"
+
+
+@pytest.mark.parametrize(
+    ("asked", "done", "says"),
+    [
+        (["train.updates=20"], 4, r"it has train\.updates=8, but attempt 1 began with 20"),
+        (["train.loader_workers=1"], 4, r"it has train\.loader_workers=0, but attempt 1 .* 1;"),
+        ([], 9, "it asks for 8 updates, but the newest checkpoint is after 9"),
+    ],
+)
+def test_a_configuration_that_the_run_has_left_behind_is_refused(make_run, asked, done, says):
+    run = make_run("train.updates=8", done=done)
+    older = run.config.read_bytes()
+    if asked:
+        record(run, asked_of(run, asked), 1)
+        run.begin_attempt()
+        assert asked_of(run, []).changes == []
+    run.config.write_bytes(older)
+    with pytest.raises(RunFolderError, match=rf"config\.yaml is an older one of this run: {says}"):
+        asked_of(run, [])
+
+
+def test_a_resume_that_never_began_leaves_nothing_behind(make_run):
+    run = make_run("train.updates=8")
+    older = run.config.read_bytes()
+    record(run, asked_of(run, ["train.updates=20"]), 1)
+    run.config.write_bytes(older)  # the disk was full: nothing was started
+    record(run, asked_of(run, ["train.loader_workers=1"]), 1)
+    run.begin_attempt()
+    assert asked_of(run, []).config.train.updates == 8
+
+
+def test_each_resume_is_recorded_and_the_configurations_before_stay_readable(make_run):
+    run = make_run("train.updates=8")
+    for number, updates in enumerate((20, 30)):
+        record(run, asked_of(run, [f"train.updates={updates}"]), number + 1)
+        run.begin_attempt()
+    updates = [
+        read_config(yaml.safe_load(run.config_of(attempt).read_text())).train.updates
+        for attempt in range(3)
+    ]
+    assert updates == [8, 20, 30]
+    notes = run.read_resumes()
+    assert [note["attempt"] for note in notes] == [1, 2]
+    assert notes[1]["overrides"] == ["train.updates=30"]
+    assert notes[1]["changes"] == {"train.updates": [20, 30]}
+    assert run.read_plan()["updates"] == 30
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    write_json(run.submission, {"folder": str(tmp_path / "project")})
+    return run
+
+
+def test_a_resume_stands_where_the_run_was_submitted(run, tmp_path, monkeypatch):
+    (tmp_path / "project").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(sys, "path", [str(elsewhere), "/usr/lib/python"])
+    with at_home(run):
+        assert Path.cwd() == tmp_path / "project"
+        assert sys.path == [str(tmp_path / "project"), "/usr/lib/python"]
+    assert Path.cwd() == elsewhere
+    assert sys.path == [str(elsewhere), "/usr/lib/python"]
+
+
+@pytest.mark.parametrize(
+    ("given", "stays"), [("", True), ("{elsewhere}", True), (".", False), ("/usr/lib:", False)]
+)
+def test_what_names_a_folder_in_full_stays_wherever_one_stands(
+    given, stays, run, tmp_path, monkeypatch
+):
+    """`python -m` puts the folder first; a relative PYTHONPATH means it, too; an installation or a
+    full path does not.
+    """
+    (tmp_path / "project").mkdir()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("PYTHONPATH", given.format(elsewhere=elsewhere))
+    monkeypatch.setattr(sys, "path", [str(elsewhere), "/usr/lib/python", str(elsewhere)])
+    with at_home(run):
+        second = elsewhere if stays else tmp_path / "project"
+        assert sys.path == [str(tmp_path / "project"), "/usr/lib/python", str(second)]
+
+
+def test_a_folder_of_submission_that_is_gone_is_named(run, tmp_path):
+    with (
+        pytest.raises(RunFolderError, match=r"was submitted in .*project, .* entered"),
+        at_home(run),
+    ):
+        raise AssertionError

@@ -1,0 +1,235 @@
+"""`status` of folders that are damaged or somebody else's: a row each, and none hides another."""
+
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from orchestrator.cli.follow import settle_submissions
+from orchestrator.cli.status import expand, losses_so_far, statuses
+from orchestrator.config.reading import to_yaml
+from orchestrator.config.schema import Config
+from orchestrator.report.status_tables import print_run, print_status, sparkline
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import find_runs
+
+NOBODY = 65534
+WRONG = (None, True, -1, 2.5, "text", [], {}, [1], {"a": 1}, "x" * 5000)
+
+
+def make_run(path, updates=12, cluster="local"):
+    """A finished run's folder, as far as `status` reads it."""
+    run = RunDir(path)
+    run.create()
+    run.write_config(to_yaml(Config(job={"_target_": "a.B"}, optimizer={"name": "sgd"})))
+    run.write_own(run.plan, {"updates": updates, "ranks": 2, "nodes": 1, "warnings": []})
+    run.write_own(run.submission, {"cluster": cluster, "time": 1.0})
+    run.begin_attempt()
+    run.begin_attempt()
+    note = {
+        "attempt": 1, "why": "a node was lost", "resumed_from": 4, "lost_updates": 2,
+        "lost_micro_steps": 1, "restarts": 0,
+    }  # fmt: skip
+    write_json(run.restart(1), note)
+    lines = [
+        {"update": n, "attempt": 1, "time": float(n), "loss": 1 / (n + 1), "learning_rate": 0.1,
+         "samples": 8, "update_s": 0.5}
+        for n in range(updates)
+    ]  # fmt: skip
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    warned = {"sentence": "slow", "times": 1, "rank": 1, "time": 1.0}
+    run.warnings(1, 0).write_text(json.dumps(warned) + "\n")
+    run.write_own(run.result,
+        {"state": "finished", "updates": updates, "samples": 96, "loss": 0.1, "restarts": [note],
+         "culprit": None},
+    )  # fmt: skip
+    return run
+
+
+def shown(found, width=100, here=Path("/")):
+    console = Console(file=io.StringIO(), width=width, force_terminal=width < 100)
+    print_status(found, console, here)
+    for status in found:
+        print_run(status, losses_so_far(status, 20), console)
+    return console.file.getvalue()
+
+
+def test_a_sound_run_is_told_in_full(tmp_path):
+    [status], _ = statuses([make_run(tmp_path / "a")])
+    assert (status.state, status.updates, status.total) == ("finished", 12, 12)
+    assert (status.loss, status.learning_rate) == (1 / 12, 0.1)
+    assert (status.attempts, status.restarts, status.lost_updates) == (2, 1, 2)
+    assert status.warnings == ["rank 1: slow"]
+    text = shown([status])
+    assert "█" in text
+    assert "warning: rank 1: slow" in text
+    assert "a node was lost" in text
+
+
+def files_of(run):
+    return [
+        run.plan, run.result, run.submission, run.metrics, run.restart(1), run.warnings(1, 0),
+        run.handle, run.attempts, run.attempt(1), run.config,
+    ]  # fmt: skip
+
+
+def damage(path, dice):
+    """Put something else in a file's place."""
+    content = path.read_bytes() if path.is_file() else b"{}"
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    match dice.randrange(9):
+        case 0:
+            path.mkdir()
+        case 1:
+            path.symlink_to(path)
+        case 2:
+            path.write_bytes(content[: dice.randrange(len(content) + 1)])
+        case 3:
+            path.write_bytes(dice.randbytes(200))
+        case 4:
+            path.write_text("[" * 100_000)
+        case 5:
+            path.write_text(json.dumps(dice.choice(WRONG)))
+        case 6:
+            path.write_bytes(content.decode("utf-8").encode("utf-16"))
+        case _:
+            lines = content.split(b"\n") if path.suffix == ".jsonl" else [content]
+            path.write_bytes(b"\n".join(retyped(line, dice) for line in lines))
+
+
+def retyped(line, dice):
+    """One value of a JSON table replaced by one of another type."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return line
+    if isinstance(value, dict) and value:
+        value[dice.choice(sorted(value))] = dice.choice(WRONG)
+    return json.dumps(value).encode()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_damage_hides_a_run_or_ends_status(tmp_path, seed):
+    dice = random.Random(seed)
+    sound = make_run(tmp_path / "sound")
+    expected, _ = statuses([sound])
+    for number in range(25):
+        hurt = RunDir(tmp_path / f"hurt-{number}")
+        shutil.copytree(sound.path, hurt.path)
+        for path in dice.sample(files_of(hurt), dice.choice([1, 1, 2])):
+            if path.parent.is_dir():
+                damage(path, dice)
+        found, _ = statuses([hurt, sound])
+        assert len(found) == 2
+        assert found[1:] == expected
+        assert str(hurt.path) in shown(found).replace("\n", "")
+        json.dumps([status.to_json() for status in found])
+        shutil.rmtree(hurt.path)
+
+
+def test_folders_in_folders_without_end_hide_no_run(tmp_path):
+    make_run(tmp_path / "run")
+    deep = "/".join("d" * 2500)  # more than a path may have
+    subprocess.run(["mkdir", "-p", deep], cwd=tmp_path, check=True)
+    assert find_runs(tmp_path) == [tmp_path / "run"]
+    subprocess.run(["rm", "-r", "d"], cwd=tmp_path, check=True)
+
+
+def test_a_damaged_run_says_which_file_and_why(tmp_path):
+    run = make_run(tmp_path / "a")
+    run.result.write_text('{"state": ')
+    [status], _ = statuses([run])
+    assert status.state == "damaged"
+    assert "result.json is damaged" in status.reason
+    assert "damaged" in shown([status])
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"kind": "slurm"}', '{"elements": {"..": "1"}}'])
+def test_of_a_damaged_note_of_a_submission_nobody_says_more_than_is_known(tmp_path, content):
+    run = make_run(tmp_path / "sweep" / "3", cluster="slurm")
+    RunDir(tmp_path / "sweep").submitting.write_text(content)
+    said, unknown = settle_submissions([run])
+    assert said == []
+    assert "submitting.json is damaged" in unknown[run.path]
+    assert unknown[run.path].endswith("then remove the file")
+
+
+@pytest.fixture
+def somebody_elses(tmp_path):
+    """A folder of runs in which one is private to another user than this process then is."""
+    below = Path(tempfile.mkdtemp(prefix="runs-"))
+    below.chmod(0o755)
+    for name in ("mine", "theirs"):
+        make_run(below / name)
+    if os.geteuid() == 0:
+        shutil.chown(below / "mine", NOBODY)
+        for path in (below / "mine").rglob("*"):
+            shutil.chown(path, NOBODY)
+        os.seteuid(NOBODY)
+    else:
+        (below / "theirs").chmod(0)
+    yield below
+    if os.getuid() == 0:
+        os.seteuid(0)
+    (below / "theirs").chmod(0o700)
+    shutil.rmtree(below)
+
+
+def test_somebody_elses_run_is_a_private_row_among_the_others(somebody_elses):
+    found, _ = statuses(expand([somebody_elses]))
+    assert [(s.folder.name, s.state) for s in found] == [
+        ("mine", "finished"),
+        ("theirs", "private"),
+    ]
+    text = shown(found)
+    assert "private" in text
+    assert "its owner" in text
+    [alone], _ = statuses(expand([somebody_elses / "theirs"]))
+    assert alone.state == "private"
+
+
+def test_an_unreadable_slurm_conf_is_a_sentence(somebody_elses, monkeypatch):
+    run = RunDir(somebody_elses / "mine")
+    conf = somebody_elses / "theirs" / "slurm.conf"
+    monkeypatch.setenv("SLURM_CONF", str(conf))
+    run.result.unlink()
+    write_json(run.handle, {"kind": "slurm", "job_id": "7", "slurm_conf": str(conf)})
+    [status], sentences = statuses([run])
+    assert status.state == "unknown"
+    assert sentences == [f"cluster.slurm_conf={conf}: it cannot be read: Permission denied"]
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 79, 80, 120])
+def test_at_any_width_no_line_is_broken_inside_a_word(tmp_path, width):
+    runs = [make_run(tmp_path / f"run-{number}") for number in range(3)]
+    runs[1].result.write_text("[")
+    found, _ = statuses(runs)
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    print_status(found, console, tmp_path)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert [line for line in lines if len(line) > width] == []
+    words = " ".join(lines).split()
+    for word in ("run-0", "run-2", "finished", "damaged", "12/12"):
+        assert words.count(word) + words.count(f"{word}:") >= 1, lines
+
+
+def test_a_long_history_is_sampled_and_what_was_done_again_counts_once(tmp_path):
+    run = make_run(tmp_path / "a", updates=20_000)
+    [status], _ = statuses([run])
+    course = losses_so_far(status, 20)
+    assert 15 <= len(course) <= 20
+    assert course == sorted(course, reverse=True)
+    assert sparkline(course)[0] == "█"
+    with run.metrics.open("a") as file:
+        file.write(json.dumps({"update": 3, "attempt": 2, "loss": 0.5, "time": 0.0}) + "\n")
+    assert losses_so_far(status, 20)[-1] == 0.5

@@ -1,0 +1,204 @@
+"""Rehearsals: drawn faults, refusals, and runs that end otherwise than undisturbed."""
+
+import json
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import UsageError
+from orchestrator.health.rehearsal import (
+    HERE,
+    KILL_TWO,
+    LEAST_UPDATES,
+    ON_SLURM,
+    PER_RUN,
+    draws,
+    plan_rehearsal,
+)
+from orchestrator.health.rehearse import Row, _FaultFollower, compare
+from orchestrator.health.rehearsed_run import Harm, SimulatedRun
+from tests import helpers
+from tests.helpers import TINY
+
+SEED = 31  # a rank is killed, a node silenced, the disk filled, the run stopped: in one run
+SMALL = (TINY, "accumulation.global_batch=48", "accumulation.micro_batch=4")
+
+
+# ------------------------------------------------------------------ what is drawn
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    count=st.integers(1, 40),
+    updates=st.integers(LEAST_UPDATES, 500),
+    kinds=st.sampled_from([HERE, ON_SLURM, HERE[:1]]),
+)
+def test_a_seed_draws_the_same_faults_of_all_kinds_each_in_its_own_part_of_the_run(
+    seed, count, updates, kinds
+):
+    drawn = list(islice(draws(seed, kinds), count))
+    assert drawn == list(islice(draws(seed, kinds), count + 7))[:count]
+    for start in range(0, count - len(kinds) + 1, len(kinds)):
+        assert {fault.kind for fault in drawn[start : start + len(kinds)]} == set(kinds)
+    for start in range(0, count, PER_RUN):
+        of_run = [fault.update(updates) for fault in drawn[start : start + PER_RUN]]
+        assert of_run == sorted(set(of_run))
+        assert of_run[0] > 0
+        assert of_run[-1] < updates - 1
+    assert all(fault.of(range(n)) in range(n) for fault in drawn for n in (1, 2, 7))
+
+
+# ------------------------------------------------------------------ what is asked for
+
+
+@pytest.mark.parametrize(
+    ("only", "more", "said"),
+    [
+        (ON_SLURM[-1], (), "no such fault here; there are kill a rank, kill a node"),
+        ("silence a node", ("cluster.nodes=1", "cluster.ranks_per_node=1"), "a single rank"),
+    ],
+)
+def test_kinds_of_faults_that_there_cannot_be_are_refused(only, more, said):
+    with pytest.raises(UsageError, match=said):
+        plan_rehearsal((*SMALL, *more), None, 1, [only])
+
+
+@pytest.mark.parametrize(
+    ("given", "faults", "said"),
+    [
+        (SMALL, 0, "--faults 0: there can be 1 to"),
+        (SMALL, 10**6, "there can be 1 to"),
+        ((*SMALL, "train.updates=5"), 1, f"try train.updates={LEAST_UPDATES}"),
+        ((*SMALL, "run.dir=here"), 1, "use --into FOLDER"),
+        ((*SMALL, "+cluster=slurm", "cluster.slurm_conf=none.conf"), 1, "there is no such file"),
+        ((*SMALL, "+cluster=slurm", "cluster.allocation=current"), 1, "current out"),
+        (("job=program", "job.command=[train.py]"), 1, "a program keeps"),
+        ((*SMALL, "train.seed=1,2"), 1, "sweep"),
+        ((*SMALL, "cluster.nodse=2"), 1, "nodes"),
+        ((*SMALL, "run.survive=true", "transport=nccl"), 1, "transport=gloo"),
+    ],
+    ids=lambda value: str(value)[-30:],
+)
+def test_what_cannot_be_rehearsed_is_refused_before_anything_is_written(
+    given, faults, said, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=said):
+        plan_rehearsal(given, None, faults)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_job_cannot_have_is_left_out_and_equality_says_what_it_means():
+    found = plan_rehearsal(SMALL, None, 1)
+    assert found.config.run.survive
+    assert found.to_the_bit
+    assert not found.notes
+    found = plan_rehearsal((*SMALL, "engine.shard_optimizer=true"), None, 1)
+    assert found.config.run.survive
+    assert not found.to_the_bit
+    assert "accumulation.reduction=fast rounds otherwise" in found.equality
+    assert "without accumulation.reduction=reproducible" in found.notes[0]
+    found = plan_rehearsal((*SMALL, "run.survive=false"), None, 1, HERE[2:4])
+    assert found.kinds == HERE[2:4]
+    fast = replace(found.config.accumulation, reduction="fast")
+    nodes = replace(found.config.cluster, nodes={"min": 2, "max": 4})
+    fixed = replace(found, config=replace(found.config, accumulation=fast))
+    elastic = replace(fixed, config=replace(fixed.config, cluster=nodes))
+    assert fixed.to_the_bit
+    assert not elastic.to_the_bit, "a restart may take other nodes, and fast rounds otherwise then"
+    assert not found.config.run.survive
+    assert found.to_the_bit
+
+
+# ------------------------------------------------------------------ what comes of it
+
+
+def line(update, attempt=0, **more):
+    said = {"update": update, "attempt": attempt, "loss": 1.0 / (1 + update), "samples": 48}
+    return said | {"weight": 48.0, "update_s": 0.1, "time": float(update)} | more
+
+
+@pytest.fixture(scope="module")
+def small():
+    return plan_rehearsal((*SMALL, "train.updates=20"), None, 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "how"),
+    [({}, "went on"), ({"survived": {"gone": [3], "ranks": 3}}, "survived"), (None, "")],
+    ids=["nobody is lost", "one of two is lost", "nothing follows"],
+)
+def test_a_harm_that_the_run_loses_less_by_than_was_meant_is_no_end_of_it(
+    tmp_path, small, more, how
+):
+    run = SimulatedRun(tmp_path / "run-001", small)
+    run.run.path.mkdir()
+    run.run.result.write_text(json.dumps({"state": "finished", "updates": 20}))
+    run.records += [line(n) for n in range(5)]
+    following = _FaultFollower(run, 5, next(f for f in draws(0, HERE) if f.kind == KILL_TWO))
+    following.begin(0.1)  # there is nobody
+    following.row.noticed_s = 0.1
+    following._harm = Harm(said="kill ranks 2 and 3", gone=frozenset({2, 3}))
+    run.records += [] if more is None else [line(5, **more), line(6)]
+    assert not following.look(resumed=False)
+    following.end()
+    assert following.row.how == how
+    assert (following.row.recovered_s is None) == (not how)
+
+
+def beside(tmp_path, small, ours, **end):
+    """What is wrong, by a rehearsal, with a run of these lines that was hurt in update 5."""
+    runs = []
+    for name, records in (("undisturbed", [line(n) for n in range(20)]), ("run-001", ours)):
+        run = SimulatedRun(tmp_path / name, small)
+        run.run.path.mkdir()
+        (tmp_path / f"{name}.log").write_text("")
+        ended = {"state": "finished", "updates": 20, "samples": 960, "weights_sha256": "a"}
+        run.run.result.write_text(json.dumps(ended | (end if name == "run-001" else {})))
+        run.records = records
+        runs.append(run)
+    row = Row(kind="", fault="kill rank 1", run="run-001", update=5)
+    return compare([row], runs[1], runs[0], small), row
+
+
+AS_IT_WAS = [line(n) for n in range(20)]
+CASES = {
+    "equal": (AS_IT_WAS, {}, ""),
+    "redone": ([*AS_IT_WAS[:7], *(line(n, 1) for n in range(5, 20))], {}, ""),
+    "another loss": ([*AS_IT_WAS[:6], line(6, loss=0.142), *AS_IT_WAS[7:]], {}, "it differs"),
+    "a sample lost": ([*AS_IT_WAS[:6], line(6, samples=47), *AS_IT_WAS[7:]], {}, "it differs"),
+    "an update lost": ([*AS_IT_WAS[:6], *AS_IT_WAS[7:]], {}, "it differs"),
+    "other weights": (AS_IT_WAS, {"weights_sha256": "b"}, "weights_sha256 differ"),
+    "no end": (AS_IT_WAS, {"state": "failed"}, "it is failed"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whatever_is_otherwise_than_undisturbed_is_seen(case, tmp_path, small):
+    ours, end, said = CASES[case]
+    wrong, row = beside(tmp_path, small, ours, **end)
+    assert row.equal is not bool(said)
+    assert bool(wrong) is bool(said)
+    assert said in "".join(wrong)
+    assert row.samples_lost == {"a sample lost": 1, "an update lost": 48}.get(case, 0)
+
+
+def test_a_rehearsal_of_four_faults_ends_with_the_undisturbed_bits(tmp_path):
+    done = helpers.verb(
+        "rehearse", *SMALL, "job.pause_s=0.06", "cluster.nodes=2", "cluster.ranks_per_node=2",
+        "train.updates=24", "--faults", 4, "--seed", SEED, "--into", tmp_path / "it's [of], ü",
+        "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert not found["wrong"]
+    assert [(row["kind"], row["how"]) for row in found["rows"]] == [
+        ("kill a rank", "survived"), ("silence a node", "survived"), ("fill the disk", "went on"),
+        ("stop, resume", "resume"),
+    ]  # fmt: skip
+    assert all(row["equal"] and not row["samples_lost"] for row in found["rows"])
+    assert all(row["noticed_s"] is not None for row in found["rows"])
+    assert not helpers.processes_of(tmp_path)
