@@ -44,7 +44,7 @@ from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn
-from orchestrator.snapshot.code_state import code_state, folder_of
+from orchestrator.snapshot import code_state, folder_of
 
 
 def set_up(

@@ -25,7 +25,7 @@ from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.files import make_folder, names_in
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
-from orchestrator.snapshot.code_copy import digests_of_code
+from orchestrator.snapshot import digests_of_code
 from orchestrator.sweep.points import Point, told
 
 CELL = "cell"  # in submission.json

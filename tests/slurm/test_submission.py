@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.snapshot.start_from_copy import DISK, MEMORY, bases
+from orchestrator.start_from_copy import DISK, MEMORY, bases
 from tests.helpers import TINY, call, commit, environment, result, until
 from tests.slurm import runs
 

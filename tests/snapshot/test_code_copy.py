@@ -6,10 +6,10 @@ import tarfile
 
 import pytest
 
+from orchestrator import snapshot
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.folder import RunDir
-from orchestrator.snapshot import code_copy as snapshot
-from orchestrator.snapshot.code_state import code_state
+from orchestrator.snapshot import code_state
 
 SECRETS = (
     ".env", ".env.local", "conf/prod.env", "id_rsa", "keys/id_ed25519", ".aws/credentials",

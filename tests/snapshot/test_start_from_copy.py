@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.snapshot import code_copy as snapshot
-from orchestrator.snapshot import start_from_copy
-from orchestrator.snapshot.start_from_copy import DISK, MEMORY, NAME, SMALL_BYTES, bases, remove
+from orchestrator import snapshot, start_from_copy
+from orchestrator.start_from_copy import DISK, MEMORY, NAME, SMALL_BYTES, bases, remove
 from tests.helpers import until
 
 PROGRAM = """\

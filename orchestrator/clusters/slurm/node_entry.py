@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
-# As in `snapshot.start_from_copy`, which started this where the code is a copy.
+# As in `start_from_copy`, which started this where the code is a copy.
 PLACE_VARIABLE, LOCK_VARIABLE = "ORCHESTRATOR_CODE", "ORCHESTRATOR_CODE_LOCK"
 
 
@@ -115,7 +115,7 @@ def _leave_copy() -> None:
     """Remove this node's copy of the code, unless a rank still runs from it."""
     if LOCK_VARIABLE not in os.environ:
         return
-    from orchestrator.snapshot.start_from_copy import remove
+    from orchestrator.start_from_copy import remove
 
     os.close(int(os.environ[LOCK_VARIABLE]))
     remove(Path(os.environ[PLACE_VARIABLE]))

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Collection
 from pathlib import Path
 
+from orchestrator import snapshot
 from orchestrator.clusters.api import Cluster, Request
 from orchestrator.clusters.slurm.request.batch_script import Here, all_options
 from orchestrator.clusters.slurm.request.safe_values import (
@@ -24,8 +25,7 @@ from orchestrator.config.schema import Config, node_range
 from orchestrator.lifecycle.signs.last_word import SCRIPT, after_rank
 from orchestrator.rundir.files import write_atomically
 from orchestrator.rundir.folder import RunDir
-from orchestrator.snapshot import code_copy as snapshot
-from orchestrator.snapshot.secret_files import told
+from orchestrator.snapshot import shorten
 
 
 def here(config: Config, copy: Path) -> Here:
@@ -107,7 +107,7 @@ class OnSlurm(Cluster):
         if left_out:
             self.tell(
                 f"the copy of the code leaves out what holds secrets by its name, and links "
-                f"that lead elsewhere: {told(left_out)}"
+                f"that lead elsewhere: {shorten(left_out)}"
             )
 
     def write_epilog(self, run: RunDir) -> None:

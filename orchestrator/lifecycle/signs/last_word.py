@@ -19,7 +19,7 @@ from orchestrator.lifecycle.topology import (
 )
 from orchestrator.rundir.files import read_end, read_text
 from orchestrator.rundir.folder import RANKS_PER_FOLDER, RunDir
-from orchestrator.snapshot.start_from_copy import DISK, MEMORY, NAME
+from orchestrator.start_from_copy import DISK, MEMORY, NAME
 
 SCRIPT = "after_rank.sh"
 MOST_BYTES = 1 << 20

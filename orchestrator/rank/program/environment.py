@@ -21,7 +21,7 @@ from orchestrator.inside.variables import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, 
 from orchestrator.lifecycle.topology import COPIES_VARIABLE, OUTER_PATH_VARIABLE, Topology
 from orchestrator.rank.program.meeting_place import MeetingPlace
 from orchestrator.rundir.folder import RunDir
-from orchestrator.snapshot.start_from_copy import PLACE_VARIABLE
+from orchestrator.start_from_copy import PLACE_VARIABLE
 
 HIDDEN = (
     "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",

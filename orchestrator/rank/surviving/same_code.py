@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.snapshot.code_state import folder_of, is_installed
+from orchestrator.snapshot import folder_of, is_installed
 
 OURS = "orchestrator"
 

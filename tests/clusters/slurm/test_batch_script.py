@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator import snapshot
 from orchestrator.clusters.slurm.request.batch_script import Here, all_options, batch_script
 from orchestrator.clusters.slurm.request.safe_values import (
     OWN_FLAGS,
@@ -26,7 +27,6 @@ from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError
 from orchestrator.rundir import files
 from orchestrator.rundir.folder import RunDir
-from orchestrator.snapshot import code_copy as snapshot
 
 SAYS = """\
 #!/bin/bash

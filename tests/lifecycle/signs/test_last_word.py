@@ -14,7 +14,7 @@ from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import BATCH_COPY_VARIABLE, BATCH_PID_VARIABLE
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.snapshot.start_from_copy import NAME
+from orchestrator.start_from_copy import NAME
 
 GONE = "exited with code 0 before its training had ended"
 

@@ -1,13 +1,11 @@
-"""What was submitted is what runs: the code is copied into the run folder before a job is queued.
+"""Copies of the code of a run, made at submission, so that what was submitted is what runs.
 
 A queued job may start days later, and again after every preemption. It imports from its copy, so
 editing files meanwhile changes nothing. Copied are the source folders that hold this package and
-the job's module, as git sees them: tracked, modified and new files, not the ignored ones. Packages
-that were installed into Python's own folders are left there.
-
-The copy is one archive; each start of the job unpacks it afresh, on each node (see
-`start_from_copy.py`). Hundreds of small files are what a shared file system is slowest at, and what
-quotas count.
+the job's module, as git sees them: tracked, modified and new files, not the ignored ones, and no
+files that hold secrets by their names. Installed packages are not copied. The copy is one archive,
+since shared file systems are slow at hundreds of small files; each start of the job unpacks it on
+each node (`start_from_copy.py`).
 """
 
 from __future__ import annotations
@@ -16,29 +14,124 @@ import errno
 import hashlib
 import io
 import os
+import re
 import stat
 import subprocess
+import sys
+import sysconfig
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import translate
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from orchestrator.config.job_source import copied_script, find_module, once
 from orchestrator.config.program import Program
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import blocks, write_atomically, write_json
 from orchestrator.rundir.folder import code_state_beside
-from orchestrator.snapshot.code_state import code_state, is_installed
-from orchestrator.snapshot.secret_files import is_secret
 from orchestrator.units import format_bytes
+
+SECRET_FOLDERS = (".ssh", ".aws", ".gnupg", ".kube", ".azure", ".docker", "gcloud", ".gcloud")
+SECRET_NAMES = (
+    ".env", ".env.*", "*.env", ".netrc", "_netrc", ".pgpass", ".my.cnf", ".pypirc", ".npmrc",
+    ".git-credentials", ".htpasswd", ".dockercfg", ".s3cfg", ".boto", ".vault*pass*",
+    "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", "*.pem", "*.key", "*.ppk", "*.p12", "*.pfx",
+    "*.jks", "*.keystore", "*.kdbx", "*.gpg", "*.tfvars", "*.tfstate", "kubeconfig",
+    "credentials", "credentials.*", ".credentials*", "client_secret*", "service*account*.json",
+    "secret", "secrets", "secret.*", "secrets.*", "token", "token.*", ".token", "*.token",
+    "api_key*", "apikey*", "password*.txt",
+)  # fmt: skip
+_SECRET = re.compile("|".join(translate(name) for name in SECRET_NAMES), re.IGNORECASE)
+NAMED_AT_MOST = 3
+
+
+def is_secret(name: str) -> bool:
+    """Whether a file of this name, with `/` between folders, holds secrets by convention.
+
+    >>> is_secret("conf/.env"), is_secret(".AWS/config"), is_secret("jobs/secrets.py")
+    (True, True, False)
+    """
+    *folders, last = name.split("/")
+    if last.endswith(".py"):
+        return False
+    return any(f.lower() in SECRET_FOLDERS for f in folders) or _SECRET.match(last) is not None
+
+
+def git_without_secrets() -> list[str]:
+    """A pathspec for git: all of the repository but such files."""
+    wide = "top,exclude,icase,glob"
+    names = [f":({wide})**/{name}" for name in SECRET_NAMES]
+    return ["--", ":/", *names, *(f":({wide})**/{folder}/**" for folder in SECRET_FOLDERS)]
+
+
+def shorten(left_out: Iterable[str]) -> str:
+    """Return a few of the names, and how many more there are.
+
+    >>> shorten(["c", "a", "b", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    names = sorted(left_out)
+    more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
+    return ", ".join(names[:NAMED_AT_MOST]) + more
+
+
+GIT_STATE_TIMEOUT_S = 20
+DIFF_LIMIT_BYTES = 1 << 20
+
+
+def is_installed(path: Path) -> bool:
+    """Whether a module's file lies in one of Python's own folders (site-packages and the like)."""
+    return any(path.is_relative_to(folder) for folder in _own_folders())
+
+
+@cache
+def _own_folders() -> frozenset[str]:
+    return frozenset(map(sysconfig.get_path, ("purelib", "platlib", "stdlib", "platstdlib")))
+
+
+def folder_of(target: type) -> Path:
+    """Where a class's source lies; the working folder for what is installed or typed in."""
+    file = getattr(sys.modules.get(target.__module__), "__file__", None)
+    path = Path(file).absolute() if file else None
+    return Path.cwd() if path is None or is_installed(path) else path.parent
+
+
+def code_state(folder: Path) -> dict[str, Any]:
+    """The folder's commit and its difference from it; `commit` is None where git knows neither.
+
+    What `secret_files` names is in no diff.
+    """
+    commit = _git(folder, "rev-parse", "HEAD")
+    diff = _git(folder, "diff", "--no-ext-diff", "HEAD", *git_without_secrets()) or ""
+    return {
+        "folder": str(folder),
+        "commit": commit.strip() if commit else None,
+        "diff": diff[:DIFF_LIMIT_BYTES],
+        "diff_cut": len(diff) > DIFF_LIMIT_BYTES,
+    }
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Output of a git command about the folder; None without git or a repository."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=folder, capture_output=True, text=True, errors="replace",
+            timeout=GIT_STATE_TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
 
 LIMIT_BYTES = 64 * 2**20
 LIMIT_FILES = 20_000
 GIT_TIMEOUT_S = 60
 OF_RUNS = (".lock", "attempts", "arrays", "search.journal")  # in a run's folder, or a sweep's
-PACKAGE = Path(__file__).resolve().parent.parent
+PACKAGE = Path(__file__).resolve().parent
 STARTER = Path(__file__).with_name("start_from_copy.py")
 
 

@@ -1,1 +1,0 @@
-"""What was submitted is what runs: the copy of the code, without secrets."""
