@@ -93,7 +93,7 @@ def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
         known = from_folder(run) if run.config.exists() else new
         return replace(known, state="pending", reason=WAITING_REASON)
     status = from_folder(run.existing())
-    if status.job_id is not None or run.turn.exists():
+    if status.job_id is not None:
         alone.setdefault(status.cluster, []).append(run)
         return status
     if status.state not in ENDED_STATES and not _is_held(run, status.cluster):
@@ -128,10 +128,6 @@ def cancel(run: RunDir, *, now: bool = False) -> str:
     """
     if is_waiting(run) and take_waiting(run):
         return f"{run.path} waited for room on this machine, and is not started any more"
-    if run.turn.exists():
-        said = class_of(kind_of(run)).cancel_all([run], now=now)
-        if run.path in said:
-            return f"{run.path} {said[run.path]}"
     return handle_of(run.existing()).cancel(run, now=now)
 
 
@@ -154,7 +150,7 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
     found: dict[str, list[Path]] = {}
     for status in open_ones:
         run = RunDir(status.folder)
-        if run.handle.exists() or run.turn.exists():
+        if run.handle.exists():
             members.setdefault(class_of(status.cluster), []).append(run)
         elif not is_held(sweep):  # somebody resumed it by itself
             said.append(handle_of(run).cancel(run, now=now))
