@@ -1,7 +1,7 @@
 """The folder of one run: its paths, its creation, and reading its files back.
 
 The folder is the only channel from a run back to people, and all that `resume`, `status` and
-`compare` need. docs/explanation/security.md says what may be trusted of it.
+`compare` need. docs/reference/security.md says what may be trusted of it.
 """
 
 from __future__ import annotations
