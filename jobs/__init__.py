@@ -1,1 +1,1 @@
-"""Example jobs, one file each: what a user writes."""
+"""Example jobs, one file each."""

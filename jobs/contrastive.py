@@ -1,4 +1,4 @@
-"""Which right half belongs to which left half of a digit: a contrastive loss with global negatives.
+"""Match right and left halves of digits: a contrastive loss with global negatives.
 
 Every sample of the update is a negative for every other one, on whatever rank either is computed;
 the engine gathers the embeddings once an update (`Coupled` in orchestrator/job.py).

@@ -24,7 +24,7 @@ NAMES = {
 
 
 def read_idx(path: Path, magic: int) -> Bytes:
-    """One IDX file as an array of bytes. Raises `DataError` when it is missing or damaged."""
+    """Return an IDX file as an array of bytes. Raises `DataError` when it is missing or damaged."""
     packed = path.with_name(path.name + ".gz")
     try:
         content = (
@@ -53,7 +53,7 @@ def read_idx(path: Path, magic: int) -> Bytes:
 
 
 def read_digits(folder: Path, part: str) -> tuple[Bytes, Bytes]:
-    """Images (n, rows, columns) and labels (n,) of "train" or "test" in MNIST's folder layout."""
+    """Return images (n, rows, columns) and labels (n,) of "train" or "test", MNIST's layout."""
     if not folder.is_dir():
         raise DataError(
             f"job.data_dir must be a folder with MNIST's IDX files, but {folder} is not one"
@@ -73,7 +73,7 @@ def _write_idx(path: Path, array: Bytes, magic: int) -> None:
 
 
 def bundled_digits() -> Path:
-    """A folder with scikit-learn's 1797 real digits as 28x28 IDX files, made on first use.
+    """Return a folder with scikit-learn's 1797 real digits as 28x28 IDX files, made on first use.
 
     Several processes may make it at once: each file appears whole, and always with the same bytes.
     """

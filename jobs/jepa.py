@@ -59,7 +59,7 @@ class Encoder(nn.Module):
 
 
 class Predictor(nn.Module):
-    """What the context encoder saw, and the places of what it did not, to a vector for each."""
+    """Predict a vector for each hidden place from the vectors of the visible ones."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Text that every machine has: the source files of Python's own standard library, as bytes.
+"""Text on every machine: the source files of Python's own standard library, as bytes.
 
 All ranks need the same Python version, or their texts differ.
 """
@@ -17,7 +17,7 @@ HELD_OUT = 8  # every eighth file is for evaluation only
 
 @lru_cache(maxsize=2)
 def _pieces(longest: int, held_out: bool) -> tuple[bytes, ...]:
-    """Paragraphs of the top-level modules, in the order of their names, cut where too long."""
+    """Return paragraphs of the top-level modules, in order of their names, long ones cut."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     chosen = [f for n, f in enumerate(files) if (n % HELD_OUT == HELD_OUT - 1) is held_out]
     pieces: list[bytes] = []

@@ -13,7 +13,7 @@ from orchestrator.errors import DataError
 
 
 def read_weights(path: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The arrays of these names and shapes.
+    """Return the arrays of these names and shapes.
 
     Raises:
         DataError: there is no such file, it is no safetensors file, or not of this model.

@@ -86,7 +86,7 @@ def test_a_gradient_is_averaged_unscaled_and_clipped_at_once():
     assert (norm, factor) == (2.0, pytest.approx(0.125, rel=1e-6))
 
 
-def test_a_policy_that_there_is_not_is_refused():
+def test_an_unknown_policy_is_refused():
     with pytest.raises(ConfigError, match="must be stop or skip, but is 'ignore'"):
         _policy("ignore")
 
@@ -216,7 +216,7 @@ def tick(monkeypatch):
     return move
 
 
-def test_each_moment_counts_once_for_what_began_last(tick):
+def test_each_moment_counts_once_for_the_innermost_activity(tick):
     clock = Clock()
     tick(1)
     with clock.compute():
@@ -232,7 +232,7 @@ def test_each_moment_counts_once_for_what_began_last(tick):
     assert clock.seconds() == {"compute_s": 26.0, "wait_s": 4.0, "optimizer_s": 64.0}
 
 
-def test_what_fails_is_over_and_a_window_begins_from_nothing(tick):
+def test_after_a_failure_a_window_begins_from_nothing(tick):
     clock = Clock()
 
     def fails():
@@ -257,7 +257,7 @@ def _built(*options, **keywords):
     return Accumulator(model, optimizer, TorchGroup.alone(), *options, **keywords)
 
 
-def test_a_name_given_beside_the_options_wins():
+def test_a_keyword_overrides_the_options():
     options = AccumulationOptions(clip_norm=1.0, on_non_finite="skip")
     chosen = _built(options, clip_norm=2.0).options
     assert (chosen.clip_norm, chosen.on_non_finite) == (2.0, "skip")
@@ -275,7 +275,7 @@ def test_options_are_checked_as_keywords_are():
         _built(AccumulationOptions(clip_norm=0.0))
 
 
-def test_what_of_the_configuration_an_engine_needs_reaches_it():
+def test_every_setting_reaches_the_engine():
     changed = {
         "job": {"_target_": "jobs.digits.Digits"},
         "train": {"precision": "float64", "clip_norm": 2.0, "seed": 5, "on_non_finite": "skip"},

@@ -31,7 +31,7 @@ def _note(event: str, arguments: tuple[object, ...]) -> None:
         opened.append(threading.current_thread().name)
 
 
-def test_waiting_ranks_look_twice_a_second_at_the_most_and_neighbours_not_at_all(tmp_path):
+def test_waiting_ranks_poll_rarely_and_their_neighbours_never(tmp_path):
     path = tmp_path / "published.json"
     heard: dict[str, tuple[float, object]] = {}
 
@@ -87,7 +87,7 @@ def _a_program(one):
 
 
 @pytest.mark.parametrize("meet", [_a_torch_group, _a_mindspore_group, _a_program])
-def test_a_neighbour_of_rank_0_hears_from_it_at_once_wherever_ranks_meet(tmp_path, meet):
+def test_a_neighbour_of_rank_0_gets_the_file_at_once(tmp_path, meet):
     began, took = time.monotonic(), []
 
     def be(rank):
@@ -109,7 +109,7 @@ def test_a_neighbour_of_rank_0_hears_from_it_at_once_wherever_ranks_meet(tmp_pat
     assert max(took) < AT_ONCE_S
 
 
-def test_a_publisher_that_has_ended_already_keeps_nobody_waiting(tmp_path):
+def test_ranks_do_not_wait_for_a_publisher_that_has_ended(tmp_path):
     path = tmp_path / "published.json"
     notice = Notice(path, node="n0", first=False)
     path.write_text(json.dumps({"port": 7}))  # by a process that is gone: nobody can be asked
@@ -129,7 +129,7 @@ sys.stdin.read()
 """
 
 
-def test_a_first_rank_whose_threads_do_not_run_keeps_nothing_from_its_neighbours(tmp_path):
+def test_a_stopped_first_rank_does_not_hide_the_file_from_its_neighbours(tmp_path):
     path = tmp_path / "published.json"
     with subprocess.Popen([sys.executable, "-c", FIRST, path], stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE, env=environment()) as first:  # fmt: skip
@@ -154,14 +154,14 @@ def keeper(request, monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "0.0.0.0"])  # noqa: S104  # refused
-def test_nobody_else_is_given_it_at_any_address(keeper, address):
+def test_no_other_socket_gets_a_reserved_port_at_any_address(keeper, address):
     """Else a store that listens at all addresses finds it in use at one of them."""
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind((address, keeper.getsockname()[1]))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", ""])
-def test_its_server_has_it_and_it_is_still_kept_once_that_has_gone(keeper, address):
+def test_a_server_binds_the_reserved_port_and_it_stays_reserved_afterwards(keeper, address):
     place = (address, keeper.getsockname()[1])
     for _ in range(2):
         socket.create_server(place).close()

@@ -77,7 +77,7 @@ def test_one_digest_for_any_assignment_in_threads(data, samples):
 
 @given(data=st.data(), samples=st.integers(1, 40))
 @settings(max_examples=25, deadline=None)
-def test_leaves_that_are_counted_as_they_come_give_the_bits_of_those_that_are_told(data, samples):
+def test_counted_leaves_give_the_bits_of_numbered_ones(data, samples):
     leaves = -(-samples // LEAF)
     wanted = run_in_threads(1, lambda group: _train(group, [0, leaves], samples)[:2])[0]
     edges = _edges(leaves, data.draw(st.lists(st.integers(0, leaves), max_size=4)))
@@ -85,7 +85,7 @@ def test_leaves_that_are_counted_as_they_come_give_the_bits_of_those_that_are_to
         assert found[:2] == wanted
 
 
-def test_ranks_of_which_some_count_and_some_are_told_are_refused_by_all():
+def test_numbered_and_counted_leaves_together_are_refused_by_all_ranks():
     def train(group):
         with pytest.raises(PlanError, match="ranks do not agree on the update's leaves"):
             _train(group, [0, 4, 10], 29, counted=group.rank == 1)
@@ -146,7 +146,7 @@ def test_trees_split_at_the_largest_power_of_two_below_the_length(leaves):
     assert split < leaves <= 2 * split
 
 
-def test_leaves_that_nobody_or_two_ranks_own_are_refused_by_all():
+def test_leaves_of_no_rank_or_of_two_are_refused_by_all_ranks():
     def train(group, edges):
         with pytest.raises(PlanError, match="belongs to"):
             _train(group, edges[group.rank], 29)
@@ -187,7 +187,7 @@ def _tree(lo, hi):
 
 
 @pytest.mark.parametrize("leaves", range(1, 19))
-def test_siblings_are_the_two_children_of_one_node_and_no_others(leaves):
+def test_siblings_are_exactly_the_two_children_of_one_node(leaves):
     nodes, pairs = _tree(0, leaves)
     assert {(a, b) for a in nodes for b in nodes if are_siblings(a, b, leaves)} == set(pairs)
 
@@ -224,5 +224,5 @@ def _holds(outer, inner):
         ([(0, 10), (9, 10)], "leaf 9 belongs to two ranks"),
     ],
 )
-def test_a_leaf_that_nobody_or_two_ranks_own_is_named(owned, fault):
+def test_a_leaf_of_no_rank_or_of_two_is_named(owned, fault):
     assert gap_in(owned, leaves=10) == fault

@@ -188,7 +188,7 @@ class Replicas:
         whose = "rank 0" if self._ranks == 2 else "most ranks"
         return ReplicasDiffer(
             f"the weights of {named_ranks(odd)} are no longer those of {whose}{where}: they were "
-            f"changed there alone, between {begun} and {until}. What a job does beside the "
+            f"changed there alone, between {begun} and {until}. What a job does besides the "
             "optimizer's step (in after_update, say) must be the same on all ranks, and so must "
             "processors and numbers of threads, which decide the last bits",
             odd,

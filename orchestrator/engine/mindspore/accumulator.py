@@ -283,7 +283,7 @@ class Accumulator:
         settings: which metrics to keep, in order; how to compile (see `compiling`); the size of a
             bucket of the flat buffer (see `plan.wire.bucket_count`).
         reference: the same loss for PyNative mode: the first micro-batch's gradient is compared
-            with its, because a graph may cut a gradient without a word. None skips that.
+            with its, because a graph may cut a gradient silently. None skips that.
         precision: the format to compute in; the sums are those of the scaled losses.
         trailer_numbers: how many numbers ride along.
     """

@@ -300,7 +300,7 @@ def await_verdict(
         store.count("read", 1)
     except DistError as error:
         published = _read(rendezvous_file(spec.folder, spec.generation)) or {}
-        if "verdict" in published:  # it had not heard of this rank, so it did not wait for it
+        if "verdict" in published:  # rank 0 did not know of this rank, so it did not wait for it
             return published
         raise RanksMissing(
             f"rank 0 went away while rank {spec.rank} on {spec.node} waited for the others"

@@ -442,7 +442,7 @@ def shard_of_state(shard: OptimizerShard, saved: Mapping[str, Any]) -> dict[str,
 def _gather_layout(shard: OptimizerShard, group: BaseGroup) -> dict[int, dict[str, Any]]:
     """By the parameter's number what is kept of it: a number once for it, or the kind. Collective.
 
-    Every rank that has a piece of a parameter keeps the same, so the first is heard.
+    Every rank that has a piece of a parameter keeps the same, so the first one counts.
     """
     mine = {
         number: {key: _described(key, value) for key, value in state.items()}

@@ -483,7 +483,7 @@ class InvariantChecks:
             if theirs != ours:
                 raise SilenceError(
                     f"{theirs - ours} collectives ran on this process group in mid-window of "
-                    f"update {update}, beside the {ours} of the gradient's own reduction"
+                    f"update {update}, besides the {ours} of the gradient's own reduction"
                 )
 
     def _refuse_frozen(self, trains: bytes, update: int) -> None:

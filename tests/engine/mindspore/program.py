@@ -284,7 +284,7 @@ def a_barrier_is_quick(group):
     assert time.perf_counter() - began < 10.0
 
 
-def no_thread_spins_beside_the_one_that_computes(group):
+def no_other_thread_spins_while_one_computes(group):
     """After all that was computed above, in pynative mode as well."""
     del group
     ticks = Counter()
@@ -311,7 +311,7 @@ OWN = (
     a_collective_in_mid_window_is_refused,
     unequal_models_are_refused,
     a_barrier_is_quick,
-    no_thread_spins_beside_the_one_that_computes,
+    no_other_thread_spins_while_one_computes,
 )
 
 

@@ -171,14 +171,14 @@ def test_a_gradient_that_the_compiler_cuts_is_refused():
 
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])
-def test_what_fails_in_plain_python_too_is_told_by_python(mode):
+def test_an_error_in_plain_python_is_reported_by_python(mode):
     with pytest.raises(AttributeError, match="no_such_method") as caught:
         update(built(jobs.Unknown(), mode=mode), [31, 30])
     assert caught.traceback[-1].path.name == "jobs.py"
 
 
 @pytest.mark.parametrize("mode", ["jit", "graph"])
-def test_code_that_does_not_compile_is_told_with_its_line(mode):
+def test_code_that_does_not_compile_is_reported_with_its_line(mode):
     with pytest.raises(JobError, match=r"(?s)does not compile.*engine\.mode=pynative") as caught:
         update(built(jobs.Unparsable(), mode=mode), [31, 30])
     assert "jobs.py, line" in str(caught.value), str(caught.value)
@@ -219,7 +219,7 @@ def test_the_frameworks_own_style_refuses_unequal_micro_batches_and_other_weight
         update(built(style="framework"), [15, 15])
 
 
-def test_layers_that_splitting_changes_are_told():
+def test_layers_that_depend_on_the_split_are_named():
     from mindspore import nn
 
     told = advice(nn.SequentialCell([nn.Dense(2, 2), nn.BatchNorm1d(2), nn.Dropout(p=0.5)]))
@@ -245,11 +245,11 @@ def test_batch_norms_may_be_frozen_or_replaced_so_that_splits_agree(mode, norm, 
     assert len(names) == len(set(names))
 
 
-def test_versions_name_what_decides_the_bits():
+def test_versions_name_the_facts_that_decide_the_bits():
     assert versions()["mindspore"].startswith("2.10")
 
 
-def test_cpus_never_stand_in_for_devices_that_were_asked_for(tmp_path):
+def test_cpus_never_replace_requested_devices(tmp_path):
     def spec(asked, devices):
         return GroupSpec(rank=3, size=4, local_rank=1, node="n1", address="127.0.0.1",
                          folder=tmp_path, transport=asked, devices_asked=devices)  # fmt: skip
@@ -298,14 +298,14 @@ class Nonsense(jobs.Weighted):
         (lambda total, weight: Loss(total, 0.0, {"error": 1}), "add up to 0"),
     ],
 )
-def test_a_loss_that_is_none_is_told_what_it_should_be(make, told):
+def test_a_wrong_loss_is_refused_with_the_contract(make, told):
     engine = built(Nonsense(make), mode="pynative")
     with pytest.raises(JobError) as refused:
         update(engine, [61])
     assert told in str(refused.value)
 
 
-def test_a_loss_that_is_none_is_told_so_before_it_is_compiled():
+def test_a_wrong_loss_is_refused_before_it_is_compiled():
     with pytest.raises(JobError, match="must return Loss"):
         update(built(Nonsense(lambda total, weight: None)), [61])
 
@@ -337,7 +337,7 @@ def test_the_frameworks_own_style_is_refused_where_it_cannot_be(override, words)
         prepare(compose([*FRAMEWORK, override]))
 
 
-def test_bfloat16_is_refused_unless_there_is_a_device_for_it():
+def test_bfloat16_is_refused_without_a_device_for_it():
     with pytest.raises(ConfigError, match=r"train\.precision=float16"):
         prepare(compose(["job=line", "train.precision=bfloat16"]))
     device = ["job=line", "train.precision=bfloat16", "transport=hccl"]
@@ -375,7 +375,7 @@ def test_a_level_without_compilation_is_refused():
         prepare(compose(["job=line", "engine.mode=pynative", "engine.jit_level=O1"]))
 
 
-def test_the_plan_for_ascend_says_what_will_happen_there():
+def test_the_plan_for_ascend_names_its_transport():
     config = compose(["+cluster=slurm_ascend", "job=line"])
     assert config.transport == "hccl"
     told = " ".join(notes(config, "mindspore"))

@@ -62,7 +62,7 @@ def test_a_missing_rank_0_is_named(tmp_path):
     assert {str(e) for e in found.values()} == {"rank 0 of 3 did not come within 0.3 s"}
 
 
-def test_a_stop_of_one_stops_all_who_wait(tmp_path):
+def test_a_stop_of_one_rank_stops_all_waiting_ranks(tmp_path):
     found = {}
 
     def be(rank, stop):
@@ -92,7 +92,7 @@ def test_a_host_name_is_refused_where_an_address_is_needed(tmp_path):
 @pytest.mark.parametrize(
     ("transport", "words"), [("hccl", "CANN"), ("nccl", "GPU support"), ("gloo", "not one of Mind")]
 )
-def test_a_transport_that_is_not_there_is_refused(tmp_path, transport, words):
+def test_a_missing_transport_is_refused(tmp_path, transport, words):
     with pytest.raises(TransportError, match=words):
         form_group(spec(tmp_path, 0, 1, transport=transport))
 
@@ -190,7 +190,7 @@ def lost(watch):
     return str(caught.value)
 
 
-def test_a_lost_rank_is_named_to_all_others(peers):
+def test_a_lost_rank_is_named_on_all_other_ranks(peers):
     peers.links[1]._socket.shutdown(2)
     assert lost(peers.hub) == lost(peers.links[0])
     assert "rank 2 on node2 went away" in lost(peers.hub)

@@ -341,7 +341,7 @@ def test_gradients_set_to_none_in_mid_window_lose_nothing():
     assert model[0].weight.grad is ours.buffers.views[0]
 
 
-def test_a_backward_that_somebody_else_runs_is_recorded():
+def test_a_backward_run_by_other_code_is_recorded():
     """As a pipeline's schedule does it."""
 
     def train(group, record):
@@ -462,7 +462,7 @@ def test_buckets_leave_during_the_last_backward_and_not_before():
 
 
 @pytest.mark.parametrize(("bucket_bytes", "told"), [(64, True), (10**6, False)])
-def test_where_no_bucket_can_leave_early_nobody_is_told_of_gradients(
+def test_gradients_are_only_counted_where_no_bucket_can_leave_early(
     bucket_bytes, told, monkeypatch
 ):
     heard, ready = [], Accumulator.gradient_ready

@@ -102,7 +102,7 @@ def test_to_forget_gradients_forgets_nothing(reduction, after):
         assert torch.equal(ours, theirs)
 
 
-def test_gradients_between_two_windows_are_anybodys():
+def test_gradients_may_be_written_between_two_windows():
     def train(write):
         model = _model()
         ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
@@ -343,7 +343,7 @@ digests = st.integers(0, LARGEST_DIGEST)
 
 
 @given(st.lists(digests, min_size=2, max_size=9), st.sampled_from([WIDE, NARROW]))
-def test_ranks_are_alike_where_all_told_one_digest_and_only_there(told, bits):
+def test_digests_agree_only_where_all_ranks_added_the_same(told, bits):
     def arrived(told):
         travelled = torch.zeros(trailer_numbers(0))
         for digest in told:
@@ -358,7 +358,7 @@ def test_ranks_are_alike_where_all_told_one_digest_and_only_there(told, bits):
     assert not arrived([*told[:1] * 8, told[0] ^ 1]).digests_agree(9)
 
 
-def test_limbs_are_narrow_where_nobody_says_otherwise():
+def test_limbs_are_narrow_by_default():
     mine = Trailer(_sum_of([3.0**9]), _sum_of([0.1]), (_sum_of([7.0]),))
     assert mine.numbers() == mine.numbers(NARROW) != mine.numbers(WIDE)
     assert mine.weight.limbs() == mine.weight.limbs(NARROW)

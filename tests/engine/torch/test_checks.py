@@ -88,7 +88,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_differs_is_named_on_all_ranks_alike(case):
+def test_differences_are_named_in_the_same_words_on_all_ranks(case):
     change, build, settings, named = CASES[case]
 
     def be(group):
@@ -103,7 +103,7 @@ def test_what_differs_is_named_on_all_ranks_alike(case):
     assert len(set(run_in_threads(STARTING_RANKS, be))) == 1
 
 
-def test_to_be_alike_takes_one_small_exchange_and_none_alone():
+def test_the_start_check_takes_one_small_exchange_and_none_on_one_rank():
     def be(group):
         net = _net()
         ours = Accumulator(net, _sgd(net), group)
@@ -287,7 +287,7 @@ def test_a_change_in_a_larger_net_is_found_within_so_many_updates_as_there_are_s
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_that_stay_alike_are_left_alone(way):
+def test_equal_ranks_raise_no_error(way):
     assert _trained(lambda rank: Drifts(-1, nudge), 3, **WAYS[way]) == [(None, 3)] * RANKS
 
 
@@ -295,7 +295,7 @@ digests = st.integers(0, 2**DIGEST_BITS - 1)
 
 
 @given(st.lists(digests, min_size=1, max_size=300), digests, st.booleans())
-def test_ranks_are_alike_exactly_if_their_digests_are_equal(told, digest, same):
+def test_digests_agree_exactly_if_they_are_equal(told, digest, same):
     told = [digest] * len(told) if same else told
     bits, dtype = (WIDE, torch.float64) if len(told) > 256 else (NARROW, torch.float32)
     travelled = torch.zeros(len(Trailer().numbers()), dtype=dtype)
@@ -333,7 +333,7 @@ def test_any_change_of_a_number_and_any_two_that_change_places_change_the_digest
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.complex64, None]),
     st.data(),
 )
-def test_any_change_in_one_of_some_pieces_changes_what_is_told_of_them(sizes, dtype, data):
+def test_any_change_in_a_piece_changes_the_joint_digest(sizes, dtype, data):
     dtypes = [dtype or [torch.float32, torch.bfloat16][n % 2] for n in range(len(sizes))]
     tensors = [torch.randn(size).to(kind) for size, kind in zip(sizes, dtypes, strict=True)]
     pieces = [Piece(n, data.draw(st.integers(0, s - 1)), s) for n, s in enumerate(sizes)]

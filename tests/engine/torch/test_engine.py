@@ -132,7 +132,7 @@ def _algorithms_as_before():
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64", "bfloat16", "float16"])
-def test_a_run_goes_on_with_the_same_bits_from_its_saved_state(tmp_path, precision):
+def test_a_run_resumes_with_the_same_bits_from_its_saved_state(tmp_path, precision):
     split = assign([15, 14], cap=4)
     settings = EngineSettings(
         metric_names=Curve.metric_names, optimizer={"name": "adam"}, precision=precision
@@ -221,7 +221,7 @@ def test_replicas_that_differ_at_the_start_are_named_by_all():
     run_in_threads(4, be)
 
 
-def test_other_machines_are_told_apart():
+def test_ranks_on_other_machines_are_named():
     rows = [digest_to_floats("ab" * 32), digest_to_floats("ab" * 32), digest_to_floats("ac" * 32)]
     assert minority_ranks(rows) == [2]
     assert minority_ranks(rows[1:]) == [1]
@@ -508,7 +508,7 @@ class Nonsense(Curve):
         (lambda total, weight: Loss(total, 0.0), "add up to 0"),
     ],
 )
-def test_a_loss_that_is_none_is_told_what_it_should_be(make, told):
+def test_a_wrong_loss_is_refused_with_the_contract(make, told):
     engine = build_engine(Nonsense(make), EngineSettings(), TorchGroup.alone())
     with pytest.raises(JobError) as refused:
         _run(engine, _windows(assign([SAMPLES], steps=1), 0, updates=1))

@@ -45,7 +45,7 @@ def test_threads_pass_the_suite(check, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("check", TORCH_CHECKS, ids=lambda check: check.__name__)
-def test_threads_pass_what_torch_asks_beside_it(check, size):
+def test_threads_pass_torchs_extra_arguments(check, size):
     run_in_threads(size, check)
 
 
@@ -158,11 +158,11 @@ def _sum_without_the_last(group):
     return "told"
 
 
-def test_a_peer_that_is_gone_is_told_in_a_segmented_sum(tmp_path):
+def test_a_segmented_sum_reports_a_lost_peer(tmp_path):
     assert run_ranks(3, tmp_path, _sum_without_the_last) == ["told", "told", "left"]
 
 
-def test_a_peer_that_is_gone_is_told_in_a_large_gather(tmp_path):
+def test_a_large_gather_reports_a_lost_peer(tmp_path):
     assert run_ranks(3, tmp_path, _gather_without_the_last) == ["told", "told", "left"]
 
 
@@ -193,7 +193,7 @@ def test_a_rank_that_leaves_early_is_lost_to_the_other_threads():
         run_in_threads(2, work)
 
 
-def test_ranks_that_call_different_collectives_are_told_so():
+def test_different_collectives_on_two_ranks_are_reported():
     def work(group):
         if group.rank == 0:
             group.barrier()
@@ -249,7 +249,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_torchrun_script_of_somebody_else_gets_the_big_batchs_gradient(tmp_path):
+def test_a_plain_torchrun_script_gets_the_big_batchs_gradient(tmp_path):
     script = tmp_path / "theirs.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
@@ -369,7 +369,7 @@ def test_first_and_second_derivatives_are_those_of_one_process(name):
         torch.testing.assert_close(second, seconds[rank], rtol=1e-12, atol=1e-12)
 
 
-def test_what_cannot_be_gathered_is_refused():
+def test_tensors_that_cannot_be_gathered_are_refused():
     def scalar(group):
         all_gather(torch.ones(()), group)
 

@@ -90,7 +90,7 @@ def test_a_model_that_is_a_norm_itself_is_replaced():
     assert "the model itself" in sentences[0]
 
 
-def test_what_cannot_be_done_is_refused_with_what_can():
+def test_impossible_norms_are_refused_with_a_remedy():
     with pytest.raises(JobError, match="keeps no running statistics"):
         with_norms(nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), "frozen")
     with pytest.raises(JobError, match="does not know its number of channels"):

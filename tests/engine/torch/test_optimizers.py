@@ -56,12 +56,12 @@ def test_optimizers_are_built_by_name_or_dotted_name(settings, kind):
         ({"_target_": "torch.optim.LBFGS"}, "needs a closure"),
     ],
 )
-def test_what_is_misspelled_or_cannot_be_used_is_refused(settings, message):
+def test_misspelled_or_unusable_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         build_optimizer(MODEL, settings)
 
 
-def test_by_name_the_step_is_one_kernel_unless_something_else_is_asked_for():
+def test_optimizers_by_name_are_fused_by_default():
     for name in ("sgd", "adam", "adamw"):
         assert build_optimizer(MODEL, {"name": name}).defaults["fused"] is True
     assert build_optimizer(MODEL, {"name": "adam", "foreach": True}).defaults["fused"] is None

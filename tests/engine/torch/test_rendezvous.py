@@ -34,7 +34,7 @@ def _listening(group):
     return group.generation, mine
 
 
-def test_ranks_listen_at_their_own_nodes_address_and_nowhere_else(tmp_path):
+def test_ranks_listen_only_at_their_own_nodes_address(tmp_path):
     results = run_ranks(3, tmp_path, _listening, generation=4)
     assert [generation for generation, _ in results] == [4, 4, 4]
     for rank, (_, addresses) in enumerate(results):
@@ -50,7 +50,7 @@ def _two_generations(group, folder):
     return number.item()
 
 
-def test_the_next_generation_is_formed_beside_the_first(tmp_path):
+def test_the_next_generation_is_formed_while_the_first_exists(tmp_path):
     assert run_ranks(2, tmp_path, _two_generations, tmp_path) == [4.0, 4.0]
     for generation in (0, 1):
         content = json.loads(rendezvous_file(tmp_path, generation).read_text())
@@ -79,14 +79,14 @@ def test_an_address_of_an_earlier_attempt_is_not_taken_for_rank_0(tmp_path):
         form_group(spec(1, 2, tmp_path, timeout_s=0.3))
 
 
-def test_a_late_rank_hears_what_was_decided_without_it(tmp_path):
+def test_a_late_rank_reads_the_verdict(tmp_path):
     with pytest.raises(RendezvousError, match="rank 1 of 2"):
         form_group(spec(0, 2, tmp_path, timeout_s=0.2))
     with pytest.raises(RendezvousError, match="rank 1 of 2 did not come"):
         form_group(spec(1, 2, tmp_path, timeout_s=30))
 
 
-def test_a_rank_0_that_ends_as_one_is_about_to_connect_is_heard_by_what_it_published(tmp_path):
+def test_a_rank_that_fails_to_connect_reads_the_published_verdict(tmp_path):
     path, stop = rendezvous_file(tmp_path, 0), {"generation": 0, "verdict": "stop"}
     listener = socket.create_server(("127.0.0.1", 0))
     here = {"address": "127.0.0.1", "port": listener.getsockname()[1], "token": "x"}
@@ -104,7 +104,7 @@ def test_a_rank_0_that_ends_as_one_is_about_to_connect_is_heard_by_what_it_publi
     rank_0.join()
 
 
-def test_a_rank_0_that_ends_without_waiting_for_one_is_heard_by_what_it_published(tmp_path):
+def test_a_rank_reads_the_published_verdict_of_a_rank_0_that_has_ended(tmp_path):
     results = {}
     rank_1 = threading.Thread(target=_form, args=(results, 1, 2, tmp_path))
     store, notice = host(spec(0, 2, tmp_path))
@@ -192,7 +192,7 @@ def test_a_stop_while_waiting_reaches_all_that_wait(tmp_path, asked):
     assert time.monotonic() - began < 50  # the limit of forming is 60
 
 
-def test_a_stop_before_rank_0_is_there_stops_rank_0_too(tmp_path):
+def test_a_stop_before_rank_0_arrives_stops_rank_0_too(tmp_path):
     with pytest.raises(StopRequested):
         form_group(spec(1, 2, tmp_path, stop_requested=lambda: True))
     with pytest.raises(StopRequested):
@@ -257,7 +257,7 @@ def test_nccl_is_chosen_only_where_every_rank_has_a_gpu_of_its_own():
          "rank 0 on n cannot use its device: GPU 3: lost"),
     ],
 )  # fmt: skip
-def test_cpus_never_stand_in_for_devices_that_were_asked_for(ranks, message):
+def test_cpus_never_replace_requested_devices(ranks, message):
     assert choose(ranks) == "gloo"
     asked = [replace(one, devices_asked="cluster.gpus_per_node=2") for one in ranks]
     with pytest.raises(TransportError, match=message) as raised:
@@ -278,7 +278,7 @@ def test_cpus_never_stand_in_for_devices_that_were_asked_for(ranks, message):
         (_ranks("gloo", [""]) + _ranks("nccl", [""]), "ask for different transports: gloo, nccl"),
     ],
 )
-def test_what_cannot_be_had_is_refused_and_not_replaced(ranks, message):
+def test_an_unavailable_transport_is_refused_and_not_replaced(ranks, message):
     with pytest.raises(TransportError, match=message):
         choose(ranks)
 
@@ -328,14 +328,14 @@ def stores(whole, request):
     return [SecretStore(whole, request.node.name) for _ in range(2)]
 
 
-def test_what_one_tells_the_other_hears_and_nothing_before(stores):
+def test_a_value_set_by_one_rank_is_read_by_the_other(stores):
     mine, theirs = stores
     assert theirs.get("verdict") is None
     mine.set("verdict", {"error": "ä", "ranks": [1, 2]})
     assert theirs.get("verdict") == mine.get("verdict") == {"error": "ä", "ranks": [1, 2]}
 
 
-def test_of_many_names_each_gives_its_own_and_what_was_not_told_is_none(stores):
+def test_get_all_returns_each_value_and_none_for_unset_names(stores):
     mine, theirs = stores
     theirs.set("b", "theirs")
     assert theirs.get_all(["b"]) == ["theirs"]
@@ -346,12 +346,12 @@ def test_of_many_names_each_gives_its_own_and_what_was_not_told_is_none(stores):
     assert theirs.get_all([]) == []
 
 
-def test_another_secret_hears_nothing(stores, whole):
+def test_another_secret_reads_nothing(stores, whole):
     stores[0].set("verdict", "go")
     assert SecretStore(whole, "guessed").get("verdict") is None
 
 
-def test_who_knows_the_keys_but_not_the_secret_is_not_heard(stores, whole):
+def test_values_of_a_writer_without_the_secret_are_ignored(stores, whole):
     """As seen in the store's own list of keys, or on the network."""
     mine, theirs = stores
     for unsigned in ("", '"stop"', "0" * 64 + '"stop"', "x" * 63):
@@ -363,7 +363,7 @@ def test_who_knows_the_keys_but_not_the_secret_is_not_heard(stores, whole):
     assert theirs.get("verdict") is None
 
 
-def test_what_was_signed_for_one_name_does_not_count_under_another_nor_when_changed(stores):
+def test_a_signature_is_valid_for_one_name_and_one_value(stores):
     mine, theirs = stores
     mine.set("addresses", "go")
     signed = bytes(mine.below.get("addresses")).decode()

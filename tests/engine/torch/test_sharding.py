@@ -119,7 +119,7 @@ def _trained(way, sizes, group, updates=3, **more):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=_named)
-def test_every_optimizer_that_is_let_pass_takes_the_whole_ones_steps(way):
+def test_every_shardable_optimizer_takes_the_steps_of_an_unsharded_one(way):
     net, ours, whole = _trained(way, [12], TorchGroup.alone(), clip_norm=0.5)
     wanted, state = _weights(net), ours.optimizer_state()
 
@@ -227,7 +227,7 @@ def test_more_ranks_than_numbers_leave_ranks_without_pieces():
     assert state["step"] == 2
 
 
-def test_those_that_are_let_pass_are_those_that_a_launch_lets_pass():
+def test_the_engine_and_the_configuration_accept_the_same_optimizers():
     assert [kind.__name__ for kind in ELEMENTWISE] == list(SHARDABLE)
     assert all(getattr(optim, name) in ELEMENTWISE for name in SHARDABLE)
 
@@ -313,7 +313,7 @@ def test_huge_gradients_whose_squares_overflow_are_clipped_all_the_same():
     assert found == pytest.approx([alone[0] * 1e200] * 2, rel=1e-10)
 
 
-def test_a_parameter_that_nobody_used_is_left_alone_by_decay():
+def test_weight_decay_leaves_an_unused_parameter_alone():
     problem = Problem(samples=4, weight_decay=0.5, updates=3)
     wanted, _, _ = big_batch(problem)
     found = split(problem, [[(0, 2)], [(2, 4)]], shard_optimizer=True, bucket_bytes=64)
@@ -355,7 +355,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_cannot_be_sharded_is_refused_on_any_number_of_ranks(name, ranks):
+def test_unshardable_optimizers_are_refused_on_any_number_of_ranks(name, ranks):
     build, more, message = REFUSALS[name]
 
     def be(group):
@@ -442,7 +442,7 @@ NADAM = {"_target_": "torch.optim.NAdam"}  # has more than one number for a para
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("optimizer", [ADAM, NADAM, {"name": "sgd", "momentum": 0.9}], ids=str)
-def test_a_sharded_run_goes_on_with_the_same_bits(tmp_path, optimizer, precision):
+def test_a_sharded_run_resumes_with_the_same_bits(tmp_path, optimizer, precision):
     more = {"optimizer": optimizer, "precision": precision, "shard": True}
     run_in_threads(3, partial(_save, folder=tmp_path, **more))
     found = run_in_threads(3, partial(_resume, folder=tmp_path, **more))
@@ -466,7 +466,7 @@ def test_a_checkpoint_does_not_know_of_shards(tmp_path, optimizer, before, after
         assert difference(weights, wanted) <= 1e-10
 
 
-def test_what_was_loaded_is_gathered_with_the_same_bits():
+def test_loaded_state_is_gathered_with_the_same_bits():
     """Sliced by one number of ranks and put together by another, nothing is changed or lost."""
     [(_, ours, _)] = run_in_threads(1, lambda group: _trained(WAYS[5], [12], group))
     state = ours.optimizer_state()

@@ -95,7 +95,7 @@ KINDS = [
 @pytest.mark.parametrize(
     ("kind", "settings"), KINDS, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_training_goes_on_with_the_same_bits_after_a_round_trip(tmp_path, kind, settings):
+def test_training_continues_with_the_same_bits_after_a_round_trip(tmp_path, kind, settings):
     model, optimizer = _trained(kind, **settings)
     rest = save_model(model, tmp_path)
     packed = json.loads(json.dumps(save_optimizer(optimizer.state_dict(), tmp_path)))

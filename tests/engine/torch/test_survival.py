@@ -94,7 +94,7 @@ DONE = ()
 
 
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
-def test_while_nobody_is_lost_nothing_is_other_than_without(reduction):
+def test_without_a_loss_survival_changes_nothing(reduction):
     settings = replace(SETTINGS, reduction=reduction)
 
     def rank(group, kind):
@@ -116,7 +116,7 @@ def test_a_window_that_broke_off_is_redone_by_fewer_ranks_with_the_same_bits():
     assert found == [(None, undisturbed(5))] * 2
 
 
-def test_who_had_not_ended_an_update_gets_it_from_one_who_had(monkeypatch):
+def test_a_rank_behind_by_one_update_gets_its_state_from_one_that_applied_it(monkeypatch):
     monkeypatch.setitem(globals(), "DONE", (2,))
 
     def before(engine, rank):
@@ -170,18 +170,18 @@ def joined_by_one(settings, ranks=3):
     return run_in_threads(ranks + 1, then)
 
 
-def test_a_newcomer_gets_what_it_lacks_and_the_bits_are_those_of_as_many_from_the_start():
+def test_a_new_rank_gets_the_state_and_the_bits_are_those_of_as_many_ranks_from_the_start():
     found = joined_by_one(SETTINGS)
     assert [told for told, _ in found] == [None, None, None, "standing of 0"]
     assert {bits for _, bits in found} == {undisturbed(5)}
 
 
-def test_a_newcomer_takes_the_order_of_buckets_that_the_others_have_agreed_on():
+def test_a_new_rank_takes_the_agreed_order_of_buckets():
     found = joined_by_one(replace(SETTINGS, reduction="fast", leaf_size=None, bucket_bytes=64))
     assert len({bits for _, bits in found}) == 1
 
 
-def test_all_hear_at_the_boundary_that_newcomers_wait_for_one_of_them():
+def test_the_boundary_reports_waiting_ranks_to_all_ranks():
     def rank(group):
         engine = SurvivingEngine(Curve(), SETTINGS, group)
         heard = []
@@ -289,7 +289,7 @@ def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks):
     assert {bits for _, bits in joined_by_one(SHARDED, ranks)} == {expected}
 
 
-def test_one_more_loss_on_the_way_into_the_group_finds_the_state_with_those_who_have_it(tmp_path):
+def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(tmp_path):
     engines = {}
 
     def first(group):
@@ -318,7 +318,7 @@ def test_one_more_loss_on_the_way_into_the_group_finds_the_state_with_those_who_
 
 @pytest.mark.parametrize("left", [(0, 2, 3), (1,)], ids=len)
 @pytest.mark.parametrize("breaks_off", [in_the_window, before_weights_come])
-def test_what_nobody_has_comes_from_a_checkpoint_and_until_then_nothing_kept_is_of_use(
+def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
     tmp_path, left, breaks_off
 ):
     engines, saved = {}, {}
