@@ -127,7 +127,7 @@ class Counters:
 
 
 class Group(Protocol):
-    """Ranks that talk. Formed over a store, not the framework's global default group.
+    """Ranks that communicate. Not the framework's global default group.
 
     Every method but the properties is collective: all ranks call it in the same order. A peer that
     went away raises `PeerLost`.
@@ -168,7 +168,7 @@ class Group(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSpec:
-    """All that is needed to form one generation of a group.
+    """Arguments to form one generation of a group.
 
     Attributes:
         rank, size: this rank, and how many there are.
@@ -208,7 +208,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """One micro-step's work: samples `indices` of the data set, from place `start` of the update.
+    """Work of one micro-step: samples `indices` of the data set, from place `start` of the update.
 
     `(update, start)` seeds the random numbers of the micro-step, so they do not depend on the rank.
     """
@@ -283,7 +283,7 @@ class BoundaryReport:
 
 
 class Engine(Protocol):
-    """Turns windows into updates. The loop knows nothing else of the framework."""
+    """Interface that turns windows into updates; all that the loop knows of a framework."""
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
         """Return one batch for each micro-batch, in order, fetched ahead when there are loader

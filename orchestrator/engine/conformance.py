@@ -22,7 +22,7 @@ Numbers = Sequence[Any]
 
 
 class Arrays(Protocol):
-    """Makes and reads a framework's float32 tensors."""
+    """Access to a framework's float32 tensors."""
 
     def make(self, values: Numbers, shape: Sequence[int]) -> Any:
         """Return a tensor of `shape` with `values` in row-major order."""

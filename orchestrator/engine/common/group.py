@@ -12,7 +12,7 @@ from orchestrator.errors import SilenceError
 
 
 class Silence:
-    """Refuses collectives between boundaries. One belongs to each group.
+    """Ban on collectives between boundaries. One belongs to each group.
 
     The engine's own reductions start from gradient hooks, which may run on autograd's threads; so
     the exemption is per thread, and the rule is for all of them.
@@ -57,7 +57,7 @@ class Silence:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A group's counts at one moment, for `Member.since`."""
+    """Counts of a group at one moment, for `Member.since`."""
 
     collectives: int
     bytes_handed: int

@@ -31,7 +31,7 @@ def derived_seed(purpose: str, seed: int, *place: int) -> int:
 
 
 class Clock:
-    """Each moment counts for what began last: waiting within computing is waiting."""
+    """Time accounting. Nested activities count once: waiting within computing is waiting."""
 
     def __init__(self) -> None:
         self.begin()
@@ -71,7 +71,7 @@ class Clock:
 
 
 class _During:
-    """No generator, since one is entered in every micro-step, twice."""
+    """Context of one activity. Faster than a generator, and entered twice in every micro-step."""
 
     __slots__ = ("_clock", "_what")
 

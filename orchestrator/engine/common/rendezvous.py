@@ -83,7 +83,7 @@ class Backoff:
 
 
 class Notice:
-    """One file that is published once, or a few times, as JSON.
+    """A JSON file that one rank publishes once or a few times.
 
     Args:
         node: the node's name; with the path it names the socket.

@@ -46,7 +46,7 @@ def stack(samples: Sequence[Any], floats: Any = None) -> Any:
 
 
 class Loader:
-    """Fetches and collates.
+    """Fetcher and collator of micro-batches.
 
     Args:
         floats: see `stack`.

@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(slots=True)
 class BufferPlan:
-    """One buffer in the making: its parameters in their order."""
+    """Plan of one buffer: its parameters in their order."""
 
     device: torch.device
     dtype: torch.dtype

@@ -149,7 +149,7 @@ SMALL = 4096
 
 
 class Snapshot:
-    """A checkpoint's tensors and the rest of it. Until `keep` they are those that train.
+    """A checkpoint's tensors and the rest of it. Until `keep` they are the live ones.
 
     Args:
         gathered: the state of an optimizer in shards, put together for this; None: it has none.

@@ -69,7 +69,7 @@ def unflatten(flat: Tensor, like: Tensor) -> Tensor:
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> None:
         """Return when the result is there. Raises `PeerLost` when it will never be."""
@@ -78,7 +78,7 @@ class Work(Protocol):
 
 @dataclass(slots=True)
 class CompletedWork:
-    """A collective that needed no wait, or one that has something left to do after it."""
+    """A collective that needs no wait, or one with work left to do after it."""
 
     before: Work | None = None
     after: Callable[[], object] | None = None

@@ -24,7 +24,7 @@ _STACK_BYTES = 1 << 20  # hundreds of threads are cheap when their stacks are
 
 @dataclass(slots=True)
 class _Call:
-    """One collective, as far as ranks have come to it. `give` holds one entry for each rank."""
+    """One collective in flight. `give` holds one entry for each rank that has called it."""
 
     operation: str
     give: dict[int, Any] = field(default_factory=dict[int, Any])

@@ -63,7 +63,7 @@ class _Samples(Dataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Collate:
-    """The job's own way to make a batch, torch's where it gives None."""
+    """The job's collate function, or torch's where that returns None."""
 
     own: Callable[[list[Any]], Any] | None
 

@@ -139,7 +139,7 @@ def _check_keys(make: Callable[..., Any], given: Mapping[str, Any], spelled: str
 
 
 class LearningRate:
-    """Sets an optimizer's rate, every parameter group keeping its ratio to the base rate.
+    """Learning rate of an optimizer. Every parameter group keeps its ratio to the base rate.
 
     The base is the rate in the optimizer's defaults, so `AdamW([{"params": a, "lr": 1e-4},
     {"params": b}], lr=1e-3)` trains `a` at a tenth of the schedule's rate.

@@ -93,7 +93,7 @@ def to_peer_lost(error: RuntimeError, operation: str, rank: int) -> PeerLost | N
 
 
 class TransportWork:
-    """A transport's work handle whose errors are ours. Holds the tensors until it is done.
+    """A transport's work handle with our errors. Holds the tensors until it is done.
 
     Args:
         tensors: views without other references in Python.
@@ -129,7 +129,7 @@ class TransportWork:
 
 
 class PairwiseExchange:
-    """Every rank's piece to every other, into place, for gloo.
+    """Exchange of every rank's piece with every other, in place, for gloo.
 
     In turn d each rank sends to the d-th after it while it hears from the d-th before it, which
     keeps both directions of every link busy, and no link with more than one at a time. gloo's own
@@ -190,7 +190,7 @@ The second are its pieces for all ranks."""
 
 @dataclass(slots=True, eq=False)
 class _Sum:
-    """One under way. When it is done, its room goes back to `rooms`."""
+    """One reduce-scatter in flight. When it is done, its memory goes back to `rooms`."""
 
     exchange: Work
     parts: Sequence[Tensor]

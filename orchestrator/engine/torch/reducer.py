@@ -22,7 +22,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class GradientNorm:
-    """The 2-norm of numbers that come in flat pieces, each looked at as it comes.
+    """The 2-norm of numbers that come in flat pieces, computed as they come.
 
     Norms of chunks are added up in float64: as exact as float64 throughout, at a float32's price.
     The pieces are kept until `value`, since they may have to be looked at again.
@@ -70,7 +70,7 @@ def _floats(numbers: list[Tensor]) -> list[float]:
 
 
 class BucketSender:
-    """One reduction of the buffers at a time.
+    """Sender of the buffers' buckets, for one reduction at a time.
 
     Args:
         buffers: whose payloads are summed over ranks, in place.

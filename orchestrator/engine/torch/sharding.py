@@ -113,7 +113,7 @@ class Piece:
 
 
 class OptimizerShard:
-    """See the module. Takes the place of `GradientBuffers` where an optimizer steps.
+    """One rank's shard; replaces `GradientBuffers` where the optimizer steps.
 
     Args:
         optimizer: one that `check_shardable` lets pass; from now on it holds pieces.
@@ -274,7 +274,7 @@ def _guard_state_dict(shard: OptimizerShard, optimizer: Optimizer) -> list[Remov
 
 
 class SegmentSender(BucketSender):
-    """Sends buckets as `BucketSender` does, to leave each rank with the sum of its segments.
+    """A `BucketSender` that leaves each rank with the sum of its segments.
 
     Args:
         buffers: without a trailer, padded to a multiple of the ranks.

@@ -26,7 +26,7 @@ from orchestrator.plugins import TRANSPORTS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Presence:
-    """What a rank reports when it arrives.
+    """Report of a rank at its arrival.
 
     Attributes:
         node: name of its node.
@@ -180,7 +180,7 @@ def _refuse_cpu_fallback(everyone: Sequence[Presence], lacking: str) -> None:
 
 
 class _ProcessGroupTransport(Transport):
-    """Over a process group object of torch.distributed."""
+    """A transport over a process group object of torch.distributed."""
 
     @classmethod
     @abstractmethod
@@ -203,7 +203,7 @@ class _ProcessGroupTransport(Transport):
 
 
 class Gloo(_ProcessGroupTransport):
-    """On CPUs. It listens at `spec.address` and nowhere else."""
+    """gloo on CPUs. Listens only at `spec.address`."""
 
     @classmethod
     def connect(cls, spec: GroupSpec, store: Store, device: torch.device) -> Any:
@@ -220,7 +220,7 @@ class Gloo(_ProcessGroupTransport):
 
 
 class Nccl(_ProcessGroupTransport):
-    """On NVIDIA GPUs, one a rank."""
+    """NCCL on NVIDIA GPUs, one per rank."""
 
     @classmethod
     def lacking(cls, everyone: Sequence[Presence]) -> str:
@@ -244,7 +244,7 @@ class Nccl(_ProcessGroupTransport):
 
 
 class Hccl(_ProcessGroupTransport):
-    """On Ascend NPUs, one a rank. Not tried by us: we have no NPU."""
+    """HCCL on Ascend NPUs, one per rank. Untested: there was no NPU."""
 
     @classmethod
     def lacking(cls, everyone: Sequence[Presence]) -> str:

@@ -158,7 +158,7 @@ _VALUES = methodcaller("values")
 
 
 class ModelCheck:
-    """The tree of modules and parameters of one model, as it was.
+    """Detects changes in the tree of modules and parameters of one model.
 
     Args:
         model: a module; of anything else only the parameters are looked at.
@@ -234,7 +234,7 @@ def _words(kind: _Kind) -> str:
 
 
 class OptimizerCheck:
-    """The groups of one optimizer, as they were; and what is set in them, from `keep` on."""
+    """Detects changes in the groups of one optimizer, and in their settings from `keep` on."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -368,28 +368,23 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-# ------------------------------------------------------------------
-# Invariants between a window's start and its boundary
+# ------------------------------------------------------------------ All checks of a window
 
 
 _TRAINS, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
 _COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
 
 
-class InvariantChecks:
-    """Looks at one accumulator's windows.
+class WindowChecks:
+    """All checks of one accumulator's windows.
 
     Args:
         model: what the accumulator was given.
         named: all parameters of the model, trained or not.
         trained: those that are.
-        group: the ranks.
-        silent: whether collectives on `group` are refused, and looked for.
-        advise: warn of batch norms, once, when they are in training mode.
-
-    Attributes:
-        frozen: digest of which trained parameters were frozen at this window's start.
-        training: how many of the model's layers were in training mode then.
+        optimizer, group, options: the accumulator's. With `options.silent` collectives on `group`
+            are refused and counted; with `options.advise` batch norms in training mode are warned
+            of, once.
     """
 
     def __init__(
@@ -397,20 +392,23 @@ class InvariantChecks:
         model: Any,
         named: Sequence[tuple[str, Tensor]],
         trained: Sequence[tuple[str, Tensor]],
+        optimizer: Optimizer,
         group: BaseGroup,
-        *,
-        silent: bool,
-        advise: bool,
+        options: AccumulationOptions,
     ) -> None:
-        self._trained, self._group, self._silent = trained, group, silent
-        self._same = ModelCheck(model, trained)
-        self._norms = batch_norms_of(model) if advise else {}
+        self._trained, self._group, self._silent = trained, group, options.silent
+        self._model_check, self._optimizer_check = (
+            ModelCheck(model, trained),
+            OptimizerCheck(optimizer),
+        )
+        self._replicas = replicas_of(named, group)
+        self._norms = batch_norms_of(model) if options.advise else {}
         self._advise()
         known = {id(parameter) for _, parameter in trained}
         self._others = [(name, p) for name, p in named if id(p) not in known]
         self._parameters = [parameter for _, parameter in trained]
         self._layers = list(model.modules()) if isinstance(model, Module) else []
-        self.frozen = self.training = 0.0
+        self._frozen_digest = self._layers_in_training = 0.0  # at this window's start
         self._trains = b""
         self._versions: list[int] = []
         self._sampled: tuple[str, Tensor, Tensor] | None = None
@@ -421,13 +419,14 @@ class InvariantChecks:
         """Begin a window and its silence.
 
         Raises:
-            JobError: the model is not the one any more that the accumulator was built for.
+            JobError: model or optimizer are not those that the accumulator was built for.
         """
-        self._same.check()
+        self._model_check.check()
+        self._optimizer_check.check_parameters()
         self._advise()
         trains = bytes(map(_TRAINS, self._parameters))
-        self.frozen = float(zlib.crc32(trains)) if 0 in trains else 0.0
-        self.training = float(sum(map(_TRAINING, self._layers)))
+        self._frozen_digest = float(zlib.crc32(trains)) if 0 in trains else 0.0
+        self._layers_in_training = float(sum(map(_TRAINING, self._layers)))
         for name, parameter in self._others:
             if parameter.requires_grad:
                 raise JobError(
@@ -446,7 +445,7 @@ class InvariantChecks:
     def _advise(self) -> None:
         if any(layer.training for layer in self._norms.values()):
             given = norm_advice(list(self._norms), apart=self._group.size > 1)
-            warnings.warn(given + IN_A_LOOP, stacklevel=5)
+            warnings.warn(given + IN_A_LOOP, stacklevel=4)
             self._norms = {}
 
     def micro_step(self, update: int, *, first: bool) -> None:
@@ -457,6 +456,7 @@ class InvariantChecks:
         """
         trains = bytes(map(_TRAINS, self._parameters))
         if first:
+            self._optimizer_check.keep()
             self._trains = trains
         elif trains != self._trains:
             self._refuse_frozen(trains, update)
@@ -465,7 +465,7 @@ class InvariantChecks:
         """End the window; collectives are allowed again.
 
         Raises:
-            JobError: a parameter was changed in between.
+            JobError: a parameter or a setting of the optimizer was changed in between.
             SilenceError: the transport counted collectives that did not go through our group.
         """
         self._group.silence.end()
@@ -485,6 +485,23 @@ class InvariantChecks:
                     f"{theirs - ours} collectives ran on this process group in mid-window of "
                     f"update {update}, besides the {ours} of the gradient's own reduction"
                 )
+        self._optimizer_check.check_settings(update)
+
+    def write_digests(self, trailer: Trailer, update: int, given: dict[str, float]) -> None:
+        """Write digests into the trailer: of the weights, and of this window's arguments."""
+        own = {
+            "the digest of which parameters are frozen": self._frozen_digest,
+            "the number of layers in training mode": self._layers_in_training,
+        }
+        self._replicas.write_digest(trailer, update, given | own)
+
+    def compare(self, totals: Trailer, update: int) -> None:
+        """Check the summed trailer. Raises as `Replicas.check`, on all ranks."""
+        self._replicas.check(totals, update)
+
+    def all_weights(self) -> None:
+        """Compare everything, between two windows. Collective; raises `ReplicasDiffer`."""
+        self._replicas.check_all()
 
     def _refuse_frozen(self, trains: bytes, update: int) -> None:
         name, parameter = next(
@@ -507,64 +524,3 @@ def _changed(name: str, update: int) -> JobError:
 def _some(parameter: Tensor) -> Tensor:
     """Return the first row of a parameter, which costs next to nothing to keep."""
     return parameter.detach()[:1] if parameter.dim() else parameter.detach()
-
-
-# ------------------------------------------------------------------ All checks of a window
-
-
-class WindowChecks:
-    """All checks of one accumulator's windows.
-
-    Args:
-        model: what the accumulator was given.
-        named: all parameters of the model, trained or not.
-        trained: those that are.
-        optimizer, group, options: the accumulator's.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        named: Sequence[tuple[str, Tensor]],
-        trained: Sequence[tuple[str, Tensor]],
-        optimizer: Optimizer,
-        group: BaseGroup,
-        options: AccumulationOptions,
-    ) -> None:
-        self._watch = InvariantChecks(
-            model, named, trained, group, silent=options.silent, advise=options.advise
-        )
-        self._replicas = replicas_of(named, group)
-        self._same_optimizer = OptimizerCheck(optimizer)
-
-    def begin(self, update: int) -> None:
-        """Begin a window and its silence. Raises `JobError` for changes since the last."""
-        self._watch.begin(update)
-        self._same_optimizer.check_parameters()
-
-    def micro_step(self, update: int, *, first: bool) -> None:
-        """Check a micro-step. Raises `JobError` for changes in mid-window."""
-        if first:
-            self._same_optimizer.keep()
-        self._watch.micro_step(update, first=first)
-
-    def end(self, update: int) -> None:
-        """End the window: collectives are allowed again. Raises as `InvariantChecks.end`."""
-        self._watch.end(update)
-        self._same_optimizer.check_settings(update)
-
-    def write_digests(self, trailer: Trailer, update: int, given: dict[str, float]) -> None:
-        """Write digests into the trailer: of the weights, and of this window's arguments."""
-        own = {
-            "the digest of which parameters are frozen": self._watch.frozen,
-            "the number of layers in training mode": self._watch.training,
-        }
-        self._replicas.write_digest(trailer, update, given | own)
-
-    def compare(self, totals: Trailer, update: int) -> None:
-        """Look at what came back. Raises as `Replicas.check`, on all ranks alike."""
-        self._replicas.check(totals, update)
-
-    def all_weights(self) -> None:
-        """Compare everything, between two windows. Collective; raises `ReplicasDiffer`."""
-        self._replicas.check_all()

@@ -26,7 +26,7 @@ _REMEDY = (
 
 
 class WindowState:
-    """The calls on one accumulator, in their order.
+    """State of one accumulator's window.
 
     Args:
         names: of the trained parameters, for messages.
@@ -217,7 +217,7 @@ _HOW = "each update is one turn of `for window in run.windows(...)`, ended by it
 
 
 class MicroBatchTracker:
-    """One accumulator's part in the windows of `run.windows`.
+    """Progress of one accumulator through the windows of `run.windows`.
 
     Args:
         stop: whether this rank was asked to stop; sent at every boundary.
