@@ -19,8 +19,8 @@ from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import TorchGroup, build_engine
 from orchestrator.engine.torch.engine import Snapshot, TorchEngine
-from orchestrator.rank.writing.saving import Saving
 from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.trainer.recorder import Saving
 
 AT_ONCE, BACKGROUND = "on the spot", "in the background"
 WIDTH, BATCH, WINDOWS = 3072, 32, 8

@@ -144,9 +144,9 @@ TRACKERS = Seam(
     key="tracker.kind",
     group="orchestrator.trackers",
     ours={
-        "tensorboard": "orchestrator.rank.writing.tensorboard:TensorBoard",
-        "mlflow": "orchestrator.rank.writing.mlflow:MLflow",
-        "wandb": "orchestrator.rank.writing.wandb:WandB",
+        "tensorboard": "orchestrator.trainer.tracker_tensorboard:TensorBoard",
+        "mlflow": "orchestrator.trainer.tracker_mlflow:MLflow",
+        "wandb": "orchestrator.trainer.tracker_wandb:WandB",
     },
     besides=("none",),
 )

@@ -39,7 +39,11 @@ TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engi
 OURS = ("config.composer", "cli.start", "clusters.local.cluster", "clusters.slurm.cluster",
         "report.compare", "cli.status", "cli.resume")  # fmt: skip
 NAMES = (*COMMANDS, *(f"orchestrator.{name}" for name in OURS))
-IMPORTED = {"commands": NAMES, "torch": TORCH, "runs": (*NAMES, *TORCH, "orchestrator.rank.main")}
+IMPORTED = {
+    "commands": NAMES,
+    "torch": TORCH,
+    "runs": (*NAMES, *TORCH, "orchestrator.trainer.main"),
+}
 TRAINING = ("run", "resume", "rehearse")
 
 

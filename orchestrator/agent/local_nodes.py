@@ -25,10 +25,10 @@ from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.workers import STOP_SIGNALS, BecomeWorker
 from orchestrator.lifecycle.forks import branch, ending, leave
 from orchestrator.lifecycle.prctl import die_with, name_process
-from orchestrator.rank.preload import draw_other_numbers, preload
-from orchestrator.rank.writing.rank_log import send_output_to
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.trainer.entry import draw_other_numbers, preload
+from orchestrator.trainer.rank_log import send_output_to
 
 REST_S = 0.3
 """From an agent's end to its next process: the others notice first."""
@@ -143,7 +143,7 @@ def _live(order: dict[str, Any]) -> int:
     rank = _Nodes(order).serve()
     if rank is None:
         return 0
-    from orchestrator.rank.entry import main_of
+    from orchestrator.trainer.entry import main_of
 
     name_process(f"rank {rank}")
     draw_other_numbers()

@@ -44,7 +44,7 @@ class Request:
         It writes its own log. It ends with 0, or with 3 once it has stopped on request.
         """
         return [
-            sys.executable, "-m", "orchestrator.rank", str(self.run),
+            sys.executable, "-m", "orchestrator.trainer", str(self.run),
             "--attempt", str(self.attempt),
         ]  # fmt: skip
 

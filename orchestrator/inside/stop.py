@@ -122,7 +122,7 @@ class Stop:
         if read_number(self._asked_file) == NOT_YET:
             return
         if not all(self._note(rank).exists() for rank in range(self._size)):
-            return  # who never asks is told by rank 0's parent, see `rank/program/unheeded.py`
+            return  # who never asks is told by rank 0's parent, see `trainer/program.py`
         self._after = self._calls + 1
         write_number(self._after_file, self._after)
 

@@ -24,10 +24,9 @@ from orchestrator.inside.run import Run
 from orchestrator.own_loop.options import WindowOptions, in_its_words
 from orchestrator.own_loop.saved import Saved
 from orchestrator.plan.plan import Plan
-from orchestrator.rank.loop import Cadence
-from orchestrator.rank.windows import RankWindows
-from orchestrator.rank.writing.recorder import update_line
 from orchestrator.rundir.warnings import warn
+from orchestrator.trainer.loop import Cadence, RankWindows
+from orchestrator.trainer.recorder import update_line
 
 
 class Window:

@@ -27,8 +27,8 @@ from orchestrator.config.schema import Config
 from orchestrator.engine.conformance import expect
 from orchestrator.errors import ConfigError
 from orchestrator.plugins import TRACKERS
-from orchestrator.rank.writing.tracker import Scalars, Tracker
 from orchestrator.rundir.folder import RunDir
+from orchestrator.trainer.recorder import Scalars, Tracker
 
 LOSS, ACCURACY = "train/loss", "evaluation/accuracy"
 

@@ -13,7 +13,7 @@ NODE = """
 import json, os, random, selectors, signal, sys, time
 from orchestrator.agent.workers import BecomeWorker, Workers
 from orchestrator.lifecycle.forks import ending
-from orchestrator.rank.preload import draw_other_numbers
+from orchestrator.trainer.entry import draw_other_numbers
 
 def leaves_a_child(rank):
     left, stays = sys.argv[2:4]

@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.config.job_source import check_target
 from orchestrator.errors import JobError
-from orchestrator.rank.setup import build_job
+from orchestrator.trainer.setup import build_job
 
 SOURCE = """
     import dataclasses

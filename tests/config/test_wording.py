@@ -8,7 +8,7 @@ from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer
 from orchestrator.errors import JobError, UsageError
-from orchestrator.rank.setup import build_job
+from orchestrator.trainer.setup import build_job
 
 WRONG = [
     ["optimizer.lr=0.1"],

@@ -39,7 +39,7 @@ ELSEWHERE = {
     r"sweep\.search": "twelve runs: tests/sweep/search/test_whole.py",
     r"experiment=time_and_memory": "half a minute: tests/sweep/test_plans.py plans it",
     r"accumulation\.steps=1,2": "some runs of torch: tests/end_to_end/test_runs.py",
-    r"http:|tracker=": "a server, or an extra: tests/rank/writing/test_trackers.py",
+    r"http:|tracker=": "a server, or an extra: tests/trainer/test_trackers.py",
     r"config\.reference": "tests/config/test_reference.py",
     r"completion": "writes into a shell's own files: tests/cli/test_completion.py",
 }  # fmt: skip

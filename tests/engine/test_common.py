@@ -25,7 +25,7 @@ from orchestrator.engine.common.update_policy import (
 from orchestrator.engine.torch import Accumulator, TorchGroup
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
-from orchestrator.rank.setup import engine_settings
+from orchestrator.trainer.setup import engine_settings
 
 
 def _policy(on_non_finite="stop", *, scales=False, clip_norm=None):

@@ -18,7 +18,7 @@ from orchestrator.engine.common.rendezvous import RARE_S, Notice, keep_port
 from orchestrator.engine.mindspore import rendezvous as mindspore
 from orchestrator.engine.torch import rendezvous as torch_store
 from orchestrator.lifecycle.topology import Topology
-from orchestrator.rank.program import meeting_place
+from orchestrator.trainer.program import meeting_place
 from tests.helpers import environment
 
 WAIT_S = 4.0

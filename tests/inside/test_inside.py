@@ -12,8 +12,8 @@ import pytest
 from orchestrator.inside.run import Run
 from orchestrator.inside.stop import Stop, write_number
 from orchestrator.inside.variables import ATTEMPT, NOT_YET, RANK, RUN, STOP_AFTER, STOP_ASKED, WORLD
-from orchestrator.rank.program.unheeded import PATIENCE_S, Unheeded
 from orchestrator.rundir.folder import RunDir
+from orchestrator.trainer.program import PATIENCE_S, Unheeded
 from tests.helpers import environment
 
 IMPORT = """

@@ -10,16 +10,16 @@ from orchestrator.config.composer import compose
 from orchestrator.engine.api import Framework
 from orchestrator.errors import ConfigError
 from orchestrator.plugins import CLUSTERS, FRAMEWORKS, SEAMS, TRACKERS, TRANSPORTS
-from orchestrator.rank.writing.tracker import Scalars
 from orchestrator.rundir.folder import RunDir
 from orchestrator.testing.processes import run_ranks
+from orchestrator.trainer.recorder import Scalars
 from tests.helpers import ROOT, TINY, call
 
 BASES = {
     CLUSTERS.key: "orchestrator.clusters.api.Cluster",
     TRANSPORTS.key: "orchestrator.engine.torch.transports.Transport",
     FRAMEWORKS.key: "orchestrator.engine.api.Framework",
-    TRACKERS.key: "orchestrator.rank.writing.tracker.Tracker",
+    TRACKERS.key: "orchestrator.trainer.recorder.Tracker",
 }
 CANNOT_BE_USED = {
     "raise ValueError('broken')": "cannot be imported: ValueError: broken",

@@ -24,9 +24,9 @@ from orchestrator.lifecycle.signs.last_word import all_wordless
 from orchestrator.lifecycle.signs.script_life import beat
 from orchestrator.lifecycle.stopping.departure import NODE_FAILURE
 from orchestrator.lifecycle.survival.record import GenerationRecord
-from orchestrator.rank.failure import failure_of, write_failure
 from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.srun_words import STOP_SIGNALS, task_ends
+from orchestrator.trainer.failure import failure_of, write_failure
 
 LOOK_S = 0.5
 GRACE_S = 1.0  # for those that a failed rank leaves behind, to write down what they saw

@@ -44,9 +44,9 @@ def _first_of_node(path: Path) -> None:
     watcher.
     """
     from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
-    from orchestrator.rank.attending.watcher import start_watcher
     from orchestrator.rundir.files import write_json
     from orchestrator.rundir.folder import RunDir
+    from orchestrator.trainer.slurm_watch import start_watcher
 
     attempt = int(os.environ[BASE_ATTEMPT_VARIABLE]) + int(os.environ.get(RESTARTS_VARIABLE, "0"))
     node = os.environ["SLURMD_NODENAME"]
@@ -58,7 +58,7 @@ def _first_of_node(path: Path) -> None:
 
 def watch(*words: str) -> None:
     """The process that watches a node's first rank."""
-    from orchestrator.rank.attending.watcher import watch
+    from orchestrator.trainer.slurm_watch import watch
 
     watch(*words)
 

@@ -28,10 +28,10 @@ from orchestrator.lifecycle.signs.heartbeat import read_waits
 from orchestrator.lifecycle.signs.last_word import all_wordless, ended_with
 from orchestrator.lifecycle.signs.node_watch import FINISHED
 from orchestrator.lifecycle.survival.record import GenerationRecord, to_blame
-from orchestrator.rank.remedies import MEMORY
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_progress
 from orchestrator.scheduler.srun_words import TaskEnd, task_ends
+from orchestrator.trainer.failure import MEMORY
 
 KILLED = 128 + signal.SIGKILL
 OUT_OF_MEMORY = re.compile(

@@ -49,7 +49,7 @@ class Task:
         signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would only talk
         from orchestrator.lifecycle.forks import leave
         from orchestrator.lifecycle.topology import Topology
-        from orchestrator.rank.entry import main_of
+        from orchestrator.trainer.entry import main_of
 
         run = Path(self.run)
         code = main_of(run)(run, Topology.from_env(os.environ).attempt)

@@ -6,7 +6,7 @@
 | `gone`, `joined` | who is not in it any more; newcomers, and where they listen |
 | `updates` | of one with newcomers: that were done when they came |
 | `secret`, `peers` | in the first one: what members sign with, and where they listen |
-| `code` | in the first one: the ranks' own modules (`rank/surviving/same_code.py`) |
+| `code` | in the first one: the ranks' own modules (`trainer/survival.py`) |
 
 `link` either makes the name, with all its content, or finds that somebody else's is there. That is
 all of the consensus: whoever comes second obeys. It holds on NFS, too (unlike O_EXCL of old).

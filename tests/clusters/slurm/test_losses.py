@@ -15,9 +15,9 @@ from orchestrator.errors import FENCED_RANK
 from orchestrator.lifecycle.signs.script_life import is_silent
 from orchestrator.lifecycle.stopping.departure import why_restarted
 from orchestrator.lifecycle.survival.record import GenerationRecord
-from orchestrator.rank.failure import failure_of
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import CONFIG_SECTIONS, RunDir
+from orchestrator.trainer.failure import failure_of
 
 KILLED = "srun: error: n0: tasks 0-1: Killed\n"
 

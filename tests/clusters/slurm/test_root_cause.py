@@ -25,7 +25,6 @@ from orchestrator.clusters.slurm.root_cause import blame_slurm, task_ends
 from orchestrator.clusters.slurm.watch import ending
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError
-from orchestrator.rank.failure import describe
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.metrics import ProgressWriter
 from orchestrator.scheduler.client import (
@@ -36,6 +35,7 @@ from orchestrator.scheduler.client import (
     explained,
 )
 from orchestrator.scheduler.jobs import Job, read_queue
+from orchestrator.trainer.failure import describe
 
 PARTITIONS = (
     "PartitionName=main AllowGroups=ALL Default=YES GraceTime=0 MaxNodes=UNLIMITED "

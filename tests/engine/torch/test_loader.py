@@ -15,7 +15,7 @@ from orchestrator import Job
 from orchestrator.engine.api import MicroBatch
 from orchestrator.engine.torch import loader
 from orchestrator.errors import JobError
-from orchestrator.rank.failure import describe
+from orchestrator.trainer.failure import describe
 from tests.helpers import until
 
 WORK = [

@@ -12,12 +12,12 @@ from orchestrator.lifecycle.stopping.deadline import Deadline, Notice, killed_at
 from orchestrator.lifecycle.stopping.departure import depart, script_is_gone
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
-from orchestrator.rank.attending.fenced_recorder import Guard
-from orchestrator.rank.loop import Outcome
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.scheduler.jobs import Standing
+from orchestrator.trainer.attendance import Guard
+from orchestrator.trainer.loop import Outcome
 from tests.helpers import until
 
 TERM, USR2 = signal.SIGTERM, signal.SIGUSR2

@@ -6,7 +6,7 @@ python -m orchestrator.launch tracker.kind=lines tracker.options.file=mine.jsonl
 import json
 from dataclasses import dataclass
 
-from orchestrator.rank.writing.tracker import Tracker
+from orchestrator.trainer.recorder import Tracker
 
 
 @dataclass

@@ -1,1 +1,0 @@
-"""What has to be the same on every rank, compared before training."""

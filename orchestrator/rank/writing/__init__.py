@@ -1,1 +1,0 @@
-"""What a rank writes down."""

@@ -1,0 +1,625 @@
+"""A rank's word to those that survive with it, and what its job needs of them under a scheduler.
+
+The batch script goes with its node, and ranks of other nodes survive that. Nobody would end the job
+then, or hand it back to the queue, so the lowest of them does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
+from orchestrator.engine.api import BoundaryReport, Engine, Window
+from orchestrator.engine.common.waiting import for_others
+from orchestrator.errors import (
+    EXIT_FAILED,
+    ClusterError,
+    Fenced,
+    NoWayOn,
+    PeerLost,
+    RankHangs,
+    StopRequested,
+)
+from orchestrator.lifecycle.signs.heartbeat import Heartbeat
+from orchestrator.lifecycle.signs.last_word import say_last_word, wordless
+from orchestrator.lifecycle.signs.node_watch import FAILED
+from orchestrator.lifecycle.signs.script_life import is_silent
+from orchestrator.lifecycle.signs.signs_of_life import Life, link_to_supervisor
+from orchestrator.lifecycle.signs.standstill import Patience
+from orchestrator.lifecycle.stopping.deadline import Deadline, Notice
+from orchestrator.lifecycle.stopping.departure import (
+    ask_for_requeue,
+    ask_standing,
+    await_verdict,
+    depart,
+    first_to_leave,
+    goes_on,
+    hand_back,
+    leave_silent_node,
+    leave_without,
+    left_now,
+    requeues,
+    scheduler,
+    script_is_gone,
+)
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
+from orchestrator.lifecycle.topology import Topology
+from orchestrator.rundir.checkpoints import Fence
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn
+from orchestrator.trainer.failure import failure_of, write_failure
+from orchestrator.trainer.loop import Attended, Outcome
+from orchestrator.trainer.loop import Recorder as LoopRecorder
+from orchestrator.trainer.recorder import Recorder, Silent, restart_note
+from orchestrator.trainer.slurm_watch import Limits, heed_signals, look_beside
+
+
+class Left(Protocol):
+    """See `Survivors`. `place`: this rank's number among them, and how many they are."""
+
+    place: tuple[int, int]
+
+    @property
+    def nodes_gone(self) -> set[int]: ...
+    def end(self, word: str) -> None: ...
+
+
+class ThoseLeft:
+    """One rank's."""
+
+    def __init__(self, run: RunDir, attempt: int, topology: Topology) -> None:
+        self._run, self._attempt, self._topology = run, attempt, topology
+        self._left: Left | None = None
+        self._handed_back = False
+
+    def begin(self, left: Left) -> None:
+        """From now on losses are survived."""
+        self._left = left
+
+    @property
+    def go_on(self) -> bool:
+        """Whether losses are survived."""
+        return self._left is not None
+
+    def hear(self, word: str) -> None:
+        """This rank's last word: without it they would go on without this rank."""
+        if self._left is not None:
+            self._left.end(word)
+
+    @property
+    def first_node_gone(self) -> bool:
+        """Whether nobody is left on the node that the batch script is on, under a scheduler."""
+        scheduled = self._topology.scheduled
+        return scheduled and self._left is not None and 0 in self._left.nodes_gone
+
+    def hand_back(self) -> None:
+        """The job, to the queue."""
+        self._handed_back = True
+        hand_back(self._topology.job_id)
+
+    def stand_in_for_script(self, *, timeout_s: float, requeue: bool) -> None:
+        """On the lowest rank, at its end, where the script is gone: what it would do now. A job
+        whose run has ended is cancelled, since nothing else ends it; any other begins again.
+
+        Args:
+            timeout_s: takes so long to find that out.
+            requeue: whether the job may begin again.
+        """
+        leads = self._left is not None and self._left.place[0] == 0
+        if self._handed_back or not leads or not self.first_node_gone:
+            return
+        if not is_silent(self._run, self._attempt, timeout_s):
+            return
+        print("the batch script went with its node; this rank does its part", flush=True)
+        run, job = self._run, self._topology.job_id
+        try:
+            if run.read_result() is not None or run.cancel.exists() or not requeue:
+                scheduler().must("scancel", job)
+                return
+            first_to_leave(run, self._attempt, left_now("its batch script went with its node"))
+            ask_for_requeue(scheduler(), job)
+        except ClusterError as error:
+            print(f"error: {error}", flush=True)
+
+
+# ----------------------------------------------------------------------
+# What stands between the loop and rank 0's record under a scheduler: the fence, and the clock.
+
+RECENT = 5
+LOOK_S = 1.0
+SAVE_MARGIN = 1.5
+LEAST_SAVE_S = 0.5
+
+
+class Guard:
+    """Rank 0's: a recorder around the recorder.
+
+    Args:
+        hurry: gives how long after a stop signal the scheduler waits before it kills, in seconds;
+            None when there is no haste.
+        cancelled: whether the run was told to stop for good; asked once a second at the most.
+        outcome: where the run stands, as the loop has it.
+    """
+
+    def __init__(
+        self,
+        inner: Recorder,
+        *,
+        fence: Fence,
+        stop: StopFlag,
+        hurry: Callable[[], float | None],
+        cancelled: Callable[[], bool] = lambda: False,
+        outcome: Outcome,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._inner, self._fence, self._stop = inner, fence, stop
+        self._hurry, self._cancelled, self._clock = hurry, cancelled, clock
+        self._looked = -LOOK_S
+        self._outcome = outcome
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._save_s = LEAST_SAVE_S
+        self._began = clock()
+        self._warned = False
+
+    def micro_step(self, update: int, done: int, steps: int) -> None:
+        self._inner.micro_step(update, done, steps)
+        if done == 0:
+            self._began = self._clock()
+        if done == steps:
+            self._look_for_cancel()
+        if not self._stop.requested or done == steps:
+            return
+        grace_s = self._hurry()
+        if grace_s is None or not self._too_late(done, steps, self._stop.time + grace_s):
+            return
+        lost, there = "", self._outcome
+        if there.updates and self._inner.can_save():
+            self.checkpoint(there.updates, there.samples)
+            self._inner.settle()
+        elif there.updates:
+            lost = "; what came after the newest checkpoint is lost, since the optimizer is sharded"
+        raise StopRequested(
+            f"left inside update {update}: its boundary would have come after the grace of "
+            f"{grace_s:g} s{lost}"
+        )
+
+    def _look_for_cancel(self) -> None:
+        now = self._clock()
+        if now - self._looked >= LOOK_S:
+            self._looked = now
+            self._stop.asked = self._stop.asked or self._cancelled()
+
+    def _too_late(self, done: int, steps: int, deadline: float) -> bool:
+        """Whether the boundary, and a checkpoint after it, would come after the deadline.
+
+        Where nothing could be saved by leaving now, the boundary is hoped for up to the last
+        micro-step that can be done in time.
+        """
+        now = self._clock()
+        step_s = (now - self._began) / done if done else 0.0
+        if not self._inner.can_save():
+            return now + step_s + LEAST_SAVE_S > deadline
+        ends = self._began + max(self._recent, default=0.0)
+        return max(ends, now + step_s * (steps - done)) + SAVE_MARGIN * self._saving_s > deadline
+
+    def boundary(
+        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
+    ) -> None:
+        self._fence.check()
+        self._inner.boundary(window, report, epoch=epoch, update_s=update_s)
+        self._recent.append(update_s)
+        grace_s = self._hurry() if not self._warned else None
+        if grace_s is not None and update_s > grace_s:
+            self._warned = True
+            warn(
+                f"an update takes {update_s:.1f} s, longer than the {grace_s:g} s "
+                f"that the scheduler gives after a signal: a stop will lose the window under way; "
+                f"a larger cluster.signal_ahead_s or fewer accumulation.steps would avoid that"
+            )
+
+    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None:
+        self._fence.check()
+        self._inner.evaluation(update, epoch, figures)
+
+    def checkpoint(self, updates: int, samples: int) -> None:
+        self._fence.check()
+        began = self._clock()
+        self._inner.checkpoint(updates, samples)
+        self._save_s = max(LEAST_SAVE_S, self._clock() - began)
+
+    @property
+    def _saving_s(self) -> float:
+        return max(self._save_s, self._inner.save_s)
+
+
+class Follower(Silent):
+    """Every other rank's: leaves inside a window once rank 0 has."""
+
+    def __init__(self, stop: StopFlag, departure: Path) -> None:
+        self._stop, self._departure = stop, departure
+
+    def micro_step(self, update: int, done: int, steps: int) -> None:
+        if self._stop.requested and done < steps and self._departure.exists():
+            raise StopRequested(f"left inside update {update}, as rank 0 did")
+
+
+# ----------------------------------------------------------------------
+# Where the seconds of a few windows went, on every rank: what a page draws as a timeline.
+
+LATEST = 1024  # windows that a rank keeps, beside the first
+Row = tuple[int, tuple[float, ...]]  # an update, and its seconds in the order of `PARTS`
+KINDS = ("first", "typical", "slowest", "last")
+PARTS = ("compute_s", "wait_s", "optimizer_s", "update_s")
+NONE = -1  # in the place of an update
+
+
+class RankTimes:
+    """One rank's, of one attempt.
+
+    Args:
+        file: where rank 0 writes what all ranks tell; None on the others.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._first: Row | None = None
+        self._latest = deque[Row](maxlen=LATEST)
+        self._meetings = 0
+        self._found: dict[str, dict[str, Any]] = {}  # rank 0's
+
+    def window(self, report: BoundaryReport, update_s: float) -> None:
+        """A window is over, which took so many seconds from its first micro-step on."""
+        row = (report.update, (report.compute_s, report.wait_s, report.optimizer_s, update_s))
+        if self._first is None:
+            self._first = row
+        else:
+            self._latest.append(row)
+
+    def together(self, engine: Engine, *, last: bool) -> None:
+        """All ranks are between the same two windows. Collective; mostly it does nothing."""
+        self._meetings += 1
+        seldom = not self._meetings & (self._meetings - 1)  # a power of two
+        if self._first is None or not (seldom or last):
+            return
+        rows = list(self._latest) or [self._first]
+        chosen = [int(update) for update in engine.gather(self._choice(self._first, rows))[0]]
+        mine = dict([self._first, *rows])
+        unknown = (math.nan,) * len(PARTS)
+        told = engine.gather([s for update in chosen for s in mine.get(update, unknown)])
+        if self._file is not None:
+            self._take(chosen, told)
+            self._write(self._file)
+
+    def _choice(self, first: Row, rows: Sequence[Row]) -> list[float]:
+        """An update for each of `KINDS`, or `NONE` to leave what was found; rank 0's counts."""
+        by_length = sorted(rows, key=_length)
+        slowest, typical = by_length[-1], by_length[len(by_length) // 2]
+        before = self._found.get("slowest")
+        exceeded = before is None or _length(slowest) > before["update_s"][0]
+        chosen = (
+            None if "first" in self._found else first,
+            typical,
+            slowest if exceeded else None,
+            rows[-1],
+        )
+        return [float(NONE if one is None else one[0]) for one in chosen]
+
+    def _take(self, chosen: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
+        for place, (kind, update) in enumerate(zip(KINDS, chosen, strict=True)):
+            if update == NONE:
+                continue
+            columns = {
+                part: [round(row[place * len(PARTS) + number], 6) for row in rows]
+                for number, part in enumerate(PARTS)
+            }
+            self._found[kind] = {"kind": kind, "update": update, **columns}
+
+    def _write(self, file: Path) -> None:
+        try:
+            write_json(file, {"windows": [self._found[k] for k in KINDS if k in self._found]})
+        except OSError as error:  # a picture less; what is trained is worth more
+            why = error.strerror or str(error)
+            warn(f"{file.name} could not be written: {why}", kind="timeline not written")
+
+
+def _length(row: Row) -> float:
+    return row[1][-1]
+
+
+# ----------------------------------------------------------------------
+# Where in the loop a rank is, and how long it took: a recorder around the recorder.
+
+
+class Placed:
+    """Marks each place for the signs of life, as the loop comes to it. Every rank has one.
+
+    Args:
+        waits_unmarked: the transport's collectives return before they are done (accelerators), so
+            that a rank may wait for others anywhere in a boundary.
+    """
+
+    def __init__(
+        self, inner: LoopRecorder, life: Life, times: RankTimes, *, waits_unmarked: bool
+    ) -> None:
+        self._inner, self._life, self._waits_unmarked = inner, life, waits_unmarked
+        self._times = times
+
+    def micro_step(self, update: int, done: int, steps: int) -> None:
+        if done < steps:
+            self._life.at("micro-step %d of %d of update %d", done + 1, steps, update + 1)
+        else:
+            self._life.at("the boundary of update %d", update + 1, waits=self._waits_unmarked)
+        self._inner.micro_step(update, done, steps)
+
+    def boundary(
+        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
+    ) -> None:
+        self._life.at("what follows update %d (records, evaluation, checkpoint)", window.update + 1)
+        self._times.window(report, update_s)
+        self._inner.boundary(window, report, epoch=epoch, update_s=update_s)
+
+    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None:
+        self._inner.evaluation(update, epoch, figures)
+
+    def checkpoint(self, updates: int, samples: int) -> None:
+        self._inner.checkpoint(updates, samples)
+
+    def together(self, engine: Engine, *, last: bool) -> None:
+        self._times.together(engine, last=last)
+
+
+# ----------------------------------------------------------------------
+# What a rank does beside training: signs of life, and under a scheduler the fence and its way out.
+
+KILL_WAIT_S = 60.0
+WAITS_UNMARKED = ("nccl", "hccl")
+OTHERS_FIRST_S = 3.0  # a rank's own node knows more of it than the next node does
+
+
+class Attendance:
+    """One rank's. `begin` before the ranks meet, `end` however it ends."""
+
+    def __init__(self, run: RunDir, attempt: int, topology: Topology, stop: StopFlag) -> None:
+        self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
+        self._failure: dict[str, Any] | None = None
+        link = link_to_supervisor()
+        self.life = self._life = Life(
+            run.rank_log(topology.rank), link, self._hang, self._behind,
+            watched_only=topology.scheduled,
+        )  # fmt: skip
+        self._life.on_message(self._heed_stop)
+        self._life.begin()
+        self._unheard = link is None or topology.scheduled  # under SLURM its watcher dies with it
+        self._fence = Fence(run.newest_attempt, attempt)
+        self._heartbeat: Heartbeat | None = None
+        self._requeue, self._timeout_s, self._ahead_s = True, 0.0, 0.0
+        self._left = ThoseLeft(run, attempt, topology)
+        # Writes, and decides what one rank has to.
+        self.leads = topology.rank == 0 and not topology.replaces
+        self._asking = threading.Lock()  # held while the scheduler is asked to start us again
+
+    def _heed_stop(self, message: dict[str, Any]) -> None:
+        if "stop" in message:
+            self._stop.take(signal.Signals[message["stop"]])
+
+    def begin(self, config: Config) -> None:
+        """Publish this attempt, start to beat. Raises `Superseded` when a newer one has begun."""
+        self._requeue = requeues(config.cluster.requeue, config.cluster.allocation)
+        self._timeout_s = config.cluster.heartbeat_timeout_s
+        self._ahead_s = float(config.cluster.signal_ahead_s or SIGNAL_AHEAD_S)
+        topology = self._topology
+        if not topology.scheduled:
+            self._life.expect(Patience.of(config.cluster))
+            return
+        limits = Limits(self._timeout_s, config.cluster.hang_timeout_s, self._requeue)
+        beside = look_beside(self._run, self._attempt, topology, limits, self._life.seen)
+        self._life.expect(Patience.of(config.cluster), beside)
+        if topology.rank == 0:
+            self._fence.take()
+        heed_signals(self._run, self._attempt, self._last_word)
+        if topology.local_rank == 0:
+            self._heartbeat = Heartbeat(
+                partial(self._run.heartbeat, self._attempt),
+                node_index=topology.node_index,
+                nodes=topology.nodes,
+                timeout_s=self._timeout_s + OTHERS_FIRST_S,
+                on_silence=self._node_is_silent,
+                superseded=self._vanish_if_superseded,
+                waits=lambda: self._life.seen().waits,
+            ).start()
+
+    def _hang(self, sentence: str, stack: str) -> None:
+        """From the thread of `Life`: this rank gets nowhere, and never will."""
+        error = RankHangs(sentence)
+        error.add_note(f"its stack:\n{stack}")
+        print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)
+        self.failed(error)
+        self._last_word(FAILED)
+        os._exit(EXIT_FAILED)
+
+    def recorder(self, inner: Recorder | Silent, outcome: Outcome, *, transport: str) -> Attended:
+        """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
+        writes = isinstance(inner, Recorder)
+        begins = outcome.done is None and not outcome.returned
+        self.leads = writes
+        guarded = self._guarded(inner, outcome, begins=begins)
+        times = RankTimes(self._run.timeline(self._attempt) if writes else None)
+        return Placed(guarded, self._life, times, waits_unmarked=transport in WAITS_UNMARKED)
+
+    def _guarded(self, inner: Recorder | Silent, outcome: Outcome, *, begins: bool) -> LoopRecorder:
+        if isinstance(inner, Recorder) and self._attempt and begins:
+            note = restart_note(self._run, self._attempt, self._topology, outcome.updates)
+            inner.note["restart"] = note
+            write_json(self._run.restart(self._attempt), note)
+        if not self._topology.scheduled:
+            return inner
+        if isinstance(inner, Silent):
+            return Follower(self._stop, self._run.departure(self._attempt))
+        cancelled = self._run.cancel.exists
+        return Guard(
+            inner,
+            fence=self._fence,
+            stop=self._stop,
+            hurry=lambda: self._deadline.grace_s() if self._requeue and not cancelled() else None,
+            cancelled=cancelled,
+            outcome=outcome,
+        )
+
+    @cached_property
+    def _deadline(self) -> Deadline:
+        notice = Notice.read(self._run.read_submission(), self._ahead_s)
+        return Deadline(self._stop, notice, lambda: ask_standing(self._topology.job_id))
+
+    def allow_result(self) -> None:
+        """Raises `Superseded` when result.json is another attempt's to write."""
+        if self._topology.scheduled:
+            self._fence.check()
+
+    def leave(self, updates: int | None) -> bool:
+        """After a stop, on rank 0: whether the run goes on later; its departure is noted then."""
+        if not goes_on(self._run, self._topology, requeue=self._requeue):
+            return False
+        self._fence.check()
+        gone = script_is_gone(self._topology)  # SLURM then ends the ranks
+        why = "its batch script was killed" if gone else self._why_stopped()
+        if self._left.first_node_gone:
+            why += "; its first node was gone"
+        depart(self._run, self._attempt, why, updates)
+        if gone or self._left.first_node_gone:  # the script perhaps with it; there is little time
+            self._left.hand_back()
+        return True
+
+    def _why_stopped(self) -> str:
+        """By who leads, with the scheduler's word: one question a run, however many ranks leave."""
+        if self.leads:
+            return self._deadline.why(self._topology.restarts)
+        return self._stop.words
+
+    def why_for_good(self) -> str | None:
+        """Why a stop on rank 0 ends the run, although nobody asked for its end; None if one did."""
+        run, told = self._run, "{}; with cluster.requeue=false it does not start again"
+        queued = self._topology.scheduled and not run.read_submission().get("held")
+        return told.format(self._why_stopped()) if queued and not run.cancel.exists() else None
+
+    def excused(self, error: BaseException) -> bool:
+        """Whether an error only shows that the attempt is ending in order. Waits to find out."""
+        if not isinstance(error, PeerLost) or isinstance(error, Fenced):
+            return False
+        if not self._topology.scheduled:
+            return False
+        if isinstance(error, NoWayOn):
+            return self._requeue and leave_without(self._run, self._attempt, error)
+        with for_others():
+            return await_verdict(
+                self._run, self._attempt, self._stop, self._timeout_s, survive=self._left.go_on
+            )
+
+    def restarted(self) -> None:
+        """A program begins: on rank 0, why again, where this is not its first attempt."""
+        if self._attempt and self._topology.rank == 0:
+            note = restart_note(self._run, self._attempt, self._topology, 0)
+            write_json(self._run.restart(self._attempt), note)
+
+    def at_a_program(self) -> None:
+        """The main thread waits for a program, for as long as it takes."""
+        self._life.at("its program", waits=True)
+
+    def stands_before(self, since: float | None) -> None:
+        """This rank's program has not come to where the others would meet it; None: it has."""
+        said = None
+        if since is not None:
+            at = "and has not opened the port where the ranks meet"
+            where = "the start of its program"
+            said = {"where": where, "since": since, "at": at, "stack": []}
+        self._life.tell_behind(said)
+        self._behind(said)
+
+    def goes_on_with(self, left: Left) -> None:
+        """From now on losses are survived. They hear this rank's last word before it ends: they
+        would go on without it; and they miss who falls silent.
+        """
+        self._left.begin(left)
+        if self._heartbeat is not None:
+            self._heartbeat.watch_nobody()
+
+    def at_the_end(self) -> None:
+        """The loop is done; what follows is the result, and goodbye."""
+        self._life.at("the end (result, goodbye to the others)")
+
+    def failed(self, error: BaseException) -> None:
+        """Record what ended this rank."""
+        self._left.hear(FAILED)
+        self._failure = failure_of(self._topology.rank, self._topology.node, error)
+        if not isinstance(error, Fenced):  # the others go on
+            write_failure(self._run, self._attempt, self._failure)
+
+    def end(self, word: str) -> None:
+        """The last word: how this rank ended. Returns once a request to start again, if one is
+        under way, was heard: with this process it would be lost, and srun would wait for the silent
+        node for ever.
+        """
+        self._left.hear(word)
+        if self._heartbeat is not None:
+            self._heartbeat.end()
+        with self._asking:
+            pass
+        self._left.stand_in_for_script(timeout_s=self._timeout_s, requeue=self._requeue)
+        self._last_word(word)
+
+    def _last_word(self, word: str) -> None:
+        self._life.say(word, self._failure)
+        if self._unheard:
+            say_last_word(self._attempt, word)
+
+    def _node_is_silent(self, node_index: int) -> None:
+        if lost := wordless(self._run, self._attempt):  # not the node: its rank is to blame
+            print(f"error: rank {lost[0]} on {lost[1]} ended without a word", flush=True)
+            self._last_word(FAILED)
+            os._exit(EXIT_FAILED)
+        with self._asking:
+            try:
+                leave_silent_node(
+                    self._run, self._attempt, self._topology, node_index, requeue=self._requeue
+                )
+            except ClusterError as error:  # no scontrol in a container: the batch script may do it
+                print(f"error: {error}", flush=True)
+                os._exit(EXIT_FAILED)
+        threading.Event().wait(KILL_WAIT_S)  # the scheduler ends us long before
+        os._exit(EXIT_FAILED)
+
+    def _behind(self, said: dict[str, Any] | None) -> None:
+        """From the thread of `Life`: for who is to say whose fault it is that others fail."""
+        path = self._run.behind(self._attempt, self._topology.rank)
+        try:
+            if said is None:
+                path.unlink(missing_ok=True)
+            elif self._topology.scheduled:
+                own = {"rank": self._topology.rank, "node": self._topology.node}
+                since = time.time() - (time.monotonic() - said["since"])
+                write_json(path, {**said, **own, "since": since})
+        except OSError as error:
+            print(f"that could not be recorded: {error}", flush=True)
+
+    def _vanish_if_superseded(self) -> bool:
+        superseded = self._fence.is_stale
+        if superseded:
+            self._vanish()
+        return superseded
+
+    def _vanish(self) -> None:
+        print(
+            f"error: a newer attempt than {self._attempt} has begun; this one was forgotten by the "
+            f"scheduler and ends",
+            flush=True,
+        )
+        os._exit(EXIT_FAILED)

@@ -1,0 +1,152 @@
+"""What to do about errors of people's jobs, by the error's own words.
+
+A job was mostly written for another loop, which began a process group, moved batches and called
+backward. The errors that remain of it are Python's and torch's, and lead nowhere in this one.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+import traceback
+from typing import Any
+
+from orchestrator.errors import (
+    EXIT_FAILED,
+    OrchestratorError,
+    PeerLost,
+    RankHangs,
+    RanksMissing,
+    ReplicasDiffer,
+    UsageError,
+    words_of,
+)
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+
+MEMORY = "more accumulation.steps make the micro-batches smaller"
+_BY_WORDS = (
+    ("out of memory", MEMORY),  # CUDA's
+    ("t allocate memory", MEMORY),  # torch's own on a CPU, and the kernel's
+    (
+        "Default process group has not been initialized",
+        (
+            "there is no default process group here, since each run has a group of its own: a job "
+            "needs neither torch.distributed nor DistributedDataParallel, as the boundary reduces"
+        ),
+    ),
+    (
+        "env:// rendezvous",
+        "ranks have met already when a job begins: leave init_process_group() out",
+    ),
+    (
+        "backward through the graph a second time",
+        "loss() only returns the loss, and the engine calls backward(): leave loss.backward() out",
+    ),
+    (
+        "Torch not compiled with CUDA enabled",
+        "the engine moves model and batches to where a rank computes: leave .cuda() out",
+    ),
+    ("Cannot copy out of meta tensor", "model() must give a model with numbers (to_empty)"),
+    ("EOF when reading a line", "ranks have no terminal to read from"),
+)
+_BY_KIND = {
+    "MemoryError": MEMORY,
+    "BdbQuit": "ranks have no terminal for a debugger: leave breakpoint() out, or call the job's "
+    "methods in a script of your own",
+    "SystemExit": "something in the job ended the process: sys.exit() or exit()",
+}
+
+
+def remedy(error: BaseException) -> str | None:
+    """A sentence for who wrote the job; None for an error that tells nothing of this place.
+
+    >>> remedy(ValueError("Default process group has not been initialized, please …"))[:33]
+    'there is no default process group'
+    """
+    text = words_of(error)
+    by_words = (sentence for words, sentence in _BY_WORDS if words in text)
+    by_kind = (_BY_KIND.get(kind.__name__) for kind in type(error).__mro__)
+    return next(by_words, None) or next(filter(None, by_kind), None)
+
+
+# ----------------------------------------------------------------------
+# What a failing rank leaves behind, so that the run can say who failed first and why.
+
+
+def describe(error: BaseException) -> str:
+    """The cause in one line or a few: our own errors as they are, others with their type's name."""
+    if told := _loader_worker(error):
+        return told
+    text = words_of(error)
+    if isinstance(error, OrchestratorError):
+        return text
+    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    told_how = remedy(error)
+    return told if told_how is None else f"{told} ({told_how})"
+
+
+MOST_OF_TRACEBACK = 64 * 1024
+_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)")
+_BY_SIGNAL = re.compile(r"killed by signal: (.*?)\.")
+_REMEDIES = {
+    "SIGKILL": ", mostly by the kernel, for want of memory: fewer train.loader_workers, or a "
+    "smaller accumulation.micro_batch, need less",
+    "SIGBUS": ", mostly for want of shared memory (/dev/shm): fewer train.loader_workers need less",
+}
+
+
+def _loader_worker(error: BaseException) -> str | None:
+    """A sentence about a loader's process that ended, where that is what happened: torch tells it
+    in an error of its own, raised wherever the rank happens to be, and says more in its cause.
+    """
+    found: list[tuple[str, str]] = []
+    one: BaseException | None = error
+    while one is not None:
+        if match := _WORKER.match(words_of(one)):
+            found.append((match[1], match[2]))
+        one = one.__cause__ or one.__context__
+    if not found:
+        return None
+    names = {signal.strsignal(number): number.name for number in signal.Signals}
+    for pid, what in found:
+        if killed := _BY_SIGNAL.search(what):
+            name = names.get(killed[1], killed[1])
+            remedy = _REMEDIES.get(name, "; what it said last is in this rank's log")
+            return f"a loader worker of this rank (process {pid}) was killed by {name}{remedy}"
+    pid, what = found[-1]
+    ended = what.partition(".")[0]
+    return f"a loader worker of this rank (process {pid}) {ended}; the log has what it said last"
+
+
+def exit_code(error: BaseException) -> int:
+    return error.exit_code if isinstance(error, OrchestratorError) else EXIT_FAILED
+
+
+def failure_of(rank: int, node: str, error: BaseException) -> dict[str, Any]:
+    """What is kept of a rank's failure.
+
+    `secondary`: it failed only because a peer did, or differed. `hangs`: it got nowhere.
+    """
+    others = isinstance(error, ReplicasDiffer) and rank not in error.ranks
+    return {
+        "rank": rank,
+        "node": node,
+        "time": time.time(),
+        "cause": describe(error),
+        "usage": isinstance(error, UsageError),
+        "secondary": others or isinstance(error, PeerLost | RanksMissing),
+        "hangs": isinstance(error, RankHangs),
+        "exit_code": exit_code(error),
+        "traceback": "".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
+    }
+
+
+def write_failure(run: RunDir, attempt: int, failure: dict[str, Any]) -> None:
+    """Into the attempt's folder. Where that is full or gone, it is all in the last word."""
+    try:
+        write_json(run.failure(attempt, failure["rank"]), failure)
+    except OSError as error:
+        print(f"the failure could not be recorded: {error}", file=sys.stderr)

@@ -1,0 +1,264 @@
+"""Where a program's ranks meet: a port of the first node, told through the run folder.
+
+torchrun would look for a free port and let go of it, and another run may take it before the program
+does. Here it is kept for as long as the program runs (`listening.keep_port`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.job_source import script_of
+from orchestrator.config.program import Program
+from orchestrator.engine.common.rendezvous import Notice, keep_port
+from orchestrator.errors import ClusterError, RanksMissing, RendezvousError, StopRequested
+from orchestrator.inside.variables import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
+from orchestrator.lifecycle.topology import COPIES_VARIABLE, OUTER_PATH_VARIABLE, Topology
+from orchestrator.rundir.folder import RunDir
+from orchestrator.start_from_copy import PLACE_VARIABLE
+
+
+@dataclass(slots=True)
+class MeetingPlace:
+    """An address and a port; on rank 0 what keeps the port."""
+
+    address: str
+    port: int
+    keeper: socket.socket | None = None
+    scheduler: Any = field(default=None)
+
+    def close(self) -> None:
+        if self.keeper is not None:
+            self.keeper.close()
+        if self.scheduler is not None:
+            self.scheduler.end()
+
+
+def host(path: Path, topology: Topology, style: str, timeout_s: float) -> MeetingPlace:
+    """On rank 0: find the port, publish it at `path`. Raises `RendezvousError`: not our address."""
+    notice = Notice(path, node=topology.node, first=True)
+    if style == "mindspore":
+        engine = importlib.import_module("orchestrator.engine.mindspore.rendezvous")
+        scheduler = engine.Scheduler(topology.address, topology.size, timeout_s)
+        place = MeetingPlace(topology.address, scheduler.port, scheduler=scheduler)
+    else:
+        try:
+            keeper = keep_port(topology.address)
+        except OSError as error:
+            raise RendezvousError(
+                f"rank 0 cannot use its address {topology.address}: {error.strerror}; it must be "
+                f"an address of this node (cluster.interface chooses it)"
+            ) from error
+        place = MeetingPlace(topology.address, int(keeper.getsockname()[1]), keeper=keeper)
+    notice.publish({"address": place.address, "port": place.port})
+    return place
+
+
+def find(
+    path: Path, topology: Topology, timeout_s: float, stopped: Callable[[], bool]
+) -> MeetingPlace:
+    """On other ranks: wait until rank 0 has published it.
+
+    Raises:
+        RanksMissing: it has not within `timeout_s`.
+        StopRequested: asked to stop meanwhile.
+    """
+    notice = Notice(path, node=topology.node, first=topology.local_rank == 0)
+    until = time.monotonic() + timeout_s
+    while (told := notice.wait()) is None:
+        if stopped():
+            raise StopRequested("asked to stop before the program began")
+        if time.monotonic() > until:
+            raise RanksMissing(
+                f"rank 0 did not begin within {timeout_s:g} s (cluster.rendezvous_timeout_s)"
+            )
+    return MeetingPlace(str(told["address"]), int(told["port"]))
+
+
+# ----------------------------------------------------------------------
+# What a program is told: its command line and its variables, exactly as its own launcher would.
+
+HIDDEN = (
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",
+    "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_TASKS_PER_NODE", "SLURM_GTIDS",
+)  # fmt: skip
+HIDDEN_FAMILIES = ("PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "SUBMITIT_")
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torchrun sets it where nobody has
+OURS = "ORCHESTRATOR_"
+DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """One start of a rank's program.
+
+    Attributes:
+        place: where the ranks meet; None in plain style.
+        error_file: where a program says what it raised, if it is written to.
+        restarts, most_restarts: how often the run began again, and how often it may.
+    """
+
+    program: Program
+    topology: Topology
+    place: MeetingPlace | None
+    run: RunDir
+    error_file: Path
+    attempt: int
+    most_restarts: int
+    timeout_s: float
+
+
+def command_line(program: Program, copies: Mapping[Path, Path]) -> list[str]:
+    """What is executed, a script or module in the copy of the code where there is one."""
+    python = [sys.executable, "-u"]
+    if program.is_module:
+        # Python would begin its path with the working folder, whose files may have been edited.
+        own = ["-P"] if copies else []
+        return [*python, *own, "-m", program.target, *program.words]
+    script = script_of(program)
+    if script is None:
+        return [program.target, *program.words]
+    start = str(in_copy(script, copies))
+    return [*(python if script.suffix == ".py" else []), start, *program.words]
+
+
+def in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:
+    """Where a path of the user's lies in the copy of the code; itself where that has it not."""
+    for root, copy in copies.items():
+        if path.is_relative_to(root) and (found := copy / path.relative_to(root)).exists():
+            return found
+    return path
+
+
+def copies_of(env: Mapping[str, str]) -> dict[Path, Path]:
+    """Each source folder's copy on this node, as the batch script says; none for a local run."""
+    names: dict[str, str] = json.loads(env.get(COPIES_VARIABLE, "{}"))
+    return {Path(root): Path(env[PLACE_VARIABLE], name) for root, name in names.items()}
+
+
+def environment(
+    env: Mapping[str, str], start: Start, copies: Mapping[Path, Path]
+) -> dict[str, str]:
+    """All variables of the program.
+
+    Args:
+        env: of this rank.
+
+    Raises:
+        ClusterError: each rank is to see a device of its own, and the node has fewer.
+    """
+    hide = start.program.style != "plain"
+    found = {
+        name: value
+        for name, value in env.items()
+        if not name.startswith(OURS)
+        and not (hide and (name in HIDDEN or name.startswith(HIDDEN_FAMILIES)))
+    }
+    if hide and "SLURM_JOB_ID" in found:
+        found["SLURM_JOB_NAME"] = "interactive"  # else Lightning takes SLURM's word, and requeues
+    _search_path(found, env, start.program, copies)
+    _devices(found, start)
+    launcher = _msrun if start.program.style == "mindspore" else _torchrun
+    told = launcher(start, start.place) if start.place else {}
+    return {NCCL_ERRORS: "1", **found, **told, **_ours(start)}
+
+
+def _ours(start: Start) -> dict[str, str]:
+    topology = start.topology
+    return {
+        RUN: str(start.run.path), ATTEMPT: str(start.attempt),
+        RANK: str(topology.rank), WORLD: str(topology.size), SIGNAL: start.program.stop_signal,
+        WARNINGS: str(start.run.warnings(start.attempt, topology.node_index)),
+    }  # fmt: skip
+
+
+def _search_path(
+    found: dict[str, str], env: Mapping[str, str], program: Program, copies: Mapping[Path, Path]
+) -> None:
+    """The user's own PYTHONPATH, in the copies where there are any; a batch script has put ours
+    before it. Of a module the folder that holds it comes first, as Python has it.
+    """
+    if OUTER_PATH_VARIABLE not in env:
+        return
+    outer = [entry for entry in env.get(OUTER_PATH_VARIABLE, "").split(os.pathsep) if entry]
+    own = [in_copy(Path(entry).absolute(), copies) for entry in outer]
+    if copies and program.is_module:
+        own = [in_copy(Path.cwd(), copies), *own]
+    found.pop("PYTHONPATH", None)
+    if own:
+        found["PYTHONPATH"] = os.pathsep.join(map(str, own))
+
+
+def _devices(found: dict[str, str], start: Start) -> None:
+    if start.program.devices != "rank":
+        return
+    local = start.topology.local_rank
+    if not any(name in found for name in DEVICES):
+        found[DEVICES[start.program.style == "mindspore"]] = str(local)
+        return
+    for name in DEVICES:
+        there = [one.strip() for one in found.get(name, "").split(",") if one.strip()]
+        if name in found and local >= len(there):
+            raise ClusterError(
+                f"job.devices=rank gives each rank one of its node's devices, but {name} has "
+                f"{len(there)} for local rank {local}; ask for more by cluster.gpus_per_node"
+            )
+        if there:
+            found[name] = there[local]
+
+
+def _torchrun(start: Start, place: MeetingPlace) -> dict[str, str]:
+    """As torch's local_elastic_agent.py sets them."""
+    topology = start.topology
+    width = topology.size // topology.nodes
+    return {
+        "LOCAL_RANK": "0" if start.program.devices == "rank" else str(topology.local_rank),
+        "RANK": str(topology.rank),
+        "GROUP_RANK": str(topology.node_index),
+        "ROLE_RANK": str(topology.rank),
+        "ROLE_NAME": "default",
+        "LOCAL_WORLD_SIZE": str(width),
+        "WORLD_SIZE": str(topology.size),
+        "GROUP_WORLD_SIZE": str(topology.nodes),
+        "ROLE_WORLD_SIZE": str(topology.size),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
+        "TORCHELASTIC_RESTART_COUNT": str(start.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(max(start.attempt, start.most_restarts)),
+        "TORCHELASTIC_RUN_ID": start.run.identity or start.run.path.name,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": str(start.error_file),
+    }
+
+
+def _msrun(start: Start, place: MeetingPlace) -> dict[str, str]:
+    """As MindSpore's parallel/cluster/process_entity sets them."""
+    topology = start.topology
+    return {
+        "MS_ROLE": "MS_WORKER",
+        "MS_WORKER_NUM": str(topology.size),
+        "MS_NODE_ID": str(topology.rank),
+        "MS_SCHED_HOST": place.address,
+        "MS_SCHED_PORT": str(place.port),
+        "MS_TOPO_TIMEOUT": str(max(1, round(start.timeout_s))),
+        "RANK_ID": str(topology.rank),
+        "RANK_SIZE": str(topology.size),
+        "DEVICE_ID": "0" if start.program.devices == "rank" else str(topology.local_rank),
+    }
+
+
+def shown(words: list[str]) -> Iterator[str]:
+    """Words of a command line as a shell would take them."""
+    import shlex
+
+    yield from map(shlex.quote, words)

@@ -1,0 +1,641 @@
+"""A file of lines that survives a disk without room: what cannot be written now is kept and follows
+later, in order; a reader never sees a line with a piece missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, cast
+
+from orchestrator.config.reading import NoOptions, options_of
+from orchestrator.config.schema import Config
+from orchestrator.engine.api import BoundaryReport, Engine, Window
+from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.lifecycle.stopping.departure import why_restarted
+from orchestrator.lifecycle.topology import Topology
+from orchestrator.plan.plan import Plan
+from orchestrator.plugins import TRACKERS
+from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir.checkpoints import Saves
+from orchestrator.rundir.files import APPENDING, open_nofollow
+from orchestrator.rundir.folder import RESUMED, RunDir
+from orchestrator.rundir.metrics import ProgressWriter, read_metrics, read_progress
+from orchestrator.rundir.warnings import NewWarnings, warn
+from orchestrator.trainer.consistency_checks import UpdateTime
+from orchestrator.trainer.loop import Outcome
+from orchestrator.units import format_learning_rate, format_number, format_rate
+
+MOST_LINES = 100_000  # kept in memory, some 70 MB of metrics; the oldest are given up first
+
+
+class LineFile:
+    """Appends whole lines. Its owner is the only writer.
+
+    Attributes:
+        lost: lines that were given up, since more than `MOST_LINES` waited.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = open_nofollow(path, APPENDING)
+        self._waiting: deque[bytes] = deque(maxlen=MOST_LINES)
+        self.lost = 0
+
+    @property
+    def waiting(self) -> int:
+        """How many lines could not be written yet."""
+        return len(self._waiting)
+
+    def write(self, line: str) -> None:
+        """Append `line`, after those that wait. Raises `OSError` when it has to wait as well."""
+        self.lost += len(self._waiting) == MOST_LINES
+        self._waiting.append(line.encode() + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Append what waits. Raises `OSError` when there is no room for all of it."""
+        while self._waiting:
+            end = os.fstat(self._descriptor).st_size
+            line = self._waiting[0]
+            try:
+                written = os.write(self._descriptor, line)
+                if written < len(line):  # the last bytes there were: once more, for the reason
+                    os.write(self._descriptor, line[written:])
+            except OSError:
+                os.ftruncate(self._descriptor, end)
+                raise
+            self._waiting.popleft()
+
+    def close(self) -> None:
+        """Raises `OSError` when lines are left that there is no room for."""
+        try:
+            self.flush()
+        finally:
+            os.close(self._descriptor)
+
+
+# ----------------------------------------------------------------------
+# Why an attempt was needed, and what was lost of the one before it.
+
+NO_WORD = "it ended without a word: a node failed, or the time to stop was too short"
+
+
+def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) -> dict[str, object]:
+    """The content of restart.json, for an attempt that begins after `updates` updates."""
+    queued = topology.scheduled and not run.read_submission().get("held")
+    why = RESUMED
+    if topology.restarts or not queued:  # else somebody has submitted it once more
+        why = why_restarted(run, attempt) or (NO_WORD if queued else why)
+    place = read_progress(run.progress(attempt - 1))
+    behind = place is not None and place.update >= updates
+    return {
+        "attempt": attempt,
+        "restarts": topology.restarts,
+        "why": why,
+        "resumed_from": updates,
+        "lost_updates": place.update - updates if behind and place else 0,
+        "lost_micro_steps": place.done if behind and place else 0,
+    }
+
+
+# ----------------------------------------------------------------------
+# What is recorded of changes of the group: who is gone, and who has come.
+
+Notes = dict[str, Any]
+WHO = {"survived": "gone", "joined": "came"}
+"""The notes that there are, and who is named in each."""
+AT_THE_END = {"redone": 0}
+"""Of who went away after the last update."""
+
+
+def notes_of(
+    gone: Sequence[int],
+    came: Sequence[int],
+    facts: Notes,
+    lost_updates: int | None,
+    *,
+    redone: bool = True,
+) -> Notes:
+    """Of one change.
+
+    Args:
+        gone, came: ranks.
+        facts: of the new group.
+        lost_updates: that a lost part of the state takes back; None: no part is lost.
+        redone: an update was under way, and is begun again.
+    """
+    found: Notes = {}
+    if came:
+        found["joined"] = {**facts, "came": list(came)}
+    if gone:
+        back = {} if lost_updates is None else {"lost_updates": lost_updates}
+        found["survived"] = {**facts, "gone": list(gone), **back, **({} if redone else AT_THE_END)}
+    return found
+
+
+def merged(earlier: Notes, later: Notes) -> Notes:
+    """Both as one, with the facts of the later group.
+
+    >>> first = {"survived": {"generation": 1, "ranks": 3, "gone": [2], "seconds": 0.5}}
+    >>> merged(first, {"survived": {"generation": 2, "ranks": 2, "gone": [0], "seconds": 0.25}})
+    {'survived': {'generation': 2, 'ranks': 2, 'gone': [2, 0], 'seconds': 0.75}}
+    """
+    one = {key: earlier[key] for key in WHO if key in earlier} | later
+    for key, who in WHO.items():
+        if key in earlier and key in later:
+            before, after = earlier[key], later[key]
+            seconds = round(before["seconds"] + after["seconds"], 3)
+            one[key] = {**after, who: [*before[who], *after[who]], "seconds": seconds}
+            if "redone" not in before:
+                one[key].pop("redone", None)
+            if "lost_updates" in before:
+                lost = before["lost_updates"] + after.get("lost_updates", 0)
+                one[key]["lost_updates"] = lost
+    return one
+
+
+def unrecorded(history: Iterable[Notes], lines: Iterable[Notes]) -> Notes:
+    """What a rank knows of changes and no line has, as one."""
+    newest = max(map(_generation, lines), default=0)
+    return reduce(merged, (notes for notes in history if _generation(notes) > newest), {})
+
+
+def _generation(notes: Notes) -> int:
+    return max((notes[key]["generation"] for key in WHO if key in notes), default=0)
+
+
+# ----------------------------------------------------------------------
+# Checkpoints written while training goes on, one at a time, or on the spot.
+
+
+class Kept(Saves, Protocol):
+    """A state that training goes on without; see `Engine.snapshot`."""
+
+    def take(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Written:
+    """A checkpoint that was written after so many updates, or why it was not."""
+
+    updates: int
+    seconds: float
+    error: Exception | None
+
+
+class Saving:
+    """Rank 0's.
+
+    Args:
+        background: by a thread, from a copy. A checkpoint that is due waits for the one before it:
+            where a disk is slower than the training, the training has the disk's pace, as it has
+            without a thread, and no checkpoint is left out.
+
+    Raises:
+        ConfigError: the engine gives no copies of its state.
+    """
+
+    def __init__(self, engine: Engine, *, background: bool) -> None:
+        if background and not hasattr(engine, "snapshot"):
+            raise ConfigError(
+                "train.checkpoint_in_background=true is not available with this engine, which "
+                f"gives no copy of its state ({type(engine).__name__}); leave it out"
+            )
+        self._engine, self._background = engine, background
+        self._thread: threading.Thread | None = None
+        self._written: Written | None = None
+
+    def begin(self, updates: int, write: Callable[[Saves], object]) -> None:
+        """Write a checkpoint. What came of the one before has to be taken first (`ended`).
+
+        Args:
+            write: does it, from what it is given.
+        """
+        if not self._background:
+            self._run(updates, lambda: write(self._engine))
+            return
+        kept: Kept = cast("Any", self._engine).snapshot()
+
+        def write_kept() -> None:
+            kept.take()
+            write(kept)
+
+        self._thread = threading.Thread(
+            target=self._run, args=(updates, write_kept), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, updates: int, write: Callable[[], object]) -> None:
+        began, failed = time.monotonic(), None
+        try:
+            write()
+        except Exception as error:  # noqa: BLE001  # raised, or told, by the main thread
+            failed = error
+        self._written = Written(updates=updates, seconds=time.monotonic() - began, error=failed)
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def ended(self, *, wait: bool) -> Written | None:
+        """What came of the checkpoint that was begun last, once; None while it is being written,
+        and where there is none.
+
+        Args:
+            wait: until it is written.
+        """
+        if self._thread is not None and (wait or not self._thread.is_alive()):
+            self._thread.join()
+            self._thread = None
+        if self._thread is not None:
+            return None
+        written, self._written = self._written, None
+        return written
+
+
+# ----------------------------------------------------------------------
+# Rank 0's log tells how training goes, a line now and then: what `logs RUN -f` shows.
+
+SHORTEST_S = 1.0
+LONGEST_S = 60.0
+LINES = 200  # about so many while the interval grows by a given factor
+
+
+class UpdateLines:
+    """One attempt's.
+
+    Args:
+        total: updates that are planned.
+        clock: in seconds.
+    """
+
+    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._clock = total, clock
+        self._began = self._last = clock()
+        self._samples = 0
+        self._first = True
+        self._evaluated = -LONGEST_S
+
+    def _interval_s(self, now: float) -> float:
+        return min(LONGEST_S, max(SHORTEST_S, (now - self._began) / LINES))
+
+    def update(self, update: int, *, loss: float, learning_rate: float, samples: int) -> None:
+        """An update (from 0) is done. The first and the last one are always told."""
+        now = self._clock()
+        self._samples += samples
+        since = now - self._last
+        if not (self._first or update + 1 == self._total or since >= self._interval_s(now)):
+            return
+        rate = f"  {format_rate(self._samples / since)}" if since > 0 else ""
+        self._first, self._samples, self._last = False, 0, now
+        _log(
+            f"update {update + 1}/{self._total}  loss {format_number(loss)}  "
+            f"learning rate {format_learning_rate(learning_rate)}{rate}"
+        )
+
+    def evaluation(self, update: int, figures: Mapping[str, float]) -> None:
+        """Held-out figures after an update (from 0); as seldom as updates, but for the last."""
+        now = self._clock()
+        if update + 1 < self._total and now - self._evaluated < self._interval_s(now):
+            return
+        self._evaluated = now
+        values = ", ".join(f"{name} {format_number(value)}" for name, value in figures.items())
+        if values:
+            _log(f"held-out after update {update + 1}: {values}")
+
+
+def _log(line: str) -> None:
+    try:
+        print(line, flush=True)
+    except OSError:  # a full disk; that metrics.jsonl is lacking lines is told as a warning
+        return
+
+
+# ----------------------------------------------------------------------
+# What rank 0 writes into result.json when a run ends well, or is stopped.
+
+
+def memory_of_ranks(engine: Engine) -> dict[str, list[int]]:
+    """Bytes by what they are for, and their peak, a number for each rank. Collective."""
+    mine = {**engine.memory_bytes(), "peak": engine.peak_memory_bytes()}
+    rows = engine.gather([float(size) for size in mine.values()])
+    return {name: [int(row[place]) for row in rows] for place, name in enumerate(mine)}
+
+
+def result_of(
+    run: RunDir,
+    outcome: Outcome,
+    engine: Engine,
+    planned: Plan,
+    *,
+    seconds: float,
+    memory: dict[str, list[int]],
+    unwritten: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The values of result.json.
+
+    Args:
+        unwritten: changes of the group after the last update, which no line has.
+        memory: of all ranks; `memory` in the result is that of the largest, in bytes.
+    """
+    history = read_metrics(run.metrics).updates  # of all attempts
+    changes = {
+        key: [record[key] for record in (*history, unwritten) if key in record] for key in WHO
+    }
+    outcome.collectives = sum(record.get("collectives", 0) for record in history)
+    outcome.bytes_on_wire = sum(record.get("bytes_on_wire", 0) for record in history)
+    return {
+        "state": outcome.state,
+        "updates": outcome.updates,
+        "samples": outcome.samples,
+        "loss": outcome.loss,
+        "metrics": outcome.evaluation,
+        "optimizer": engine.optimizer_used(),
+        "weights_sha256": engine.weights_sha256(),
+        "peak_memory_bytes": memory["peak"],
+        "memory": {name: max(sizes) for name, sizes in memory.items()},
+        "collectives": outcome.collectives,
+        "bytes_on_wire": outcome.bytes_on_wire,
+        "seconds": seconds,
+        "planned_updates": planned.updates,
+        "planned_collectives_per_update": planned.traffic.collectives,
+        "culprit": None,
+        "restarts": run.restarts(),
+        **{key: notes for key, notes in changes.items() if notes},
+    }
+
+
+# ----------------------------------------------------------------------
+# Where scalars go beside metrics.jsonl: `Tracker`, and what keeps one from ending a training.
+
+
+class Tracker(ABC):
+    """One attempt's, on rank 0. Somebody else's is found through `orchestrator.trackers`.
+
+    What it raises is said once, and then it is left alone for the rest of the attempt. The training
+    waits while it writes.
+
+    Attributes:
+        Options: a dataclass of what `tracker.options` may hold.
+        title: of what it writes, for messages.
+    """
+
+    Options: ClassVar[type] = NoOptions
+    title: str = "what tracker.kind wants"
+
+    def __init__(self, run: RunDir, config: Config) -> None:
+        """Raises `ConfigError` for options that cannot be; the run then does not begin."""
+        self.run, self.config = run, config
+        self.options = options_of(self.Options, config.tracker.options, "tracker.options")
+
+    @abstractmethod
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Scalars of update `step`, from 0. After a resume a step may come twice."""
+
+    def close(self) -> None:  # most have nothing to end
+        """Nothing follows."""
+
+
+class Scalars:
+    """What rank 0 hands its scalars to, whatever becomes of the tracker. Raises `ConfigError`."""
+
+    def __init__(self, run: RunDir, config: Config) -> None:
+        kind = config.tracker.kind
+        self._tracker = None if kind == "none" else TRACKERS.make(kind, Tracker, run, config)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._try(lambda tracker: tracker.write(step, values))
+
+    def close(self) -> None:
+        self._try(lambda tracker: tracker.close())
+
+    def _try(self, write: Callable[[Tracker], None]) -> None:
+        """A writer need not be able to go on after an error, so scalars end with the first."""
+        tracker = self._tracker
+        if tracker is None:
+            return
+        try:
+            write(tracker)
+        except Exception as error:  # noqa: BLE001  # said, and no reason to end a training
+            self._tracker = None
+            why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            warn(
+                f"{tracker.title} could not be written: {why}; no more of them follow in this "
+                f"attempt, metrics.jsonl has all of it"
+            )
+
+
+# ----------------------------------------------------------------------
+# What rank 0 writes down: metrics.jsonl, scalars, checkpoints, where it stands.
+
+
+class Silent:
+    """The recorder of every rank but 0."""
+
+    def micro_step(self, update: int, done: int, steps: int) -> None: ...
+    def boundary(
+        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
+    ) -> None: ...
+    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None: ...
+    def checkpoint(self, updates: int, samples: int) -> None: ...
+    def settle(self) -> None: ...
+
+
+class Recorder:
+    """Rank 0's. A line of metrics.jsonl is one `write`, so a reader sees whole lines but the last.
+
+    Some of it stands in the rank's log as well. A full disk never ends a training: lines wait for
+    room, a checkpoint that cannot be written is said, the last good one kept, and the next one
+    tried when it is due. Only at the end (`close`) does it matter.
+    """
+
+    def __init__(
+        self, run: RunDir, attempt: int, config: Config, engine: Engine, updates: int
+    ) -> None:
+        self._run, self._attempt, self._engine = run, attempt, engine
+        self._keep = config.train.keep_checkpoints
+        self._saving = Saving(engine, background=config.train.checkpoint_in_background)
+        self._save_s = 0.0
+        self._identity = run.identity
+        self._metrics = LineFile(run.metrics)
+        self._unsaved: str | None = None  # why the latest checkpoint could not be written
+        self._place = ProgressWriter(run.progress(attempt))
+        self._scalars = Scalars(run, config)
+        self.note: dict[str, Any] = {}  # goes with the next update's line, once
+        self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
+        self._update = -1
+        self._pace = UpdateTime(config.facts.update_s)
+        self._told = UpdateLines(updates)
+
+    def micro_step(self, update: int, done: int, steps: int) -> None:
+        self._place.write(update, done, steps)
+
+    def boundary(
+        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
+    ) -> None:
+        self._update = window.update
+        self._take_written(wait=False)
+        _warn_of_metrics(report)
+        self._pace.see(update_s)
+        line = {
+            "epoch": epoch,
+            "attempt": self._attempt,
+            "learning_rate": window.learning_rate,
+            "samples": window.samples,
+            "micro_steps": window.steps,
+            "peak_memory_bytes": self._engine.peak_memory_bytes(),
+        }
+        self._line(update_line(report, update_s) | line | self.note | self._warned())
+        self.note = {}
+        self._told.update(
+            window.update,
+            loss=report.loss,
+            learning_rate=window.learning_rate,
+            samples=window.samples,
+        )
+        self._scalars.write(
+            window.update,
+            {
+                "train/loss": report.loss,
+                "train/learning_rate": window.learning_rate,
+                "time/update_s": update_s,
+                **{f"train/{name}": value for name, value in report.metrics.items()},
+            },
+        )
+
+    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None:
+        self._line(
+            {"evaluation": figures, "update": update, "epoch": epoch, "time": time.time(),
+             "attempt": self._attempt}
+        )  # fmt: skip
+        self._told.evaluation(update, figures)
+        self._scalars.write(
+            update, {f"evaluation/{name}": value for name, value in figures.items()}
+        )
+
+    def can_save(self) -> bool:
+        """Whether a checkpoint can be written in mid-window: rank 0 holds all of the state."""
+        return self._engine.holds_state()
+
+    def checkpoint(self, updates: int, samples: int) -> None:
+        self._take_written(wait=True)
+        write = partial(
+            checkpoint.save, self._run.checkpoints, updates=updates, samples=samples,
+            keep=self._keep, run=self._identity,
+        )  # fmt: skip
+        self._saving.begin(updates, write)
+        self._take_written(wait=False)
+
+    def settle(self) -> None:
+        """Return once no checkpoint is being written any more."""
+        self._take_written(wait=True)
+
+    @property
+    def save_s(self) -> float:
+        """How long a checkpoint that is due now takes until it is written, by the last one."""
+        return self._save_s * (1 + self._saving.running)
+
+    def _take_written(self, *, wait: bool) -> None:
+        written = self._saving.ended(wait=wait)
+        if written is None:
+            return
+        self._save_s, error = written.seconds, written.error
+        told = f"the checkpoint after update {written.updates}"
+        if error is None:
+            if self._unsaved is not None:
+                warn(f"there is room again: {told} was written")
+            self._unsaved = None
+            return
+        if not isinstance(error, OSError):
+            raise error
+        self._unsaved = f"{told} could not be written: {error.strerror or error}"
+        kept = ", the last good checkpoint is kept" * any(self._run.checkpoints.glob("update-*"))
+        warn(f"{self._unsaved}; the run goes on{kept}", kind="checkpoint not written")
+
+    def close(self, *, finished: bool) -> None:
+        """Write down what was warned of after the last boundary, in a line of its own.
+
+        Args:
+            finished: nothing comes later, so that what is not written now never will be.
+
+        Raises:
+            RunFolderError: it is finished, but its last checkpoint or its metrics are not written.
+        """
+        self.settle()
+        if late := self._warned(now=True):
+            update = max(0, self._update)
+            self._line(
+                {"update": update, "time": time.time(), "attempt": self._attempt, **late}
+            )  # fmt: skip
+        unwritten = self._unsaved
+        try:
+            self._metrics.close()
+        except OSError as error:
+            unwritten = unwritten or f"metrics.jsonl could not be written: {error.strerror}"
+        self._scalars.close()
+        if finished and unwritten:
+            raise RunFolderError(f"trained to the end, but {unwritten}; make room, and resume")
+
+    def _warned(self, *, now: bool = False) -> dict[str, list[str]]:
+        found = self._warnings.read(now=now)
+        return {"warnings": found} if found else {}
+
+    def _line(self, record: Mapping[str, Any]) -> None:
+        waited = self._metrics.waiting
+        try:
+            self._metrics.write(json.dumps(record))
+        except OSError as error:
+            warn(
+                f"metrics.jsonl could not be written: {error.strerror}; its lines are kept, and "
+                f"follow as soon as there is room",
+                kind="metrics not written",
+            )
+            return
+        if waited:
+            lost = f", {self._metrics.lost} had to be given up" if self._metrics.lost else ""
+            warn(f"there is room again: {waited} lines of metrics.jsonl that waited follow{lost}")
+
+
+def update_line(report: BoundaryReport, update_s: float) -> dict[str, Any]:
+    """What a line of metrics.jsonl says of an update by its boundary's report."""
+    seconds = ("compute_s", "wait_s", "optimizer_s", "compile_s", "plain_step_s")
+    always = seconds[:3]
+    return {
+        "update": report.update,
+        "time": time.time(),
+        "loss": report.loss,
+        "weight": report.weight,
+        "collectives": report.collectives,
+        **({"exchanges": report.exchanges} if report.exchanges else {}),
+        "bytes_on_wire": report.bytes_on_wire,
+        **{
+            name: round(spent, 6)
+            for name in seconds
+            if (spent := getattr(report, name)) or name in always
+        },
+        "update_s": round(update_s, 6),
+        "gradient_norm": report.gradient_norm,
+        "applied": report.applied,
+        "loss_scale": report.loss_scale,
+        "metrics": dict(report.metrics),
+    }
+
+
+def _warn_of_metrics(report: BoundaryReport) -> None:
+    """What `Loss.metrics` came to; a loss that is not finite is `train.on_non_finite`'s."""
+    for name, value in report.metrics.items():
+        if not math.isfinite(value):
+            warn(
+                f"metric '{name}' is {value} in update {report.update}: a sum in Loss.metrics was "
+                "not finite, on some rank in some micro-step",
+                kind=f"metric {name}",
+            )

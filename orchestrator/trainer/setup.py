@@ -1,0 +1,385 @@
+"""Where ranks begin from: the newest sound checkpoint, the same on all of them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from orchestrator.config.frameworks import check_installed, check_tracker
+from orchestrator.config.job_source import check_target
+from orchestrator.config.reading import read_config
+from orchestrator.config.rules import with_survival
+from orchestrator.config.schema import Config
+from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, GroupSpec
+from orchestrator.engine.common.waiting import for_others
+from orchestrator.errors import JobError, PeerLost, RunFolderError, did_you_mean
+from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
+from orchestrator.lifecycle.stopping.stop_signals import StopFlag
+from orchestrator.lifecycle.topology import Topology
+from orchestrator.plan.parts import Known
+from orchestrator.plan.plan import Plan
+from orchestrator.plugins import FRAMEWORKS, shadowed
+from orchestrator.report.compare import warnings_of
+from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_metrics
+from orchestrator.rundir.warnings import warn
+from orchestrator.snapshot import code_state, folder_of
+from orchestrator.trainer.attendance import Attendance
+from orchestrator.trainer.consistency_checks import (
+    agreed_samples,
+    agreed_survival,
+    compare_facts,
+    describe_environment,
+    devices_asked,
+    own_rates,
+)
+from orchestrator.trainer.loop import Attended, Outcome
+from orchestrator.trainer.recorder import Notes, Recorder, Silent, merged, unrecorded
+from orchestrator.trainer.survival import Entering, may_stay_out
+
+
+def restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> bool:
+    """Load it where there is one; rank 0 chooses. Whether there is. Collective."""
+    own = run.identity
+    if rank == 0:
+        checkpoint.make_again(run.checkpoints)
+        checkpoint.remove_partial(run.checkpoints)
+    found, passed_over = checkpoint.newest(run.checkpoints, own) if rank == 0 else (None, [])
+    for sentence in passed_over:
+        warn(sentence)
+    if (updates := int(engine.gather([found.updates if found else -1])[0][0])) < 0:
+        return False
+    chosen = found or checkpoint.load(checkpoint.folder_of(run.checkpoints, updates), own)
+    engine.load_state(chosen.folder, chosen.extra)
+    outcome.updates, outcome.samples = chosen.updates, chosen.samples
+    return True
+
+
+# ----------------------------------------------------------------------
+# All that a rank trains with, as one value: the engine, the plan, the record, and who writes.
+
+
+class WayOn(Protocol):
+    """What becomes of a rank where others are gone, or come; see `Survivors`."""
+
+    def go_on(self, error: PeerLost, outcome: Outcome) -> list[Notes]: ...
+    def grow(self, outcome: Outcome) -> list[Notes]: ...
+    def too_few(self) -> PeerLost | None: ...
+    def watched(self, inner: Attended) -> Attended: ...
+    @property
+    def place(self) -> tuple[int, int]: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class Training:
+    """One rank's, from its first window to its last.
+
+    Attributes:
+        group: the first one.
+        rates: of the job, in the place of the plan's.
+        others: None where nobody goes on without the others.
+        outcome: where the run stands.
+        entered: of a newcomer, what is to be recorded of its coming.
+        recorder: on rank 0 what writes. When that one dies, another rank 0's comes into being.
+    """
+
+    run: RunDir
+    attempt: int
+    config: Config
+    engine: Engine
+    group: Group
+    planned: Plan
+    rates: Callable[[int], float] | None
+    others: WayOn | None = None
+    outcome: Outcome = field(default_factory=Outcome)
+    entered: list[Notes] | None = None
+    recorder: Recorder | Silent = field(default_factory=Silent)
+
+    def save(self) -> None:
+        """A checkpoint of the last update. Collective."""
+        if self.outcome.updates:
+            self.engine.gather_state()
+            self.recorder.checkpoint(self.outcome.updates, self.outcome.samples)
+            self.recorder.settle()
+
+    def over(self) -> bool:
+        """Whether no window follows."""
+        assert self.planned.updates is not None  # noqa: S101  # the data set is known here
+        return self.outcome.over(self.planned.updates)
+
+    def back(self, rank: int) -> int | None:
+        """To the newest checkpoint: how many updates that takes back; None without one. Collective.
+
+        Args:
+            rank: of this one in the group as it is now.
+        """
+        self.recorder.settle()  # what is being written counts
+        outcome, stood = self.outcome, self.outcome.updates
+        if not restore(self.run, self.engine, outcome, rank):
+            return None
+        outcome.go_back()
+        return max(0, stood - outcome.updates)
+
+    def write(self) -> Recorder:
+        """This rank writes from now on."""
+        assert self.planned.updates is not None  # noqa: S101  # the data set is known here
+        self.recorder = Recorder(
+            self.run, self.attempt, self.config, self.engine, self.planned.updates
+        )
+        self.recorder.note["planned_collectives"] = self._collectives_planned()
+        return self.recorder
+
+    def _collectives_planned(self) -> int | None:
+        """Return the collectives of each update of this group, if the plan knows them."""
+        planned = self.planned
+        return planned.traffic.among(self.others.place[1] if self.others else planned.ranks)
+
+    def _miss_lines(self) -> None:
+        """Say which lines nobody can write any more."""
+        outcome = self.outcome
+        first = outcome.kept[0].window.update if outcome.kept else outcome.updates
+        if outcome.recorded < first:
+            warn(
+                f"metrics.jsonl lacks updates {outcome.recorded + 1} to {first}: the rank that "
+                f"wrote it is gone, and there had been no room for its lines"
+            )
+
+    def write_on(self, history: list[Notes]) -> None:
+        """On the rank that writes in the next group: what the one before it did not come to
+        follows, and with it what no line has yet of these changes.
+        """
+        recorder = self.recorder
+        if isinstance(recorder, Silent):
+            recorder = self.write()
+            there = read_metrics(self.run.metrics)
+            update = self.outcome.updates - 1
+            recorded = max((r["update"] + 1 for r in there.updates), default=0)
+            self.outcome.recorded = min(recorded, self.outcome.updates)
+            self._miss_lines()
+            for record in there.evaluations:
+                if record["update"] == update:
+                    self.outcome.evaluated = update + 1
+                    self.outcome.evaluation = record["evaluation"]
+            mine = [line for line in there.updates if line.get("attempt", 0) == self.attempt]
+            notes = unrecorded(history, mine)
+        else:
+            notes = merged(recorder.note, history[-1])
+        recorder.note.update(notes, planned_collectives=self._collectives_planned())
+
+
+# ----------------------------------------------------------------------
+# What a rank makes before its first window: its job, its group, its engine, the plan of what it is
+# to do, and the state that it goes on from.
+
+
+def set_up(
+    run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
+) -> Training:
+    """Make all that the rank trains with, and stand where the run does. Collective; of a rank that
+    takes the place of one that is gone, only once the others let it in.
+    """
+    with may_stay_out() if topology.replaces else nullcontext():
+        return _set_up(run, attempt, topology, stop, attendance)
+
+
+def _set_up(
+    run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
+) -> Training:
+    config = read_config(run.existing().read_config())
+    attendance.begin(config)
+    spec = _group_spec(config, run.attempt(attempt), topology, stop)
+    _start_ahead(config, spec)
+    job = build_job(config.job)
+    framework = FRAMEWORKS.make(framework_of(job, config), Framework)
+    alone = topology.replaces > 0
+    with for_others("their group to form"):
+        group = framework.form_group(replace(spec, rank=0, size=1) if alone else spec)
+    config = with_survival(config, on=True) if alone else agreed_survival(config, job, group)
+    engine = framework.build_engine(job, engine_settings(config, job), group)
+    planned = _planned(config, job, engine, topology.nodes)
+    assert planned.updates is not None  # noqa: S101  # the data set is known here
+    training = Training(
+        run=run, attempt=attempt, config=config, engine=engine, group=group, planned=planned,
+        rates=own_rates(job, config.schedule, engine, planned.updates),
+    )  # fmt: skip
+    survives = config.run.survive
+    life = attendance.life
+    entering = (
+        Entering(spec, config.cluster, topology, framework, engine, life) if survives else None
+    )
+    if alone and entering is not None:
+        training.others = survivors = entering.alone(job, lambda: stop.requested)
+        survivors.back, survivors.over = training.back, training.over
+        training.entered = survivors.enter(training.outcome)
+        attendance.goes_on_with(survivors)
+        return training
+    restore(run, engine, outcome := training.outcome, topology.rank)
+    checkpoint.refuse_beyond(run, outcome.updates, planned.updates)
+    if config.train.initial_weights is not None and not outcome.updates:
+        checkpoint.check_initial(run)
+        engine.load_weights(run.initial_weights)
+    if topology.rank == 0:
+        copied = run.submitted_code(attempt) if topology.scheduled and config.run.snapshot else None
+        code = copied or code_state(folder_of(type(job)))
+        environment = describe_environment(framework.versions(), group.transport, code)
+        _write_down(run, environment, engine, planned)
+        training.write()
+    if entering is not None:
+        training.others = survivors = entering.together(job, group)
+        survivors.back, survivors.over = training.back, training.over
+        attendance.goes_on_with(survivors)
+    return training
+
+
+def build_job(settings: Mapping[str, Any]) -> Job:
+    """Import the class that `job._target_` names and call it. Raises `JobError`."""
+    dotted = str(settings["_target_"])
+    module, _, name = dotted.rpartition(".")
+    try:
+        target = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise JobError(f"job._target_={dotted}: {error}") from error
+    except AttributeError as error:
+        raise JobError(f"job._target_={dotted}: {module} has no '{name}'") from error
+    if not isinstance(target, type):
+        raise JobError(f"job._target_={dotted} must be a class, but is a {type(target).__name__}")
+    missing = [
+        name
+        for name in REQUIRED_METHODS
+        if not callable(getattr(target, name, None)) or getattr(target, name) is getattr(Job, name)
+    ]
+    if missing == ["loss"] and is_coupled(target):
+        missing = []
+    if missing:
+        raise JobError(
+            f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)} "
+            f"(see docs/tutorial/your-own-job.md)"
+        )
+    arguments = {key: value for key, value in settings.items() if key != "_target_"}
+    refuse_arguments(dotted, target, arguments)
+    return target(**arguments)
+
+
+def refuse_arguments(dotted: str, target: type, arguments: Mapping[str, Any]) -> None:
+    """Raise `JobError` for arguments that the constructor does not take, or lacks."""
+    try:
+        known = inspect.signature(target).parameters.values()
+    except ValueError:  # a class implemented in C has none
+        return
+    names = [p.name for p in known if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [p.name for p in known if p.name in names and p.default is p.empty]
+    for key in arguments if all(p.kind is not p.VAR_KEYWORD for p in known) else ():
+        if key not in names:
+            raise JobError(
+                f"{dotted} takes no argument '{key}' (from job.{key}){did_you_mean(key, names)}"
+            )
+    for key in required:
+        if key not in arguments:
+            raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
+
+
+def framework_of(job: Job, config: Config) -> str:
+    """The engine to use. Raises `JobError` when the job was written for another one."""
+    own = getattr(job, "framework", "torch")
+    asked = config.engine.framework
+    if asked not in ("auto", own):
+        raise JobError(
+            f"engine.framework={asked}, but {type(job).__name__} is written for {own}; "
+            f"leave engine.framework out, or choose another job"
+        )
+    if refusal := FRAMEWORKS.refusal(own):
+        raise JobError(refusal.replace(FRAMEWORKS.key, f"{type(job).__name__}.framework", 1))
+    return own
+
+
+def engine_settings(config: Config, job: Job) -> EngineSettings:
+    """What of the configuration an engine needs: what has the same name in both is the same."""
+    own: dict[str, Any] = {
+        "leaf_size": config.accumulation.micro_batch,
+        "optimizer": config.optimizer,
+        "metric_names": tuple(getattr(job, "metric_names", ())),
+        "jit_level": None if config.engine.jit_level == "auto" else config.engine.jit_level,
+        "survive": bool(config.run.survive),
+    }
+    same: dict[str, Any] = {
+        setting.name: getattr(section, setting.name)
+        for section in (config.train, config.accumulation, config.engine)
+        for setting in fields(EngineSettings)
+        if hasattr(section, setting.name)
+    }
+    return EngineSettings(**same | own)
+
+
+def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag) -> GroupSpec:
+    place = ("rank", "size", "local_rank", "node", "address")
+    return GroupSpec(
+        **{name: getattr(topology, name) for name in place},
+        folder=folder,
+        transport=config.transport,
+        timeout_s=config.cluster.rendezvous_timeout_s,
+        collective_timeout_s=config.cluster.collective_timeout_s,
+        devices_asked=devices_asked(config.cluster, os.environ, scheduled=topology.scheduled),
+        stop_requested=lambda: stop.requested,
+    )
+
+
+def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
+    """The plan, now that the model and the data set are known; raises what `compare_facts` does
+    where the configuration said something else of them. Collective.
+    """
+
+    def plan_with(parameters: int | None, samples: int | None) -> Plan:
+        known = Known(
+            nodes=nodes,
+            dataset_samples=samples,
+            parameters=parameters,
+            metric_count=len(getattr(job, "metric_names", ())),
+            framework=framework_of(job, config),
+            extra_collectives=engine.extra_collectives(),
+            own_rate=has_own_rate(job),
+        )
+        return Plan.of(config, known)
+
+    planned = plan_with(engine.parameter_count(), agreed_samples(engine, job.dataset()))
+    compare_facts(config.facts, planned, plan_with)
+    return planned
+
+
+def _environment_before(run: RunDir) -> dict[str, Any] | None:
+    """What the attempt before computed with; None, and a warning, where that cannot be read."""
+    try:
+        return run.read_environment()
+    except RunFolderError as error:
+        warn(f"{error}; so nobody can tell whether this start computes with the same")
+        return None
+
+
+def _write_down(run: RunDir, environment: dict[str, Any], engine: Engine, planned: Plan) -> None:
+    """Rank 0's part before training: what it is computed with, the plan, and what to know of it."""
+    environment["optimizer"] = engine.optimizer_used()
+    changed = [*shadowed(), *warnings_of(environment, _environment_before(run))]
+    micro_batches = sum(map(len, planned.split.micro_batches))
+    for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
+        warn(sentence)
+    write_json(run.environment, environment)
+    run.write_own(run.plan, planned.to_json())
+
+
+def _start_ahead(config: Config, spec: GroupSpec) -> None:
+    """Let the framework start what takes time before the job is imported, if the job's source says
+    which framework that is. Raises `JobError` when it is not installed as it must be, `ConfigError`
+    when the tracker's package is not.
+    """
+    named = check_target(config.job).framework
+    check_installed(named)
+    check_tracker(config.tracker.kind)
+    if named is not None and FRAMEWORKS.refusal(named) is None:
+        FRAMEWORKS.make(named, Framework).ahead(spec)

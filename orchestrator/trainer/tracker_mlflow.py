@@ -1,0 +1,91 @@
+"""MLflow, through its own client: files in the run's folder, or a server of yours."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.config.schema import Config
+from orchestrator.rundir.folder import RunDir
+from orchestrator.trainer.recorder import Tracker
+
+EVERY_S = 1.0  # between two calls of the store, which may be far away
+MOST = 500  # values in a call; servers take 1000
+NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")
+TAG = "orchestrator.run"
+
+
+@dataclass
+class Options:
+    """`tracker.options` of `tracker.kind=mlflow`.
+
+    Attributes:
+        uri: of a tracking server or a database; None: files in the run's folder.
+        experiment: in which the run is one.
+    """
+
+    uri: str | None = None
+    experiment: str = "orchestrator"
+
+
+class MLflow(Tracker):
+    """`tracker.kind=mlflow`. A run of ours is one of MLflow's, to which later attempts add."""
+
+    Options = Options
+    title = "what MLflow is to keep"
+
+    def __init__(self, run: RunDir, config: Config) -> None:
+        super().__init__(run, config)
+        # Plain files are what a shared file system and a single writer are safe with. MLflow wants
+        # to be told so, since it prefers databases.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow.entities import Metric
+        from mlflow.tracking import MlflowClient
+
+        self._metric: Any = Metric
+        uri = self.options.uri or run.mlflow.absolute().as_uri()
+        self._client: Any = MlflowClient(tracking_uri=uri)
+        self._run_id = self._begun_before() or self._new()
+        self._waiting: list[Any] = []
+        self._sent = time.monotonic()
+
+    def _experiment(self) -> str:
+        found = self._client.get_experiment_by_name(self.options.experiment)
+        return (
+            found.experiment_id
+            if found
+            else self._client.create_experiment(self.options.experiment)
+        )
+
+    def _begun_before(self) -> str | None:
+        asked = f"tags.`{TAG}` = '{self.run.identity}'"
+        found = self._client.search_runs([self._experiment()], asked, max_results=1)
+        return found[0].info.run_id if found else None
+
+    def _new(self) -> str:
+        tags = {TAG: self.run.identity}
+        made = self._client.create_run(self._experiment(), tags=tags, run_name=self.run.path.name)
+        return made.info.run_id
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        now_ms = int(time.time() * 1000)
+        for name, value in values.items():
+            key = NOT_IN_NAMES.sub("_", name)
+            self._waiting.append(self._metric(key, float(value), now_ms, step))
+        if len(self._waiting) >= MOST or time.monotonic() - self._sent >= EVERY_S:
+            self._send()
+
+    def _send(self) -> None:
+        while self._waiting:
+            self._client.log_batch(self._run_id, metrics=self._waiting[:MOST])
+            del self._waiting[:MOST]
+        self._sent = time.monotonic()
+
+    def close(self) -> None:
+        self._send()
+        self._client.set_terminated(self._run_id)

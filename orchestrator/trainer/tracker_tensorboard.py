@@ -1,0 +1,59 @@
+"""TensorBoard event files, written by the tensorboard package itself; no framework needed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping
+from io import FileIO
+from typing import Any
+
+from orchestrator.config.schema import Config
+from orchestrator.rundir.folder import RunDir
+from orchestrator.trainer.recorder import Tracker
+
+
+class TensorBoard(Tracker):
+    """`tracker.kind=tensorboard`."""
+
+    title = "TensorBoard's events"
+
+    def __init__(self, run: RunDir, config: Config) -> None:
+        super().__init__(run, config)
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        run.tensorboard.mkdir(mode=0o700, exist_ok=True)
+        self._events: Any = event_pb2  # protobuf makes what is in them at run time
+        self._summaries: Any = summary_pb2
+        self._file = self._new_file()
+        # Not their EventFileWriter: what its thread cannot write is lost, without a word to us.
+        self._records: Any = RecordWriter(self._file)
+        self._add(file_version="brain.Event:2")
+
+    def _new_file(self) -> FileIO:
+        """By the name that TensorBoard looks for, in the order of attempts."""
+        began_s, place = time.time(), f"{socket.gethostname()}.{os.getpid()}"
+        for number in itertools.count():
+            name = f"events.out.tfevents.{began_s:.0f}.{place}.{number}"
+            try:
+                return FileIO(self.run.tensorboard / name, "x")
+            except FileExistsError:
+                continue
+        raise AssertionError  # there is always a next number
+
+    def _add(self, **content: Any) -> None:
+        self._records.write(
+            self._events.Event(wall_time=time.time(), **content).SerializeToString()
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        summary = self._summaries.Summary()
+        for tag, value in values.items():
+            summary.value.add(tag=tag, simple_value=value)
+        self._add(step=step, summary=summary)
+
+    def close(self) -> None:
+        self._file.close()

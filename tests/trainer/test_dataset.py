@@ -1,0 +1,141 @@
+"""Ranks compare their data before training: what differs is refused with a name."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.engine.torch import run_in_threads
+from orchestrator.errors import JobError
+from orchestrator.trainer.consistency_checks import agreed_samples, digests_of
+
+
+class Gathers:
+    """All that is needed of an engine here."""
+
+    def __init__(self, group):
+        self._group = group
+
+    def gather(self, numbers):
+        return self._group.all_gather(torch.tensor([numbers], dtype=torch.float64)).tolist()
+
+
+def _agreed(data_of, ranks=3):
+    def be(group):
+        try:
+            return agreed_samples(Gathers(group), data_of(group.rank))
+        except JobError as error:
+            return str(error)
+
+    return run_in_threads(ranks, be)
+
+
+@dataclass
+class Sample:
+    picture: np.ndarray
+    words: tuple[str, ...]
+
+
+def _samples():
+    numbers = np.arange(12.0).reshape(4, 3)
+    return [
+        {"x": torch.tensor(row), "y": n, "more": Sample(row.astype("f4"), ("a", "b"))}
+        for n, row in enumerate(numbers)
+    ]
+
+
+def _other_value(data):
+    data[3]["more"].picture[1] += 1
+
+
+def _other_word(data):
+    data[1]["more"].words = ("a", "c")
+
+
+def _other_dtype(data):
+    data[0]["x"] = data[0]["x"].float()
+
+
+def _other_order(data):
+    data[0], data[1] = data[1], data[0]
+
+
+def _other_key(data):
+    data[2]["z"] = data[2].pop("y")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (_other_value, "on rank 1 sample 3 has other values than on most ranks"),
+        (_other_word, "on rank 1 sample 1 has other values"),
+        (_other_dtype, "on rank 1 sample 0 has another type or shape"),
+        (_other_order, "on rank 1 sample 0 has other values"),
+        (_other_key, "on rank 1 sample 2 has another type or shape"),
+        (lambda data: data.pop(), "4 samples on most ranks, but 3 on rank 1"),
+    ],
+)
+def test_other_data_on_one_rank_is_refused_by_all(change, told):
+    def data_of(rank):
+        data = _samples()
+        if rank == 1:
+            change(data)
+        return data
+
+    said = _agreed(data_of)
+    assert len(set(said)) == 1
+    assert told in said[0]
+
+
+class Augmented:
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.draw()
+
+
+SEEDED = [random.random, lambda: np.random.rand(2), lambda: torch.rand(2)]
+
+
+def test_samples_that_are_drawn_at_random_are_compared_after_the_same_seeds():
+    def draw():
+        return [one() for one in SEEDED]
+
+    torch.manual_seed(5)
+    wanted = torch.rand(1)
+    torch.manual_seed(5)
+    # One rank, since the ranks of this test would share the generators.
+    assert _agreed(lambda _: Augmented(draw), ranks=1) == [4]
+    assert torch.equal(torch.rand(1), wanted)  # and nobody notices
+
+
+def test_samples_that_no_seed_reaches_are_warned_of(recwarn):
+    made = np.random.default_rng()
+    assert _agreed(lambda _: Augmented(made.random), ranks=2) == [4, 4]
+    assert "by random numbers that no seed reaches" in str(recwarn.pop(UserWarning).message)
+
+
+def test_a_data_set_without_a_length_is_refused():
+    assert "without len()" in _agreed(lambda _: iter(()), ranks=1)[0]
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=50)
+@given(values, values)
+def test_values_are_told_apart_and_equal_ones_are_not(one, other):
+    assert digests_of(one) == digests_of(one)
+    assert (digests_of(one) == digests_of(other)) == (repr(one) == repr(other))

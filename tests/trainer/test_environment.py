@@ -1,0 +1,56 @@
+"""What a program is told, as values."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.program import Program
+from orchestrator.errors import ClusterError
+from orchestrator.lifecycle.topology import Topology
+from orchestrator.rundir.folder import RunDir
+from orchestrator.trainer.program_environment import MeetingPlace, Start, environment
+
+
+@pytest.fixture
+def told(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.write_config("job: {}\n")
+    return partial(variables, run)
+
+
+def variables(run, env, *, style="torch", devices="rank", local_rank=1):
+    place = Topology(
+        rank=3, size=4, local_rank=local_rank, node_index=1, nodes=2, node="n1",
+        address="127.0.0.1", job_id="1",
+    )  # fmt: skip
+    start = Start(
+        program=Program(command=("train.py",), style=style, devices=devices), topology=place,
+        place=MeetingPlace("127.0.0.1", 4242), run=run, error_file=Path("/error"),
+        attempt=0, most_restarts=0, timeout_s=60,
+    )  # fmt: skip
+    return environment(env, start, {})
+
+
+@pytest.mark.parametrize(
+    ("env", "style", "variable", "seen", "number"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "2, 5"}, "torch", "CUDA_VISIBLE_DEVICES", "5", "LOCAL_RANK"),
+        ({"HIP_VISIBLE_DEVICES": "0,1"}, "torch", "HIP_VISIBLE_DEVICES", "1", "LOCAL_RANK"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"}, "plain", "CUDA_VISIBLE_DEVICES", "GPU-b", None),
+        ({}, "torch", "CUDA_VISIBLE_DEVICES", "1", "LOCAL_RANK"),
+        ({}, "mindspore", "ASCEND_RT_VISIBLE_DEVICES", "1", "DEVICE_ID"),
+    ],
+)
+def test_a_rank_that_has_its_own_device_sees_no_other(told, env, style, variable, seen, number):
+    found = told(env, style=style)
+    assert found[variable] == seen
+    assert number is None or found[number] == "0"
+    assert told(env, style=style, devices="node").get(variable) == env.get(variable)
+
+
+@pytest.mark.parametrize("devices", ["0", ""])
+def test_a_node_with_fewer_devices_than_ranks_is_refused(told, devices):
+    with pytest.raises(ClusterError, match=r"ask for more by cluster\.gpus_per_node"):
+        told({"CUDA_VISIBLE_DEVICES": devices})

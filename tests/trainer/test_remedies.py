@@ -1,0 +1,43 @@
+"""Errors that a job brings from another loop are told with what to do about them here."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from orchestrator.trainer.failure import describe
+
+
+def _backward_twice():
+    total = torch.ones(2, requires_grad=True).square().sum()
+    total.backward()
+    total.backward()
+
+
+def _leave():
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize(
+    ("slip", "words"),
+    [
+        (dist.get_rank, "a job needs neither torch.distributed nor DistributedDataParallel"),
+        (lambda: dist.init_process_group("gloo"), "leave init_process_group() out"),
+        (_backward_twice, "leave loss.backward() out"),
+        (lambda: torch.ones(1, device="meta").to("cpu"), "model() must give a model with numbers"),
+        (_leave, "something in the job ended the process"),
+        (lambda: torch.empty(2**60), "more accumulation.steps make the micro-batches smaller"),
+        (lambda: np.empty(2**58), "more accumulation.steps make the micro-batches smaller"),
+    ],
+)
+def test_what_torch_says_of_a_habit_is_told_with_the_way_out(slip, words, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises((ValueError, RuntimeError, MemoryError, SystemExit)) as found:
+        slip()
+    assert words in describe(found.value)
+
+
+def test_other_errors_stay_as_they_are():
+    assert describe(ValueError("what")) == "ValueError: what"
+    assert describe(KeyError()) == "KeyError"

@@ -1,0 +1,72 @@
+"""`facts.*` are compared with what is there: a plan that would be another one is refused."""
+
+import pytest
+
+from orchestrator.config.schema import FactsConfig
+from orchestrator.errors import ConfigError
+from orchestrator.trainer.consistency_checks import UpdateTime, compare_facts
+from tests.plan.stated import make_plan
+
+
+def _plan_with(ranks, **more):
+    def plan_with(parameters, samples):
+        return make_plan(
+            nodes=1, ranks_per_node=ranks, global_batch=100, parameters=parameters,
+            dataset_samples=samples, **more,
+        )  # fmt: skip
+
+    return plan_with
+
+
+def _compare(facts, ranks=2, **more):
+    plan_with = _plan_with(ranks, **more)
+    compare_facts(FactsConfig(**facts), plan_with(2_000_000, 1000), plan_with)
+
+
+@pytest.mark.parametrize(
+    ("facts", "more", "told"),
+    [
+        ({"dataset_samples": 500}, {}, "facts.dataset_samples=500, but the data set has 1000"),
+        ({"dataset_samples": 500}, {"epochs": 2}, "had updates 10, not 20"),
+        ({"dataset_samples": 90}, {"updates": 4}, "samples_per_rank (45, 45), not (50, 50)"),
+        ({"parameters": 900}, {}, "had collectives_per_update 1, not 8"),
+        ({"parameters": 900, "dataset_samples": 7}, {}, "set facts.parameters=2000000 facts.data"),
+    ],
+)
+def test_a_wrong_fact_that_changes_the_plan_is_refused_with_both_numbers(facts, more, told):
+    with pytest.raises(ConfigError) as refused:
+        _compare(facts, **more)
+    assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "ranks"), [({"parameters": 1_999_999}, 2), ({"parameters": 1}, 1)]
+)
+def test_a_wrong_fact_that_changes_nothing_is_warned_of(facts, ranks):
+    with pytest.warns(UserWarning, match="but the model has 2000000; the plan is the same"):
+        _compare(facts, ranks)
+
+
+def test_true_facts_and_none_at_all_are_not_mentioned(recwarn):
+    _compare({})
+    _compare({"parameters": 2_000_000, "dataset_samples": 1000})
+    assert not recwarn.list
+
+
+def _see(time, seconds):
+    for update_s in seconds:
+        time.see(update_s)
+
+
+@pytest.mark.parametrize("said", [10.0, 0.01])
+def test_the_time_of_an_update_is_compared_once_it_is_known(said):
+    time = UpdateTime(said)
+    with pytest.warns(UserWarning, match=r"facts\.update_s=.*, but an update takes 0\.2 s") as told:
+        _see(time, [0.2] * 20)
+    assert len(told) == 1
+
+
+def test_a_time_that_is_about_right_is_not_mentioned(recwarn):
+    time = UpdateTime(0.3)
+    _see(time, [5.0, *[0.2] * 20])
+    assert not recwarn.list
