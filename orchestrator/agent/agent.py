@@ -39,6 +39,7 @@ STOOD_STILL_S = 3.0
 """Above this, the process itself stood still between two looks, and cannot judge others by time."""
 RETRY_S = 0.05
 MAX_STRANGERS = 64
+REPORTED_CHARACTERS = 500
 
 
 class Agent:
@@ -47,7 +48,7 @@ class Agent:
     Args:
         control: a pipe whose end means that the launcher is gone, or wants all processes ended;
             None on a cluster whose scheduler sees to that.
-        report: a pipe that the outcome is written to as well: a disk may be full.
+        report: a pipe for an outcome that the disk has no room for.
     """
 
     def __init__(
@@ -124,10 +125,19 @@ class Agent:
                 self._beat()
             if self._coordinator is not None:
                 self._coordinator.tick()
-                if self._coordinator.outcome is not None and self._report_to is not None:
-                    os.write(self._report_to, json.dumps(self._coordinator.outcome).encode())
+                self._report_unwritten(self._coordinator.outcome)
                 self._obey_coordinator()
         self._workers.kill_all()
+
+    def _report_unwritten(self, outcome: dict[str, Any] | None) -> None:
+        """Give the launcher an outcome that the disk had no room for; it fits a pipe's buffer."""
+        if outcome is None or self._report_to is None or self._is_over():
+            return
+        culprit = outcome["culprit"]
+        if culprit is not None:
+            lines = [line[:REPORTED_CHARACTERS] for line in culprit["log_tail"]]
+            outcome = {**outcome, "culprit": {**culprit, "log_tail": lines}}
+        os.write(self._report_to, json.dumps(outcome).encode())
 
     def _pause_s(self) -> float:
         """How long to wait for events: not beyond the moment of a decision."""

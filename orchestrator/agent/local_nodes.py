@@ -22,9 +22,9 @@ from typing import Any
 
 from orchestrator.agent.agent import Agent
 from orchestrator.agent.node_spec import NodeSpec
-from orchestrator.agent.workers import STOP_SIGNALS, BecomeWorker
+from orchestrator.agent.workers import STOP_SIGNALS, BecomeWorker, kill_descendants
 from orchestrator.lifecycle.forks import branch, ending, leave
-from orchestrator.lifecycle.prctl import die_with, name_process
+from orchestrator.lifecycle.prctl import adopt_orphans, die_with, name_process
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.trainer.entry import draw_other_numbers, preload
@@ -52,6 +52,7 @@ class _Nodes:
 
     def serve(self) -> int | None:
         """Have agents until all have ended. Returns the rank in the process of a worker."""
+        adopt_orphans()
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         wake, woken = os.pipe()
@@ -82,6 +83,7 @@ class _Nodes:
             if kill_at is not None and now >= kill_at:
                 for pid in self._pids:
                     os.kill(pid, signal.SIGKILL)  # not reaped, so the pid is its own
+        kill_descendants()  # of an agent that was killed, what its workers had started
         return None
 
     def _is_over(self) -> bool:

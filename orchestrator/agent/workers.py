@@ -257,18 +257,33 @@ class Workers:
 
     def kill_all(self) -> None:
         """Kill all descendants, adopted ones included, and wait until none is left."""
-        deadline = time.monotonic() + KILL_DEADLINE_S
-        myself = psutil.Process()
-        while time.monotonic() < deadline:
-            found = [
-                p for p in myself.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE
-            ]
-            for process in found:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    continue
-            self.reap()
-            if not found and not self.alive:
-                return
-            time.sleep(0.005)  # between two looks at processes that were just killed
+        kill_descendants(self.reap)
+
+
+def kill_descendants(reap: Callable[[], None] | None = None) -> None:
+    """Kill all descendants of this process, and wait until none is left.
+
+    Args:
+        reap: collects children that ended; by default all of them, unseen.
+    """
+    deadline = time.monotonic() + KILL_DEADLINE_S
+    myself = psutil.Process()
+    while time.monotonic() < deadline:
+        found = [p for p in myself.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+        for process in found:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        (reap or _reap_all)()
+        if not found:
+            return
+        time.sleep(0.005)  # between two looks at processes that were just killed
+
+
+def _reap_all() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return

@@ -179,7 +179,8 @@ class LocalHandle(Handle):
         except BlockingIOError:  # an agent still holds it
             reported = b""
         os.close(self._report)
-        return json.loads(reported) if reported else read_json(self._folder / "outcome.json")
+        written = read_json(self._folder / "outcome.json")
+        return json.loads(reported) if written is None and reported else written
 
     def _settle(self) -> None:
         if self._state.ended:
