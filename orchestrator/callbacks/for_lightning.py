@@ -20,7 +20,7 @@ PREFIX = "lightning-"
 
 class LightningCallback(Base):
     """`Trainer(..., callbacks=[ours := LightningCallback()])`, then
-    `trainer.fit(model, ckpt_path=ours.checkpoint)`.
+    `Trainer.fit(model, ckpt_path=ours.checkpoint)`.
 
     The loss that it records is rank 0's, the mean of the update's micro-batches.
 

@@ -16,7 +16,7 @@ PREFIX = "checkpoint-"  # the Trainer's own
 
 class TrainerCallback(Base):
     """`Trainer(..., callbacks=[ours := TrainerCallback()])`, then
-    `trainer.train(resume_from_checkpoint=ours.checkpoint)`.
+    `Trainer.train(resume_from_checkpoint=ours.checkpoint)`.
 
     Its checkpoints have to lie in the run: `TrainingArguments(output_dir=run.checkpoint_dir)`. What
     the Trainer logs is recorded; `logging_steps=1` has every update in the record.
