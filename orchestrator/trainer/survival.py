@@ -254,7 +254,7 @@ class Part:
 
 
 class Survivors:
-    """One rank's part among them. `entering.py` makes it.
+    """One rank's part among them. `Entering` makes it.
 
     Args:
         lifeline: begun.
