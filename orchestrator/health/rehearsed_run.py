@@ -75,7 +75,7 @@ class Harm:
 
 
 class Reach(Protocol):
-    """The hands (`hand.py`) at a run's ranks."""
+    """Fault injection into the ranks of a run."""
 
     def where(self) -> Mapping[int, str]:
         """The living ranks, by their numbers, with their nodes."""
