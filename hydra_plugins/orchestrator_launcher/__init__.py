@@ -1,36 +1,30 @@
-"""`hydra/launcher=orchestrator`: Hydra hands all points of a sweep over at once, and we place them.
+"""`hydra/launcher=orchestrator`: Hydra's launcher plug-in.
 
-Hydra imports this at every start, so nothing here is heavier than Hydra itself. A sweep of ours
-(`python -m orchestrator.launch -m …`) takes this launcher by itself; any other Hydra application
-may choose it, here or on SLURM: `hydra.launcher.cluster={kind: slurm, partition: short}`.
+Hydra imports this at every start, so it imports nothing heavier than Hydra itself. Sweeps of
+`orchestrator.launch` use this launcher by themselves; the points of any other Hydra application
+that chooses it run here, one after another.
 """
 
 # No `from __future__ import annotations`: Hydra loads this before its name is in sys.modules, where
 # dataclasses would look up annotations that are text.
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, configure_log, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
-
-from orchestrator.config.app_place import AppPlace
+from omegaconf import DictConfig, open_dict
 
 
 class OrchestratorLauncher(Launcher):
-    """Places points: those of our own command as runs, another application's as what they are.
+    """Launches the points of a sweep: as runs, or another application's points in turn."""
 
-    Args:
-        cluster: where another application's points run.
-    """
-
-    def __init__(self, cluster: DictConfig | None = None) -> None:
-        self._place: Any = AppPlace() if cluster is None else OmegaConf.to_object(cluster)
+    def __init__(self) -> None:
         self._context: HydraContext | None = None
         self._task: TaskFunction | None = None
         self._config: DictConfig | None = None
@@ -48,10 +42,25 @@ class OrchestratorLauncher(Launcher):
         own = getattr(self._task, "launch_points", None)
         if own is not None:
             return own(job_overrides, initial_job_idx)
-        from orchestrator.sweep.hydra_apps import AppPoints
-
-        points = AppPoints(self._context, self._task, self._config)
-        return points.launch(job_overrides, initial_job_idx, self._place)
+        setup_globals()
+        hydra, returned = self._config.hydra, []
+        Path(hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
+        for number, overrides in enumerate(job_overrides, initial_job_idx):
+            configure_log(hydra.hydra_logging, hydra.verbose)
+            point = self._context.config_loader.load_sweep_config(self._config, list(overrides))
+            with open_dict(point):
+                point.hydra.job.id, point.hydra.job.num = str(number), number
+            returned.append(
+                run_job(
+                    hydra_context=self._context,
+                    task_function=self._task,
+                    config=point,
+                    job_dir_key="hydra.sweep.dir",
+                    job_subdir_key="hydra.sweep.subdir",
+                )
+            )
+        configure_log(hydra.hydra_logging, hydra.verbose)
+        return returned
 
 
 class OrchestratorSweeper(BasicSweeper):
@@ -72,7 +81,6 @@ class LauncherConf:
     """`hydra.launcher` with this launcher."""
 
     _target_: str = "hydra_plugins.orchestrator_launcher.OrchestratorLauncher"
-    cluster: AppPlace = field(default_factory=AppPlace)
 
 
 ConfigStore.instance().store(

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from orchestrator.cli.follow import OutputOptions
 from orchestrator.config.command_line import read_command_line
-from orchestrator.config.composer import Composer
+from orchestrator.config.composer import Composer, print_help
 from orchestrator.config.guard import check_arguments, no_such_key
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.rules import refuse_without_sweep
@@ -46,10 +46,9 @@ def read(arguments: Sequence[str]) -> Asked:
     composer = Composer(line)
     if line.cfg == "job":
         return Asked(manner=manner, exit_code=show_config(composer))
-    if line.asks_hydra:
-        from orchestrator.config.composer import answer
-
-        return Asked(manner=manner, exit_code=answer(composer))
+    if line.help:
+        print_help(composer)
+        return Asked(manner=manner)
     found = composer.compose()
     if found.sweeps:
         return Asked(manner=manner, sweep=composer)

@@ -49,7 +49,7 @@ def complete_overrides(args: list[str], incomplete: str) -> list[str]:
 
 def _asked_of_hydra(words: Sequence[str]) -> list[str]:
     from orchestrator.config.command_line import read_command_line, spelled
-    from orchestrator.config.composer import Composer, HydrasCompletion
+    from orchestrator.config.composer import Composer, OverrideCompletion
     from orchestrator.config.guard import guarded
 
     *before, word = words or [""]
@@ -59,5 +59,5 @@ def _asked_of_hydra(words: Sequence[str]) -> list[str]:
     with guarded():
         typed = [spelled(override, sweep=line.multirun) for override in line.overrides]
         asked = " ".join([*flag, *(o for o in typed if not o.split()[1:]), word])
-        found = HydrasCompletion(composer.loader).choices(line.config_name, asked)
+        found = OverrideCompletion(composer.loader).choices(line.config_name, asked)
     return [choice for choice in found if not choice.startswith("hydra")]

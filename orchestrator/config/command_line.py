@@ -16,8 +16,6 @@ from orchestrator.errors import ConfigError, did_you_mean
 PRIMARY = "config"
 """The primary configuration's name, unless `--config-name` says another."""
 
-SHOWN = ("job", "hydra", "all")
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 VERBS = ("run", "plan", "resume", "status", "logs", "attach", "cancel", "compare")
 
 
@@ -30,8 +28,7 @@ class CommandLine:
         config_dir: a folder of the user's own configuration; its files win over the shipped ones.
         config_name: of the primary configuration.
         multirun: whether a sweep is asked for by -m. A configuration may ask for one, too.
-        cfg: what `--cfg` shows: "job", "hydra" or "all"; `package` is the part of it.
-        info: which of Hydra's own information `--info` shows.
+        cfg: what `--cfg` shows: "job"; `package` is the part of it.
     """
 
     overrides: tuple[str, ...] = ()
@@ -41,27 +38,14 @@ class CommandLine:
     verbose: bool = False
     quiet: bool = False
     help: bool = False
-    hydra_help: bool = False
-    version: bool = False
-    shell_completion: bool = False
     cfg: str | None = None
     package: str | None = None
-    resolve: bool = False
-    info: str | None = None
-
-    @property
-    def asks_hydra(self) -> bool:
-        """Whether Hydra itself answers, and nothing is started."""
-        switches = (self.help, self.hydra_help, self.version, self.shell_completion)
-        return any(switches) or bool(self.cfg or self.info)
 
 
 SWITCHES = {
     "-m": "multirun", "--multirun": "multirun", "-v": "verbose", "--verbose": "verbose",
     "-q": "quiet", "--quiet": "quiet", "-h": "help", "--help": "help",
-    "--hydra-help": "hydra_help", "--version": "version", "--resolve": "resolve",
-    "-sc": "shell_completion", "--shell-completion": "shell_completion", "-r": "", "--run": "",
-    "--force": "force",
+    "-r": "", "--run": "", "--force": "force",
 }  # fmt: skip
 VALUED = {
     "-cd": "config_dir", "--config-dir": "config_dir", "-cn": "config_name",
@@ -102,12 +86,9 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
             if not equals and not rest:
                 raise ConfigError(f"{flag} needs a value: {flag} {VALUED[flag].upper()}")
             found[VALUED[flag]] = value if equals else rest.pop(0)
-        elif flag in {"-i", "--info"}:
-            listed = not equals and rest and rest[0] in INFO
-            found["info"] = value if equals else rest.pop(0) if listed else "all"
         else:
             check_overrides(overrides)  # it may be the flag of a script that stands before it
-            known = [*SWITCHES, *VALUED, "--info"]
+            known = [*SWITCHES, *VALUED]
             raise ConfigError(f"there is no flag '{flag}'{did_you_mean(flag, known)}")
     found.pop("", None)
     if found.pop("force", False):
@@ -118,15 +99,13 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
 
 
 def _check(line: CommandLine) -> None:
-    for flag, value, allowed in (("--cfg", line.cfg, SHOWN), ("--info", line.info, INFO)):
-        if value is not None and value not in allowed:
-            raise ConfigError(f"{flag} must be one of {', '.join(allowed)}, but is '{value}'")
+    if line.cfg not in (None, "job"):
+        raise ConfigError(f"--cfg must be job, but is '{line.cfg}'")
     if line.multirun and line.cfg:
         raise ConfigError("--cfg shows one configuration; leave -m out, and sweep over no key")
     if line.package is not None and not line.cfg:
         raise ConfigError("--package chooses what --cfg shows; add --cfg job")
-    if not line.shell_completion:
-        check_overrides(line.overrides)
+    check_overrides(line.overrides)
 
 
 def check_overrides(overrides: Iterable[str]) -> None:

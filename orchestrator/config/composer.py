@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 import re
-from argparse import Namespace
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hydra import __version__
 from hydra._internal.callbacks import Callbacks
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
@@ -26,15 +20,14 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator.config.app_place import AppPlace
 from orchestrator.config.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
 from orchestrator.config.guard import OWN_LAUNCHER, check_arguments, guarded
 from orchestrator.config.job_source import builds_optimizer
-from orchestrator.config.loader import OF_A_POINT, Loader, interpolations, within
+from orchestrator.config.loader import Loader
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config, unknown_keys
 from orchestrator.config.schema import Config
-from orchestrator.errors import EXIT_FINISHED, ConfigError
+from orchestrator.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +81,6 @@ LAUNCHERS = (
 )
 UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "launcher._target_": (LAUNCHERS, OWN_LAUNCHER.format("hydra/launcher")),
-    "launcher.cluster": ((asdict(AppPlace()),), "points run where the section cluster says"),
     "sweeper.max_batch_size": ((None,), "all points of a sweep are checked before one runs"),
     "run.dir": ((".", "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"), "a run's folder is run.dir=…"),
     "output_subdir": ((None, ".hydra"), "a run's folder says all of it: config.yaml"),
@@ -137,248 +129,95 @@ def refuse_unused(hydra: DictConfig) -> None:
         raise ConfigError("\n".join(wrong))
 
 
-MOST_SHAPES = 64  # kept compositions, of some MiB each
-FOLDERS = ("hydra.sweep.dir", "hydra.sweep.subdir")
-NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})(\.[0-9]+)?")  # as Python reads it, and Hydra
-KEY = re.compile(r"[A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)*")
-SETTING = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Word:
-    """One override of a point.
-
-    Attributes:
-        way: `key=`, `+key=`, `++key=` or `~key`.
-        value: None as well where it is not `plain`.
-        plain: it sets one value in its place, and may be another one in another point.
-        sets: it sets values, and chooses no file.
-    """
-
-    text: str
-    key: str
-    way: OverrideType
-    value: Any
-    plain: bool
-    sets: bool
-
-
-def _overlap(one: str, other: str) -> bool:
-    return within(one, other) or within(other, one)
-
-
-class Alike:
-    """Knows the compositions that were made, and composes what differs from one in values alone.
-
-    Args:
-        primary: name of the primary configuration.
-        telling: keys that say what a composition is made of, so that no value of theirs is plain.
-    """
-
-    def __init__(self, loader: Loader, primary: str, telling: Collection[str]) -> None:
-        self._loader, self._primary, self._telling = loader, primary, telling
-        self._words: dict[str, Word] = {}
-        self._numbers: dict[tuple[str, type], Word] = {}
-        self._groups: dict[str, bool] = {}
-        self._repository: Any = None
-        self._shapes: dict[Any, Shape | tuple[Any, ...] | None] = {}
-
-    def composed(self, number: int, overrides: Sequence[str]) -> Composed | None:
-        """A point as composing it whole would have it; None where that has to be done."""
-        words = self._read(overrides)
-        key = _shape_of(words) if words else None
-        shape = self._shapes.get(key)
-        if words is None or shape is None:
-            return None
-        if isinstance(shape, tuple):  # the second of its kind: worth to be looked at
-            shape = self._shapes[key] = self._shape(*shape)
-        return shape.point(number, overrides, words) if shape else None
-
-    def keep(self, overrides: Sequence[str], found: DictConfig, whole: Composed) -> None:
-        """Remember a composition that was just made."""
-        words = self._read(overrides)
-        if words and len(self._shapes) < MOST_SHAPES:
-            before = frozenset(self._loader.interpolated)
-            self._shapes.setdefault(_shape_of(words), (found, whole, words, before))
-
-    def _read(self, overrides: Sequence[str]) -> list[Word] | None:
-        """None where composing them says what is wrong, or where they choose other files."""
-        try:
-            words = [self._words.get(text) or self._number(text) for text in overrides]
-        except HydraException:
-            return None
-        return None if any(word.key == "hydra.searchpath" for word in words) else words
-
-    def _number(self, text: str) -> Word:
-        """A word; where it is another number for a key that had one, without Hydra's parser."""
-        key, _, value = text.partition("=")
-        found = NUMBER.fullmatch(value)
-        kind = float if found and found[1] else int
-        like = self._numbers.get((key, kind)) if found else None
-        word = replace(like, text=text, value=kind(value)) if like else self._word(text)
-        if found and word.plain and type(word.value) is kind:
-            self._numbers[key, kind] = word
-        return word
-
-    def _word(self, text: str) -> Word:
-        [parsed] = OverridesParser.create().parse_overrides([text])
-        key = parsed.key_or_group
-        if key not in self._groups:
-            if self._repository is None:
-                self._repository = self._loader.files(self._primary)
-            self._groups[key] = self._repository.group_exists(key)
-        sets = not self._groups[key] or parsed.package is not None
-        plain = sets and self._is_plain(parsed)
-        word = Word(
-            text=text,
-            key=key,
-            way=parsed.type,
-            value=parsed.value() if plain else None,
-            plain=plain,
-            sets=sets,
-        )
-        self._words[text] = word
-        return word
-
-    def _is_plain(self, parsed: Override) -> bool:
-        key = parsed.key_or_group
-        if parsed.type not in SETTING or parsed.value_type is not ValueType.ELEMENT:
-            return False
-        if parsed.package is not None or not KEY.fullmatch(key):
-            return False
-        if within(key, "hydra") or any(_overlap(key, told) for told in self._telling):
-            return False
-        value = parsed.value()
-        if isinstance(value, str):
-            return "${" not in value and value != "???"
-        return value is None or isinstance(value, bool | int | float)
-
-    def _shape(
-        self, found: DictConfig, whole: Composed, words: Sequence[Word], before: frozenset[str]
-    ) -> Shape | None:
-        """None where another point's values could mean more than their places."""
-        referring = interpolations(found)
-        paths = before | referring.keys()
-        setting = [word for word in words if word.sets]
-        for number, word in enumerate(setting):
-            if word.way not in SETTING or any(within(word.key, path) for path in paths):
-                return None
-            others = setting[:number] + setting[number + 1 :]
-            if word.plain and any(_overlap(word.key, other.key) for other in others):
-                return None
-            if word.plain and not _is_leaf(found, word.key):
-                return None
-        if any(_overlap(path, told) for path in paths for told in self._telling):
-            return None
-        ours: dict[str, tuple[str, ...]] = {}
-        for path, names in referring.items():
-            if not within(path, "hydra") or path in FOLDERS:
-                if names is None:
-                    return None
-                ours[path] = names
-        return Shape(found, whole, words, ours)
-
-
-def _shape_of(words: Sequence[Word]) -> Any:
-    return tuple((word.key, word.way) if word.plain else word.text for word in words)
-
-
-class Shape:
-    """One composition, in which points set their values.
-
-    Args:
-        found: as Hydra composed it; changed from here on.
-        words: that it was composed with.
-        referring: all that may have to be worked out anew, and to what it refers.
-    """
-
-    def __init__(
-        self,
-        found: DictConfig,
-        whole: Composed,
-        words: Sequence[Word],
-        referring: Mapping[str, Collection[str]],
-    ) -> None:
-        self._found, self._whole, self._referring = found, whole, referring
-        self._values = pickle.dumps(whole.values)
-        self._original = [word.text for word in words]
-        self._standing = list(self._original)
-        self._folders = {key: _worked_out(found, key) for key in FOLDERS}
-        self._affected = cache(self._find_affected)
-
-    def point(
-        self, number: int, overrides: Sequence[str], words: Sequence[Word]
-    ) -> Composed | None:
-        """The point of these overrides; None where a value is none that its place takes."""
-        values = pickle.loads(self._values)  # noqa: S301  # what was put there a moment ago
-        try:
-            self._set(number, words)
-            changed = frozenset(
-                word.key
-                for word, before in zip(words, self._original, strict=True)
-                if word.text != before
-            )
-            found = {key: _worked_out(self._found, key) for key in self._affected(changed)}
-            for key, value in found.items():
-                if not within(key, "hydra"):
-                    _put(values, key.split("."), value)
-            folder, part = ({**self._folders, **found}[key] for key in FOLDERS)
-        except (OmegaConfBaseException, TypeError, ValueError, LookupError):
-            return None  # composed whole, it is refused in the right words
-        if "job" in values:
-            values["job"] = at_home(values["job"])
-        return replace(
-            self._whole,
-            values=values,
-            overrides=tuple(overrides),
-            sweep_folder=Path(folder),
-            point_folder=Path(folder, str(part)),
-        )
-
-    def _set(self, number: int, words: Sequence[Word]) -> None:
-        """Make this point's of the composition."""
-        for index, word in enumerate(words):
-            if word.plain and self._standing[index] != word.text:
-                self._standing[index] = ""  # until it is known to be one that can be set
-                OmegaConf.update(self._found, word.key, word.value)
-                self._standing[index] = word.text
-        hydra = self._found.hydra
-        with read_write(hydra), open_dict(hydra):
-            hydra.job.num, hydra.job.id = number, str(number)
-
-    def _find_affected(self, keys: frozenset[str]) -> list[str]:
-        """These keys, and what refers to them, or to others that do."""
-        reached = [*keys, *OF_A_POINT]
-        while more := [
-            path
-            for path, names in self._referring.items()
-            if path not in reached and any(_overlap(n, key) for n in names for key in reached)
-        ]:
-            reached += more
-        return [key for key in reached if key not in OF_A_POINT]
-
-
-def _worked_out(found: DictConfig, key: str) -> Any:
-    value = OmegaConf.select(found, key, throw_on_missing=True)
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _is_leaf(found: DictConfig, key: str) -> bool:
-    value = OmegaConf.select(found, key)
-    return value is not None and not OmegaConf.is_config(value)  # what is null may be a section
-
-
-def _put(values: Any, keys: Sequence[str], value: Any) -> None:
-    """Set one of plain values. Raises `LookupError`, `ValueError` where there is no such place."""
-    for key in keys[:-1]:
-        values = values[int(key)] if isinstance(values, list) else values[key]
-    last: Any = int(keys[-1]) if isinstance(values, list) else keys[-1]
-    values[last]  # it was there before
-    values[last] = value
-
-
 IDENTITY = {"job": ("_target_",), "optimizer": ("_target_", "name")}
 """What says which job or optimizer a section describes; its other keys are that one's arguments."""
+
+
+NUMBER = r"-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]+)?"
+VALUE_OVERRIDE = re.compile(
+    rf"(\+{{0,2}})([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)=({NUMBER}|[A-Za-z_]\w*)"
+)
+NOT_TEXT = ("null", "true", "false", "nan", "inf")  # in any case; Hydra gives them a meaning
+OTHER_OF_HYDRA = re.compile(r"\$\{hydra(?::|\.(?!job\.(?:num|id)\}))")
+MAX_CACHED = 64  # compositions, of some MiB each
+
+
+class CompositionCache:
+    """Compositions of a sweep's points, reused where points differ in plain values only.
+
+    Hydra takes a tenth of a second to compose a point. The first point of a kind is composed
+    whole; the others of its kind only set their numbers and words in that composition. Overrides
+    of any other form (choices of groups, lists, quoted texts, deletions) are part of the kind.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, DictConfig | None] = {}
+
+    def add(self, overrides: Sequence[str], found: DictConfig) -> None:
+        """Keep a composition, unless another value could change more than its own key."""
+        if len(self._found) < MAX_CACHED:
+            kind, values = _kind_of(overrides)
+            self._found.setdefault(kind, found if _reusable(found, overrides, values) else None)
+
+    def get(self, number: int, overrides: Sequence[str]) -> DictConfig | None:
+        """Return the composition of a point; None if it has to be composed whole."""
+        kind, values = _kind_of(overrides)
+        found = self._found.get(kind)
+        if found is None:
+            return None
+        try:
+            for key, value in values.items():
+                OmegaConf.update(found, key, value)
+        except (OmegaConfBaseException, ValueError):
+            return None  # composed whole, it is refused with a clear message
+        _set_number(found, number)
+        return found
+
+
+def _kind_of(overrides: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Split overrides into what points of one kind share, and the values that they set."""
+    kind: list[str] = []
+    values: dict[str, Any] = {}
+    for text in overrides:
+        match = VALUE_OVERRIDE.fullmatch(text)
+        if match is None or match[3].lower() in NOT_TEXT or match[2] in values:
+            kind.append(text)
+            continue
+        kind.append(match[1] + match[2])
+        number = re.fullmatch(NUMBER, match[3]) and (float if "." in match[3] else int)
+        values[match[2]] = number(match[3]) if number else match[3]
+    return tuple(kind), values
+
+
+def _reusable(found: DictConfig, overrides: Sequence[str], values: dict[str, Any]) -> bool:
+    raw: Any = OmegaConf.to_container(found, resolve=False)
+    identity = {f"{section}.{key}" for section, keys in IDENTITY.items() for key in keys}
+    texts = [(raw.get(section) or {}).get(key) for section, key in (k.split(".") for k in identity)]
+    own = str({**raw, "hydra": raw["hydra"]["sweep"]})
+    if OTHER_OF_HYDRA.search(own) or "${." in str(raw["hydra"]["sweep"]) or "${" in str(texts):
+        return False
+    for key in values:
+        node = raw
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        others = [key_of(text) for text in overrides if not _chooses_file(text)]
+        overlapping = [o for o in others if f"{o}.".startswith(f"{key}.")]
+        overlapping += [o for o in others if f"{key}.".startswith(f"{o}.")]
+        if node is None or isinstance(node, dict | list) or "${" in str(node):
+            return False
+        if key in identity or key.startswith("hydra.") or overlapping != [key, key]:
+            return False
+    return True
+
+
+def _chooses_file(override: str) -> bool:
+    """Tell whether an override has the form of a choice from a group, such as `job=digits`."""
+    return re.fullmatch(r"\+?\w+=\w+", override) is not None
+
+
+def _set_number(found: DictConfig, number: int) -> None:
+    with read_write(found.hydra), open_dict(found.hydra.job):
+        found.hydra.job.num, found.hydra.job.id = number, str(number)
 
 
 class Composer:
@@ -395,8 +234,7 @@ class Composer:
         self.searches = False  # whether points are chosen by what came of earlier ones,
         self.own_search = False  # by us
         self.loader = Loader(line.config_dir)
-        telling = [f"{section}.{key}" for section, keys in IDENTITY.items() for key in keys]
-        self._alike = Alike(self.loader, line.config_name, telling)
+        self._cache = CompositionCache()
         OmegaConf.register_new_resolver("sweep_name", lambda: self._sweep_name, replace=True)
 
     @cached_property
@@ -437,6 +275,8 @@ class Composer:
             self.params = [spelled(f"{key}={value}") for key, value in params.items()]
             if sweeps:
                 self.loader.refuse_twice(self.overrides)
+            refuse_unused(found.hydra)
+            HydraConfig.instance().set_config(found)  # for ${hydra:…}
             return self._composed(found, self.line.overrides, sweeps=sweeps)
 
     @property
@@ -468,15 +308,14 @@ class Composer:
 
     def _point(self, number: int, overrides: Sequence[str]) -> Composed:
         with guarded():
-            if alike := self._alike.composed(number, overrides):
-                return alike
-            self.loader.interpolated.clear()
-            found = self.load(overrides, RunMode.RUN)
-            with open_dict(found.hydra.job):
-                found.hydra.job.num, found.hydra.job.id = number, str(number)
-            whole = self._composed(found, overrides)
-            self._alike.keep(overrides, found, whole)
-            return whole
+            found = self._cache.get(number, overrides)
+            if found is None:
+                found = self.load(overrides, RunMode.RUN)
+                _set_number(found, number)
+                refuse_unused(found.hydra)
+                HydraConfig.instance().set_config(found)  # for ${hydra:…}
+                self._cache.add(overrides, found)
+            return self._composed(found, overrides)
 
     def load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
         """Compose; again without each shipped default that the user's statements replace.
@@ -528,8 +367,6 @@ class Composer:
     def _composed(
         self, found: DictConfig, overrides: Sequence[str], *, sweeps: bool = False
     ) -> Composed:
-        refuse_unused(found.hydra)
-        HydraConfig.instance().set_config(found)  # for ${hydra:…}
         values: dict[str, Any] = {}
         for key in found:
             if key != "hydra":
@@ -641,45 +478,19 @@ def points_of(composer: Composer) -> list[Point]:
     return found
 
 
-class Answers(Hydra):
-    """Hydra's application, which composes as a launch does."""
-
-    def __init__(self, composer: Composer) -> None:
-        super().__init__(task_name="orchestrator.launch", config_loader=composer.loader)
-        self._composer = composer
-
-    def compose_config(
-        self, config_name: str | None, overrides: list[str], run_mode: RunMode, *_: Any, **__: Any
-    ) -> DictConfig:
-        if config_name is None:  # Hydra's own help, which is of no configuration
-            return super().compose_config(config_name, overrides, run_mode)
-        return self._composer.load(overrides, run_mode)
+def print_help(composer: Composer) -> None:
+    """Print how to start a run, and the choices of each group."""
+    found = composer.load(composer.overrides, RunMode.RUN)
+    sys.stdout.write(f"{found.hydra.help.header}\n\nChoices (as in job=digits):\n")
+    for group in sorted(composer.loader.list_groups("")):
+        if group != "hydra":
+            choices = composer.loader.get_group_options(group)
+            sys.stdout.write(f"  {group}: {', '.join(choices)}\n")
 
 
-def answer(composer: Composer) -> int:
-    """Print what a flag of Hydra's asks for; give the exit code."""
-    line, name, given = composer.line, composer.line.config_name, composer.overrides
-    parser, asked = get_args_parser(), Namespace(overrides=given, resolve=line.resolve)
-    with guarded():
-        hydra = Answers(composer)
-        if line.help:
-            hydra.app_help(config_name=name, args_parser=parser, args=asked)
-        elif line.hydra_help:
-            hydra.hydra_help(config_name=name, args_parser=parser, args=asked)
-        elif line.version:
-            print(f"Hydra {__version__}")  # noqa: T201  # as Hydra's own flag prints it
-        elif line.shell_completion:
-            hydra.shell_completion(config_name=name, overrides=list(line.overrides))
-        elif line.info:
-            hydra.show_info(line.info, config_name=name, overrides=given)
-        elif line.cfg:
-            hydra.show_cfg(name, given, line.cfg, line.package, line.resolve)
-    return EXIT_FINISHED
-
-
-class HydrasCompletion(DefaultCompletionPlugin):
-    """Knows the groups, choices, keys and values of a loader's configuration."""
+class OverrideCompletion(DefaultCompletionPlugin):
+    """Hydra's completion of groups, choices, keys and values, asked for one word."""
 
     def choices(self, config_name: str, line: str) -> list[str]:
-        """What the last word of a line of overrides may become, sorted."""
+        """Return what the last word of a line of overrides may become, sorted."""
         return self._query(config_name=config_name, line=line)

@@ -6,7 +6,6 @@ import copy
 import hashlib
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,12 +15,11 @@ from typing import Any
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository, IConfigRepository
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathElement, SearchPathQuery
 from hydra.core.config_store import ConfigStore
-from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.core.plugins import Plugins
@@ -70,8 +68,6 @@ def when_null(value: Any, then: Any, otherwise: Any) -> Any:
 
 
 RESOLVERS = (dense_parameters, transformer_parameters, sum_of, when_null)
-CONSTANT = {*(resolver.__name__ for resolver in RESOLVERS), "now", "sweep_name", "oc.env"}
-"""Names of those that give the same for the same arguments as long as a command runs."""
 
 
 def register() -> None:
@@ -84,49 +80,6 @@ def register() -> None:
     OmegaConf.register_new_resolver("now", moment.strftime, replace=True)
     for resolver in RESOLVERS:
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
-
-
-OF_A_POINT = ("hydra.job.num", "hydra.job.id")
-REFERENCE = re.compile(r"\$\{(?:(\.*)([A-Za-z_]\w*(?:\.\w+)*)\}|([A-Za-z_][\w.]*):)")
-
-
-def within(one: str, other: str) -> bool:
-    """Whether a key is another one, or below it."""
-    return one == other or one.startswith(f"{other}.")
-
-
-def interpolations(found: DictConfig) -> dict[str, tuple[str, ...] | None]:
-    """Whatever refers to something, by its key, with the whole keys that it refers to; None where
-    these cannot be told from its text.
-    """
-    return dict(_below(OmegaConf.to_container(found, resolve=False), ""))
-
-
-def _below(value: Any, path: str) -> Iterator[tuple[str, tuple[str, ...] | None]]:
-    if isinstance(value, dict | list):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            plain = isinstance(key, int) if isinstance(value, list) else isinstance(key, str)
-            for name, refers_to in _below(inner, f"{path}.{key}" if path else str(key)):
-                yield name, refers_to if plain and "." not in str(key) else None
-    elif isinstance(value, str) and "${" in value:
-        yield path, _references(value, path)
-
-
-def _references(text: str, path: str) -> tuple[str, ...] | None:
-    found = list(REFERENCE.finditer(text))
-    if len(found) != text.count("${"):
-        return None
-    names: list[str] = []
-    for dots, name, resolver in (match.groups() for match in found):
-        if resolver is not None:
-            if resolver not in CONSTANT:
-                return None
-            continue
-        full = ".".join([*(path.split(".")[: -len(dots)] if dots else []), name])
-        if within(full, "hydra") and full not in OF_A_POINT:
-            return None
-        names.append(full)
-    return tuple(names)
 
 
 class Files(ConfigRepository):
@@ -331,18 +284,6 @@ class Loader(ConfigLoaderImpl):
         register()  # one of which replaces one of those
         super().__init__(search_path(config_dir))
         self.repository = Files(self.config_search_path)
-        self.interpolated: set[str] = set()  # keys that referred to others before overrides
-
-    def _compose_config_from_defaults_list(
-        self, defaults: list[ResultDefault], repo: IConfigRepository
-    ) -> DictConfig:
-        found = super()._compose_config_from_defaults_list(defaults, repo)
-        self.interpolated |= interpolations(found).keys()
-        return found
-
-    def files(self, primary: str) -> IConfigRepository:
-        """What can be chosen where no override adds to the search path."""
-        return self._parse_overrides_and_create_caching_repo(primary, [])[1]
 
     def origin(self, primary: str, overrides: Sequence[str], group: str) -> Origin:
         """Who chose what is in a group, and whether the user's files say something of it."""

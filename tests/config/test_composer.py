@@ -141,7 +141,6 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
         (["hydra/launcher=joblib"], "placed by this package's own launcher"),
         (["-m", "hydra/sweeper=nosuch", "train.seed=1,2"], "not installed here"),
         (["-m", "hydra/launcher=theirs", "train.seed=1,2"], "placed by this package's own"),
-        (["-m", "+hydra.launcher.cluster.kind=slurm", "train.seed=1,2"], "section cluster says"),
         (["-m", "hydra.sweeper._target_=os.system", "train.seed=1,2"], "os.system"),
         (["-m", "train.seed=range(0)"], "train.seed has no value to sweep over"),
         (["-m", "train.seed=1,2", "hydra.verbose=true,false"], "hydra holds for the sweep"),
