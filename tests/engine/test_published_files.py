@@ -18,7 +18,7 @@ from orchestrator.engine.common.rendezvous import RARE_S, Notice, keep_port
 from orchestrator.engine.mindspore import rendezvous as mindspore
 from orchestrator.engine.torch import rendezvous as torch_store
 from orchestrator.lifecycle.topology import Topology
-from orchestrator.trainer.program import meeting_place
+from orchestrator.trainer import program_environment
 from tests.helpers import environment
 
 WAIT_S = 4.0
@@ -82,8 +82,8 @@ def _a_program(one):
     )  # fmt: skip
     published = one.folder / "meeting.json"
     if one.rank == 0:
-        return meeting_place.host(published, place, "torch", 30)
-    return meeting_place.find(published, place, 30, lambda: False)
+        return program_environment.host(published, place, "torch", 30)
+    return program_environment.find(published, place, 30, lambda: False)
 
 
 @pytest.mark.parametrize("meet", [_a_torch_group, _a_mindspore_group, _a_program])
@@ -103,7 +103,7 @@ def test_a_neighbour_of_rank_0_gets_the_file_at_once(tmp_path, meet):
     for thread in threads:
         thread.join(60)
     for place in kept:
-        if isinstance(place, meeting_place.MeetingPlace):
+        if isinstance(place, program_environment.MeetingPlace):
             place.close()
     assert len(took) == 2
     assert max(took) < AT_ONCE_S
