@@ -17,6 +17,11 @@ class Hold:
         self.folder = Path(folder)
         self._limit_file = self.folder / "first-held-update"
 
+    @property
+    def override(self):
+        """Return the override that makes a run's job use this hold."""
+        return f"job.hold={self.folder}"
+
     def hold_before(self, update):
         """Let the updates below `update` run and hold every rank in the first micro-step of it."""
         self.folder.mkdir(exist_ok=True)

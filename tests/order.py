@@ -8,21 +8,14 @@ LONG = (
     *(
         f"tests/slurm/test_{name}.py"
         for name in (
-            "verbs",
-            "preemption",
-            "node_loss",
-            "frameworks",
-            "failures",
-            "submission",
-            "under_fire",
-            "allocation",
-            "survival",
-            "mindspore",
-            "programs",
+            "interruptions",
             "sweeps",
-            "search",
-            "rehearsal",
-            "chaos",
+            "node_loss",
+            "submission",
+            "failures",
+            "verbs",
+            "allocation",
+            "mindspore",
         )
     ),
     "tests/engine/mindspore/test_runs.py",

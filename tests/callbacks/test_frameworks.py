@@ -1,13 +1,9 @@
-"""Lightning, Accelerate and the Trainer: unmodified in a run, and with our callbacks.
-
-Taken away on a SLURM they are in tests/slurm/test_frameworks.py.
-"""
+"""Lightning, Accelerate and the Trainer: unmodified in a run, and with our callbacks."""
 
 import pytest
 
 from tests import helpers
 from tests.callbacks.scripts import NAMES, PLAIN, TOLD, log, under_torchrun
-from tests.once import once
 from tests.programs import script
 
 
@@ -23,7 +19,7 @@ def plain(tmp_path_factory):
         module="orchestrator", cwd=folder, timeout=390,
     )  # fmt: skip
     assert failed.returncode == 1, failed.stdout + failed.stderr
-    printed = once(tmp_path_factory, "under-torchrun", lambda: under_torchrun(folder))
+    printed = under_torchrun(folder)
     return folder / "run", TOLD.findall(printed)
 
 

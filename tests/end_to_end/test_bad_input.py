@@ -1,8 +1,6 @@
 """What is wrong is said in one message, with exit code 2, and leaves nothing behind."""
 
-import os
 import struct
-import subprocess
 
 import pytest
 
@@ -119,44 +117,6 @@ def test_another_runs_folder_is_not_touched(tmp_path):
 def test_a_place_that_cannot_be_written_is_said(tmp_path):
     done = helpers.call(TINY, "run.dir=/proc/run")
     assert (done.returncode, "cannot be written" in done.stderr) == (2, True)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 340 KiB. Needs root, as continuous integration has."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    options = ["-o", "size=340k,mode=0700"]
-    subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(folder)], check=True)
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def test_a_full_disk_at_the_start_is_said_and_leaves_nothing(small_disk):
-    (small_disk / "filler").write_bytes(b"x" * 345_000)
-    done = helpers.call(TINY, SMALL, f"run.dir={small_disk / 'run'}")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "No space left" in done.stderr
-    assert not (small_disk / "run").exists()
-
-
-def test_a_disk_that_fills_up_in_mid_run_keeps_the_last_good_checkpoint(small_disk):
-    run = small_disk / "run"
-    done = helpers.call(
-        TINY, SMALL, "job.width=1000", "train.updates=12", "train.checkpoint_every=2",
-        f"run.dir={run}",
-        "train.keep_checkpoints=5", "tracker=none",
-    )  # fmt: skip
-    said = (run / "logs" / "rank-00000.log").read_text()
-    assert "could not be written" in said
-    assert "No space left" in said
-    assert done.returncode == 1, done.stdout + done.stderr  # the last one is not there either
-    assert "make room, and resume" in " ".join(done.stdout.split())
-    saved = sorted(p.name for p in (run / "checkpoints").iterdir())
-    assert saved
-    assert all(name.startswith("update-") for name in saved)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,10 @@
-"""A run folder where nothing can be written for a while: real file systems that are full, over a
-quota, or read-only, as one becomes that has found an error in itself.
-"""
+"""A run folder that takes no data for a while: real file systems, one full and one read-only."""
 
 import json
 import os
 import re
 import shutil
 import subprocess
-import time
 
 import pytest
 
@@ -15,10 +12,11 @@ from slurm.errors import DevClusterError
 from slurm.install import ensure_installed
 from tests import helpers
 from tests.helpers import SMALL, TINY
+from tests.hold import Hold
 
 LONG = (
     TINY, SMALL, "train.updates=120", "accumulation.global_batch=24", "accumulation.steps=2",
-    "job.pause_s=0.05", "train.checkpoint_every=10", "train.evaluate_every=0", "job.dropout=0.5",
+    "train.checkpoint_every=10", "train.evaluate_every=0", "job.dropout=0.5",
 )  # fmt: skip
 
 
@@ -60,24 +58,6 @@ class Full:
 
     def remove(self):
         must("umount", "-l", self.mounted)
-
-
-class Quota(Full):
-    """A file system with room, of which this folder may have 4 MiB."""
-
-    words, programs = "Disk quota exceeded", {"btrfs-progs": ("mkfs.btrfs", "btrfs")}
-
-    def _make(self):
-        self._make_image("mkfs.btrfs", "-q", "--mixed", size=128 * 2**20)
-        folder = self.mounted / "mine"
-        must("btrfs", "quota", "enable", self.mounted)
-        must("btrfs", "subvolume", "create", folder)
-        must("btrfs", "qgroup", "limit", "4M", folder)
-        return folder
-
-    def mend(self):
-        super().mend()
-        must("btrfs", "filesystem", "sync", self.mounted)  # only then is the room free
 
 
 class ReadOnly(Full):
@@ -131,7 +111,7 @@ def disk(tmp_path, request):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert helpers.call(*LONG, f"run.dir={run}", "job.pause_s=0").returncode == 0
+    assert helpers.call(*LONG, f"run.dir={run}").returncode == 0
     return helpers.result(run)["weights_sha256"]
 
 
@@ -140,18 +120,21 @@ def lines(run):
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.parametrize("disk", [Full, Quota], indirect=True)
+@pytest.mark.parametrize("disk", [Full], indirect=True)
 @pytest.mark.timeout(180)
-def test_a_disk_that_is_full_for_a_while_costs_no_update_no_line_and_no_bit(disk, undisturbed):
+def test_a_disk_that_is_full_for_a_while_costs_no_update_no_line_and_no_bit(
+    disk, undisturbed, tmp_path
+):
     run = disk.folder / "run"
-    background = f"train.checkpoint_in_background={isinstance(disk, Quota)}".lower()
-    process = helpers.begin(*LONG, background, f"run.dir={run}")
-    helpers.until(lambda: len(helpers.records(run)) >= 12, what="training")
+    hold = Hold(tmp_path / "hold").hold_before(12)
+    process = helpers.begin(*LONG, hold.override, f"run.dir={run}")
+    hold.wait_until_held(12, (0, 1))
     disk.stop()
-    before = len(helpers.records(run))
-    time.sleep(4.0)  # it trains on; a file system that copies on write shows nothing of it
-    assert len(helpers.records(run)) < before + 15
+    hold.hold_before(36)  # it trains on
+    hold.wait_until_held(36, (0, 1))
+    assert len(helpers.records(run)) < 30
     disk.mend()
+    hold.release()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert [r["update"] for r in lines(run) if "loss" in r] == list(range(120))
@@ -164,14 +147,15 @@ def test_a_disk_that_is_full_for_a_while_costs_no_update_no_line_and_no_bit(disk
     assert helpers.result(run)["weights_sha256"] == undisturbed
 
 
-@pytest.mark.parametrize("disk", [Full, ReadOnly], indirect=True)
+@pytest.mark.parametrize("disk", [ReadOnly], indirect=True)
 @pytest.mark.timeout(120)
-def test_a_disk_that_takes_nothing_to_the_end_is_a_failure_that_says_so_and_resumes(disk):
+def test_a_disk_that_takes_nothing_to_the_end_is_a_failure_that_says_so_and_resumes(disk, tmp_path):
     run = disk.folder / "run"
-    few = (*LONG, "train.updates=60")
-    process = helpers.begin(*few, f"run.dir={run}")
-    helpers.until(lambda: len(helpers.records(run)) >= 12, what="training")
+    hold = Hold(tmp_path / "hold").hold_before(12)
+    process = helpers.begin(*LONG, "train.updates=60", hold.override, f"run.dir={run}")
+    hold.wait_until_held(12, (0, 1))
     disk.stop()
+    hold.release()
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "Traceback" not in output

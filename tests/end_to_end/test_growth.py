@@ -59,7 +59,7 @@ def kill_one_after_another(run, victims, *more, ranks_per_node=2, kill_newcomer=
     """
     hold = Hold(run.with_name("hold")).hold_before(UPDATES - 1)
     shape = (*SHAPE, f"cluster.ranks_per_node={ranks_per_node}")
-    process = helpers.begin(*RUN, *shape, f"job.hold={hold.folder}", f"run.dir={run}", *more)
+    process = helpers.begin(*RUN, *shape, hold.override, f"run.dir={run}", *more)
     helpers.until(lambda: len(helpers.records(run)) >= 3, what="training")
     back = 0
     for number, victim in enumerate(victims):

@@ -1,5 +1,5 @@
-"""A run is finished only if every rank said so; who left without a word, or stands still while the
-others wait, is the culprit, in every phase. Who is merely slow is let be.
+"""Root cause of ranks that leave without an exception or hang while the others wait. A rank that is
+only slow is left alone.
 """
 
 import re
@@ -26,10 +26,6 @@ HANGS = r"it hangs: it has been at {} for \d+ s {}"
 ROWS = {
     "every rank leaves before the group forms": (
         "exit0", "init", "all", (), None, WORDLESS.format(0), ""),
-    "one of two leaves in a window": (
-        "exit0", "forward", 1, (), 1, WORDLESS.format(0), ""),
-    "the rank that evaluates leaves as if it were stopped": (
-        "exit3", "evaluate", 0, (), 0, WORDLESS.format(3), ""),
     "a rank hangs in its loader": (
         "sleep", "loader", 1, HANG, 1,
         HANGS.format("micro-step .*", r"without using.*; in <lambda> \(.*acting_job.py, line")
@@ -50,15 +46,10 @@ ROWS = {
         "other", "forward", 1, WAIT, None,
         r"rank \d lost a peer .*; no rank was behind: rank 0 waited \d+ s at the boundary .*, for "
         + BUCKET + r"; rank 1 waited \d+ s at micro-step .*, for barrier\. A link between", ""),
-    "a rank waits for a child that is stopped": (
-        "child", "forward", 1, ("cluster.heartbeat_timeout_s=3",), 1,
-        HANGS.format("micro-step .*", r"and its child process \d+ is stopped"), "in loss"),
     "a rank is deadlocked with the interpreter in its hands": (
         "interpreter", "forward", 1, ("cluster.heartbeat_timeout_s=3",), 1,
         r"it gave no sign of life for 3 s .*; it is in .*\(.*acting_job.py, line \d+"
         + WAITED.format(0, BUCKET), "in loss"),
-    "the rank that evaluates is deadlocked, and the other gives up": (
-        "deadlock", "evaluate", 0, WAIT, 0, IN_VAIN.format("what follows update 2"), "evaluate"),
     "a rank never gets to where ranks meet": (
         "sleep", "init", 1, ("cluster.rendezvous_timeout_s=20", *WAIT), 1,
         IN_VAIN.format("the start"), "__init__"),
@@ -83,7 +74,7 @@ def runs(tmp_path_factory):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("words", ROWS)
-def test_the_culprit_is_who_left_or_stands_still(runs, words):
+def test_the_rank_that_left_or_hangs_is_the_culprit(runs, words):
     *_, rank, cause, line = ROWS[words]
     run, output, _ = runs[words]
     ended = helpers.result(run)
@@ -96,7 +87,7 @@ def test_the_culprit_is_who_left_or_stands_still(runs, words):
 
 
 @pytest.mark.timeout(120)
-def test_a_long_evaluation_is_spoken_of_and_let_be(tmp_path):
+def test_a_long_evaluation_is_reported_and_goes_on(tmp_path):
     run = tmp_path / "run"
     done = helpers.call(
         LIVELY, SMALL, *COMMON, f"run.dir={run}", "+job.act=slow", "+job.place=evaluate",

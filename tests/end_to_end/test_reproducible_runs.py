@@ -8,7 +8,7 @@ from orchestrator.rundir.files import read_json, write_json
 from tests import helpers
 from tests.helpers import TINY
 
-SHAPES = ((1, 1), (3, 1), (1, 7))  # the laws have all others
+SHAPES = ((1, 1), (3, 1))  # the laws have all others
 REPRODUCIBLE = (
     "accumulation.reduction=reproducible",
     "accumulation.micro_batch=16",
@@ -23,19 +23,13 @@ def _shape(nodes, ranks):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("job", "shapes"),
-    [
-        (("job=digits", "job.dropout=0.3"), SHAPES),
-        (("job=language_model",), SHAPES),  # with dropout, too
-    ],
-    ids=["digits", "transformer"],
-)
-def test_one_digest_on_any_nodes_and_ranks(tmp_path, job, shapes):
+def test_one_digest_on_any_nodes_and_ranks(tmp_path):
     digests = {}
-    for shape in shapes:
+    for shape in SHAPES:
         run = tmp_path / "x".join(map(str, shape))
-        done = helpers.call(*job, *REPRODUCIBLE, *_shape(*shape), f"run.dir={run}", "-q")
+        done = helpers.call(
+            "job=language_model", *REPRODUCIBLE, *_shape(*shape), f"run.dir={run}", "-q"
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         digests[shape] = helpers.result(run)["weights_sha256"]
     assert len(set(digests.values())) == 1, digests
@@ -64,17 +58,3 @@ def test_comparing_runs_tells_what_else_differs(tmp_path):
     assert "the same bits" in said
     assert "computed with another torch: 2." in said
     assert "against 1.0" in said
-
-
-def test_the_closing_table_and_the_result_tell_what_memory_is_for(tmp_path):
-    run = tmp_path / "run"
-    done = helpers.call("job=digits", *REPRODUCIBLE[3:], *_shape(1, 2), f"run.dir={run}")
-    assert done.returncode == 0, done.stdout + done.stderr
-    memory = helpers.result(run)["memory"]
-    parameters = 4 * 567_434
-    assert memory["parameters"] == parameters
-    assert parameters < memory["gradients"] < 1.01 * parameters, "one buffer, and the trailer"
-    assert memory["optimizer"] == pytest.approx(2 * parameters, rel=0.01), "Adam's two moments"
-    assert memory["peak"] == max(helpers.result(run)["peak_memory_bytes"])
-    for words in ("peak memory", "of which parameters", "of which gradients", "of which optimizer"):
-        assert words in done.stdout

@@ -26,8 +26,7 @@ def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     more = (*FEW, "train.updates=40", "job.dropout=0.5")
     hold = Hold(tmp_path / "hold").hold_before(7)
-    held = f"job.hold={hold.folder}"
-    process = helpers.begin(*more, f"run.dir={run}", held, "run.max_restarts=2")
+    process = helpers.begin(*more, f"run.dir={run}", hold.override, "run.max_restarts=2")
     for update, rank in ((7, 1), (14, 0)):
         hold.hold_before(update)
         hold.wait_until_held(update, (0, 1))
@@ -82,7 +81,7 @@ def test_a_frozen_rank_is_lost_after_the_timeout_and_one_that_thaws_before_is_no
     run = tmp_path / "run"
     hold = Hold(tmp_path / "hold").hold_before(5)
     process = helpers.begin(
-        *FEW, f"run.dir={run}", f"job.hold={hold.folder}", "train.updates=20", "run.max_restarts=1",
+        *FEW, f"run.dir={run}", hold.override, "train.updates=20", "run.max_restarts=1",
         "cluster.heartbeat_timeout_s=4",
     )  # fmt: skip
     hold.wait_until_held(5, (0, 1))
@@ -118,7 +117,7 @@ def test_an_interrupted_run_does_not_start_again(tmp_path):
     run = tmp_path / "run"
     hold = Hold(tmp_path / "hold").hold_before(3)
     process = helpers.begin(
-        *FEW, f"run.dir={run}", f"job.hold={hold.folder}", "train.updates=40", "run.max_restarts=5"
+        *FEW, f"run.dir={run}", hold.override, "train.updates=40", "run.max_restarts=5"
     )
     hold.wait_until_held(3, (0, 1))
     process.send_signal(signal.SIGINT)

@@ -13,7 +13,7 @@ from orchestrator import launch
 from tests import helpers
 from tests.helpers import ROOT, SMALL, TINY
 
-PLACEMENTS = [(1, 1, 1), (2, 2, 4), (3, 1, 5), (1, 2, 7)]
+PLACEMENTS = [(1, 1, 1), (2, 2, 4), (3, 1, 5)]
 
 
 def place(nodes, ranks, steps):
@@ -24,25 +24,18 @@ def place(nodes, ranks, steps):
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "bound"),
-    [
-        (("optimizer=sgd",), 1e-5),
-        (("optimizer=adam", "train.precision=float64"), 1e-10),
-    ],
-)
-def test_the_placement_of_the_ranks_does_not_change_the_digits_weights(tmp_path, settings, bound):
+def test_the_placement_of_the_ranks_does_not_change_the_digits_weights(tmp_path):
     runs = []
     for index, placement in enumerate(PLACEMENTS):
         run = tmp_path / str(index)
         done = helpers.call(
-            "accumulation.global_batch=100", "train.updates=20", *settings, *place(*placement),
-            f"run.dir={run}", "-q",
+            "accumulation.global_batch=100", "train.updates=20", "train.precision=float64",
+            *place(*placement), f"run.dir={run}", "-q",
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         runs.append(run)
     for other in runs[1:]:
-        assert helpers.compare(other, runs[0])["max_relative_difference"] <= bound
+        assert helpers.compare(other, runs[0])["max_relative_difference"] <= 1e-10
 
 
 def test_a_run_does_as_planned_and_says_so(tmp_path, capsys):

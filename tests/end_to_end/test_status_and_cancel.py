@@ -67,14 +67,6 @@ def test_cancel_now_ends_every_process_of_a_local_run(tmp_path):
     assert found(run)["state"] == "failed"
 
 
-def test_a_local_run_whose_launcher_was_killed_is_lost(tmp_path):
-    run = tmp_path / "run"
-    process = start(run)
-    process.kill()
-    ended(process)
-    until(lambda: found(run)["state"] == "lost", 20, "noticing that the launcher is gone")
-
-
 def test_status_without_a_run_says_so(tmp_path):
     assert "no runs" in verb("status", cwd=tmp_path).stdout
     missing = verb("status", tmp_path / "nothing")

@@ -39,7 +39,7 @@ def run(tmp_path):
 def begin_held(run, update, *more, ranks=EVERY_RANK):
     """Start a run and wait until every rank is held in the first micro-step of `update`."""
     hold = Hold(run.with_name("hold")).hold_before(update)
-    process = helpers.begin(*RUN, *SHAPE, f"run.dir={run}", f"job.hold={hold.folder}", *more)
+    process = helpers.begin(*RUN, *SHAPE, f"run.dir={run}", hold.override, *more)
     hold.wait_until_held(update, ranks)
     return process, hold
 

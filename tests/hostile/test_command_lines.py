@@ -1,4 +1,4 @@
-"""A sample of hostile command lines; `python -m tests.hostile --seed N --lines 1000` runs more."""
+"""Hostile command lines, drawn from a seed, end with a message and run nothing."""
 
 from itertools import product
 
@@ -14,7 +14,7 @@ SEED, SHARES, EACH = 20261121, 2, 30
 
 
 @pytest.mark.parametrize("share", range(SHARES))
-def test_no_command_line_ends_in_a_traceback_a_hang_or_somebody_elses_command(tmp_path, share):
+def test_no_command_line_ends_in_a_traceback_or_a_hang_or_runs_another_command(tmp_path, share):
     wrong = []
     for number, line in enumerate(lines(SEED + share, EACH, tmp_path)):
         folder = tmp_path / f"{number}.run"

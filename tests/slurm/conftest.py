@@ -1,4 +1,4 @@
-"""One real SLURM for all tests of this folder that submit runs."""
+"""One real SLURM for the tests of this folder."""
 
 import shutil
 import tempfile
@@ -10,9 +10,9 @@ import pytest
 from slurm.dev_cluster import DevCluster
 from slurm.errors import DevClusterError
 from slurm.testing import dev_cluster
-from tests.slurm.runs import reference
+from tests.slurm.runs import LONG, reference
 
-_RUNS_WORDS = ("*.log", "departure.json", "restart.json", "failure-*.json", "result.json")
+_RUN_FILES = ("*.log", "departure.json", "restart.json", "failure-*.json", "result.json")
 
 
 @pytest.fixture(scope="session")
@@ -28,22 +28,22 @@ def slurm() -> Iterator[DevCluster]:
 
 @pytest.fixture
 def mended(slurm: DevCluster) -> Iterator[DevCluster]:
-    """The cluster, to be broken: it is whole again afterwards."""
+    """The cluster for a test that breaks it; it is repaired afterwards."""
     yield slurm
     slurm.up()
 
 
 @pytest.fixture(scope="session")
-def digest_of_60(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights after 60 updates of the tiny job, undisturbed and local."""
-    return reference(tmp_path_factory.mktemp("reference") / "run", "train.updates=60")
+def digest(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the weights of an undisturbed local run of `LONG`."""
+    return reference(tmp_path_factory.mktemp("reference") / "run", *LONG)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """What runs and daemons said last belongs to a failure's report: nobody sees them later."""
+    """Add the last lines of runs and daemons to a failure's report."""
     report = yield
     if report.when == "call" and report.failed:
         found: dict[str, object] = getattr(item, "funcargs", {})
@@ -51,7 +51,7 @@ def pytest_runtest_makereport(
         if isinstance(cluster, DevCluster):  # first what is short: the end of a report may be cut
             report.sections.append(("jobs and nodes", _queue(cluster)))
         if isinstance(folder, Path):
-            files = [f for n in _RUNS_WORDS for f in folder.rglob(n) if "code" not in f.parts]
+            files = [f for n in _RUN_FILES for f in folder.rglob(n) if "code" not in f.parts]
             report.sections += [(str(f.relative_to(folder)), _end(f, 12)) for f in sorted(files)]
         if isinstance(cluster, DevCluster):
             for daemon in ("slurmctld", *(f"slurmd-{node}" for node in cluster.node_names)):

@@ -1,7 +1,7 @@
-"""Submitting small runs to the development cluster, and watching for what must happen.
+"""Submit small runs to the development cluster and wait for what must happen.
 
-They train without torch, whose import is most of what a start costs the processors; TINY, in
-`more`, is what tests say that are about torch as well.
+They train without torch, whose import is most of the cost of a start. A test that concerns torch,
+too, passes TINY in `more`.
 """
 
 import json
@@ -10,24 +10,38 @@ from pathlib import Path
 
 from slurm.dev_cluster import DevCluster
 from tests.helpers import LIGHT, call, records, until
+from tests.hold import Hold
 
 SHAPE = ("cluster.nodes=2", "cluster.ranks_per_node=1")
 BATCH = (LIGHT, "tracker=none", "accumulation.global_batch=32", "accumulation.steps=4")
 QUIET = {"COLUMNS": "200"}
+LONG = ("train.updates=600", "train.checkpoint_every=5")
+"""Settings of `submit_long` and of the undisturbed run that the fixture `digest` comes from."""
 
 
 def overrides(cluster: DevCluster, run: Path, *more: str) -> list[str]:
-    """The command line; what comes in `more` wins."""
+    """Return the command line; `more` wins."""
     words = ["+cluster=slurm_dev", f"cluster.slurm_conf={cluster.slurm_conf}", *BATCH, *SHAPE]
     table = {word.split("=", 1)[0]: word for word in (*words, f"run.dir={run}", *more)}
     return list(table.values())
 
 
 def submit(cluster: DevCluster, run: Path, *more: str) -> str:
-    """Submit a tiny run; give its job id."""
+    """Submit a tiny run and return its job id."""
     done = call(*overrides(cluster, run, *more), **QUIET)
     assert done.returncode == 0, done.stdout + done.stderr
     return job_of(run)
+
+
+def hold_of_long(run: Path) -> Hold:
+    return Hold(run.with_name(f"{run.name}-hold")).hold_before(599)
+
+
+def submit_long(cluster: DevCluster, run: Path, *more: str) -> Hold:
+    """Submit a run of `LONG` that trains slowly and does not end before its hold is released."""
+    hold = hold_of_long(run)
+    submit(cluster, run, *LONG, "job.pause_s=0.05", hold.override, *more)
+    return hold
 
 
 def job_of(run: Path) -> str:
@@ -35,7 +49,7 @@ def job_of(run: Path) -> str:
 
 
 def release(cluster: DevCluster, run: Path) -> None:
-    """Let a job begin that was submitted for later."""
+    """Start a job now that was submitted for later."""
     cluster.command("scontrol", "update", f"jobid={job_of(run)}", "StartTime=now")
 
 
@@ -64,18 +78,18 @@ def over(cluster: DevCluster, job: str) -> bool:
 
 
 def accounted(cluster: DevCluster, job: str) -> str:
-    """sacct's final word on a job; it is some seconds behind."""
+    """Return a job's final state from sacct, which is some seconds behind."""
 
     def ended() -> str | None:
         rows = cluster.command("sacct", "-nPX", "-j", job, "-o", "State,End").split()
         state = rows[-1].split("|")[0] if rows else ""  # a job that lost a node has two
         return state if state not in ("", "RUNNING", "PENDING", "REQUEUED") else None
 
-    return until(ended, 20, f"sacct's last word on job {job}")
+    return until(ended, 30, f"sacct's final state of job {job}")
 
 
 def wait_for_update(run: Path, update: int, attempt: int = 0, timeout_s: float = 90) -> float:
-    """Wait until an update of this attempt, or a later one, is recorded; when that was seen."""
+    """Wait until `update` or a later one of this attempt or a later one is recorded."""
     until(
         lambda: any(r["update"] >= update and r["attempt"] >= attempt for r in records(run)[-9:]),
         timeout_s, f"update {update} of attempt {attempt} in {run.name}",
@@ -84,13 +98,13 @@ def wait_for_update(run: Path, update: int, attempt: int = 0, timeout_s: float =
 
 
 def wait_over(cluster: DevCluster, run: Path, timeout_s: float = 120) -> dict:
-    """Wait for the job's end; give result.json."""
+    """Wait for the job's end and return result.json."""
     until(lambda: over(cluster, job_of(run)), timeout_s, f"the end of {run.name}")
     return json.loads((run / "result.json").read_text())
 
 
 def first_records(run: Path) -> dict[int, dict]:
-    """The first update's record of each attempt."""
+    """Return the first update's record of each attempt."""
     found: dict[int, dict] = {}
     for record in records(run):
         found.setdefault(record["attempt"], record)
@@ -98,14 +112,14 @@ def first_records(run: Path) -> dict[int, dict]:
 
 
 def occupy(cluster: DevCluster, script: str, *options: str) -> str:
-    """A job of somebody else's."""
+    """Submit another person's job."""
     return cluster.command(
         "sbatch", "--parsable", "--chdir=/tmp", "--output=/dev/null", *options, f"--wrap={script}"
     ).strip()
 
 
 def processes_of_job(cluster: DevCluster, job: str) -> list[int]:
-    """What is left of a job on any node."""
+    """Return the pids of a job's processes on all nodes."""
     return [
         p.pid
         for node in cluster.node_names
@@ -116,7 +130,7 @@ def processes_of_job(cluster: DevCluster, job: str) -> list[int]:
 
 
 def reference(folder: Path, *more: str) -> str:
-    """The digest of the same plan's weights by a local run."""
+    """Return the digest of the weights that a local run of the same plan ends with."""
     table = {word.split("=", 1)[0]: word for word in (*BATCH, *SHAPE, *more)}
     done = call(*table.values(), f"run.dir={folder}", "-q")
     assert done.returncode == 0, done.stdout + done.stderr

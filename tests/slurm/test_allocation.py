@@ -1,4 +1,4 @@
-"""In an allocation that one has already: started at once, held by the launcher, and left alive."""
+"""Runs inside an existing allocation (`cluster.allocation=current`): it outlives them."""
 
 import json
 import os
@@ -12,14 +12,14 @@ from orchestrator.errors import ClusterError
 from tests import helpers
 from tests.programs import QUICK, WAITS, script
 from tests.slurm.runs import BATCH, QUIET, processes_of_job, queue_state, reference, verb
-from tests.slurm.test_programs import log
+from tests.slurm.test_interruptions import log
 
 CURRENT = ("+cluster=slurm", "cluster.allocation=current", "cluster.ranks_per_node=2")
 
 
 @pytest.fixture(scope="module")
 def shell(slurm):
-    """What a shell in an allocation of two nodes has in its environment."""
+    """Return the environment of a shell in an allocation of two nodes."""
     options = ("-N2", "--ntasks-per-node=2", "--gpus-per-node=1", "--time=10", "--no-shell")
     done = slurm.command("salloc", *options)
     job = slurm.command("squeue", "-h", "-n", "no-shell", "-o", "%A").split()
@@ -35,31 +35,32 @@ def start(shell, folder, *before, program=("train.py",), how=helpers.call):
     return how("run", *words, module="orchestrator", cwd=folder, **shell)
 
 
-@pytest.mark.parametrize(
-    ("job", "asked", "said"),
-    [
-        (None, "nodes=2", r"here is none \(SLURM_JOB_ID is not set\); begin one: salloc --nodes=2"),
-        ("99999", "nodes=2", "job 99999, which this shell was in .* is over; begin another: "),
-        ("", "nodes=4", r"has 2 nodes \(n\d, n\d\); try cluster.nodes=2"),
-        ("", "ranks_per_node=3", "takes 3 CPUs of a node, but job .* has 2; try .*per_node=2"),
-        ("", "gpus_per_node=2", r"but job \d+ has 1 on a node\na larger one: salloc"),
-    ],
+REFUSED = (
+    # SLURM_JOB_ID ("": the shell's), the request, the message
+    (None, "nodes=2", r"here is none \(SLURM_JOB_ID is not set\); begin one: salloc --nodes=2"),
+    ("99999", "nodes=2", "job 99999, which this shell was in .* is over; begin another: "),
+    ("", "nodes=4", r"has 2 nodes \(n\d, n\d\); try cluster.nodes=2"),
+    ("", "ranks_per_node=3", "takes 3 CPUs of a node, but job .* has 2; try .*per_node=2"),
+    ("", "gpus_per_node=2", r"but job \d+ has 1 on a node\na larger one: salloc"),
 )
-def test_what_the_allocation_has_not_is_refused_before_anything_is_written(
-    slurm, shell, monkeypatch, job, asked, said
+
+
+def test_what_the_allocation_does_not_have_is_refused_before_anything_is_written(
+    slurm, shell, monkeypatch
 ):
     monkeypatch.setenv("SLURM_CONF", shell["SLURM_CONF"])
-    if job is None:
-        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    else:
-        monkeypatch.setenv("SLURM_JOB_ID", job or shell["SLURM_JOB_ID"])
-    cluster = cluster_of(compose([*CURRENT, *BATCH, f"cluster.{asked}"]))
-    with pytest.raises(ClusterError, match=said):
-        cluster.check(None)
+    for job, asked, said in REFUSED:
+        if job is None:
+            monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+        else:
+            monkeypatch.setenv("SLURM_JOB_ID", job or shell["SLURM_JOB_ID"])
+        cluster = cluster_of(compose([*CURRENT, *BATCH, f"cluster.{asked}"]))
+        with pytest.raises(ClusterError, match=said):
+            cluster.check(None)
 
 
 @pytest.mark.parametrize("asked", [("-N1", "--array=1-2", "--exclusive"), ("-N1", ":", "-N2")])
-def test_of_an_array_or_of_several_components_it_is_the_one_that_srun_uses(
+def test_in_an_array_or_heterogeneous_job_the_allocation_is_the_one_that_srun_uses(
     slurm, monkeypatch, tmp_path, asked
 ):
     said = f"{tmp_path}/$SLURM_JOB_ID"
@@ -87,7 +88,9 @@ if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 
 
-def test_ranks_on_a_part_of_it_are_told_of_that_part_and_a_failed_one_begins_again(shell, tmp_path):
+def test_ranks_on_a_part_of_the_allocation_know_that_part_and_a_failed_one_starts_again(
+    shell, tmp_path
+):
     script(tmp_path, FAILS)
     done = start(shell, tmp_path, "cluster.nodes=1", "run.max_restarts=1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -95,7 +98,7 @@ def test_ranks_on_a_part_of_it_are_told_of_that_part_and_a_failed_one_begins_aga
     assert re.search(r"restarts +1", done.stdout)
 
 
-def test_another_shell_stops_it_and_resume_goes_on_in_the_same_allocation(shell, tmp_path):
+def test_another_shell_cancels_a_run_and_resume_goes_on_in_the_same_allocation(shell, tmp_path):
     script(tmp_path, QUICK + WAITS)
     process = start(shell, tmp_path, how=helpers.begin)
     helpers.until(lambda: len(list(tmp_path.glob("here-*"))) == 4, what="the program")
@@ -122,19 +125,9 @@ def test_no_rank_outlives_its_launcher(slurm, shell, tmp_path):
     assert (state["state"], state["reason"]) == ("lost", "its launcher is gone, without a result")
 
 
-def test_a_job_trains_to_the_weights_that_it_has_elsewhere(shell, tmp_path):
+def test_a_job_trains_to_the_weights_of_a_local_run(shell, tmp_path):
     shape = ("cluster.nodes=2", "cluster.ranks_per_node=1", "train.updates=6", "transport=gloo")
     done = helpers.call(*CURRENT[:2], *BATCH, *shape, f"run.dir={tmp_path / 'run'}", **shell)
     assert done.returncode == 0, done.stdout + done.stderr
     ours = helpers.result(tmp_path / "run")["weights_sha256"]
     assert ours == reference(tmp_path / "local", *shape)
-
-
-def test_the_points_of_a_sweep_run_one_after_another_and_end_with_the_table(shell, tmp_path):
-    script(tmp_path, QUICK + "print('given', sys.argv[1:])\n")
-    words = ("cluster.nodes=1", "job.arguments.lr=0.1,0.2", f"hydra.sweep.dir={tmp_path / 'sweep'}")
-    done = helpers.call("-m", *CURRENT, *words, "--", "train.py", cwd=tmp_path, **shell)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"lr.*0\.1\b.*0\.2\b", done.stdout, flags=re.DOTALL)
-    said = [path.read_text() for path in sorted((tmp_path / "sweep").glob("*/logs/rank-00001.log"))]
-    assert sorted(re.findall(r"given \['--lr=(.*)'\]", "".join(said))) == ["0.1", "0.2"]

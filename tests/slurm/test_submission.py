@@ -1,7 +1,9 @@
-"""A run on SLURM: submitted, left alone, found again, and the same as a local one."""
+"""Submission to SLURM: what is queued, what is refused, and what a killed submitter leaves."""
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -9,59 +11,53 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.start_from_copy import DISK, MEMORY, bases
-from tests.helpers import TINY, call, commit, environment, result, until
+from orchestrator.scheduler.client import SlurmClient
+from orchestrator.scheduler.jobs import accounted_scripts
+from tests.helpers import TINY, begin, call, commit, environment, result, until
 from tests.slurm import runs
 
 HELD = "+cluster.slurm_flags.begin=now+3600"
+ENCLOSING_JOB = {
+    "SLURM_JOB_ID": "77", "SLURM_NTASKS": "9", "SLURM_JOB_PARTITION": "short", "RANK": "5",
+    "SRUN_CPUS_PER_TASK": "3", "SLURM_CPU_BIND": "verbose", "SUBMITIT_EXECUTOR": "local",
+    "MASTER_PORT": "1",
+}  # fmt: skip
 
 
-def test_two_nodes_of_two_ranks_end_with_the_local_runs_weights(slurm, tmp_path):
+def test_a_submitted_run_is_as_planned_and_ends_with_the_local_runs_weights(slurm, tmp_path):
+    """It imports no framework to submit, and an enclosing job's environment does not reach it."""
+    run = tmp_path / "run"
     shape = (TINY, "cluster.ranks_per_node=2", "train.updates=10")
-    job = runs.submit(slurm, tmp_path / "run", *shape)
-    expected = runs.reference(tmp_path / "local", *shape)
-    ended = runs.wait_over(slurm, tmp_path / "run")
-    assert ended["state"] == "finished"
-    assert ended["weights_sha256"] == expected
-    assert runs.accounted(slurm, job) == "COMPLETED"
-    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
-    assert (plan["nodes"], plan["ranks"]) == (2, 4)
-    found = runs.status(tmp_path / "run")
-    assert (found["state"], found["updates"], found["restarts"]) == ("finished", 10, 0)
-    for base in {MEMORY, DISK, Path(os.environ.get("TMPDIR", DISK))}:
-        assert not list(base.glob(f"orchestrator-code-{os.getuid()}-*-{job}-0-n?"))
-    assert not [path for path in (tmp_path / "run" / "code").iterdir() if path.is_dir()]
-
-
-def test_submission_imports_no_framework_and_leaves_one_archive_of_the_code(slurm, tmp_path):
-    run = tmp_path / "run"
+    options = runs.overrides(slurm, run, *shape)
+    planned = json.loads(runs.verb("plan", *options, "--json").stdout)["request"]
+    assert "to start at" in planned["scheduler"]
+    assert not run.exists()
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "orchestrator.launch",
-         *runs.overrides(slurm, run, HELD)],
-        env=environment(), capture_output=True, text=True, check=True,
+        [sys.executable, "-X", "importtime", "-m", "orchestrator.launch", *options],
+        env=environment(**ENCLOSING_JOB), capture_output=True, text=True, check=False,
     )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
-    assert {"submitit", "orchestrator.clusters.slurm.queue.executor"} <= imported
-    unwanted = {"torch", "mindspore", "numpy", "sklearn", "rich.progress", "rich.table"}
-    assert not unwanted & imported
-    # beside the archive, what it is a copy of, its digest, and what unpacks it on each node
-    made = sorted(path.name for path in (run / "code").iterdir())
-    assert made == ["000.json", "000.py", "000.sha256", "000.tar"]
-    runs.verb("cancel", run, "--now")
-
-
-def test_submission_returns_with_job_folder_and_next_commands(slurm, tmp_path):
-    run = tmp_path / "run"
-    done = call(*runs.overrides(slurm, run, "train.updates=500", "job.pause_s=0.05"))
-    assert done.returncode == 0, done.stderr
+    assert "submitit" in imported
+    assert not {"torch", "mindspore", "numpy", "sklearn"} & imported
     job = runs.job_of(run)
+    shown = slurm.command("scontrol", "--oneliner", "show", "job", job)
+    assert " Partition=main " in shown
     assert f"job {job} is queued" in done.stdout
-    assert str(run) in done.stdout
+    assert run.stat().st_mode & 0o777 == 0o700
     for verb in ("status", "logs", "cancel"):
         assert f"python -m orchestrator {verb} {run}" in done.stdout
-    assert not runs.over(slurm, job)
-    assert run.stat().st_mode & 0o777 == 0o700
-    runs.verb("cancel", run, "--now")
+    assert (run / "submitit" / "000.sh").read_text() == planned["sbatch"]
+
+    expected = runs.reference(tmp_path / "local", *shape)
+    ended = runs.wait_over(slurm, run)
+    assert (ended["state"], ended["weights_sha256"]) == ("finished", expected)
+    assert runs.accounted(slurm, job) == "COMPLETED"
+    found = runs.status(run)
+    assert (found["state"], found["updates"], found["restarts"]) == ("finished", 10, 0)
+    for base in {Path("/dev/shm"), Path("/tmp"), Path(os.environ.get("TMPDIR", "/tmp"))}:  # noqa: S108
+        assert not list(base.glob(f"orchestrator-code-{os.getuid()}-*-{job}-0-n?"))
+    assert not [path for path in (run / "code").iterdir() if path.is_dir()]
 
 
 def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
@@ -75,7 +71,7 @@ def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
             class Mine(Light):
                 metric_names = ("error",)
                 def evaluate(self, model):
-                    return {"version": 1.0, "in_memory": float(__file__.startswith("/dev/shm/"))}
+                    return {"version": 1.0}
             """
         )
     )
@@ -87,46 +83,14 @@ def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
             cwd=source.parent,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-    assert runs.status(tmp_path / "kept")["state"] == "pending"
     source.write_text(source.read_text().replace("1.0", "2.0"))
     later = commit(source.parent)
     for name in ("kept", "live"):
         runs.release(slurm, tmp_path / name)
-    # slurmd sets a TMPDIR of its own, which is nobody's wish
-    in_memory = bases(str(tmp_path / "kept" / "code" / "000"))[0] == MEMORY
-    kept, live = (runs.wait_over(slurm, tmp_path / name)["metrics"] for name in ("kept", "live"))
-    assert kept == {"version": 1.0, "in_memory": in_memory}
-    assert live == {"version": 2.0, "in_memory": False}
-    commits = {
-        name: json.loads((tmp_path / name / "environment.json").read_text())["git"]["commit"]
-        for name in ("kept", "live")
-    }
-    assert commits == {"kept": submitted, "live": later}
-
-
-def test_a_sweep_submits_its_points_and_returns(slurm, tmp_path):
-    sweep = tmp_path / "sweep"
-    done = call(
-        "-m",
-        *runs.overrides(
-            slurm, sweep, "train.updates=3", "accumulation.steps=1,2,4,8",
-            "cluster.nodes=1", "cluster.ranks_per_node=1",
-        ),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert f"python -m orchestrator status {sweep}" in done.stdout
-    listed = json.loads(runs.verb("status", sweep, "--json").stdout)
-    assert [entry["folder"] for entry in listed] == [str(sweep / str(n)) for n in range(4)]
-
-    def all_ended():
-        found = json.loads(runs.verb("status", sweep, "--json").stdout)
-        return all(entry["state"] == "finished" for entry in found)
-
-    until(all_ended, 90, "the end of all four points")
-    for number, steps in enumerate((1, 2, 4, 8)):
-        plan = json.loads((sweep / str(number) / "plan.json").read_text())
-        assert plan["steps"] == steps
-        assert result(sweep / str(number))["updates"] == 3
+    for name, version, expected in (("kept", 1.0, submitted), ("live", 2.0, later)):
+        assert runs.wait_over(slurm, tmp_path / name)["metrics"] == {"version": version}
+        environment_file = tmp_path / name / "environment.json"
+        assert json.loads(environment_file.read_text())["git"]["commit"] == expected
 
 
 @pytest.mark.parametrize(
@@ -136,31 +100,30 @@ def test_a_sweep_submits_its_points_and_returns(slurm, tmp_path):
         ("cluster.account=devv", "no account 'devv'", "did you mean 'dev'?"),
         ("cluster.qos=fast", "no qos 'fast'", "normal"),
         ("cluster.nodes=9", "Node count specification invalid", "partition main gives 4 at most"),
-        ("cluster.gpus_per_node=9", "Requested node configuration is not available", "gpus"),
         ("+cluster.slurm_flags.gres=npu:1", "Invalid generic resource (gres)", "no such resource"),
-        ("cluster.constraint=gold", "Invalid feature specification", "cluster.constraint"),
         ("cluster.exclude=n[0-2]", "gives 1 at most", "without the 3 of cluster.exclude"),
-        ("cluster.exclude=zz", "Invalid node name specified", "cluster.exclude"),
-        ("cluster.reservation=r1", "Requested reservation is invalid", "not yours"),
-        ("cluster.memory_gib=900", "Requested node configuration", "cluster.memory_gib"),
+        ("cluster.partition=short cluster.time_min=5", "time limit is", "try cluster.time_min=1"),
     ],
 )
 def test_what_can_never_run_is_refused_and_leaves_nothing(slurm, tmp_path, override, words, hint):
-    done = call(*runs.overrides(slurm, tmp_path / "run", override), **runs.QUIET)
+    done = call(*runs.overrides(slurm, tmp_path / "run", *override.split()), **runs.QUIET)
     assert done.returncode == 2
     assert words in done.stderr
     assert hint in done.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_what_only_has_to_wait_is_queued_as_plain_sbatch_would(mended, tmp_path):
+def test_a_run_that_only_has_to_wait_is_queued_and_can_be_cancelled_and_resumed(mended, tmp_path):
     run = tmp_path / "run"
     mended.command("scontrol", "update", "nodename=n[0-3]", "state=drain", "reason=test")
     done = call(*runs.overrides(mended, run, "train.updates=1"), **runs.QUIET)
     assert done.returncode == 0, done.stderr
     assert "warning: the scheduler cannot place the job at present" in done.stdout
-    assert runs.status(run)["state"] == "pending"
-    assert runs.verb("cancel", run, "--now").returncode == 0
+    found = runs.status(run)
+    assert (found["state"], bool(found["reason"])) == ("pending", True)
+    assert runs.verb("cancel", run).returncode == 0
+    until(lambda: runs.over(mended, runs.job_of(run)), 20, "the end")
+    assert result(run)["state"] == "stopped"
     again = runs.verb("resume", run)
     assert again.returncode == 0, again.stderr
     assert runs.queue_state(mended, runs.job_of(run)) == "PENDING"
@@ -168,66 +131,132 @@ def test_what_only_has_to_wait_is_queued_as_plain_sbatch_would(mended, tmp_path)
     assert runs.wait_over(mended, run)["state"] == "finished"
 
 
-def test_the_persons_own_defaults_for_sbatch_decide_what_the_configuration_leaves_open(
-    slurm, tmp_path
-):
+def test_ones_own_defaults_for_sbatch_decide_what_the_configuration_leaves_open(slurm, tmp_path):
     own = {"SBATCH_PARTITION": "low,high", "SBATCH_ACCOUNT": "dev", "SBATCH_TIMELIMIT": "5"}
     held = (HELD, "+cluster.slurm_flags.mail-type=END,FAIL", "+cluster.srun_flags.cpu-bind=none")
-    done = call(*runs.overrides(slurm, tmp_path / "run", *held), **own)
+    options = runs.overrides(slurm, tmp_path / "run", *held)
+    planned = runs.verb("plan", *options, **own).stdout
+    assert "as set in the environment: SBATCH_PARTITION, SBATCH_ACCOUNT" in planned
+    done = call(*options, **own)
     assert done.returncode == 0, done.stdout + done.stderr
     shown = slurm.command("scontrol", "--oneliner", "show", "job", runs.job_of(tmp_path / "run"))
     for words in ("Partition=low,high", "Account=dev", "TimeLimit=01:00:00", "MailType=END,FAIL"):
         assert f" {words} " in shown
-    shorter = runs.verb("plan", *runs.overrides(slurm, tmp_path / "other"), **own)
-    assert "as set in the environment: SBATCH_PARTITION, SBATCH_ACCOUNT" in shorter.stdout
-    refused = call(
-        *runs.overrides(slurm, tmp_path / "no", "cluster.time_min=5"), SBATCH_PARTITION="short"
-    )
-    assert "try cluster.time_min=1" in refused.stderr
     runs.verb("cancel", tmp_path / "run", "--now")
 
 
-def test_a_time_limit_above_the_partitions_is_refused(slurm, tmp_path):
-    more = ("cluster.partition=short", "cluster.time_min=5")
-    done = call(*runs.overrides(slurm, tmp_path / "run", *more), **runs.QUIET)
-    assert done.returncode == 2
-    assert "time limit is invalid" in done.stderr
-    assert "try cluster.time_min=1" in done.stderr
-    assert not (tmp_path / "run").exists()
+# ------------------------------------------------------------------ a submitter that is killed
+
+POINTS = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.steps=1,2", HELD)
+KILL = "kill -9 $PPID"
+MOMENTS = {
+    "after": ['sbatch "$@"', KILL],
+    "in between": [KILL, "until [ -e {go} ]; do sleep 0.05; done", 'sbatch "$@"'],
+}
 
 
-def test_plan_prints_the_script_that_is_submitted_and_what_the_scheduler_says(slurm, tmp_path):
-    options = runs.overrides(slurm, tmp_path / "run", "train.updates=1")
-    shown = json.loads(runs.verb("plan", *options, "--json").stdout)
-    assert "to start at" in shown["request"]["scheduler"]
-    assert not (tmp_path / "run").exists()
-    assert call(*options).returncode == 0
-    assert (tmp_path / "run" / "submitit" / "000.sh").read_text() == shown["request"]["sbatch"]
-    refused = runs.verb("plan", *options, "cluster.nodes=9")
-    assert "Node count specification invalid" in refused.stdout
-    assert "#SBATCH --nodes=9" in refused.stdout
-    runs.wait_over(slurm, tmp_path / "run")
+def wrapped_sbatch(folder, steps):
+    """Write an `sbatch` that runs these shell commands where a job is submitted."""
+    wrapper = folder / "bin" / "sbatch"
+    wrapper.parent.mkdir()
+    asked = '[ "$1" = --parsable ] || exec sbatch "$@"'  # as a dry run
+    real = [step.replace("sbatch", shutil.which("sbatch")) for step in (asked, *steps)]
+    wrapper.write_text("\n".join(["#!/bin/bash", *real, ""]))
+    wrapper.chmod(0o755)
+    return wrapper
 
 
-def test_a_run_folder_that_the_nodes_cannot_see_is_named_as_the_cause(slurm, tmp_path):
+def killed_while_submitting(folder, moment, *line):
+    """Run a command that is killed while sbatch runs; return the file that lets sbatch go on."""
+    go = folder / "go"
+    wrapper = wrapped_sbatch(folder, [step.replace("{go}", str(go)) for step in MOMENTS[moment]])
+    typed = begin(*line, PATH=f"{wrapper.parent}:/usr/bin:/bin")
+    said, _ = typed.communicate(timeout=60)
+    assert typed.returncode == -9, said
+    return go
+
+
+def queued(slurm, folder):
+    """Return the jobs and arrays in the queue whose script lies below a folder."""
+    rows = (
+        row.split("|") for row in slurm.command("squeue", "-h", "-a", "-o", "%F|%o").splitlines()
+    )
+    return {job for job, command in rows if command.startswith(str(folder))}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_sweep_whose_submitter_was_killed_is_queued_once(slurm, tmp_path, moment):
+    sweep = tmp_path / "sweep"
+    line = ("-m", *runs.overrides(slurm, sweep, *POINTS))
+    go = killed_while_submitting(tmp_path, moment, *line)
+    found = runs.verb("status", sweep, "--json")
+    if moment == "in between":
+        assert found.stdout.count('"unknown"') == 2
+        again = call(*line, **runs.QUIET)
+        assert "in progress (unknown)" in again.stdout
+        refused = runs.verb("resume", sweep / "0")
+        assert refused.returncode == 2
+        assert "is being submitted at this moment" in refused.stderr
+        assert not queued(slurm, sweep)
+        go.touch()
+        until(lambda: runs.status(sweep / "0")["state"] == "pending", 20, "the job")
+    else:
+        assert found.stdout.count('"pending"') == 2
+        assert "was queued by a command" in found.stderr
+    done = call(*line, **runs.QUIET)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(queued(slurm, sweep)) == 1
+    assert {runs.job_of(sweep / n).split("_")[0] for n in "01"} == queued(slurm, sweep)
+    cancelled = runs.verb("cancel", sweep)
+    assert "points 0-1: each is cancelled" in cancelled.stdout, cancelled.stderr
+    assert [result(sweep / n)["state"] for n in "01"] == ["stopped"] * 2
+
+
+def test_a_run_whose_submitter_was_killed_trains_and_is_found_when_it_is_over(slurm, tmp_path):
     run = tmp_path / "run"
-    runs.submit(slurm, run, "train.updates=1", HELD)
-    run.rename(tmp_path / "elsewhere")
-    runs.release(slurm, tmp_path / "elsewhere")
-    until(lambda: runs.over(slurm, runs.job_of(tmp_path / "elsewhere")), 60, "the job's end")
-    found = runs.status(tmp_path / "elsewhere")
-    assert found["state"] == "failed"
-    assert "not visible" in found["reason"]
-
-
-def test_nothing_of_an_enclosing_job_reaches_the_run(slurm, tmp_path):
-    run = tmp_path / "run"
-    done = call(
-        *runs.overrides(slurm, run, "train.updates=1"),
-        SLURM_JOB_ID="77", SLURM_NTASKS="9", SLURM_JOB_PARTITION="short", SRUN_CPUS_PER_TASK="3",
-        SLURM_CPU_BIND="verbose", SUBMITIT_EXECUTOR="local", RANK="5", MASTER_PORT="1",
+    killed_while_submitting(
+        tmp_path, "after", *runs.overrides(slurm, run, "train.updates=3", "cluster.nodes=1")
+    )
+    [job] = queued(slurm, run)
+    until(lambda: runs.over(slurm, job), 60, "the end of the run")
+    assert not (run / "handle.json").exists()
+    assert result(run)["updates"] == 3
+    assert runs.status(run)["state"] == "finished"
+    assert runs.job_of(run) == job
+    client = SlurmClient(str(slurm.slurm_conf))
+    script = str(run / "submitit" / "000.sh")
+    until(
+        lambda: (job, script) in accounted_scripts(client, run.stat().st_uid, since=0.0 + 2e5),
+        30, "sacct's row: a job that squeue has forgotten is found there",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    shown = slurm.command("scontrol", "--oneliner", "show", "job", runs.job_of(run))
-    assert " Partition=main " in shown
-    assert runs.wait_over(slurm, run)["state"] == "finished"
+
+
+def test_a_controller_that_dies_between_two_arrays_leaves_what_was_queued_and_no_more(
+    mended, tmp_path
+):
+    """Ctrl-C follows while the command tries again. One array for each number of nodes."""
+    sweep = tmp_path / "sweep"
+    points = ("cluster.nodes=1,2", "cluster.ranks_per_node=1", "accumulation.steps=1,2", HELD)
+    line = ("-m", *runs.overrides(mended, sweep, *points))
+    controller = mended.status().daemons["slurmctld"]
+    wrapper = wrapped_sbatch(tmp_path, ['sbatch "$@"', f"kill -9 {controller}"])
+    typed = begin(*line, PATH=f"{wrapper.parent}:/usr/bin:/bin")
+    said = []
+    for text in typed.stdout:
+        said.append(text)
+        if "trying again" in text:
+            break
+    typed.send_signal(signal.SIGINT)
+    said = "".join(said) + typed.communicate(timeout=30)[0]  # it would try for a minute
+    assert typed.returncode == 2, said
+    assert "not submitted: interrupted" in said
+    assert "2 points of 4 are queued; the same line again submits the others" in said
+    mended.up()
+    assert len([runs.job_of(path.parent) for path in sweep.glob("*/handle.json")]) == 2
+    done = call(*line, **runs.QUIET)
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = {runs.job_of(path.parent) for path in sweep.glob("*/handle.json")}
+    assert len(jobs) == 4
+    assert queued(mended, sweep) == {job.split("_")[0] for job in jobs}
+    assert len(queued(mended, sweep)) == 2
+    assert runs.verb("cancel", sweep).returncode == 0

@@ -1,4 +1,4 @@
-"""A sweep on SLURM: one array, of which one element can fail, be requeued or cancelled alone."""
+"""Sweeps on SLURM: arrays, points that share a job, a search, and Hydra's own suite."""
 
 import getpass
 import json
@@ -6,12 +6,30 @@ import os
 import signal
 
 import pytest
+from hydra.test_utils.launcher_common_tests import LauncherTestSuite
 
 from tests.helpers import begin, call, processes_of, result, until
+from tests.hold import Hold
 from tests.slurm import runs
-from tests.slurm.test_killed_submission import queued
+from tests.slurm.test_submission import queued
+from tests.sweep.hydra_state import as_in_a_new_process
+from tests.sweep.search.helpers import line_of, loss_of
+
+__all__ = ["as_in_a_new_process"]  # a fixture
 
 STEPS = ("accumulation.steps=1,2,4,8", "cluster.nodes=1", "cluster.ranks_per_node=1")
+
+
+@pytest.mark.filterwarnings("ignore:Future Hydra versions:UserWarning")
+class TestLauncherOnSlurm(LauncherTestSuite):
+    @pytest.fixture
+    def launcher_name(self) -> str:
+        return "orchestrator"
+
+    @pytest.fixture
+    def overrides(self, slurm) -> list[str]:
+        place = f"{{kind: slurm, slurm_conf: '{slurm.slurm_conf}', time_min: 5}}"
+        return [f"hydra.launcher.cluster={place}"]
 
 
 def states(sweep):
@@ -23,22 +41,33 @@ def jobs(slurm):
     return set(slurm.command("sacct", "-nPX", "-o", "JobID").split())
 
 
-def ended(sweep):
+def wait_for_end(sweep):
     def all_over():
         found = states(sweep)
         over = all(s in ("finished", "failed", "cancelled", "stopped") for s in found.values())
         return found if over else None
 
-    return until(all_over, 120, f"the end of all points in {sweep}")
+    return until(all_over, 150, f"the end of all points in {sweep}")
+
+
+def rank_process(run):
+    """Return the process of a point's only rank."""
+    ranks = [p for p in processes_of(run) if "rank" in p.cmdline()]
+    [rank] = [p for p in ranks if p.cmdline()[0] != "srun"]
+    return rank
 
 
 @pytest.fixture(scope="module")
 def swept(slurm, tmp_path_factory):
-    """A sweep of four points whose terminal is gone: one rank was killed, one cell cancelled, and
-    the element that has the array's own number was requeued by hand.
+    """A sweep of four points whose terminal was closed. One rank was killed, one point cancelled,
+    and the element that has the array's own number was requeued by hand.
     """
-    sweep = tmp_path_factory.mktemp("sweeps") / "sweep"
-    line = ("-m", *runs.overrides(slurm, sweep, "train.updates=30", "job.pause_s=0.1", *STEPS))
+    folder = tmp_path_factory.mktemp("sweeps")
+    sweep, hold = folder / "sweep", Hold(folder / "hold").hold_before(29)
+    line = (
+        "-m", *runs.overrides(slurm, sweep, "train.updates=30", "job.pause_s=0.1", *STEPS),
+        hold.override,
+    )  # fmt: skip
     before = jobs(slurm)
     typed = begin(*line, **runs.QUIET)
     until((sweep / "3" / "handle.json").exists, 60, "the submission")
@@ -50,19 +79,20 @@ def swept(slurm, tmp_path_factory):
     show = slurm.command("scontrol", "show", "job", f"{array}_3")
     assert f"JobId={array} " in show, "the last element has the array's own number"
     slurm.command("scontrol", "requeue", f"{array}_3")
-    ranks = [p for p in processes_of(sweep / "1") if "rank" in p.cmdline()]
-    [rank] = [p for p in ranks if p.cmdline()[0] != "srun"]
-    rank.kill()
+    rank_process(sweep / "1").kill()
     done = runs.verb("cancel", sweep / "2")
     assert done.returncode == 0, done.stderr
-    return line, sweep, ended(sweep), jobs(slurm) - before
+    until(lambda: runs.over(slurm, f"{array}_2"), 60, "the end of the cancelled point")
+    runs.wait_for_update(sweep / "3", 2, attempt=1)
+    hold.release()
+    return line, sweep, wait_for_end(sweep), jobs(slurm) - before
 
 
 def test_a_sweep_is_one_array_and_what_happens_to_one_element_happens_to_no_other(swept):
     _, sweep, found, submitted = swept
     assert found == {"0": "finished", "1": "failed", "2": "stopped", "3": "finished"}
     assert len({job.split("_")[0] for job in submitted}) == 1
-    assert result(sweep / "3")["restarts"], "it was requeued alone, and went on"
+    assert result(sweep / "3")["restarts"], "it was requeued alone"
     assert not result(sweep / "0").get("restarts")
 
 
@@ -75,28 +105,58 @@ def test_the_same_line_again_runs_exactly_what_has_not_finished(swept, slurm):
     done = call(*line, **runs.QUIET)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 points queued" in done.stdout
-    assert set(ended(sweep).values()) == {"finished"}
+    assert set(wait_for_end(sweep).values()) == {"finished"}
     assert (sweep / "0" / "result.json").stat().st_mtime_ns == kept
-    again = until(lambda: (jobs(slurm) - before) or None, 20, "sacct's rows")
+    again = until(lambda: (jobs(slurm) - before) or None, 30, "sacct's rows")
     assert {job.partition("_")[2] for job in again} == {"1", "2"}
     assert len({result(sweep / n)["updates"] for n in "0123"}) == 1
-    told = runs.verb("report", sweep, "--format", "json")
-    assert len(json.loads(told.stdout)["runs"]) == 4
+
+
+def test_points_that_share_a_job_are_killed_cancelled_and_resumed_alone(slurm, tmp_path):
+    sweep, hold = tmp_path / "sweep", Hold(tmp_path / "hold").hold_before(299)
+    shape = ("cluster.nodes=1", "cluster.ranks_per_node=1", "cluster.memory_gib=1")
+    points = ("schedule.base_lr=0.1,0.2,0.3,0.4", "sweep.pack=true", hold.override)
+    slow = ("train.updates=300", "job.pause_s=0.05")
+    line = ("-m", *runs.overrides(slurm, sweep, *slow, *shape, *points))
+    shared = "4 points share 1 allocation, 4 at once in it"
+    assert shared in runs.verb("plan", *line).stdout
+    done = call(*line, **runs.QUIET)
+    assert shared in done.stdout, done.stdout + done.stderr
+    [first] = {runs.job_of(sweep / number) for number in "0123"}
+    for number in "0123":
+        runs.wait_for_update(sweep / number, 2)
+    shown = slurm.command("scontrol", "show", "job", first)
+    assert "NumNodes=1 NumCPUs=4 NumTasks=4" in shown
+    assert "MinMemoryNode=4G" in shown
+    rank_process(sweep / "1").kill()
+    assert runs.verb("cancel", sweep / "2").returncode == 0
+    wanted = {"0": "running", "1": "failed", "2": "stopped", "3": "running"}
+    until(lambda: states(sweep) == wanted, 60, "two ends")
+    again = call(*line, **runs.QUIET)
+    assert "2 points share 1 allocation" in again.stdout, again.stdout + again.stderr
+    now = [runs.job_of(sweep / number) for number in "0123"]
+    assert (now[0], now[3]) == (first, first)
+    assert now[1] == now[2] != first
+    for number in "12":
+        runs.wait_for_update(sweep / number, 3, attempt=1)
+    hold.release()
+    assert wait_for_end(sweep) == dict.fromkeys("0123", "finished")
+    assert {result(sweep / number)["updates"] for number in "0123"} == {300}
 
 
 @pytest.fixture
 def few(slurm):
-    """Says how many jobs one may have queued by an account that only this test uses."""
+    """Return a function that sets MaxSubmitJobs of an account that only this test uses."""
     user, shown = getpass.getuser(), ("scontrol", "show", "assoc_mgr", "flags=assoc")
 
-    def most(count):
+    def set_limit(count):
         slurm.command("sacctmgr", "-i", "modify", "user", user, "where", "account=few", "set",
                       f"MaxSubmitJobs={count}")  # fmt: skip
         until(lambda: f"MaxSubmitJobs={count}(" in slurm.command(*shown), 20, "the limit")
 
     slurm.command("sacctmgr", "-i", "add", "account", "few")
     slurm.command("sacctmgr", "-i", "add", "user", user, "account=few")
-    return most
+    return set_limit
 
 
 def test_the_same_line_submits_the_points_that_did_not_fit_before(slurm, tmp_path, few):
@@ -124,4 +184,30 @@ def test_the_same_line_submits_the_points_that_did_not_fit_before(slurm, tmp_pat
     few(4)
     assert typed(sweep).returncode == 0
     (tmp_path / "go").touch()
-    assert ended(sweep) == dict.fromkeys("0123", "finished")
+    assert wait_for_end(sweep) == dict.fromkeys("0123", "finished")
+
+
+@pytest.mark.timeout(300)
+def test_jobs_of_a_killed_search_are_found_again_and_a_hopeless_one_is_stopped(slurm, tmp_path):
+    folder = tmp_path / "found"
+    line = (
+        "-m", "+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", "tracker=none",
+        "cluster.nodes=1", "cluster.ranks_per_node=1", "job.arguments.k=1", "sweep.search=grid",
+        f"run.dir={folder}", "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5", "sweep.prune=median",
+        "sweep.parallel=3", "job.arguments.updates=400", "job.arguments.pause=0.05",
+        "job.arguments.slow_from=1", *line_of(folder)[-2:],
+    )  # fmt: skip
+    begun = begin(*line, **runs.QUIET)
+    until((folder / "2" / "handle.json").exists, 60, "the third submission")
+    begun.send_signal(signal.SIGKILL)
+    begun.communicate()
+    jobs = [runs.job_of(folder / number) for number in "012"]
+    done = call(*line, timeout=240, **runs.QUIET)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trials = json.loads((folder / "search.json").read_text())["trials"]
+    assert [runs.job_of(folder / number) for number in "012"] == jobs, "none was run twice"
+    assert [trial["state"] for trial in trials] == ["complete"] * 5 + ["pruned"], done.stdout
+    values = [trial["value"] for trial in trials[:5]]
+    assert values == [loss_of(lr, 1, 400) for lr in (0.3, 0.31, 0.32, 0.33, 0.34)]
+    until(lambda: runs.status(folder / "5")["state"] == "pruned", 30, "the end of the last trial")
+    assert result(folder / "5")["updates"] < 400

@@ -1,24 +1,38 @@
-"""From another shell: status, logs, cancel, resume, with and without what they could ask."""
+"""status, cancel, resume and attach from another shell, with and without what they could ask."""
 
 import json
 import os
 import shutil
 import signal
-import time
 
 import pytest
 
+from orchestrator.run_folder.rundir import write_json
 from slurm import breaking
 from tests.helpers import begin, call, result, until
 from tests.slurm import runs
 
 
-def test_cancel_stops_at_a_boundary_and_resume_ends_with_the_same_weights(
-    slurm, tmp_path, digest_of_60
+def test_status_shows_a_run_cancel_stops_it_at_a_boundary_and_resume_ends_with_the_same_weights(
+    slurm, tmp_path, digest
 ):
     run = tmp_path / "run"
-    job = runs.submit(slurm, run, "train.updates=60", "job.pause_s=0.06")
+    hold = runs.submit_long(slurm, run)
+    job = runs.job_of(run)
     runs.wait_for_update(run, 3)
+    found = runs.status(run)
+    assert (found["state"], found["job_id"], found["total"]) == ("running", job, 600)
+    assert found["updates"] >= 3
+    assert found["samples_per_second"] > 0
+    assert 0 < found["time_left_s"] <= 3600
+    table = runs.verb("status", run).stdout
+    assert f"running job {job} on {found['nodes']}" in " ".join(table.split())
+    for label in ("updates", "loss", "learning rate", "speed", "last boundary", "job's time left"):
+        assert label in table
+    without = runs.verb("status", run, "--json", PATH=path_without_slurm(tmp_path))
+    assert json.loads(without.stdout)[0]["state"] == "running"
+    assert "there is no squeue on this machine" in without.stderr
+
     assert runs.verb("resume", run).returncode == 2
     done = runs.verb("cancel", run)
     assert done.returncode == 0, done.stderr
@@ -28,14 +42,21 @@ def test_cancel_stops_at_a_boundary_and_resume_ends_with_the_same_weights(
     assert runs.accounted(slurm, job) == "COMPLETED"
     assert runs.status(run)["state"] == "stopped"
     assert runs.verb("cancel", run).returncode == 2
+    hold.release()
     assert runs.verb("resume", run).returncode == 0
-    assert runs.wait_over(slurm, run)["weights_sha256"] == digest_of_60
+    assert runs.wait_over(slurm, run)["weights_sha256"] == digest
     assert runs.first_records(run)[1]["update"] == stopped["updates"]
-    again = runs.verb("resume", run)
-    assert "has finished already" in again.stdout
+    assert "has finished already" in runs.verb("resume", run).stdout
 
 
-def test_a_run_moves_to_slurm_and_back_and_is_watched_meanwhile(slurm, tmp_path, digest_of_60):
+def path_without_slurm(folder):
+    path = folder / "bin"
+    path.mkdir()
+    (path / "git").symlink_to(shutil.which("git"))
+    return str(path)
+
+
+def test_a_run_moves_to_slurm_and_back_and_is_watched_meanwhile(slurm, tmp_path):
     run = tmp_path / "run"
     begun = call(*runs.BATCH, *runs.SHAPE, "train.updates=20", f"run.dir={run}", **runs.QUIET)
     assert begun.returncode == 0, begun.stdout + begun.stderr
@@ -48,127 +69,87 @@ def test_a_run_moves_to_slurm_and_back_and_is_watched_meanwhile(slurm, tmp_path,
     assert "40 of 40" in watched.stdout
     back = runs.verb("resume", run, "train.updates=60", "cluster=local", *runs.SHAPE)
     assert back.returncode == 0, back.stdout + back.stderr
-    assert result(run)["weights_sha256"] == digest_of_60
+    assert result(run)["weights_sha256"] == runs.reference(tmp_path / "local", "train.updates=60")
     assert runs.status(run)["state"] == "finished"
 
 
-def test_cancel_now_ends_a_job_at_once_that_was_stopped_as_a_whole(slurm, tmp_path):
+def test_a_run_that_was_cancelled_by_scancel_is_called_so(slurm, tmp_path):
     run = tmp_path / "run"
-    job = runs.submit(slurm, run, "train.updates=500", "job.pause_s=0.05")
+    runs.submit_long(slurm, run)
+    job = runs.job_of(run)
     runs.wait_for_update(run, 1)
-    slurm.command("scancel", "-s", "STOP", job)
-    until(lambda: runs.queue_state(slurm, job) == "STOPPED", 20, "the stop")
-    assert f"`scancel -s CONT {job}` lets it go on" in runs.verb("cancel", run).stdout
-    assert runs.verb("cancel", run, "--now").returncode == 0
-    until(lambda: runs.over(slurm, job), 20, "the end")
+    slurm.command("scancel", job)
+    until(lambda: runs.over(slurm, job), 30, "the job's end")
     assert runs.queue_state(slurm, job) == "CANCELLED"
     assert runs.status(run)["state"] == "cancelled"
 
 
-def test_a_pending_run_says_why_and_can_be_cancelled(slurm, tmp_path):
+@pytest.mark.timeout(240)
+def test_a_watcher_outlives_the_controller_and_an_interrupt_leaves_the_run(mended, tmp_path):
     run = tmp_path / "run"
-    job = runs.submit(slurm, run, "+cluster.slurm_flags.begin=now+3600")
-    found = runs.status(run)
-    assert (found["state"], found["reason"]) == ("pending", "BeginTime")
-    assert runs.verb("cancel", run).returncode == 0
-    until(lambda: runs.over(slurm, job), 20, "the end")
-    assert result(run)["state"] == "stopped"
+    hold = runs.hold_of_long(run)
+    watcher = begin(
+        *runs.overrides(mended, run, *runs.LONG, "job.pause_s=0.03", "run.watch=true"),
+        hold.override,
+    )
+    runs.wait_for_update(run, 1)
+    breaking.stop_controller(mended)
+    before = len((run / "metrics.jsonl").read_text().splitlines())
+    until(lambda: "has not answered since" in watcher.stdout.readline(), 90, "the watcher's note")
+    assert not (run / "result.json").exists()
+    assert runs.status(run)["state"] == "running"
+    assert len((run / "metrics.jsonl").read_text().splitlines()) > before
+    mended.up()
+    until(lambda: "answers again" in watcher.stdout.readline(), 90, "the watcher's note")
+    os.kill(watcher.pid, signal.SIGINT)
+    output, _ = watcher.communicate(timeout=30)
+    assert watcher.returncode == 130
+    assert f"detached; job {runs.job_of(run)} goes on" in output
+    hold.release()
+    assert runs.wait_over(mended, run)["state"] == "finished"
 
 
-def test_logs_follow_a_rank_to_the_end(slurm, tmp_path):
+def test_without_slurmdbd_runs_are_submitted_and_seen(mended, tmp_path):
+    """One job that squeue has forgotten does not make the others unknown."""
+    breaking.stop_accounting(mended)
+    held, forgotten = tmp_path / "held", tmp_path / "forgotten"
+    for run in (held, forgotten):
+        runs.submit(mended, run, "cluster.account=dev", "+cluster.slurm_flags.begin=now+3600")
+    handle = json.loads((forgotten / "handle.json").read_text())
+    assert runs.verb("cancel", forgotten).returncode == 0
+    (forgotten / "result.json").unlink()
+    handle.pop("sha256", None)
+    write_json(forgotten / "handle.json", {**handle, "job_id": "999999"})
+    found = json.loads(runs.verb("status", tmp_path, "--json").stdout)
+    assert {entry["folder"].rsplit("/", 1)[1]: entry["state"] for entry in found} == {
+        "forgotten": "unknown", "held": "pending",
+    }  # fmt: skip
+    runs.verb("cancel", held)
+
+
+def test_doctor_shows_the_cluster_and_runs_a_collective_on_its_nodes(slurm, tmp_path):
     run = tmp_path / "run"
-    runs.submit(slurm, run, "train.updates=5", "job._target_=tests.slurm.jobs.Talking")
-    done = runs.verb("logs", run, "--rank", "1", "-f", timeout=90)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("hello") >= 1
-    assert result(run)["state"] == "finished"
-    assert runs.verb("logs", run, "--rank", "1").stdout == done.stdout
-    missing = runs.verb("logs", run, "--rank", "7")
-    assert missing.returncode == 2
-    assert "logs of ranks 0 to 1" in missing.stderr
-
-
-def test_status_tells_more_of_a_running_run_than_its_state(slurm, tmp_path):
-    run = tmp_path / "run"
-    job = runs.submit(slurm, run, "train.updates=500", "job.pause_s=0.02")
-    runs.wait_for_update(run, 3)
-    found = runs.status(run)
-    assert found["state"] == "running"
-    assert found["job_id"] == job
-    assert found["total"] == 500
-    assert found["updates"] >= 3
-    assert found["samples_per_second"] > 0
-    assert found["boundary_age_s"] < 10
-    assert 0 < found["time_left_s"] <= 3600
-    assert found["nodes"]
-    table = runs.verb("status", run).stdout
-    assert f"running job {job} on {found['nodes']}" in " ".join(table.split())
-    for label in ("updates", "loss", "learning rate", "speed", "last boundary", "job's time left"):
-        assert label in table
-    os.utime(run)  # it changes: the answer of a moment ago, which is shared, will not do
-    without = runs.verb("status", run, "--json", PATH=empty_path(tmp_path))
-    assert json.loads(without.stdout)[0]["state"] == "running"
-    assert "there is no squeue on this machine" in without.stderr
-    assert runs.verb("cancel", run, PATH=empty_path(tmp_path)).returncode == 2
-    runs.verb("cancel", run, "--now")
-
-
-def empty_path(folder):
-    """A PATH without SLURM's commands."""
-    path = folder / "bin"
-    path.mkdir(exist_ok=True)
-    if not (path / "git").exists():
-        (path / "git").symlink_to(shutil.which("git"))
-    return str(path)
+    where = ("+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", f"run.dir={run}")
+    done = runs.verb("doctor", "--run", "--json", *where, *runs.SHAPE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = [(one["about"], one["found"]) for one in json.loads(done.stdout)]
+    text = "\n".join(found for _, found in facts)
+    assert "main (default): 4 nodes, no time limit, UP" in text
+    assert "ranks are not kept to their own cores" in text, "its TaskPlugin is task/none"
+    assert f"{run} was written here and read on 2 ranks on 2 nodes, and back" in text
+    sums = [found for about, found in facts if about == "collective"]
+    assert len(sums) == 2
+    assert all("GB/s a rank" in found for found in sums)
 
 
 @pytest.mark.timeout(240)
-def test_a_watcher_lives_through_half_a_minute_without_scheduler(mended, tmp_path):
-    run = tmp_path / "run"
-    watcher = begin(
-        *runs.overrides(mended, run, "train.updates=500", "job.pause_s=0.03", "run.watch=true")
-    )
-    try:
-        until((run / "handle.json").exists, 30, "the submission")
-        runs.wait_for_update(run, 1)
-        breaking.stop_controller(mended)
-        silent = runs.wait_for_update(run, 1)
-        before = len((run / "metrics.jsonl").read_text().splitlines())
-        said = watcher.stdout.readline  # when the watcher asks next, and how long squeue tries
-        until(lambda: "has not answered since" in said(), 90, "the watcher's word")
-        until(lambda: time.monotonic() - silent > 20, 30, "twenty seconds")
-        breaking.stop_munge(mended)  # then squeue fails in another way, and at once
-        until(lambda: time.monotonic() - silent > 30, 40, "thirty seconds")
-        assert not (run / "result.json").exists()
-        assert runs.status(run)["state"] == "running"
-        assert len((run / "metrics.jsonl").read_text().splitlines()) > before
-        mended.up()
-        output, _ = watcher.communicate(timeout=120)
-    finally:
-        if watcher.poll() is None:
-            os.kill(watcher.pid, signal.SIGKILL)
-    assert watcher.returncode == 0, output
-    assert "answers again" in output
-    assert result(run)["state"] == "finished"
-
-
-def test_an_interrupt_detaches_the_watcher_and_leaves_the_run(slurm, tmp_path):
-    run = tmp_path / "run"
-    watcher = begin(
-        *runs.overrides(slurm, run, "train.updates=300", "job.pause_s=0.03", "run.watch=true")
-    )
-    until((run / "handle.json").exists, 30, "the submission")
-    runs.wait_for_update(run, 1)
-    os.kill(watcher.pid, signal.SIGINT)
-    output, _ = watcher.communicate(timeout=20)
-    assert watcher.returncode == 130
-    assert f"detached; job {runs.job_of(run)} goes on" in output
-    assert runs.status(run)["state"] == "running"
-    runs.verb("cancel", run, "--now")
-
-
-def test_without_a_client_submission_says_so(slurm, tmp_path):
-    done = call(*runs.overrides(slurm, tmp_path / "run"), PATH=empty_path(tmp_path), **runs.QUIET)
-    assert done.returncode == 2
-    assert "on this machine" in done.stderr
-    assert not (tmp_path / "run").exists()
+def test_a_rehearsal_whose_batch_script_is_killed_ends_with_the_undisturbed_bits(slurm, tmp_path):
+    shape = ("cluster.nodes=1", "cluster.ranks_per_node=2", "train.updates=20", "job.pause_s=0.05")
+    small = [o for o in runs.overrides(slurm, tmp_path, *shape) if not o.startswith("run.dir")]
+    done = runs.verb(
+        "rehearse", *small, "--faults", 1, "--only", "kill the batch script", "--seed", 1,
+        "--into", tmp_path / "of", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    [row] = json.loads(done.stdout)["rows"]
+    assert (row["how"], row["equal"], row["samples_lost"]) == ("restart", True, 0)

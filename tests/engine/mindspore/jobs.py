@@ -10,6 +10,7 @@ from mindspore.experimental import optim
 
 from jobs.line import Line
 from orchestrator import Job, Loss
+from tests.hold import Hold
 
 SAMPLES = 61
 
@@ -85,14 +86,21 @@ class Steep(Weighted):
 
 
 class SlowLine(Line):
-    """`job=line`, with a pause before each micro-step, so that a test can step in."""
+    """`job=line` with a pause before each micro-step until its hold is released."""
 
-    def __init__(self, pause_s=0.0):
+    def __init__(self, pause_s=0.0, hold=None):
         super().__init__()
-        self.pause_s = pause_s
+        self.pause_s, self.hold = pause_s, Hold(hold) if hold else None
+        self.next_update = None  # unknown until this process's first boundary
+
+    def after_update(self, model, update):
+        self.next_update = update + 1
 
     def collate(self, samples):
-        time.sleep(self.pause_s)
+        if self.hold:
+            self.hold.wait_at(self.next_update)
+        if not (self.hold and self.hold.released):
+            time.sleep(self.pause_s)
         return super().collate(samples)
 
 

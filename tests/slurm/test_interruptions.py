@@ -1,0 +1,189 @@
+"""Preemption, requeue, a time limit and a batch script that is signalled or killed: each costs a
+restart and no bit. Runs that do not affect each other run at the same time.
+"""
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+from slurm import breaking
+from tests.helpers import call, result, until
+from tests.programs import QUICK, WAITS, script
+from tests.slurm import runs
+from tests.slurm.runs import QUIET, SHAPE
+
+ONE_NODE = ("cluster.nodes=1", "cluster.ranks_per_node=2")
+DISTURBED = {"killed": "its batch script was killed", "signalled": "asked to stop by SIGUSR2"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited(slurm, tmp_path_factory):
+    """A run that takes longer than its time limit of a minute; the other tests run meanwhile."""
+    run = tmp_path_factory.mktemp("limited") / "run"
+    hold = runs.submit_long(
+        slurm, run, "train.checkpoint_every=1000", "cluster.partition=short", "cluster.time_min=1",
+        "cluster.signal_ahead_s=1", "job.pause_s=0.1", *ONE_NODE,
+    )  # fmt: skip
+    return run, hold
+
+
+@pytest.fixture(scope="module", autouse=True)
+def disturbed(slurm, tmp_path_factory):
+    """Runs whose batch script was killed or signalled, one cancelled, one finished; the last two
+    were then requeued by hand.
+    """
+    folder = tmp_path_factory.mktemp("disturbed")
+    names = (*DISTURBED, "cancelled")
+    holds = [runs.submit_long(slurm, folder / name, *ONE_NODE) for name in names]
+    finished = runs.submit(slurm, folder / "finished", "train.updates=2", *ONE_NODE)
+    for name in names:
+        runs.wait_for_update(folder / name, 6)
+    breaking.kill_batch_script(slurm, runs.job_of(folder / "killed"))
+    signalled = runs.job_of(folder / "signalled")
+    slurm.command("scancel", "--batch", "-s", "USR2", signalled)
+    assert runs.verb("cancel", folder / "cancelled").returncode == 0
+    slurm.command("scontrol", "requeue", runs.job_of(folder / "cancelled"))
+    runs.wait_over(slurm, folder / "finished")
+    slurm.command("scontrol", "requeue", finished)
+    for name in DISTURBED:
+        runs.wait_for_update(folder / name, 7, attempt=1)
+    for hold in holds:
+        hold.release()
+    return folder
+
+
+def test_a_finished_run_that_is_allocated_again_starts_no_ranks(slurm, disturbed):
+    run = disturbed / "finished"
+    before = result(run)
+    until(lambda: "ended already" in (run / "logs" / "batch.log").read_text(), 60, "its message")
+    until(lambda: runs.over(slurm, runs.job_of(run)), 30, "the job's end")
+    assert runs.queue_state(slurm, runs.job_of(run)) == "COMPLETED"
+    assert result(run) == before
+    assert [path.name for path in (run / "attempts").glob("0*")] == ["000"]
+
+
+def test_a_requeue_does_not_undo_cancel(slurm, disturbed):
+    run = disturbed / "cancelled"
+    assert runs.wait_over(slurm, run)["state"] == "stopped"
+    assert runs.status(run)["state"] == "stopped"
+    assert list(runs.first_records(run)) == [0]
+
+
+@pytest.mark.parametrize("name", DISTURBED)
+def test_a_batch_script_that_dies_or_is_signalled_costs_a_restart(slurm, disturbed, name, digest):
+    ended = runs.wait_over(slurm, disturbed / name)
+    assert ended["weights_sha256"] == digest
+    (note,) = ended["restarts"]
+    assert re.fullmatch(DISTURBED[name], note["why"])
+    assert note["lost_updates"] <= 6
+
+
+@pytest.mark.timeout(300)
+def test_preemption_a_requeue_by_hand_and_a_node_set_down_cost_a_restart_each(
+    mended, tmp_path, digest
+):
+    run = tmp_path / "run"
+    hold = runs.submit_long(mended, run, "cluster.partition=low", "run.survive=false")
+    job = runs.job_of(run)
+    runs.wait_for_update(run, 5)
+    other = runs.occupy(mended, "true", "-p", "high", "-N", "4", "--exclusive")
+    until(lambda: runs.over(mended, other), 60, "the preempting job's end")
+    runs.wait_for_update(run, 6, attempt=1)
+    mended.command("scontrol", "requeue", job)
+    runs.wait_for_update(run, 7, attempt=2)
+    lost = runs.nodes_of(mended, job)[1]
+    breaking.set_node_down(mended, lost)
+    runs.wait_for_update(run, 8, attempt=3)
+    assert lost not in runs.nodes_of(mended, job)
+    hold.release()
+    ended = runs.wait_over(mended, run)
+    assert ended["state"] == "finished"
+    assert ended["weights_sha256"] == digest
+    preempted, requeued, _ = ended["restarts"]
+    assert preempted["why"] == "preempted"
+    assert preempted["lost_updates"] <= 1
+    assert requeued["why"].startswith("requeued (scontrol requeue")
+    found = runs.status(run)
+    assert (found["restarts"], found["why"]) == (3, ended["restarts"][-1]["why"])
+
+
+def test_a_stop_that_cannot_wait_for_the_boundary_loses_its_window_only(slurm, tmp_path):
+    """A requeue by hand leaves KillWait, 3 s here, and an update takes eight."""
+    run = tmp_path / "run"
+    more = ("train.updates=2", "accumulation.steps=16", "train.checkpoint_every=100")
+    job = runs.submit(slurm, run, *more, "job.pause_s=0.5", "cluster.signal_ahead_s=3")
+    expected = runs.reference(tmp_path / "local", *more)
+    runs.wait_for_update(run, 0)
+    slurm.command("scontrol", "requeue", job)
+    until(lambda: runs.queue_state(slurm, job) == "PENDING", 20, "leaving inside the window")
+    ended = runs.wait_over(slurm, run)
+    assert ended["weights_sha256"] == expected
+    note = runs.first_records(run)[1]["restart"]
+    assert (note["resumed_from"], note["lost_updates"]) == (1, 0)
+    assert note["lost_micro_steps"] > 0
+    assert "longer than the 3 s" in (run / "logs" / "rank-00000.log").read_text()
+
+
+def submit_program(slurm, folder, *more, program=("train.py",)):
+    done = call(
+        "run", "+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", *SHAPE,
+        f"run.dir={folder / 'run'}", *more, "--", *program,
+        module="orchestrator", cwd=folder, **QUIET,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def log(folder, rank):
+    return (folder / "run" / "logs" / f"rank-{rank:05d}.log").read_text()
+
+
+PREEMPTED = f"""{QUICK}
+import helper
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+frameworks_see = {{k: v for k, v in os.environ.items() if k.startswith(("SLURM_NT", "SLURM_PROC"))}}
+print(json.dumps([attempt, helper.VERSION, frameworks_see, os.environ["SLURM_JOB_NAME"]]))
+sys.stdout.flush()
+def stop(number, frame):
+    print("got", number, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+if attempt == "0":
+{WAITS.replace(chr(10), chr(10) + "    ")}
+"""
+
+
+def test_a_requeued_program_gets_its_signal_and_the_submitted_code_runs_again(slurm, tmp_path):
+    script(tmp_path, PREEMPTED)
+    helper = script(tmp_path, "VERSION = 'submitted'\n", "helper.py")
+    submit_program(slurm, tmp_path, "+cluster.slurm_flags.begin=now+1hour")
+    helper.write_text("VERSION = 'edited'\n")
+    script(tmp_path, "raise SystemExit('edited')\n")
+    runs.release(slurm, tmp_path / "run")
+    until(lambda: len(list(tmp_path.glob("here-*"))) == 2, what="the program")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert (tmp_path / "here-0").stat().st_mode & 0o777 == 0o666 & ~mask, "as the person has it"
+    assert runs.status(tmp_path / "run")["state"] == "running"
+    slurm.command("scontrol", "requeue", runs.job_of(tmp_path / "run"))
+    ended = runs.wait_over(slurm, tmp_path / "run")
+    assert (ended["state"], len(ended["restarts"])) == ("finished", 1)
+    for rank in range(2):
+        said = [json.loads(x) for x in log(tmp_path, rank).splitlines() if x.startswith("[")]
+        assert said == [[a, "submitted", {}, "interactive"] for a in ("0", "1")]
+        assert f"got {signal.SIGTERM.value}" in log(tmp_path, rank)
+        assert "left running" not in log(tmp_path, rank), "the node's watcher is ours"
+
+
+@pytest.mark.timeout(240)
+def test_a_run_goes_on_beyond_its_time_limit(slurm, limited, digest):
+    run, hold = limited
+    runs.wait_for_update(run, 1, attempt=1, timeout_s=150)
+    hold.release()
+    ended = runs.wait_over(slurm, run)
+    assert ended["weights_sha256"] == digest
+    notes = ended["restarts"]
+    assert notes
+    assert {(note["why"], note["lost_updates"]) for note in notes} == {("near its time limit", 0)}
