@@ -12,8 +12,7 @@ from tests import helpers, warm
 ASKED = {
     "a plan": ("orchestrator", ("plan", helpers.TINY, "train.updates=2", "--json")),
     "a refusal": ("orchestrator.launch", ("job=digitz",)),
-    "help": ("orchestrator.launch", ("--help",)),
-    "a folder relative to where it stands": ("orchestrator", ("status", "nothing here")),
+    "a relative folder": ("orchestrator", ("status", "nothing here")),
 }
 
 

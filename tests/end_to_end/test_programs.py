@@ -132,34 +132,34 @@ def test_the_rank_that_fails_is_named_with_what_it_raised(tmp_path, mishap, rank
     assert not [p for p in helpers.processes_of("1000.25") if p.cmdline()[0] == "sleep"]
 
 
-def test_a_killed_rank_is_named_within_five_seconds_and_nothing_is_left(tmp_path):
+def test_a_killed_rank_is_named_within_ten_seconds_and_nothing_is_left(tmp_path):
     script(tmp_path, QUICK + WAITS)
     process = begin(tmp_path)
     victim = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "1")
     began = time.monotonic()
     victim.kill()
     output, _ = process.communicate(timeout=30)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     assert process.returncode == 1
     assert "rank 1 on node0 failed first: killed by signal 9 (SIGKILL)" in output
     assert not programs_of(tmp_path)
 
 
 @pytest.mark.parametrize("target", ["launcher", "parent"])
-def test_whoever_is_killed_no_program_survives(tmp_path, target):
+def test_no_program_outlives_its_launcher_or_its_parent(tmp_path, target):
     script(tmp_path, QUICK + WAITS)
     process = begin(tmp_path)
     parent = helpers.rank_pid(tmp_path / "run", 3)
     os.kill(process.pid if target == "launcher" else parent, signal.SIGKILL)
     process.communicate(timeout=30)
-    helpers.until(lambda: not programs_of(tmp_path), timeout_s=10, what="the end of all")
+    helpers.until(lambda: not programs_of(tmp_path), timeout_s=20, what="the end of all")
     if target == "parent":
         assert culprit(tmp_path)["rank"] == 3
 
 
 def test_a_program_that_is_frozen_counts_as_lost(tmp_path):
     script(tmp_path, QUICK + WAITS)
-    process = begin(tmp_path, "cluster.heartbeat_timeout_s=1.5")
+    process = begin(tmp_path, "cluster.heartbeat_timeout_s=3")
     frozen = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "2")
     frozen.suspend()
     process.communicate(timeout=30)

@@ -33,7 +33,8 @@ for window in run.windows(
     if run and not run.attempt:
         if window.update == 3:
             open("here-" + os.environ["RANK"], "w").close()
-        time.sleep(0.1)  # the stop comes meanwhile, and not after the end
+        while window.update > 3 and not os.path.exists("go"):
+            time.sleep(0.01)  # until the stop has been sent
 whole = b"".join(weights.detach().numpy().tobytes() for weights in model.parameters())
 print("stopping" if run.stopping else "final", hashlib.sha256(whole).hexdigest(), flush=True)
 """
@@ -49,6 +50,7 @@ def test_stopped_by_one_rank_and_resumed_it_has_the_bits_of_plain_python(tmp_pat
     helpers.until(lambda: len(list(tmp_path.glob("here-*"))) == 2, what="both ranks")
     programs = [p for p in helpers.processes_of(text) if p.is_running()]
     next(p for p in programs if p.environ().get("RANK") == "1").terminate()
+    (tmp_path / "go").touch()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
     stopped = len(helpers.records(run))

@@ -1,5 +1,6 @@
 """One real SLURM for the tests of this folder."""
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
@@ -57,6 +58,8 @@ def pytest_runtest_makereport(
             for daemon in ("slurmctld", *(f"slurmd-{node}" for node in cluster.node_names)):
                 file = cluster.layout.log_file(daemon)
                 report.sections.append((file.name, _end(file, 30 if daemon == "slurmctld" else 8)))
+        if isinstance(cluster, DevCluster) and isinstance(folder, Path):
+            _cancel_jobs_below(cluster, folder)  # the next test needs their nodes
     return report
 
 
@@ -66,6 +69,13 @@ def _queue(cluster: DevCluster) -> str:
         return jobs + cluster.command("sinfo", "-N", "-p", "main", "-o", "%N %T %E")
     except DevClusterError as error:  # a test may have stopped the controller
         return str(error)
+
+
+def _cancel_jobs_below(cluster: DevCluster, folder: Path) -> None:
+    with contextlib.suppress(DevClusterError):
+        rows = [r.split("|") for r in cluster.command("squeue", "-ha", "-o", "%A|%o").splitlines()]
+        if jobs := [job for job, script in rows if str(folder) in script]:
+            cluster.command("scancel", *jobs)
 
 
 def _end(file: Path, lines: int) -> str:

@@ -37,8 +37,10 @@ def states(sweep):
     return {entry["folder"].rpartition("/")[2]: entry["state"] for entry in listed}
 
 
-def jobs(slurm):
-    return set(slurm.command("sacct", "-nPX", "-o", "JobID").split())
+def jobs_below(slurm, folder):
+    """Return the jobs, as ARRAY_INDEX, that sacct knows of scripts below a folder."""
+    rows = slurm.command("sacct", "-nPX", "-o", "JobID,SubmitLine").splitlines()
+    return {row.partition("|")[0] for row in rows if str(folder) in row}
 
 
 def wait_for_end(sweep):
@@ -68,7 +70,6 @@ def swept(slurm, tmp_path_factory):
         "-m", *runs.overrides(slurm, sweep, "train.updates=30", "job.pause_s=0.1", *STEPS),
         hold.override,
     )  # fmt: skip
-    before = jobs(slurm)
     typed = begin(*line, **runs.QUIET)
     until((sweep / "3" / "handle.json").exists, 60, "the submission")
     os.killpg(typed.pid, signal.SIGKILL)  # the terminal is closed
@@ -85,7 +86,7 @@ def swept(slurm, tmp_path_factory):
     until(lambda: runs.over(slurm, f"{array}_2"), 60, "the end of the cancelled point")
     runs.wait_for_update(sweep / "3", 2, attempt=1)
     hold.release()
-    return line, sweep, wait_for_end(sweep), jobs(slurm) - before
+    return line, sweep, wait_for_end(sweep), jobs_below(slurm, sweep)
 
 
 def test_a_sweep_is_one_array_and_what_happens_to_one_element_happens_to_no_other(swept):
@@ -98,16 +99,16 @@ def test_a_sweep_is_one_array_and_what_happens_to_one_element_happens_to_no_othe
 
 def test_the_same_line_again_runs_exactly_what_has_not_finished(swept, slurm):
     line, sweep, _, _ = swept
-    before, kept = jobs(slurm), (sweep / "0" / "result.json").stat().st_mtime_ns
+    before, kept = jobs_below(slurm, sweep), (sweep / "0" / "result.json").stat().st_mtime_ns
     planned = runs.verb("plan", *line).stdout
-    assert planned.count("done") == 2
+    assert planned.count("done") == 2, planned
     assert "to go on" in planned
     done = call(*line, **runs.QUIET)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 points queued" in done.stdout
     assert set(wait_for_end(sweep).values()) == {"finished"}
     assert (sweep / "0" / "result.json").stat().st_mtime_ns == kept
-    again = until(lambda: (jobs(slurm) - before) or None, 30, "sacct's rows")
+    again = until(lambda: (jobs_below(slurm, sweep) - before) or None, 30, "sacct's rows")
     assert {job.partition("_")[2] for job in again} == {"1", "2"}
     assert len({result(sweep / n)["updates"] for n in "0123"}) == 1
 

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator.run_folder.rundir import write_json
 from slurm import breaking
-from tests.helpers import begin, call, result, until
+from tests.helpers import TINY, begin, call, result, until
 from tests.slurm import runs
 
 
@@ -29,6 +29,7 @@ def test_status_shows_a_run_cancel_stops_it_at_a_boundary_and_resume_ends_with_t
     assert f"running job {job} on {found['nodes']}" in " ".join(table.split())
     for label in ("updates", "loss", "learning rate", "speed", "last boundary", "job's time left"):
         assert label in table
+    os.utime(run)  # else squeue's answer of a moment ago is used
     without = runs.verb("status", run, "--json", PATH=path_without_slurm(tmp_path))
     assert json.loads(without.stdout)[0]["state"] == "running"
     assert "there is no squeue on this machine" in without.stderr
@@ -144,8 +145,11 @@ def test_doctor_shows_the_cluster_and_runs_a_collective_on_its_nodes(slurm, tmp_
 
 @pytest.mark.timeout(240)
 def test_a_rehearsal_whose_batch_script_is_killed_ends_with_the_undisturbed_bits(slurm, tmp_path):
-    shape = ("cluster.nodes=1", "cluster.ranks_per_node=2", "train.updates=20", "job.pause_s=0.05")
-    small = [o for o in runs.overrides(slurm, tmp_path, *shape) if not o.startswith("run.dir")]
+    small = (
+        "+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", TINY, "job.pause_s=0.05",
+        "accumulation.global_batch=32", "accumulation.micro_batch=4", "cluster.nodes=2",
+        "cluster.ranks_per_node=1", "train.updates=20",
+    )  # fmt: skip
     done = runs.verb(
         "rehearse", *small, "--faults", 1, "--only", "kill the batch script", "--seed", 1,
         "--into", tmp_path / "of", "--json",

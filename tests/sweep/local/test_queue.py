@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import LIGHT, begin, call, name_of, processes_of, records, result, until, verb
+from tests.hold import Hold
 
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.global_batch=8", "tracker=none")
-LONG = "train.updates=25"
+LONG = "train.updates=200"
 
 
 def state_of(sweep):
@@ -32,14 +33,16 @@ def disturbed(tmp_path_factory):
     """A sweep of five points, three at once: 0 is cancelled, the process of 1 is killed, 2 fails by
     itself; 4 is cancelled while it waits, and 3 follows. The folder, its line, and what it said.
     """
-    sweep = tmp_path_factory.mktemp("sweeps") / "sweep"
+    folder = tmp_path_factory.mktemp("sweeps")
+    sweep, hold = folder / "sweep", Hold(folder / "hold").hold_before(199)
     line = (
-        "-m", LIGHT, *ONE, LONG, "job.pause_s=0.1", "sweep.parallel=3", f"run.dir={sweep}",
-        "job.fault_rank=0", "job.fault=raise", "job.fault_after=500,501,9,502,503",
+        "-m", LIGHT, *ONE, LONG, "job.pause_s=0.1", hold.override,
+        "sweep.parallel=3", f"run.dir={sweep}",
+        "job.fault_rank=0", "job.fault=raise", "job.fault_after=5000,5001,9,5002,5003",
     )  # fmt: skip
     command = begin(*line)
     trains(*(sweep / n for n in "012"))
-    found = {"line": line, "sweep": sweep, "at_first": state_of(sweep)}
+    found = {"line": line, "sweep": sweep, "hold": hold, "at_first": state_of(sweep)}
     assert "is not started any more" in verb("cancel", sweep / "4").stdout
     os.kill(holder(sweep / "1"), signal.SIGKILL)
     assert verb("cancel", sweep / "0").returncode == 0
@@ -47,6 +50,7 @@ def disturbed(tmp_path_factory):
     until((sweep / "0" / "result.json").exists)
     trains(sweep / "3")
     found["meanwhile"] = state_of(sweep)
+    hold.release()
     found["said"], _ = command.communicate(timeout=120)
     return {**found, "code": command.returncode, "left": processes_of(sweep)}
 
@@ -74,8 +78,8 @@ def test_the_terminal_says_what_became_of_each_and_its_log_says_the_rest(disturb
     assert "killed by signal 9 (SIGKILL)" in said
     assert "1 of 5 points finished" in said
     assert "were timed side by side with others" in said
-    assert "update 25/25" in (sweep / "3" / "logs" / "terminal.log").read_text()
-    assert "update 25/25" not in said
+    assert "update 200/200" in (sweep / "3" / "logs" / "terminal.log").read_text()
+    assert "update 200/200" not in said
 
 
 def test_the_same_line_goes_on_with_what_has_not_finished_and_killed_it_leaves_no_process(
@@ -83,6 +87,7 @@ def test_the_same_line_goes_on_with_what_has_not_finished_and_killed_it_leaves_n
 ):
     line, sweep = disturbed["line"], disturbed["sweep"]
     kept = (sweep / "3" / "result.json").stat().st_mtime_ns
+    disturbed["hold"].hold_before(199)
     again = begin(*line)
     until(lambda: len([p for p in processes_of(sweep) if name_of(p) == "rank 0"]) == 3)
     again.kill()
