@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from orchestrator.run_folder.rundir import write_json
+from orchestrator.rundir.files import write_json
 from slurm import breaking
 from tests.helpers import TINY, begin, call, result, until
 from tests.slurm import runs
