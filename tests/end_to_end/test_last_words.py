@@ -47,8 +47,8 @@ ROWS = {
         r"rank \d lost a peer .*; no rank was behind: rank 0 waited \d+ s at the boundary .*, for "
         + BUCKET + r"; rank 1 waited \d+ s at micro-step .*, for barrier\. A link between", ""),
     "a rank is deadlocked with the interpreter in its hands": (
-        "interpreter", "forward", 1, ("cluster.heartbeat_timeout_s=3",), 1,
-        r"it gave no sign of life for 3 s .*; it is in .*\(.*acting_job.py, line \d+"
+        "interpreter", "forward", 1, ("cluster.heartbeat_timeout_s=6",), 1,
+        r"it gave no sign of life for 6 s .*; it is in .*\(.*acting_job.py, line \d+"
         + WAITED.format(0, BUCKET), "in loss"),
     "a rank never gets to where ranks meet": (
         "sleep", "init", 1, ("cluster.rendezvous_timeout_s=20", *WAIT), 1,

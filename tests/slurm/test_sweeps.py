@@ -65,9 +65,9 @@ def swept(slurm, tmp_path_factory):
     and the element that has the array's own number was requeued by hand.
     """
     folder = tmp_path_factory.mktemp("sweeps")
-    sweep, hold = folder / "sweep", Hold(folder / "hold").hold_before(29)
+    sweep, hold = folder / "sweep", Hold(folder / "hold").hold_before(299)
     line = (
-        "-m", *runs.overrides(slurm, sweep, "train.updates=30", "job.pause_s=0.1", *STEPS),
+        "-m", *runs.overrides(slurm, sweep, "train.updates=300", "job.pause_s=0.1", *STEPS),
         hold.override,
     )  # fmt: skip
     typed = begin(*line, **runs.QUIET)

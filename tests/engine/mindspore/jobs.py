@@ -88,8 +88,8 @@ class Steep(Weighted):
 class SlowLine(Line):
     """`job=line` with a pause before each micro-step until its hold is released."""
 
-    def __init__(self, pause_s=0.0, hold=None):
-        super().__init__()
+    def __init__(self, pause_s=0.0, hold=None, **more):
+        super().__init__(**more)
         self.pause_s, self.hold = pause_s, Hold(hold) if hold else None
         self.next_update = None  # unknown until this process's first boundary
 
