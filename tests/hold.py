@@ -14,13 +14,15 @@ class Hold:
     """A folder with the first update that may not begin yet, and one marker for each held rank."""
 
     def __init__(self, folder):
-        self.folder = Path(folder)
+        self.folder = Path(str(folder).removeprefix("at:"))
         self._limit_file = self.folder / "first-held-update"
 
     @property
     def override(self):
-        """Return the override that makes a run's job use this hold."""
-        return f"job.hold={self.folder}"
+        """Return the override that makes a run's job use this hold. With "at:" it is no path, so a
+        sweep does not compare the folder's files, which change.
+        """
+        return f"job.hold=at:{self.folder}"
 
     def hold_before(self, update):
         """Let the updates below `update` run and hold every rank in the first micro-step of it."""
