@@ -213,7 +213,7 @@ OURS = (SHIPPED, "hydra", "schema")
 
 def config_folder() -> Path:
     """The folder with the shipped configuration: in an installed wheel, or beside the package."""
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / "config.yaml").is_file():
             return candidate

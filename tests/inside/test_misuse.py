@@ -53,7 +53,7 @@ def written(run):
 
 
 def warned(run):
-    return [found.told for found in read_warnings(run.folder / "attempts" / "000")]
+    return [found.text for found in read_warnings(run.folder / "attempts" / "000")]
 
 
 GRAPH = torch.ones(2, requires_grad=True).sum()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
+import torch._dynamo  # pyright: ignore[reportUnusedImport]  # once, for all workers
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer

@@ -98,9 +98,6 @@ def _number(value: Any) -> float | None:
 # job alone, so a resumed run has the same buckets, and the same bits.
 
 
-_SAMPLES = 2
-
-
 def agree_on_bucket_order(
     job: Any,
     model: Module,
