@@ -1,4 +1,4 @@
-"""Sweeps on SLURM: arrays, points that share a job, a search, and Hydra's own suite."""
+"""Sweeps on SLURM: arrays, points that share a job, a search."""
 
 import getpass
 import json
@@ -6,30 +6,14 @@ import os
 import signal
 
 import pytest
-from hydra.test_utils.launcher_common_tests import LauncherTestSuite
 
 from tests.helpers import begin, call, processes_of, result, until
 from tests.hold import Hold
 from tests.slurm import runs
 from tests.slurm.test_submission import queued
-from tests.sweep.hydra_state import as_in_a_new_process
 from tests.sweep.search.helpers import line_of, loss_of
 
-__all__ = ["as_in_a_new_process"]  # a fixture
-
 STEPS = ("accumulation.steps=1,2,4,8", "cluster.nodes=1", "cluster.ranks_per_node=1")
-
-
-@pytest.mark.filterwarnings("ignore:Future Hydra versions:UserWarning")
-class TestLauncherOnSlurm(LauncherTestSuite):
-    @pytest.fixture
-    def launcher_name(self) -> str:
-        return "orchestrator"
-
-    @pytest.fixture
-    def overrides(self, slurm) -> list[str]:
-        place = f"{{kind: slurm, slurm_conf: '{slurm.slurm_conf}', time_min: 5}}"
-        return [f"hydra.launcher.cluster={place}"]
 
 
 def states(sweep):
