@@ -40,13 +40,17 @@ class Standing:
         self._run, self._spec = run, spec
         self._frozen: dict[int, tuple[str, float]] = {}  # rank: its node, since when
         self._seen: dict[int, Seen] = {}
+        # Where workers were when asked counts: the signal that asks for a stack may wake a sleeper.
+        self._answered: set[int] = set()
         self._unanswered: dict[int, int] = {}  # rank: the size of its log when it was asked
         self.behind: dict[int, Behind] = {}
 
     def take(self, node: str, event: Mapping[str, Any]) -> None:
         """Take what an agent reports of a worker."""
         kind, rank = event["event"], event["rank"]
-        if "seen" in event:
+        if kind == "seen":
+            self._answered.add(rank)
+        if kind == "seen" or ("seen" in event and rank not in self._answered):
             self._seen[rank] = Seen.from_json(event["seen"])
         if kind == "frozen":
             self._frozen[rank] = (node, self._clock())
