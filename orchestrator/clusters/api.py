@@ -95,10 +95,12 @@ class Cluster(ABC):
         attended: the launcher holds the run and shows it to its end; with it the run ends, too.
             Otherwise `submit` writes handle.json with a `kind`, `job_id` and `attempt`, the run
             goes on alone, and `handle` finds it again.
+        look_every_s: the least time between two calls of `look` by one command.
         Options: a dataclass of what `cluster.options` may hold, for this kind of cluster alone.
     """
 
     attended: ClassVar[bool] = True
+    look_every_s: ClassVar[float] = 1.0
     Options: ClassVar[type] = NoOptions
 
     def __init__(self, config: Config, tell: Callable[[str], None] = lambda _: None) -> None:

@@ -143,6 +143,7 @@ class Asked:
         if self._process.poll() is None:
             self._process.kill()
         self._process.communicate()
+        self._out.close()
 
 
 NO_FILE = "there is no such file"

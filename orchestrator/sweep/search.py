@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from orchestrator.cli.follow import Interrupts, OutputOptions
 from orchestrator.cli.resume import standing_in
 from orchestrator.cli.status import cancel, statuses
-from orchestrator.clusters.api import class_for
+from orchestrator.clusters.api import class_for, class_of
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, literally
 from orchestrator.config.composer import Composer
 from orchestrator.config.guard import guarded
@@ -594,7 +594,8 @@ class Followed:
         if not self.cells or time.monotonic() < self._next:
             return []
         found = statuses(RunDir(cell.run.path) for cell in self.cells)[0]
-        self._next = time.monotonic() + LOOK_S
+        kinds = {cell.point.config.cluster.kind for cell in self.cells}
+        self._next = time.monotonic() + max(class_of(kind).look_every_s for kind in kinds)
         over = [c for c, status in zip(self.cells, found, strict=True) if status.state in OVER]
         self.cells = [cell for cell in self.cells if cell not in over]
         self._to_stop = [c for c in self._to_stop if c in self.cells and _refusal(c)]

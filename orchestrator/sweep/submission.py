@@ -112,9 +112,6 @@ def measured(run: RunDir, objective: str) -> float:
     return figures[objective]
 
 
-LOOK_S = 1.0
-
-
 @contextlib.contextmanager
 def ready_of(
     cell: Cell, manner: OutputOptions, interrupts: Interrupts | None = None
@@ -160,7 +157,9 @@ def submit(
         made = _made_ready(cells, OutputOptions(console=manner.console, quiet=True), counts)
         _submit(made, at_once(cells[0].point.config.sweep.parallel))
     if wait:
-        _await([cell.run for cell in cells])
+        kinds = {cell.point.config.cluster.kind for cell in cells}
+        pause_s = max(class_of(kind).look_every_s for kind in kinds)
+        _await([cell.run for cell in cells], pause_s)
 
 
 def _made_ready(cells: Sequence[Cell], quiet: OutputOptions, interrupts: Interrupts) -> list[Ready]:
@@ -222,10 +221,10 @@ def _submit(made: Sequence[Ready], most: int | None) -> None:
             ) from error
 
 
-def _await(runs: Sequence[RunDir]) -> None:
+def _await(runs: Sequence[RunDir], pause_s: float) -> None:
     """Until all have ended, by one question for all of them."""
     left = list(runs)
     while left:
-        time.sleep(LOOK_S)
+        time.sleep(pause_s)
         over = (*ENDED_STATES, "lost", "damaged", "private")
         left = [RunDir(s.folder) for s in statuses(left)[0] if s.state not in over]

@@ -33,6 +33,7 @@ class SlurmCluster(OnSlurm):
     """The machine's SLURM, or the one of `cluster.slurm_conf`."""
 
     attended = False
+    look_every_s = 15.0  # administrators ask for at most four calls of squeue a minute
 
     def script(self, run: RunDir, attempt: int, place: Here) -> str:
         return batch_script(self.decided, run, attempt, place)

@@ -5,7 +5,6 @@ where squeue has forgotten a job. Where neither answers, their folders tell.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,10 +31,8 @@ from orchestrator.rundir.status import (
     status_or_damage,
 )
 from orchestrator.scheduler.client import SlurmClient
-from orchestrator.scheduler.jobs import Job, accounted, queue_of_user, queued, read_queue
-from orchestrator.scheduler.shared_queue import SharedQueue
+from orchestrator.scheduler.jobs import Job, accounted, mine, queued
 
-MOMENT_S = 4.0
 WAITS = "it starts again when the other points of its job have ended"
 HELD = (
     "{}: a node could not start it, and it waits until you say `scontrol release {}`; "
@@ -60,18 +57,14 @@ def look(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
 
 
 def _queue(client: SlurmClient, ids: list[str], runs: list[RunDir]) -> dict[str, Job]:
-    """What squeue knows of these jobs. For one's own, any shell's answer of a moment ago will do,
-    unless their folders have changed since. Raises `SchedulerDown`.
+    """Return the jobs that squeue knows, by one call. Raises `SchedulerDown`.
+
+    A long list of ids would not fit a command line; a user's own jobs need none.
     """
     own = os.getuid()
     if any(run.handle.stat().st_uid != own for run in runs):
         return queued(client, ids)
-    now, clock = time.time(), time.monotonic()
-    changes = [place.lstat().st_mtime for run in runs for place in (run.path, run.attempts)]
-    newest = max(filter(lambda change: change <= now, changes), default=now)
-    newer_than = max(clock - MOMENT_S, clock - (now - newest))
-    jobs = read_queue(SharedQueue(client, *queue_of_user(own)).now(newer_than))
-    return {job_id: job for job_id, job in jobs.items() if job_id in ids}
+    return {job_id: job for job_id, job in mine(client, own).items() if job_id in ids}
 
 
 def _told(

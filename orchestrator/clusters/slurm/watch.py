@@ -4,7 +4,6 @@ the scheduler. Neither is waited for: a scheduler that does not answer holds not
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -19,18 +18,18 @@ from orchestrator.clusters.slurm.root_cause import blame_slurm
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, RunFolderError, describe_status
 from orchestrator.rundir.folder import RunDir
-from orchestrator.scheduler.client import SchedulerDown
+from orchestrator.scheduler.client import Asked, SchedulerDown
 from orchestrator.scheduler.jobs import (
     Job,
     accounted,
     queue_command,
-    queue_of_user,
     queued,
     read_queue,
 )
-from orchestrator.scheduler.shared_queue import Pace, SharedQueue
 
-FRESH_S = 2.5  # a job that was just queued has no news before
+FRESH_S = 2.5  # squeue needs a moment to know a new job
+ASK_EVERY_S = 15.0  # a follower's calls of squeue: at most four a minute
+ASK_RUNNING_EVERY_S = 30.0  # while the run folder shows that the job runs
 RESULT_GRACE_S = 5.0
 UNSEEN_S = 15.0
 SAID = "error: "  # how the batch script says why it gives up
@@ -121,15 +120,13 @@ class SlurmHandle(Handle):
         self.client = client_of(run, handle.get("slurm_conf"))
         self.job: Job | None = None
         self.silent_since: datetime | None = None
-        # All of one's own runs are asked about at once; somebody else's by its job alone.
-        own = run.handle.stat().st_uid == os.getuid()
-        self._queue = SharedQueue(
-            self.client, *(queue_of_user(os.getuid()) if own else queue_command([self.job_id]))
-        )
+        self._asked: Asked | None = None
         submitted = handle.get("time")
         just_submitted = isinstance(submitted, float) and time.time() - submitted < FRESH_S
-        self._pace, self._heard_at = Pace(FRESH_S if just_submitted else 0.0), 0.0
-        self._seen = (run.attempts_made(), False)
+        # The first question is due at once, or when squeue can know the job.
+        self._asked_at = time.monotonic() - ASK_EVERY_S + (FRESH_S if just_submitted else 0.0)
+        self._seen = self._seen_when_asked = (run.attempts_made(), False)
+        self._result_at: float | None = None
         self._ended_at: float | None = None
         self._began = time.monotonic()
 
@@ -146,6 +143,9 @@ class SlurmHandle(Handle):
         if result is not None:
             over = self.silent_since is not None or (self.job is not None and not self.job.alive)
             over = over or is_over(self._run)  # others may go on in its job
+            # The result is final; squeue, which is asked rarely, may show the job for a while.
+            self._result_at = self._result_at or time.monotonic()
+            over = over or time.monotonic() - self._result_at > RESULT_GRACE_S
             return State(result["state"]) if over else State.RUNNING
         if self.job is None:
             return State.PENDING
@@ -159,23 +159,23 @@ class SlurmHandle(Handle):
         return state
 
     def _ask(self, *, ended: bool) -> None:
-        """Heed the scheduler's newest word, where one is due."""
-        seen = (self._run.attempts_made(), ended)
-        if seen != self._seen:
-            self._seen = seen
-            if ended or self.job is None or self.job.waiting:  # else it is known to run
-                self._pace.changed()
-        if not self._pace.due:
+        """Start a call of squeue if one is due, and read its answer once there is one."""
+        self._seen = (self._run.attempts_made(), ended)
+        if self._asked is None:
+            steady = self.job is not None and not self.job.waiting and self.silent_since is None
+            steady = steady and self._seen == self._seen_when_asked
+            pause_s = ASK_RUNNING_EVERY_S if steady else ASK_EVERY_S
+            if time.monotonic() - self._asked_at >= pause_s:
+                self._asked_at, self._seen_when_asked = time.monotonic(), self._seen
+                self._asked = self.client.start(*queue_command([self.job_id]))
             return
-        found = self._queue.look(newer_than=max(self._heard_at, self._pace.since))
-        if found is None:
+        answer = self._asked.answer()
+        if answer is None:
             return
-        self._heard_at, answer = found
-        self._pace.looked()
+        self._asked = None
         try:
             self.job = read_queue(answer).get(self.job_id) or self._past()
-        except SchedulerDown:  # whatever it said, it was not that the job is gone
-            self._pace.unanswered()
+        except SchedulerDown:  # an error never means that the job is gone
             self.silent_since = self.silent_since or datetime.now().astimezone()
         else:
             self.silent_since = None
@@ -227,4 +227,5 @@ class SlurmHandle(Handle):
         return queued(self.client, [self.job_id]).get(self.job_id)
 
     def close(self) -> None:
-        self._queue.close()
+        if self._asked is not None:
+            self._asked.forget()

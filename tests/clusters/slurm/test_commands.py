@@ -1,14 +1,17 @@
 """What is asked of SLURM's commands and made of their answers: with stand-ins for them on PATH."""
 
 import os
-import tempfile
+import time
 
 import pytest
 
 from orchestrator.cli.status import statuses
+from orchestrator.clusters.api import State
+from orchestrator.clusters.slurm import watch
 from orchestrator.clusters.slurm.queue.sbatch import queue
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
+from orchestrator.scheduler.client import SlurmClient
 from tests.rundir.test_files import made
 
 HELD = "7|PENDING||1:00|0:00|N/A|launch failed requeued held|/x.sh"
@@ -21,7 +24,6 @@ def say(tmp_path, monkeypatch):
     programs.mkdir()
     calls.touch()
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", tempfile.mkdtemp(dir=tmp_path))
     monkeypatch.delenv("SLURM_CONF", raising=False)
 
     def say(command, answer):
@@ -46,15 +48,64 @@ def submitted(tmp_path):
     return run
 
 
-def test_status_in_many_shells_asks_once_and_again_when_a_folder_has_changed(submitted, say):
+def test_the_status_of_many_runs_is_one_call(submitted, say, tmp_path):
     calls = say("squeue", "7|RUNNING|n0|1:00|0:00|1|None|/x.sh\n8|PENDING||1:00|0:00|1|None|/y.sh")
-    for _ in range(5):  # what they share is a file, so it is all the same whose process it is
-        (found,), sentences = statuses([submitted])
-        assert (found.state, found.reason, sentences) == ("starting", None, [])
+    other = made(tmp_path / "other")
+    write_json(other.handle, {"kind": "slurm", "job_id": "8", "attempt": 0, "slurm_conf": None})
+    found, sentences = statuses([submitted, other])
+    assert ([one.state for one in found], sentences) == (["starting", "pending"], [])
     assert len(calls()) == 1
-    submitted.cancel.touch()
-    statuses([submitted])
-    assert len(calls()) == 2
+
+
+class Clock:
+    """Time that passes by sleeping only."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+    def time(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_a_follower_asks_at_most_four_times_a_minute_and_never_waits(submitted, say, monkeypatch):
+    calls = say("squeue", "7|PENDING||1:00|0:00|1|Resources|/x.sh")
+    clock = Clock()
+    monkeypatch.setattr(watch, "time", clock)
+    handle = watch.SlurmHandle(submitted)
+    handle.poll(0.0)
+    handle._asked._process.wait(60)
+    for _ in range(4 * 120):
+        handle.poll(0.25)
+        if handle._asked is not None:
+            handle._asked._process.wait(60)
+    assert handle.waiting_for == "Resources"
+    assert 120 / watch.ASK_EVERY_S <= len(calls()) <= 120 / watch.ASK_EVERY_S + 1
+    handle.close()
+
+
+def test_a_silent_squeue_holds_up_no_follower(submitted, say, tmp_path):
+    say("squeue", "")
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
+    handle = watch.SlurmHandle(submitted)
+    began = time.monotonic()
+    for _ in range(20):
+        assert handle.poll(0.0) is State.PENDING
+    assert time.monotonic() - began < 10
+    handle.close()
+
+
+def test_the_output_of_squeue_is_read_whole_however_long(say, tmp_path):
+    say("squeue", "")
+    (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nhead -c 300000 /dev/zero | tr '\\0' x\n")
+    asked = SlurmClient().start("squeue")
+    asked._process.wait(60)  # it would never end if its output had no place
+    assert len(asked.answer().out) == 300000
 
 
 def test_a_persons_own_filters_hide_no_job(submitted, say, monkeypatch):
