@@ -15,7 +15,7 @@ from rich.console import Console
 from orchestrator.errors import EXIT_FAILED, ClusterError, RunFolderError
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.status import RunStatus
-from orchestrator.scheduler.client import NoClient, SlurmClient
+from orchestrator.slurm_client import NoClient, SlurmClient
 
 Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More detail; tracebacks.")]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.scheduler.environment import clean_environment
+from orchestrator.slurm_client import clean_environment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -180,7 +180,7 @@ SIGNAL_AHEAD_S = 60
 """`cluster.signal_ahead_s` where nobody says otherwise."""
 
 SITE = "a name of the site's, which its scheduler judges"
-FLAGS = "options of SLURM's commands, judged by `clusters/slurm/request/safe_values.py`"
+FLAGS = "options of SLURM's commands, judged by `clusters/slurm/safe_values.py`"
 PATH = "a path, judged where it is opened"
 PARSED = "judged by the function that reads it, in this file"
 THEIRS = "what the class that reads it says it has, see `options.py`"

@@ -22,7 +22,7 @@ import psutil
 
 from orchestrator.cli.follow import OutputOptions
 from orchestrator.cli.start import begun, way_of
-from orchestrator.clusters.slurm.admission.partitions import PARTITIONS, read_partitions
+from orchestrator.clusters.slurm.admission import PARTITIONS, read_partitions
 from orchestrator.config.command_line import CommandLine, program_overrides
 from orchestrator.config.composer import Composer
 from orchestrator.errors import ClusterError, UsageError
@@ -39,7 +39,7 @@ from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
 from orchestrator.rundir.outcome import describe_culprit
-from orchestrator.scheduler.client import NoClient, SlurmClient
+from orchestrator.slurm_client import NoClient, SlurmClient
 from orchestrator.units import format_bytes, format_seconds, plural
 
 GOOD, NOTE, BAD = "good", "note", "bad"

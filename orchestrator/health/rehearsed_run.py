@@ -42,8 +42,7 @@ from orchestrator.health.rehearsal import (
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail
-from orchestrator.scheduler.client import SchedulerDown, SlurmClient
-from orchestrator.scheduler.jobs import Job, queued
+from orchestrator.slurm_client import Job, SchedulerDown, SlurmClient, queued
 
 AFTER_SILENCE_S = 3.0
 """How much longer than a silent rank may live the silence lasts."""

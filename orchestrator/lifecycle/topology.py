@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from orchestrator.errors import UsageError
 from orchestrator.lifecycle.address import own_address
-from orchestrator.scheduler.environment import own_job_id
+from orchestrator.slurm_client import own_job_id
 
 PLACE_VARIABLES = {
     "rank": "SLURM_PROCID",

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.scheduler.client import SlurmClient
-from orchestrator.scheduler.jobs import accounted_scripts
+from orchestrator.slurm_client import SlurmClient, accounted_scripts
 from tests.helpers import TINY, begin, call, commit, environment, result, until
 from tests.slurm import runs
 

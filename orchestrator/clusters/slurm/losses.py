@@ -25,7 +25,7 @@ from orchestrator.lifecycle.signs.script_life import beat
 from orchestrator.lifecycle.stopping.departure import NODE_FAILURE
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rundir.folder import RunDir
-from orchestrator.scheduler.srun_words import STOP_SIGNALS, task_ends
+from orchestrator.slurm_client import STOP_SIGNALS, task_ends
 from orchestrator.trainer.failure import failure_of, write_failure
 
 LOOK_S = 0.5

@@ -76,7 +76,7 @@ def after(run: str, attempt: str, code: str, told: str) -> None:
     Args:
         told: the first signal that the script got, or "".
     """
-    from orchestrator.clusters.slurm.ending.after_srun import finish
+    from orchestrator.clusters.slurm.outcome import finish
     from orchestrator.rundir.folder import RunDir
 
     try:
@@ -89,7 +89,7 @@ def after(run: str, attempt: str, code: str, told: str) -> None:
 
 def share(run: str, attempt: str, code: str, told: str) -> None:
     """The same for a run that shares its job: the script of that hands it back to the queue."""
-    from orchestrator.clusters.slurm.ending.after_srun import finish
+    from orchestrator.clusters.slurm.outcome import finish
     from orchestrator.errors import START_AGAIN
     from orchestrator.rundir.folder import RunDir
 
@@ -103,7 +103,7 @@ def share(run: str, attempt: str, code: str, told: str) -> None:
 
 def again(sweep: str, first: str, runs: str, killed: str) -> None:
     """Hand a job that runs share back to the queue, for those that are to start again."""
-    from orchestrator.clusters.slurm.ending.shared_job import start_again
+    from orchestrator.clusters.slurm.outcome import start_again
 
     try:
         start_again(Path(sweep), int(first), runs.split(), killed.split())

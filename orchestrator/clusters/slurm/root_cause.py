@@ -30,7 +30,7 @@ from orchestrator.lifecycle.signs.node_watch import FINISHED
 from orchestrator.lifecycle.survival.record import GenerationRecord, to_blame
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_progress
-from orchestrator.scheduler.srun_words import TaskEnd, task_ends
+from orchestrator.slurm_client import TaskEnd, task_ends
 from orchestrator.trainer.failure import MEMORY
 
 KILLED = 128 + signal.SIGKILL

@@ -15,7 +15,7 @@ from pathlib import Path
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import PRIVATE, read_text, write_atomically
 from orchestrator.rundir.folder import RunDir
-from orchestrator.scheduler.client import CONF, SlurmClient
+from orchestrator.slurm_client import CONF, SlurmClient
 
 SYSTEM = (Path("/etc"), Path("/run/slurm"), Path("/var/spool/slurmd"))
 SYSTEM_NAME = "slurm*.conf"

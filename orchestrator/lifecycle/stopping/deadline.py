@@ -24,7 +24,7 @@ LATE_S = 90.0
 
 
 class Standing(Protocol):
-    """What is asked of the scheduler, see `orchestrator.scheduler.jobs.Standing`."""
+    """What is asked of the scheduler, see `orchestrator.slurm_client.Standing`."""
 
     @property
     def state(self) -> str: ...

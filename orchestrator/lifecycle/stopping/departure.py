@@ -2,7 +2,7 @@
 
 All ranks agree to stop at a boundary, or rank 0 alone leaves inside a window. Rank 0 writes a
 checkpoint and `departure.json`, everybody ends cleanly, and the batch script, once srun has ended,
-hands the job back to the queue (`clusters.slurm.ending.after_srun`). So no rank needs SLURM's
+hands the job back to the queue (`clusters.slurm.outcome`). So no rank needs SLURM's
 commands, which a container may not have; but for a node that fell silent, where srun itself never
 ends.
 """
@@ -25,7 +25,7 @@ from orchestrator.rundir.files import read_end, write_json
 from orchestrator.rundir.folder import RunDir
 
 if TYPE_CHECKING:
-    from orchestrator.scheduler.client import SlurmClient
+    from orchestrator.slurm_client import SlurmClient
 
 POLL_S = 0.05
 LOOK_S = 1.0
@@ -94,7 +94,7 @@ def _ended_there(run: RunDir, attempt: int, node: str) -> str | None:
     """The rank whose end made a node fall silent, where srun saw it end but could end nobody else,
     since the controller was away; None where the whole node went.
     """
-    from orchestrator.scheduler.srun_words import task_ends
+    from orchestrator.slurm_client import task_ends
 
     said, node_of = _said_by_srun(run, attempt), run.nodes_of_ranks(attempt)
     first = next((end for end in task_ends(said) if not end.stopped), None)
@@ -154,14 +154,14 @@ def hand_back(job_id: str) -> None:
 
 def ask_standing(job_id: str) -> Standing | None:
     """How the scheduler sees this job. Raises `ClusterError` when it cannot be asked."""
-    from orchestrator.scheduler.jobs import standing
+    from orchestrator.slurm_client import standing
 
     return standing(scheduler(), job_id)
 
 
 def scheduler() -> SlurmClient:
     """SLURM's commands, for those who need them. Raises `ClusterError` where there are none."""
-    from orchestrator.scheduler.client import SlurmClient
+    from orchestrator.slurm_client import SlurmClient
 
     return SlurmClient()
 
@@ -252,7 +252,7 @@ def node_name(index: int) -> str:
 
 def ask_for_requeue(client: SlurmClient, job_id: str) -> None:
     """`scontrol requeue` until it is accepted. Raises `ClusterError` when it never is."""
-    from orchestrator.scheduler.client import SchedulerDown
+    from orchestrator.slurm_client import SchedulerDown
 
     for attempt in range(REQUEUE_TRIES):
         try:

@@ -8,9 +8,9 @@ import subprocess
 import pytest
 
 from orchestrator.clusters.api import Request
+from orchestrator.clusters.slurm.arrays import array_script
 from orchestrator.clusters.slurm.cluster import SlurmCluster
-from orchestrator.clusters.slurm.queue.arrays import array_script
-from orchestrator.clusters.slurm.queue.laid_out import lay_out
+from orchestrator.clusters.slurm.submission import lay_out
 from orchestrator.config.composer import compose
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir, code_state_beside

@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 
 from orchestrator import snapshot
-from orchestrator.clusters.slurm.request.batch_script import Here, all_options, batch_script
-from orchestrator.clusters.slurm.request.safe_values import (
+from orchestrator.clusters.slurm.batch_script import Here, all_options, batch_script
+from orchestrator.clusters.slurm.safe_values import (
+    OPTION_OF,
     OWN_FLAGS,
     OWN_SRUN_FLAGS,
+    Default,
     check_clusters,
     check_defaults,
     check_preamble,
     check_values,
+    read_defaults,
 )
-from orchestrator.clusters.slurm.request.sbatch_defaults import OPTION_OF, Default, read_defaults
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError

@@ -2,8 +2,7 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.request.batch_script import Here, batch_script
-from orchestrator.clusters.slurm.request.srun_lines import STARTER
+from orchestrator.clusters.slurm.batch_script import STARTER, Here, batch_script
 from orchestrator.rundir.folder import RunDir
 from tests.clusters.slurm.test_batch_script import slurm_config
 

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.clusters.slurm.request.batch_script import Here, batch_script
-from orchestrator.clusters.slurm.request.safe_values import PATTERNS, check_defaults, check_values
-from orchestrator.clusters.slurm.request.sbatch_defaults import Default
+from orchestrator.clusters.slurm.batch_script import Here, batch_script
+from orchestrator.clusters.slurm.safe_values import PATTERNS, Default, check_defaults, check_values
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError

@@ -13,24 +13,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.clusters.slurm.admission.limits import Each, Wanted, wanted
-from orchestrator.clusters.slurm.admission.limits import _holds as holds
-from orchestrator.clusters.slurm.admission.partitions import Allowed, Partition, Shape
+from orchestrator.clusters.slurm.admission import Allowed, Each, Partition, Shape, Wanted, wanted
+from orchestrator.clusters.slurm.admission import _holds as holds
+from orchestrator.clusters.slurm.batch_script import Here, pack_script, share_script
 from orchestrator.clusters.slurm.cluster import SlurmCluster
-from orchestrator.clusters.slurm.queue.cancelling import is_ours
-from orchestrator.clusters.slurm.queue.packing.cancel import of_whole_jobs
-from orchestrator.clusters.slurm.queue.packing.members import is_over, others_left
-from orchestrator.clusters.slurm.queue.packing.script import pack_script
-from orchestrator.clusters.slurm.queue.packing.shares import on_a_node, together
-from orchestrator.clusters.slurm.request.batch_script import Here, share_script
-from orchestrator.clusters.slurm.standing import WAITS, with_job
+from orchestrator.clusters.slurm.handle import is_ours
+from orchestrator.clusters.slurm.packing import (
+    is_over,
+    of_whole_jobs,
+    on_a_node,
+    others_left,
+    together,
+)
+from orchestrator.clusters.slurm.status import WAITS, with_job
 from orchestrator.config.composer import compose
 from orchestrator.config.rules import pack_problems
 from orchestrator.errors import START_AGAIN, ConfigError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import from_folder
-from orchestrator.scheduler.jobs import Job
+from orchestrator.slurm_client import Job
 from tests.helpers import until
 
 PLAIN = compose(["+cluster=slurm", "cluster.nodes=1"])
@@ -131,7 +133,7 @@ def test_what_nobody_knows_a_share_of_is_refused_before_the_scheduler_is_asked(
         setattr(config.cluster, name, value)
     cluster = SlurmCluster(config)
     request = cluster.request(tmp_path / "0", 0)
-    from orchestrator.clusters.slurm.queue.packing.shares import refuse_uncounted
+    from orchestrator.clusters.slurm.packing import refuse_uncounted
 
     if said is None:
         refuse_uncounted(config, request.details["options"])

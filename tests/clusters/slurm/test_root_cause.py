@@ -5,36 +5,35 @@ import json
 import pytest
 import torch
 
-from orchestrator.clusters.slurm.admission.checks import (
-    _grace_of_qos,
-    grace_s,
-    preempt_grace_s,
-    too_slow,
-)
-from orchestrator.clusters.slurm.admission.limits import (
+from orchestrator.clusters.slurm.admission import (
     Each,
     Wanted,
+    _grace_of_qos,
     exceeded,
+    grace_s,
     misfit,
+    preempt_grace_s,
     read_limits,
+    read_partitions,
+    too_slow,
     wanted,
 )
-from orchestrator.clusters.slurm.admission.partitions import read_partitions
-from orchestrator.clusters.slurm.queue.scripts import patiently
+from orchestrator.clusters.slurm.handle import ending
 from orchestrator.clusters.slurm.root_cause import blame_slurm, task_ends
-from orchestrator.clusters.slurm.watch import ending
+from orchestrator.clusters.slurm.submission import patiently
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.metrics import ProgressWriter
-from orchestrator.scheduler.client import (
+from orchestrator.slurm_client import (
     Answer,
+    Job,
     NoClient,
     SchedulerDown,
     SlurmClient,
     explained,
+    read_queue,
 )
-from orchestrator.scheduler.jobs import Job, read_queue
 from orchestrator.trainer.failure import describe
 
 PARTITIONS = (

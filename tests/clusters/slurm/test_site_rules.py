@@ -2,11 +2,13 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.admission.checks import chosen_partitions
-from orchestrator.clusters.slurm.admission.limits import Wanted
-from orchestrator.clusters.slurm.admission.partitions import read_partitions
-from orchestrator.clusters.slurm.admission.site_rules import as_placed
-from orchestrator.scheduler.client import Answer
+from orchestrator.clusters.slurm.admission import (
+    Wanted,
+    as_placed,
+    chosen_partitions,
+    read_partitions,
+)
+from orchestrator.slurm_client import Answer
 
 KNOWN = read_partitions(
     "PartitionName=main Default=YES TotalNodes=3 MaxTime=UNLIMITED State=UP\n"

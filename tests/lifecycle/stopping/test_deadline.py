@@ -15,7 +15,7 @@ from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.scheduler.jobs import Standing
+from orchestrator.slurm_client import Standing
 from orchestrator.trainer.attendance import Guard
 from orchestrator.trainer.loop import Outcome
 from tests.helpers import until

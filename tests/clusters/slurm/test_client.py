@@ -7,11 +7,11 @@ import pytest
 
 from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import State
-from orchestrator.clusters.slurm import watch
-from orchestrator.clusters.slurm.queue.sbatch import queue
+from orchestrator.clusters.slurm import handle as followed
+from orchestrator.clusters.slurm.submission import queue
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
-from orchestrator.scheduler.client import SlurmClient
+from orchestrator.slurm_client import SlurmClient
 from tests.rundir.test_files import made
 
 HELD = "7|PENDING||1:00|0:00|N/A|launch failed requeued held|/x.sh"
@@ -76,8 +76,8 @@ class Clock:
 def test_a_follower_asks_at_most_four_times_a_minute_and_never_waits(submitted, say, monkeypatch):
     calls = say("squeue", "7|PENDING||1:00|0:00|1|Resources|/x.sh")
     clock = Clock()
-    monkeypatch.setattr(watch, "time", clock)
-    handle = watch.SlurmHandle(submitted)
+    monkeypatch.setattr(followed, "time", clock)
+    handle = followed.SlurmHandle(submitted)
     handle.poll(0.0)
     handle._asked._process.wait(60)
     for _ in range(4 * 120):
@@ -85,14 +85,14 @@ def test_a_follower_asks_at_most_four_times_a_minute_and_never_waits(submitted, 
         if handle._asked is not None:
             handle._asked._process.wait(60)
     assert handle.waiting_for == "Resources"
-    assert 120 / watch.ASK_EVERY_S <= len(calls()) <= 120 / watch.ASK_EVERY_S + 1
+    assert 120 / followed.ASK_EVERY_S <= len(calls()) <= 120 / followed.ASK_EVERY_S + 1
     handle.close()
 
 
 def test_a_silent_squeue_holds_up_no_follower(submitted, say, tmp_path):
     say("squeue", "")
     (tmp_path / "bin" / "squeue").write_text("#!/bin/sh\nexec sleep 60\n")
-    handle = watch.SlurmHandle(submitted)
+    handle = followed.SlurmHandle(submitted)
     began = time.monotonic()
     for _ in range(20):
         assert handle.poll(0.0) is State.PENDING

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.slurm.ending.after_srun import (
+from orchestrator.clusters.slurm.handle import CAUSES
+from orchestrator.clusters.slurm.outcome import (
     FRUITLESS,
     KILLED,
     _cut_short,
@@ -13,13 +14,11 @@ from orchestrator.clusters.slurm.ending.after_srun import (
     culprit_of,
     finish,
 )
-from orchestrator.clusters.slurm.watch import CAUSES
 from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.lifecycle.stopping.deadline import LATE_S, reason
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import CONFIG_SECTIONS, RunDir
-from orchestrator.scheduler.client import Answer, SlurmClient
-from orchestrator.scheduler.jobs import STANDING, Standing
+from orchestrator.slurm_client import STANDING, Answer, SlurmClient, Standing
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
 JOB = Standing(state="RUNNING")

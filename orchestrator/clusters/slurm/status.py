@@ -1,5 +1,6 @@
-"""Where SLURM runs stand: for any number of them one squeue call a cluster, and one sacct call
-where squeue has forgotten a job. Where neither answers, their folders tell.
+"""Status of SLURM runs: one squeue call per cluster, and one sacct call for forgotten jobs.
+
+Where neither answers, the run folders tell.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from orchestrator.clusters.slurm.ending.settle import dismiss_held, settle_ended
-from orchestrator.clusters.slurm.queue.packing.members import (
+from orchestrator.clusters.slurm.handle import ending
+from orchestrator.clusters.slurm.outcome import dismiss_held, settle_ended
+from orchestrator.clusters.slurm.packing import (
     is_over,
     others_left,
     waits_for_others,
 )
 from orchestrator.clusters.slurm.trust import client_of
-from orchestrator.clusters.slurm.watch import ending
 from orchestrator.errors import ClusterError
 from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.rundir.folder import RunDir
@@ -30,8 +31,7 @@ from orchestrator.rundir.status import (
     infer_from_heartbeats,
     status_or_damage,
 )
-from orchestrator.scheduler.client import SlurmClient
-from orchestrator.scheduler.jobs import Job, accounted, mine, queued
+from orchestrator.slurm_client import Job, SlurmClient, accounted, mine, queued
 
 WAITS = "it starts again when the other points of its job have ended"
 HELD = (

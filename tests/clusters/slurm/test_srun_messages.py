@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.scheduler.srun_words import TaskEnd, numbers, task_ends
+from orchestrator.slurm_client import TaskEnd, numbers, task_ends
 
 
 def test_tasks_are_read_in_srun_s_order_and_each_with_its_node():

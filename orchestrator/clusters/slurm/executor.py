@@ -1,4 +1,4 @@
-"""submitit's executor, with our batch script and our way of having it queued."""
+"""A submitit executor with our batch script. A module of its own: importing submitit is slow."""
 
 from __future__ import annotations
 

@@ -2,19 +2,20 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.ending.after_srun import reason
+from orchestrator.clusters.slurm.handle import ending
+from orchestrator.clusters.slurm.outcome import reason
 from orchestrator.clusters.slurm.root_cause import blame_slurm, srun_ended, stopped_only
-from orchestrator.clusters.slurm.standing import with_job
-from orchestrator.clusters.slurm.watch import ending
+from orchestrator.clusters.slurm.status import with_job
 from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.stopping.departure import why_restarted
 from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import from_folder
-from orchestrator.scheduler.client import Answer, SchedulerDown
-from orchestrator.scheduler.jobs import (
+from orchestrator.slurm_client import (
     STANDING,
+    Answer,
     Job,
+    SchedulerDown,
     Standing,
     accounted,
     read_queue,

@@ -1,11 +1,9 @@
-"""Many runs as few submissions: those that ask for the same become the elements of one array.
+"""Job arrays: runs that request the same become the elements of one array.
 
-An element does what a job of its own would have done: the array's script only goes to the run's own
-batch script. So whatever holds for a job (stop, requeue, restart, its end) holds for an element,
-whose id is `123_4`. Runs are elements where they lie side by side, each in a folder that is called
-by its number, which is the element's index, too; other runs are jobs of their own.
-
-The code is copied once an array, beside the runs.
+The array's script only executes the run's own batch script. So stop, requeue, restart and end work
+for an element, whose id is `123_4`, as for a job. Runs are elements if they are in one sweep's
+folder and their folders are named by numbers, which are the elements' indices; other runs are jobs
+of their own. The code is copied once per array.
 """
 
 from __future__ import annotations
@@ -16,17 +14,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.clusters.slurm.queue.elements import ARRAYS, next_name
-from orchestrator.clusters.slurm.queue.laid_out import Placed, alike, lay_out, number_of
-from orchestrator.clusters.slurm.queue.packing.submit import packed, submit_packed, told
-from orchestrator.clusters.slurm.queue.sbatch import BeyondLimit, queue
-from orchestrator.clusters.slurm.queue.scripts import script_name
-from orchestrator.clusters.slurm.request.batch_script import option_line
-from orchestrator.clusters.slurm.request.safe_values import quoted
+from orchestrator.clusters.slurm.batch_script import option_line, script_name
+from orchestrator.clusters.slurm.packing import packed, submit_packed, told
+from orchestrator.clusters.slurm.safe_values import quoted
+from orchestrator.clusters.slurm.submission import (
+    ARRAYS,
+    BeyondLimit,
+    Placed,
+    alike,
+    lay_out,
+    next_name,
+    number_of,
+    queue,
+)
 from orchestrator.errors import spans
 from orchestrator.rundir.files import write_atomically
 from orchestrator.rundir.folder import RunDir
-from orchestrator.scheduler.client import SlurmClient
+from orchestrator.slurm_client import SlurmClient
 from orchestrator.units import plural
 
 LIMITED_BY = ("account", "qos", "partition", "reservation")  # which limits hold for a job

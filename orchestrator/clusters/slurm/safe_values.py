@@ -1,8 +1,12 @@
-"""Which values may go into a batch script: everything a person means, nothing a shell could run.
+"""Checks of the values that go into a batch script, and the user's own defaults for sbatch.
 
-A batch script is read twice, by SLURM (the #SBATCH lines) and by bash (the rest). Every value is
-quoted besides, but what would need cleverness to be quoted for both readers is refused here, with
-the key's name, before anything is written. `cluster.preamble` alone is shell, by its definition.
+SLURM reads the #SBATCH lines, bash reads the rest. Every value is quoted, but a value that would be
+hard to quote for both readers is refused here, with the key's name, before anything is written.
+`cluster.preamble` alone is shell, by definition.
+
+sbatch lets SBATCH_* variables override the script. Here the configuration overrides the variables:
+their values are written into the script where the configuration leaves an option open, and sbatch
+gets none of them. So `plan` shows all that applies.
 """
 
 from __future__ import annotations
@@ -11,13 +15,97 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.slurm.request.sbatch_defaults import Default
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
+
+# sbatch(1), "INPUT ENVIRONMENT VARIABLES". Not here: what is ours in any case (output, export,
+# requeueing, the shape and its signal, waiting; CPUS_PER_GPU beside our --cpus-per-task is refused
+# by sbatch), and CLUSTERS, which says whom to ask.
+OPTION_OF: Mapping[str, str] = {
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation",
+    "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_TIMELIMIT": "time",
+    "SBATCH_WCKEY": "wckey",
+    "SBATCH_ACCTG_FREQ": "acctg-freq",
+    "SBATCH_BURST_BUFFER": "bb",
+    "SBATCH_CLUSTER_CONSTRAINT": "cluster-constraint",
+    "SBATCH_CORE_SPEC": "core-spec",
+    "SBATCH_CPU_FREQ_REQ": "cpu-freq",
+    "SBATCH_DELAY_BOOT": "delay-boot",
+    "SBATCH_DISTRIBUTION": "distribution",
+    "SBATCH_EXCLUSIVE": "exclusive",
+    "SBATCH_GPU_BIND": "gpu-bind",
+    "SBATCH_GPU_FREQ": "gpu-freq",
+    "SBATCH_GPUS_PER_NODE": "gpus-per-node",
+    "SBATCH_GRES": "gres",
+    "SBATCH_GRES_FLAGS": "gres-flags",
+    "SBATCH_HINT": "hint",
+    "SLURM_HINT": "hint",
+    "SBATCH_MEM_BIND": "mem-bind",
+    "SBATCH_MEM_PER_CPU": "mem-per-cpu",
+    "SBATCH_MEM_PER_GPU": "mem-per-gpu",
+    "SBATCH_MEM_PER_NODE": "mem",
+    "SBATCH_NETWORK": "network",
+    "SBATCH_OVERCOMMIT": "overcommit",
+    "SBATCH_POWER": "power",
+    "SBATCH_PROFILE": "profile",
+    "SBATCH_REQ_SWITCH": "switches",
+    "SBATCH_SPREAD_JOB": "spread-job",
+    "SBATCH_THREAD_SPEC": "thread-spec",
+    "SBATCH_THREADS_PER_CORE": "threads-per-core",
+    "SBATCH_USE_MIN_NODES": "use-min-nodes",
+}
+BARE = frozenset({"overcommit", "spread-job", "use-min-nodes"})
+# Of each of these only one may stand in a script.
+EXCLUDE_EACH_OTHER = (
+    frozenset({"mem", "mem-per-cpu", "mem-per-gpu"}),
+    frozenset({"core-spec", "thread-spec"}),
+    frozenset({"gres", "gpus-per-node"}),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Default:
+    """One variable that sets an option: `value` is True for an option without one."""
+
+    variable: str
+    option: str
+    value: str | bool
+
+
+def read_defaults(environment: Mapping[str, str]) -> tuple[Default, ...]:
+    """The defaults that an environment holds, in the order of `OPTION_OF`; empty ones are none."""
+    return tuple(
+        Default(variable=variable, option=option, value=_value(option, environment[variable]))
+        for variable, option in OPTION_OF.items()
+        if environment.get(variable, "").strip() or (option in BARE and variable in environment)
+    )
+
+
+def _value(option: str, text: str) -> str | bool:
+    alone = option == "exclusive" and text not in ("user", "mcs", "topo")
+    return True if option in BARE or alone else text
+
+
+def obeyed(defaults: Iterable[Default], stated: Collection[str]) -> list[Default]:
+    """Those that the configuration's options leave open, each option once."""
+    taken = set(stated)
+    found: list[Default] = []
+    for default in defaults:
+        rivals = {default.option}.union(*(g for g in EXCLUDE_EACH_OTHER if default.option in g))
+        if not rivals & taken:
+            taken.add(default.option)
+            found.append(default)
+    return found
+
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*")

@@ -1,43 +1,53 @@
-"""After srun, in the batch script: hand the job back to the queue, or say who failed.
+"""The end of an attempt: hand the job back to the queue, or record the outcome of the run.
 
-It runs on the first node, outside any container, when all ranks have ended. The scheduler is asked
-first what it thinks of the job: one that it has already taken back (requeued, cancelled) must not
-be touched, and a script that outlived its slurmd must not speak for a restarted job. Where the
-script was killed itself, `settle.py` does the same later.
+The batch script calls this on the first node, outside any container, when all ranks have ended. It
+asks the scheduler first: a job that was already requeued or cancelled must not be touched, and a
+script that outlived its slurmd must not speak for a restarted job. If the script was killed, it
+leaves a run without a result that is not queued; `status` then does the same work, under the run's
+lock, once the scheduler says that the job has ended.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.clusters.api import Culprit, State
+from orchestrator.clusters.api import Culprit
+from orchestrator.clusters.slurm.handle import CAUSES, ending, read_handle
 from orchestrator.clusters.slurm.root_cause import (
     KILLED,
     blame_slurm,
     srun_ended,
     stopped_only,
 )
-from orchestrator.clusters.slurm.watch import CAUSES
+from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import SIGNAL_AHEAD_S
-from orchestrator.errors import EXIT_FINISHED
+from orchestrator.errors import EXIT_FINISHED, RunFolderError
 from orchestrator.lifecycle.signs.last_word import ended_with, wordless
 from orchestrator.lifecycle.signs.node_watch import STOPPED
 from orchestrator.lifecycle.stopping.deadline import reason
-from orchestrator.lifecycle.stopping.departure import ask_for_requeue, step_gone
-from orchestrator.rundir.checkpoints import Fence
+from orchestrator.lifecycle.stopping.departure import ask_for_requeue, left_now, step_gone
+from orchestrator.rundir.checkpoints import Fence, read_newest
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.outcome import rule, write_end
+from orchestrator.rundir.lock import held
+from orchestrator.rundir.outcome import State, rule, write_end
 from orchestrator.rundir.status import recent_updates
-from orchestrator.scheduler.client import SchedulerDown, SlurmClient
-from orchestrator.scheduler.environment import own_job_id
-from orchestrator.scheduler.jobs import Standing, standing
-from orchestrator.scheduler.srun_words import STOP_CODES
+from orchestrator.slurm_client import (
+    ALIVE,
+    STOP_CODES,
+    Job,
+    SchedulerDown,
+    SlurmClient,
+    Standing,
+    own_job_id,
+    queued,
+    standing,
+)
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
 LONGEST_PAUSE_S = 30.0
@@ -203,3 +213,122 @@ def culprit_of(run: RunDir, attempt: int, code: int) -> Culprit:
             rank=None, node="batch", cause="all ranks ended in order, but none wrote a result"
         )
     return blame_slurm(run, attempt, run.nodes_of_ranks(attempt), code)
+
+
+def settle_ended(run: RunDir, job: Job) -> str | None:
+    """Hand an ended job back to the queue if its ranks left in order, else write the run's end.
+
+    Args:
+        job: what was just heard of it; it is asked for once more.
+
+    Returns:
+        A sentence when it was handed back. Nothing is done while the job lives, while another holds
+        the run, when its end is written, or where it is not ours to write. Raises `ClusterError`.
+    """
+    if not os.access(run.path, os.W_OK | os.X_OK):
+        return None
+    try:
+        with held(run):
+            return _settle(run, job)
+    except RunFolderError:  # its holder sees to it
+        return None
+
+
+def dismiss_held(run: RunDir, job: Job) -> str | None:
+    """Take a job out of the queue that was requeued after its run's end, and that SLURM holds: a
+    node could not start it, and it would stay there for good.
+
+    Returns:
+        A sentence when that was done. Raises `ClusterError`.
+    """
+    if not os.access(run.path, os.W_OK | os.X_OK):
+        return None
+    try:
+        with held(run):
+            handle = read_handle(run)
+            client = client_of(run, handle.get("slurm_conf"))
+            now = queued(client, [job.id]).get(job.id) if str(handle["job_id"]) == job.id else None
+            if now is None or not now.held or run.read_result() is None:
+                return None
+            client.must("scancel", job.id)
+    except RunFolderError:  # its holder sees to it
+        return None
+    return (
+        f"{run.path}: job {job.id} was queued once more after the run's end, and held there "
+        f"({now.reason}); it is taken out of the queue"
+    )
+
+
+def _settle(run: RunDir, seen: Job) -> str | None:
+    handle = read_handle(run)
+    client = client_of(run, handle.get("slurm_conf"))
+    job = standing(client, seen.id) if str(handle["job_id"]) == seen.id else None
+    list(run.path.iterdir())  # a file system of a network then looks for a result once more
+    if job is None or job.state in ALIVE or run.read_result() is not None:
+        return None
+    attempt = int(handle["attempt"]) + job.restarts
+    if read_newest(run.newest_attempt) > attempt:
+        return None
+    if job.state == "CANCELLED":
+        write_end(run, State.STOPPED, cancelled_by_scheduler())
+        return None
+    known = Job(
+        id=seen.id, state=job.state, nodes=seen.nodes,
+        exit_code=job.exit_code, exit_signal=job.exit_signal,
+    )  # fmt: skip
+    again = conclude(
+        run,
+        attempt,
+        job.exit_code or (128 + job.exit_signal if job.exit_signal else 0),
+        job,
+        departure=run.read(run.departure(attempt)) or _of_killed_script(run, attempt, job),
+        culprit=lambda: ending(run, known, attempt)[1],
+        again=lambda: ask_for_requeue(client, seen.id),
+    )
+    return (
+        f"{run.path}: the batch script of job {seen.id} was gone before it could hand the job back "
+        f"to the queue; that is done now"
+        if again
+        else None
+    )
+
+
+def _of_killed_script(run: RunDir, attempt: int, job: Standing) -> dict[str, Any] | None:
+    """The departure where nothing but the batch script failed, by a signal: SLURM then ends the
+    ranks, and they may have had no time.
+    """
+    if not job.exit_signal or job.state != "FAILED" or run.failures(attempt):
+        return None
+    return {"why": "its batch script was killed", "updates": None, "time": time.time()}
+
+
+def start_again(sweep: Path, first: int, again: Sequence[str], killed: Sequence[str]) -> None:
+    """Hand the job back to the queue, unless the scheduler has done so, or nobody needs it.
+
+    Args:
+        first: the attempt that the job's first start was.
+        again: the runs that are to start again, as their own scripts found.
+        killed: those whose scripts were killed, and could not find out.
+    """
+    client, job_id = SlurmClient(), own_job_id(os.environ)
+    job = ask_job(client, job_id)
+    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    if job is None or job.restarts != restarts or job.state not in OURS or job.cancelled:
+        return
+    attempt, wanted = first + restarts, False
+    for run in [RunDir(sweep / name) for name in again]:
+        if run.cancel.exists() and run.read_result() is None:  # while it waited for the others
+            write_end(run, State.STOPPED)
+        wanted |= run.read_result() is None
+    for run in [RunDir(sweep / name) for name in killed]:
+        wanted |= run.read_result() is None and conclude(
+            run,
+            attempt,
+            KILLED,
+            job,
+            departure=run.read(run.departure(attempt)) or left_now("its batch script was killed"),
+            culprit=lambda run=run: culprit_of(run, attempt, KILLED),
+            again=lambda: None,
+        )
+    if wanted:
+        ask_for_requeue(client, job_id)

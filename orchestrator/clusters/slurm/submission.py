@@ -1,11 +1,11 @@
-"""sbatch so that no job is lost, and none is queued twice, whoever ends us in whichever moment.
+"""Idempotent submission: no job is lost and none is queued twice, whenever a command is killed.
 
-What is about to be queued is noted first (`submitting.json`, in the folder of a run, or in that of
-the sweep whose runs become an array), and the note goes once each run has the job's id. SLURM
-knows a job by its script's path, which is in the note. So where a note is found that nobody holds,
-its job is looked for in the queue, and in the accounting; either it is noted now, or there is none.
+Before sbatch runs, a note (`submitting.json`) is written to the folder of the run, or of the sweep
+whose runs become an array. It is removed once each run has the job's id. SLURM knows a job by its
+script's path, which is in the note. A note without an owner is resolved by a look at the queue and
+the accounting: either the job is found and recorded, or there is none.
 
-The note's lock is handed to sbatch, too: it is held for as long as a job may still come of it.
+sbatch inherits the note's lock, so that it is held for as long as a job may still come of it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,88 @@ import contextlib
 import fcntl
 import os
 import re
+import sys
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from orchestrator.clusters.slurm.queue.elements import NUMBER
-from orchestrator.clusters.slurm.queue.scripts import patiently
+from orchestrator import snapshot
+from orchestrator.clusters.api import Handle, Request
+from orchestrator.clusters.slurm.batch_script import Here, script_name
+from orchestrator.clusters.slurm.safe_values import (
+    read_defaults,
+)
+from orchestrator.clusters.slurm.task import write_task
 from orchestrator.clusters.slurm.trust import client_of
-from orchestrator.errors import ClusterError, NotNow, RunFolderError, describe_status
-from orchestrator.rundir.files import open_nofollow, read_json, write_json, written_together
-from orchestrator.rundir.folder import RunDir
-from orchestrator.scheduler.client import SchedulerDown, SlurmClient, explained
-from orchestrator.scheduler.jobs import accounted_scripts, mine
+from orchestrator.config.program import target_of
+from orchestrator.config.schema import Config
+from orchestrator.errors import ClusterError, Interrupted, NotNow, RunFolderError, describe_status
+from orchestrator.rundir.files import (
+    make_folder,
+    names_in,
+    open_nofollow,
+    read_json,
+    write_atomically,
+    write_json,
+    written_together,
+)
+from orchestrator.rundir.folder import RunDir, code_state_beside
+from orchestrator.slurm_client import SchedulerDown, SlurmClient, accounted_scripts, explained, mine
+
+ARRAYS = "arrays"  # the folder of scripts, beside the runs
+NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
+
+
+def next_name(folder: Path) -> Path:
+    """Return a numbered path in a folder that is not taken."""
+    if not folder.is_dir():
+        make_folder(folder)
+    taken = [int(stem) for name in names_in(folder) if (stem := name.split(".")[0]).isdigit()]
+    return folder / f"{max(taken, default=-1) + 1:03d}"
+
+
+def is_element(run: Path, script: Path, job_id: str) -> bool:
+    """Whether a job is an element of an array of this run's sweep, and may be this run.
+
+    Args:
+        script: that the scheduler knows the job by, without links.
+        job_id: as in `123_4`.
+    """
+    index = job_id.partition("_")[2]
+    if script.parent != Path(os.path.realpath(run.parent / ARRAYS)) or not index.isdigit():
+        return False
+    return bool(NUMBER.fullmatch(run.name)) and int(run.name) >= int(index)
+
+
+PATIENCE_S = 60.0
+LONGEST_PAUSE_S = 8.0
+UNLIKE = ("job-name", "output")  # what differs between a sweep's points, and no limit is about
+
+
+def patiently(
+    action: Callable[[], Any], *, patience_s: float = PATIENCE_S, tell: Callable[[str], None]
+) -> Any:
+    """Do what needs a scheduler; while none answers, again and again for a bounded time.
+
+    Raises:
+        NotNow: none has answered, or `tell` has said by `Interrupted` to wait no longer.
+    """
+    began, pause = time.monotonic(), 1.0
+    while True:
+        try:
+            return action()
+        except SchedulerDown as error:
+            waited = time.monotonic() - began
+            if waited + pause > patience_s:
+                raise NotNow(f"{error}\nnot submitted, though tried for {waited:.0f} s") from error
+            try:
+                tell(f"{error}; trying again for up to {patience_s - waited:.0f} s")
+            except Interrupted as ended:
+                raise NotNow(f"{error}\nnot submitted: {ended}") from error
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
 
 SUBMIT_LIMIT = re.compile(r"\b(Assoc|QOS)\w*SubmitJob\w*Limit\b", re.IGNORECASE)
 LOST_ANSWERS = ("timed out", "zero bytes", "did not answer")
@@ -217,3 +286,123 @@ def _write_down(folder: RunDir, note: Mapping[str, Any], job: str) -> None:
             if (folder.path / name).is_dir():
                 write_json(RunDir(folder.path / name).handle, handle)
     folder.submitting.unlink()
+
+
+CODE = "code"  # a folder beside the runs
+
+
+class Member(Protocol):
+    """What is asked of a `SlurmCluster` here."""
+
+    config: Config
+    tell: Callable[[str], None]
+
+    def request(self, run: Path, attempt: int, copy: Path | None = None) -> Request: ...
+    def share_script(self, run: Path, attempt: int, copy: Path | None = None) -> str: ...
+    def submit(self, request: Request) -> Handle: ...
+    def copy_code(self, run: Path, into: Path) -> None: ...
+    def write_epilog(self, run: RunDir) -> None: ...
+
+
+Placed = tuple[Member, Request]
+Script = Callable[[Member, Request, Path | None], str]
+"""A run's own batch script. The path: of the code that it shares with others, if it is a copy."""
+
+
+def number_of(member: Placed) -> int | None:
+    """Its folder's, where that is called by one."""
+    return int(member[1].run.name) if NUMBER.fullmatch(member[1].run.name) else None
+
+
+def alike(placed: Sequence[Placed]) -> list[list[Placed]]:
+    """Those that ask for the same and lie side by side, in order; each other run by itself."""
+    groups: dict[object, list[Placed]] = {}
+    for number, (cluster, request) in enumerate(placed):
+        options = request.details["options"]
+        key: object = (
+            cluster.config.cluster.slurm_conf,
+            request.run.parent,
+            request.attempt,
+            tuple((k, v) for k, v in options.items() if k not in UNLIKE),
+        )
+        numbered = number_of((cluster, request)) is not None
+        groups.setdefault(key if numbered else number, []).append((cluster, request))
+    return list(groups.values())
+
+
+def lay_out(sweep: Path, part: Sequence[Placed], script: Script) -> Path | None:
+    """Write all that runs of one sweep are started from, but what starts them.
+
+    Returns:
+        The copy of the code that the first of them starts from; None where there is none.
+    """
+    copies: dict[object, Path] = {}
+    states: dict[tuple[Path, str], Path] = {}
+    for member, _ in part:
+        if member.config.run.snapshot and _source(member) not in copies:
+            copies[_source(member)] = next_name(sweep / CODE)
+            member.copy_code(sweep, copies[_source(member)])
+    with written_together([sweep]):
+        for member, asked in part:
+            copy = copies.get(_source(member))
+            _lay_out(member, asked, script(member, asked, copy))
+            if copy is not None:
+                _say_which(copy, RunDir(asked.run), asked.attempt, states)
+    return copies.get(_source(part[0][0]))
+
+
+def _source(member: Member) -> object:
+    """What tells one copy of code from another."""
+    target = target_of(member.config.job)
+    return target if isinstance(target, str) else target.command
+
+
+def _lay_out(member: Member, asked: Request, text: str) -> None:
+    """Into the run's folder: what its script starts."""
+    run = RunDir(asked.run)
+    member.write_epilog(run)
+    write_task(run)
+    write_atomically(run.submitit / f"{script_name(asked.attempt)}.sh", text)
+
+
+def _say_which(copy: Path, run: RunDir, attempt: int, states: dict[tuple[Path, str], Path]) -> None:
+    """Into the run's folder: which code it is, for whoever reads this run alone. Its differences
+    from git may be large, so runs share the file; not the copy's own, whose seal is of its name.
+
+    Args:
+        states: what was written so far, by the copy and the file's name.
+    """
+    run.code.mkdir(mode=0o700, exist_ok=True)
+    state = code_state_beside(run.snapshot(attempt))
+    first = states.setdefault((copy, state.name), state)
+    if first is state:
+        write_json(state, read_json(code_state_beside(copy)) or {})
+    else:
+        state.unlink(missing_ok=True)
+        os.link(first, state)
+
+
+def here(config: Config, copy: Path) -> Here:
+    """The submitting side as it is now.
+
+    Args:
+        copy: where the copy of the code goes, if there is to be one.
+    """
+    target = target_of(config.job)
+    roots = snapshot.source_roots(target)
+    if config.run.snapshot:
+        places = snapshot.copies(target, copy)
+    else:
+        places = {root: root for root in roots}
+    package = snapshot.PACKAGE
+    own = places.get(package.parent)
+    path = [*places.values(), Path.cwd()]
+    return Here(
+        python=sys.executable,
+        folder=Path.cwd(),
+        package=own / package.name if own else package,
+        path=tuple(dict.fromkeys(path)),
+        unpacked=copy if config.run.snapshot else None,
+        defaults=read_defaults(os.environ),
+        copies=None if isinstance(target, str) else places if config.run.snapshot else {},
+    )

@@ -1,31 +1,202 @@
-"""Following a SLURM run from its folder: how training goes comes from there, where the job is from
-the scheduler. Neither is waited for: a scheduler that does not answer holds nothing up.
+"""Follow and cancel SLURM runs from their folders.
+
+The folder says how training proceeds, the scheduler says where the job is. A follower waits for
+neither: squeue runs in the background. Any number of runs is cancelled by one squeue and at most
+two scancel.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.root_cause import tail
 from orchestrator.clusters.api import Culprit, Handle, State
-from orchestrator.clusters.slurm.news import News
-from orchestrator.clusters.slurm.queue.cancelling import UNSENT, cancel_all, end, stop
-from orchestrator.clusters.slurm.queue.packing.members import is_over, title_of
+from orchestrator.clusters.slurm.packing import (
+    end_parts,
+    is_over,
+    is_packed_in,
+    of_whole_jobs,
+    title_of,
+)
 from orchestrator.clusters.slurm.root_cause import blame_slurm
+from orchestrator.clusters.slurm.submission import is_element
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, RunFolderError, describe_status
+from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.scheduler.client import Asked, SchedulerDown
-from orchestrator.scheduler.jobs import (
+from orchestrator.rundir.outcome import describe_stop, write_end
+from orchestrator.slurm_client import (
+    Asked,
     Job,
+    SchedulerDown,
+    SlurmClient,
     accounted,
     queue_command,
     queued,
     read_queue,
 )
+
+CANCEL_S, LOOK_S = 5.0, 0.2
+UNSENT = "nothing was sent"
+IS_OVER = ("invalid job id", "already completing or completed")
+
+
+def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
+    """Stop runs at their next boundaries, or at once; those that wait leave the queue.
+
+    Returns:
+        What happens to each, without those that are over: "is cancelled; …".
+
+    Raises:
+        ClusterError: the scheduler is silent, or refuses. No run counts as cancelled then.
+    """
+    clusters: dict[str | None, list[tuple[RunDir, str]]] = {}
+    for run in runs:
+        handle = run.read_handle()
+        if handle is not None:
+            clusters.setdefault(handle.get("slurm_conf"), []).append((run, str(handle["job_id"])))
+    found: dict[Path, str] = {}
+    for conf, members in clusters.items():
+        [*_, client] = [client_of(run, conf) for run, _ in members]
+        found |= _cancel(client, members, now=now)
+    return found
+
+
+def _cancel(
+    client: SlurmClient, members: Sequence[tuple[RunDir, str]], *, now: bool
+) -> dict[Path, str]:
+    """Those of one cluster."""
+    jobs = queued(client, [job_id for _, job_id in members])
+    found: dict[Path, str] = {}
+    ends: dict[RunDir, Job] = {}
+    stops: dict[RunDir, Job] = {}
+    for run, job_id in members:
+        job = jobs.get(job_id)
+        if job is None or not job.alive or is_over(run):
+            continue
+        if not is_ours(run, job):
+            found[run.path] = (
+                f"which {run.handle} names, is not this run's: it runs {job.command}; {UNSENT}"
+            )
+            continue
+        (ends if now or job.waiting else stops)[run] = job
+    end(client, {run: job.id for run, job in ends.items()})
+    stop(client, {run: job.id for run, job in stops.items()})
+    _await_the_end(client, {run: job for run, job in ends.items() if job.waiting})
+    for run in ends:
+        found[run.path] = "is cancelled; resume goes on from what was saved"
+    for run, job in stops.items():
+        still = f"; until then, {job.standstill}" if job.standstill else ""
+        found[run.path] = f"{describe_stop(run)}{still}; --now ends it at once"
+    return found
+
+
+def end(client: SlurmClient, jobs: Mapping[RunDir, str]) -> None:
+    """End jobs at once, queued or running; what follows their last checkpoints is lost."""
+    _send(client, jobs, "now")
+
+
+def stop(client: SlurmClient, jobs: Mapping[RunDir, str]) -> None:
+    """Ask all ranks of each job to stop, each in its way; see `describe_stop`."""
+    _send(client, jobs, "stop", "--signal=USR2")
+
+
+def _send(client: SlurmClient, jobs: Mapping[RunDir, str], how: str, *flags: str) -> None:
+    if not jobs:
+        return
+    with contextlib.ExitStack() as marks:
+        for run in jobs:
+            marks.enter_context(_marked_cancelled(run, how))
+        whole = of_whole_jobs(jobs)
+        end_parts(client, {run: job for run, job in jobs.items() if job not in whole}, *flags)
+        if not whole:
+            return
+        answer = client.ask("scancel", *flags, *sorted(whole))
+        # of many, some may have ended in this moment: they are over, and the others heard it
+        lines = [line for line in answer.words.lower().splitlines() if line.strip()]
+        over = [line for line in lines if any(words in line for words in IS_OVER)]
+        if answer.code and not (len(whole) > 1 and lines == over):
+            raise ClusterError(f"scancel: {answer.words}")
+
+
+@contextlib.contextmanager
+def _marked_cancelled(run: RunDir, how: str) -> Generator[None]:
+    """What makes the ranks end rather than depart: written before they get any signal, and
+    taken back when the signal could not be sent, for then the run was not cancelled.
+    """
+    before = read_json(run.cancel)
+    write_json(run.cancel, {"how": how, "time": time.time()})
+    try:
+        yield
+    except ClusterError:
+        if before is None:
+            run.cancel.unlink(missing_ok=True)
+        raise
+
+
+def is_ours(run: RunDir, job: Job) -> bool:
+    """Whether a job's batch script, as the scheduler knows it, is one in this run's folder."""
+    script = Path(os.path.realpath(job.command))
+    own = script.is_relative_to(os.path.realpath(run.submitit))
+    return own or is_element(run.path, script, job.id) or is_packed_in(run, script, job.id)
+
+
+def _await_the_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
+    """Jobs that have not begun end at once, and have no batch script to say so."""
+    left = dict(jobs)
+    deadline = time.monotonic() + CANCEL_S
+    while left and time.monotonic() < deadline:
+        known = queued(client, [job.id for job in left.values()])
+        for run, job in list(left.items()):
+            if run.result.exists():  # its job waits on, for others
+                del left[run]
+            elif job.id not in known or not known[job.id].alive:
+                write_end(run, State.STOPPED)
+                del left[run]
+        if left:
+            time.sleep(LOOK_S)
+
+
+class News:
+    """Remembers what was told."""
+
+    def __init__(self) -> None:
+        self._standing = ""
+        self._silent = False
+        self._waited = 0.0
+
+    def of(self, job: Job | None, silent_since: datetime | None, attempt: int) -> Sequence[str]:
+        """What is new: that the scheduler fell silent, or answers again; where the job is."""
+        return [*self._of_scheduler(silent_since), *self._of_job(job, attempt)]
+
+    def _of_scheduler(self, silent_since: datetime | None) -> Iterator[str]:
+        if silent_since is not None and not self._silent:
+            self._silent, self._waited = True, time.monotonic()
+            yield (
+                f"the scheduler has not answered since {silent_since:%H:%M:%S}; the job is "
+                f"not affected, and it is asked again and again"
+            )
+        elif self._silent and silent_since is None:
+            self._silent = False
+            yield f"the scheduler answers again, {time.monotonic() - self._waited:.0f} s later"
+
+    def _of_job(self, job: Job | None, attempt: int) -> Iterator[str]:
+        if job is None or not job.alive:
+            return
+        where = f"on {job.nodes}" if job.nodes else (f"({job.reason})" if job.reason else "")
+        restarts = f", attempt {attempt + 1}" if attempt else ""
+        standing = f"{job.state} {job.nodes} {attempt}"
+        if standing != self._standing:
+            self._standing = standing
+            still = f": {job.standstill}" if job.standstill else ""
+            yield f"job {job.id} is {job.state.lower()} {where}{restarts}".strip() + still
+
 
 FRESH_S = 2.5  # squeue needs a moment to know a new job
 ASK_EVERY_S = 15.0  # a follower's calls of squeue: at most four a minute

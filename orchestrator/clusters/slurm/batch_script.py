@@ -1,0 +1,529 @@
+"""Batch scripts: from a `Config` to the exact text that sbatch gets.
+
+Pure: the text can be printed, compared with golden files, and given to `sbatch --test-only`.
+submitit's own script has no --requeue, no --kill-on-bad-exit and no --cpus-per-task for srun,
+always sets a wckey, and cannot run anything after srun that keeps its exit code; so submitit only
+places this script and starts the task in it.
+
+The script outlives the signals that it gets, because it settles what the ranks leave
+(`outcome.py`). If it is killed itself, rank 0 or the next `resume` or `status` settles the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.clusters.slurm.safe_values import Default, obeyed, quoted
+from orchestrator.config.program import short_name
+from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
+from orchestrator.errors import START_AGAIN
+from orchestrator.lifecycle.address import INTERFACE_VARIABLE
+from orchestrator.lifecycle.signs.last_word import SCRIPT
+from orchestrator.lifecycle.topology import (
+    BASE_ATTEMPT_VARIABLE,
+    BATCH_COPY_VARIABLE,
+    BATCH_PID_VARIABLE,
+    COPIES_VARIABLE,
+    OUTER_PATH_VARIABLE,
+    OUTER_UMASK_VARIABLE,
+)
+from orchestrator.rundir.folder import RunDir
+
+STOP_SIGNALS = "TERM INT HUP USR1 USR2"
+OWN_SHELL = "set +eufC +o pipefail +o posix"
+"""What a site's BASH_ENV, or SHELLOPTS and POSIXLY_CORRECT in the submitting shell, has switched on
+would end the script where srun fails, or have it forget srun's code.
+"""
+SRUN_LOG = 9  # the descriptor of its log, open before anything of the person's runs
+
+
+def heeding(*, held: bool = False, shared: bool = False) -> Iterator[str]:
+    """Signals are noted and passed on: one that the script alone gets (scancel --batch) is meant
+    for the ranks. srun takes USR2 for its tasks; of TERM it ends them, which only a launcher wants
+    that holds the script (`CurrentAllocation`).
+
+    Args:
+        shared: the job is not the run's own, and its script says which process it is.
+    """
+    if not shared:
+        yield f"{BATCH_PID_VARIABLE}=$$"
+        yield f"export {BATCH_PID_VARIABLE}"
+    if not held:
+        yield f'{BATCH_COPY_VARIABLE}="$SLURMD_NODENAME:${{TMPDIR-}}"'
+        yield f"export {BATCH_COPY_VARIABLE}"
+    yield "told= srun="
+    yield "heed() {"
+    yield "    told=${told:-$1}"
+    yield f'    [ -z "$srun" ] || kill -{"$1" if held else "USR2"} "$srun" 2>/dev/null'
+    yield "}"
+    yield f"for name in {STOP_SIGNALS}; do"
+    yield '    trap "heed $name" "$name"'
+    yield "done"
+
+
+def owning() -> Iterator[str]:
+    """What keeps the script from what a link would lead to, and from waiting at a fifo for ever."""
+    yield "own() {  # each is nothing yet, or a file or folder that lies right there"
+    yield "    for place; do"
+    yield '        if ! [ -L "$place" ]; then'
+    yield '            ! [ -e "$place" ] || [ -f "$place" ] || [ -d "$place" ] && continue'
+    yield "        fi"
+    yield '        echo "error: $place is a link, or neither a file nor a folder" >&2'
+    yield "        exit 1"
+    yield "    done"
+    yield "}"
+    yield 'own "$run/attempts" "$run/logs" "$run/code" "$run/submitit" "$run"/submitit/*'
+
+
+def unless_ended(python: str, *, container: bool) -> Iterator[str]:
+    """What keeps a job that the scheduler starts once more, or in vain, from asking for ranks."""
+    yield 'if [ -e "$run/result.json" ]; then'
+    yield '    echo "this run has ended already; to go on: python -m orchestrator resume $run"'
+    yield "    exit 0"
+    yield "fi"
+    yield 'if ! [ -d "$run/submitit" ]; then'
+    yield '    echo "error: $run/submitit is gone, and with it what the ranks are told to do" >&2'
+    yield "    exit 1"
+    yield "fi"
+    if container:  # it brings a Python of its own
+        return
+    yield f"if ! [ -x {quoted(python)} ]; then"
+    yield f'    echo "error: there is no Python at "{quoted(python)}" on node $SLURMD_NODENAME" >&2'
+    yield "    exit 1"
+    yield "fi"
+
+
+def unless_stopped() -> Iterator[str]:
+    """The first lines of the subshell that becomes srun: a stop may have come before it."""
+    yield '[ ! -e "$run/cancel" ] || exit 0'
+    yield '[ -z "$told" ] || exit 143'
+
+
+def waiting(*, held: bool = False, beside: Sequence[str] = ()) -> Iterator[str]:
+    """Wait for it to its end, whatever is signalled meanwhile.
+
+    Args:
+        beside: starts what ends srun when it has to be (`losses.py`), where srun does not know.
+    """
+    yield "srun=$!"
+    if beside:
+        yield f'{_words(beside)} beside "$run" "$attempt" "$srun" {SRUN_LOG}>&- &'
+        yield "beside=$!"
+    yield f'[ -z "$told" ] || kill -{"$told" if held else "USR2"} "$srun" 2>/dev/null'
+    yield "# A signal ends the wait, not srun; bash keeps the code for whoever asks again."
+    yield 'while wait "$srun"; [ $? -gt 128 ] && kill -0 "$srun" 2>/dev/null; do :; done'
+    yield 'wait "$srun"'
+    yield "code=$?"
+    if beside:  # it ends with srun, and must not hold the code that is removed after it
+        yield 'wait "$beside"'
+
+
+def settling(starter: Sequence[str], *, survive: bool) -> Iterator[str]:
+    """What is done once it has ended; the code stays srun's, but where losses were survived."""
+    yield f"trap '' {STOP_SIGNALS}"
+    after = f'{_words(starter)} after "$run" "$attempt" "$code" "$told"'
+    yield f"{after} && code=0" if survive else after
+
+
+def settling_a_share(starter: Sequence[str]) -> Iterator[str]:
+    """The same in a job that others share; the code says whether this run is to start again."""
+    yield f"trap '' {STOP_SIGNALS}"
+    yield f'{_words(starter)} share "$run" "$attempt" "$code" "$told"'
+    yield "code=$?"
+
+
+def _words(words: Sequence[str]) -> str:
+    return " ".join(map(quoted, words))
+
+
+STARTER = "clusters/slurm/node_entry.py"
+ENDED_TOGETHER = ("--kill-on-bad-exit=1",)
+SURVIVING = ("--kill-on-bad-exit=0", "--no-kill", "--wait=0")
+"""srun ends nobody, whoever is gone; `losses.py` ends what nobody survives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Here:
+    """The submitting side, as far as the script depends on it.
+
+    Attributes:
+        python: the interpreter that the ranks use.
+        folder: where the person stands; the job runs there too.
+        package: folder of this package as the ranks import it: in the snapshot, or installed.
+        path: folders that the ranks' PYTHONPATH begins with.
+        unpacked: the folder that the code's archive, which lies beside it, stands for, if any.
+        defaults: options of sbatch that the person's SBATCH_* variables set, by option.
+        copies: where each source folder's copy will be; None where the job is no program.
+    """
+
+    python: str
+    folder: Path
+    package: Path
+    path: tuple[Path, ...] = ()
+    unpacked: Path | None = None
+    defaults: tuple[Default, ...] = ()
+    copies: Mapping[Path, Path] | None = None
+
+    def in_copy(self, place: Path) -> bool:
+        return self.unpacked is not None and place.is_relative_to(self.unpacked)
+
+    @property
+    def starter(self) -> list[str]:
+        """What Python is given, so that it runs our part of a job."""
+        program = self.package / STARTER
+        if self.unpacked is None:
+            return ["-u", str(program)]
+        inside = program.relative_to(self.unpacked) if self.in_copy(program) else program
+        return ["-I", f"{self.unpacked}.py", str(self.unpacked), str(inside)]
+
+
+def shape_of(asked: ClusterConfig) -> Iterator[str]:
+    """Options of srun, and of salloc, that say what a run's ranks take of an allocation."""
+    nodes = node_range(asked.nodes)[1]
+    yield f"--nodes={nodes}"
+    yield f"--ntasks={nodes * asked.ranks_per_node}"
+    yield f"--ntasks-per-node={asked.ranks_per_node}"
+    if gpu_count(asked.gpus_per_node):
+        yield f"--gpus-per-node={asked.gpus_per_node}"
+    if asked.memory_gib is not None:
+        yield f"--mem={round(asked.memory_gib * 1024)}M"
+
+
+def srun_lines(
+    config: Config, here: Here, run: RunDir, shape: Sequence[str], end: str
+) -> Iterator[str]:
+    """The lines of shell; the last is `end`."""
+    yield from _lines(_srun(config, here, run, shape), end)
+
+
+def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list[list[str]]:
+    """A line a part: srun, and the ranks' program."""
+    cluster = config.cluster
+    containers, python = _launcher(cluster, here, run)
+    flags = {"mpi": "none", **cluster.srun_flags}
+    return [
+        ["exec", "srun"],
+        ["--unbuffered"],
+        *([option] for option in (SURVIVING if config.run.survive else ENDED_TOGETHER)),
+        ["--export=ALL"],
+        [f"--cpus-per-task={cluster.cpus_per_rank}"],
+        *([option] for option in shape),
+        [f"--output={run.logs}/node%n.log"],
+        [f"--task-epilog={run.submitit / SCRIPT}"],
+        *(
+            [f"--{name}" if value is True else f"--{name}={value}"]
+            for name, value in flags.items()
+            if value is not False
+        ),
+        *([option] for option in containers),
+        [*python, *here.starter[:2]],
+        [*here.starter[2:], "rank"],
+        [str(run.submitit)],
+    ]
+
+
+def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str], list[str]]:
+    """(srun's options, the command before the starter) for a container, or for none."""
+    folders = {run.path, here.folder, *here.path}
+    inner = {f for f in folders if any(f != other and f.is_relative_to(other) for other in folders)}
+    shared = sorted(str(folder) for folder in folders - inner)
+    if cluster.container_runtime == "pyxis":
+        mounts = ",".join(f"{folder}:{folder}" for folder in shared)
+        return [
+            f"--container-image={cluster.container}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={here.folder}",
+        ], ["python3"]
+    if cluster.container_runtime == "apptainer":
+        gpus = ["--nv"] if gpu_count(cluster.gpus_per_node) else []
+        binds = "--bind=" + ",".join(shared)
+        return [], ["apptainer", "exec", *gpus, binds, str(cluster.container), "python3"]
+    return [], [here.python]
+
+
+def _lines(parts: list[list[str]], end: str) -> Iterator[str]:
+    """A long command, a part of it a line."""
+    for number, words in enumerate(parts):
+        indent = "    " if number else ""
+        yield f"{indent}{' '.join(map(quoted, words))} \\"
+    yield f"    {end}"
+
+
+PREAMBLE = 8  # the descriptor of its text
+
+
+def job_name(config: Config) -> str:
+    """The job's name for squeue: `run.name`, or else the job class's or the program's."""
+    return config.run.name or short_name(config.job)
+
+
+def script_name(attempt: int) -> str:
+    """The batch script of an attempt, in a run's folder of what SLURM starts; no suffix."""
+    return f"{attempt:03d}"
+
+
+def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
+    """The #SBATCH options in the order in which a person would look for them. True: no value."""
+    cluster = config.cluster
+    least, most = node_range(cluster.nodes)
+    yield "job-name", job_name(config)
+    for name in ("partition", "account", "qos", "reservation", "constraint", "exclude"):
+        if getattr(cluster, name) is not None:
+            yield name, getattr(cluster, name)
+    yield "nodes", most if least == most else f"{least}-{most}"
+    yield "ntasks-per-node", cluster.ranks_per_node
+    yield "cpus-per-task", cluster.cpus_per_rank
+    if gpu_count(cluster.gpus_per_node):
+        yield "gpus-per-node", cluster.gpus_per_node
+    if cluster.memory_gib is not None:
+        yield "mem", f"{round(cluster.memory_gib * 1024)}M"
+    if cluster.time_min is not None:
+        yield "time", cluster.time_min
+    if cluster.exclusive:
+        yield "exclusive", True
+    yield ("no-requeue" if cluster.requeue is False else "requeue"), True
+    if config.run.survive:
+        yield "no-kill", True
+    yield "signal", f"USR2@{cluster.signal_ahead_s or SIGNAL_AHEAD_S}"
+    if cluster.comment is not None:
+        yield "comment", cluster.comment
+    for name, value in cluster.slurm_flags.items():
+        if value is not False:
+            yield name, value
+    yield "output", run.batch_log
+    yield "open-mode", "append"
+
+
+def all_options(config: Config, run: RunDir, here: Here) -> dict[str, object]:
+    """What holds for the job: the configuration, and the person's defaults where it is silent."""
+    stated = dict(options(config, run))
+    return {**stated, **{d.option: d.value for d in obeyed(here.defaults, stated)}}
+
+
+def _from_environment(config: Config, run: RunDir, here: Here) -> Iterator[str]:
+    """The #SBATCH lines of the person's defaults, under a line that says whose they are."""
+    taken = obeyed(here.defaults, dict(options(config, run)))
+    if taken:
+        yield f"# as set in the environment: {', '.join(default.variable for default in taken)}"
+    for default in taken:
+        yield option_line(default.option, default.value)
+
+
+def option_line(name: str, value: object) -> str:
+    return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={quoted(value)}"
+
+
+def _environment(config: Config) -> Iterator[str]:
+    """What the person sets. It holds for the preamble, for srun and for the ranks."""
+    threads = str(config.cluster.cpus_per_rank)
+    values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **config.cluster.environment}
+    for name, value in values.items():
+        yield f"export {name}={quoted(value)}"
+
+
+def _preamble(config: Config) -> Iterator[str]:
+    """The person's shell, read as a file of its own: whatever it holds, it ends where it ends."""
+    lines = config.cluster.preamble
+    if not lines:
+        return
+    end = "END_OF_PREAMBLE"
+    while end in lines:
+        end += "_"
+    yield f". /dev/fd/{PREAMBLE} {PREAMBLE}<<'{end}'  # cluster.preamble"
+    yield from lines
+    yield end
+
+
+def _our_environment(config: Config, here: Here, attempt: int) -> Iterator[str]:
+    """What ranks need from us, set last."""
+    if config.cluster.interface is not None:
+        yield f"export {INTERFACE_VARIABLE}={quoted(config.cluster.interface)}"
+    yield "export SUBMITIT_EXECUTOR=slurm"
+    yield f"export {BASE_ATTEMPT_VARIABLE}={attempt}"
+    if here.copies is not None:  # a program's path is the user's own, in the copies
+        copies = json.dumps({str(root): copy.name for root, copy in here.copies.items()})
+        yield f'export {OUTER_PATH_VARIABLE}="$PYTHONPATH"'
+        yield f'export {OUTER_UMASK_VARIABLE}="$outer_umask"'
+        yield f"export {COPIES_VARIABLE}={quoted(copies)}"
+    yield from search_path(here)
+
+
+def search_path(here: Here) -> Iterator[str]:
+    """The run's own code comes before any other; what is in its copy, where that is unpacked."""
+    path = ":".join(str(folder) for folder in here.path if not here.in_copy(folder))
+    if path:
+        yield f'export PYTHONPATH={quoted(path)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
+
+
+def _sound_code(here: Here) -> Iterator[str]:
+    """Only what was submitted, for this run. Each node unpacks it for itself, afresh."""
+    if here.unpacked is None:
+        return
+    yield f"snapshot={quoted(here.unpacked)}"
+    yield 'own "$snapshot.py" "$snapshot.tar" "$snapshot.sha256"'
+    yield 'printf \'%s\\n\' "$snapshot" | cat - "$snapshot.py" "$snapshot.tar" |'
+    yield '    sha256sum --check --strict --status "$snapshot.sha256" || {'
+    yield '    echo "error: the code in $snapshot.tar is damaged: $snapshot.sha256 differs" >&2'
+    yield "    exit 1"
+    yield "}"
+
+
+def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
+    """The text that sbatch gets. The values must have passed `check_values`.
+
+    Args:
+        attempt: number of the job's first start; a requeued job adds SLURM_RESTART_COUNT to it.
+    """
+    lines = [
+        "#!/bin/bash",
+        *(option_line(name, value) for name, value in options(config, run)),
+        *_from_environment(config, run, here),
+        "",
+        *_step(config, run, attempt, here),
+        *settling([here.python, *here.starter], survive=bool(config.run.survive)),
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def step_script(config: Config, run: RunDir, attempt: int, here: Here, shape: Sequence[str]) -> str:
+    """The same in an allocation that is there already, for a launcher that holds the script.
+
+    Args:
+        shape: options of srun that say which part of the allocation the ranks take.
+    """
+    step = _step(config, run, attempt, here, shape, held=True)
+    return "\n".join(["#!/bin/bash", *step, "exit $code"]) + "\n"
+
+
+def share_script(
+    config: Config, run: RunDir, attempt: int, here: Here, shape: Sequence[str]
+) -> str:
+    """The same in an allocation that the run shares with others, for the script of that (see
+    `pack_script`), which heeds this one's code.
+    """
+    lines = [
+        "#!/bin/bash",
+        *_step(config, run, attempt, here, shape),
+        *settling_a_share([here.python, *here.starter]),
+        "exit $code",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _step(
+    config: Config,
+    run: RunDir,
+    attempt: int,
+    here: Here,
+    shape: Sequence[str] = (),
+    *,
+    held: bool = False,
+) -> Iterator[str]:
+    """From the checks on the node to srun's `code`; no `shape` where the job is the run's own."""
+    yield from (
+        OWN_SHELL,
+        *(["outer_umask=$(umask)"] if here.copies is not None else []),
+        "umask 077",
+        *heeding(held=held, shared=bool(shape) and not held),
+        f"run={quoted(run.path)}",
+        *owning(),
+        'if ! [ -w "$run/attempts" ]; then',
+        '    echo "error: the run folder $run cannot be written on node $SLURMD_NODENAME" >&2',
+        "    exit 1",
+        "fi",
+        *unless_ended(here.python, container=config.cluster.container is not None),
+        f"attempt=$(printf %03d $(({attempt} + ${{SLURM_RESTART_COUNT:-0}})))",
+        'own "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"',
+        'mkdir -p "$run/attempts/$attempt"',
+        f'exec {SRUN_LOG}>>"$run/attempts/$attempt/srun.log"',
+        *_sound_code(here),
+        *(["outer_path=${PYTHONPATH-}"] if here.copies is not None else []),
+        *search_path(here),
+        "(  # whatever is set, trapped or ended in here, what follows it is done",
+        *unless_stopped(),
+        *_environment(config),
+        *(['export PYTHONPATH="$outer_path"'] if here.copies is not None else []),
+        *_preamble(config),
+        *_our_environment(config, here, attempt),
+        *srun_lines(config, here, run, shape, f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
+        ") &",
+        *waiting(held=held, beside=[here.python, *here.starter] if config.run.survive else []),
+    )
+
+
+BODY = """\
+outer_umask=$(umask)
+umask 077
+{pid}=$$
+export {pid}
+told= points= again= killed= code=0
+declare -A name_of
+heed() {{  # a run's script that is started in the background is deaf to INT
+    told=${{told:-$1}}
+    [ -z "$points" ] || kill -"${{1/#INT/TERM}}" $points 2>/dev/null
+}}
+for name in {signals}; do
+    trap "heed $name" "$name"
+done
+is_here() {{  # in a later start: a run that was submitted anew meanwhile is another job's
+    [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] ||
+        grep -qsF "\\"job_id\\": \\"$SLURM_JOB_ID\\"" "$sweep/$1/handle.json"
+}}
+for name in {names}; do
+    is_here "$name" || continue
+    (umask "$outer_umask"; exec bash "$sweep/$name/submitit/{script}.sh") \\
+        >>"$sweep/$name/logs/batch.log" 2>&1 &
+    points="$points $!"
+    name_of[$!]=$name
+done
+[ -z "$told" ] || heed "$told"
+for point in $points; do
+    # A signal ends the wait, not the point; bash keeps the code for whoever asks again.
+    while wait "$point"; [ $? -gt 128 ] && kill -0 "$point" 2>/dev/null; do :; done
+    wait "$point"
+    ended=$?
+    case $ended in
+        0) ;;
+        {again}) again="$again ${{name_of[$point]}}" ;;
+        *) code=1 ;;
+    esac
+    [ $ended -le 128 ] || killed="$killed ${{name_of[$point]}}"
+done
+trap '' {signals}
+[ -n "$again$killed" ] || exit $code
+"""
+
+
+def pack_script(
+    runs: Sequence[Path], attempt: int, options: Mapping[str, object], here: Here
+) -> str:
+    """The text that sbatch gets for runs that share a job.
+
+    Args:
+        runs: their folders, side by side, called by their numbers.
+        options: of sbatch, for all together.
+        here: the submitting side, with the code that they share.
+    """
+    body = BODY.format(
+        pid=BATCH_PID_VARIABLE,
+        signals=STOP_SIGNALS,
+        names=" ".join(quoted(run.name) for run in runs),
+        script=script_name(attempt),
+        again=START_AGAIN,
+    )
+    starter = " ".join(map(quoted, [here.python, *here.starter]))
+    return "\n".join([
+        "#!/bin/bash",
+        *(option_line(name, value) for name, value in options.items()),
+        "",
+        OWN_SHELL,
+        f"sweep={quoted(runs[0].parent)}",
+        body + "\n".join(search_path(here)),
+        f'{starter} again "$sweep" {attempt} "$again" "$killed"',
+        "exit $code",
+        "",
+    ])  # fmt: skip

@@ -1,1 +1,0 @@
-"""How a SLURM job ends: after srun, by whoever looks later, and in whose name."""

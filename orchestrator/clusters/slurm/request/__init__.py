@@ -1,1 +1,0 @@
-"""A SLURM request as text: the batch script, its srun, and what may stand in them."""

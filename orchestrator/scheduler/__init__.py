@@ -1,1 +1,0 @@
-"""SLURM's commands, run in one place and read into values; below clusters and ranks."""
