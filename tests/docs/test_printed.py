@@ -62,6 +62,7 @@ ELSEWHERE = {
     **dict.fromkeys(("tensorboard/", "mlruns/", "wandb/", "submitit/", "code/"), "in a run folder"),
     "runs/": "made by runs", "SWEEP/": "in a sweep's folder",
     ".aws/": "a secret's usual place", "/": "the machine's", "~": "the account's",
+    "build/": "made by `make docs`",
     "<folder>": "in a development cluster's folder", "engine/<framework>": "not yet written",
 }  # fmt: skip
 """Beginnings of paths that are no files of the project."""
