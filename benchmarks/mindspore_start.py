@@ -2,7 +2,7 @@
 
 The clock stops when the last rank has its group: in the script that `msrun` starts, after `init()`;
 in ours, when the job's `model()` is called, which is after it. Ours has composed and checked a
-configuration, made a plan and a run folder and started two pretended nodes by then. Both wait for
+configuration, made a plan and a run folder and started two simulated nodes by then. Both wait for
 their processes to end before the next one starts.
 """
 

@@ -24,7 +24,7 @@ WIDTH, SAMPLES, RANKS = 256, 4096, 4
 WITHOUT, WITH = "run.survive=false", "run.survive=true"
 EVERY_S, KILLS = 15.0, 40
 NOTE = f"""\
-A net of 4 layers of {WIDTH} with Adam, {RANKS} ranks on 2 pretended nodes that share this
+A net of 4 layers of {WIDTH} with Adam, {RANKS} ranks on 2 simulated nodes that share this
 machine's processors, 4 micro-steps an update, in reproducible mode. Cost: whole runs by turns with
 and without `run.survive`, nobody dies; seconds of 500 updates, and the processor seconds of all
 processes. Losses: a rank, rank 0 as often as others, is killed (kill -9) in the middle of a

@@ -1,4 +1,4 @@
-"""A run of ours on pretended nodes, started and watched from outside, whose ranks can be killed."""
+"""A run of ours on simulated nodes, started and watched from outside, whose ranks can be killed."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def preloaded(run):
 
 
 def node_process(run, name):
-    """The process of one pretended node of a local run; None before it is there."""
+    """The process of one simulated node of a local run; None before it is there."""
     return next((p for p in processes_of(run) if name_of(p) == name), None)
 
 

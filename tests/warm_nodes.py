@@ -1,4 +1,4 @@
-"""What pretended nodes are forks of, started without a new interpreter.
+"""What simulated nodes are forks of, started without a new interpreter.
 
 A local run's start is mostly one import of torch, in a process of its own, and tests
 start hundreds of runs. The launcher of `warm.call` has torch already, so that process can be its

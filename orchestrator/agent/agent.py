@@ -200,7 +200,7 @@ class Agent:
             self._up.send(**event)
 
     def _state_of_workers(self) -> list[dict[str, Any]]:
-        """What a coordinator has to know that has just begun to hear of them."""
+        """Return what a new coordinator has to know of this node's workers."""
         found: list[dict[str, Any]] = []
         for worker in self._workers.all.values():
             events: list[dict[str, Any]] = [
@@ -240,7 +240,7 @@ class Agent:
     # ------------------------------------------------------------------ the coordinator
 
     def _others(self) -> list[AgentFile]:
-        """The other agents that have said where they listen, the most senior first."""
+        """Return the other agents that have published an address, the most senior first."""
         indexes = (index for index in range(self._spec.nodes) if index != self._spec.index)
         found = [agent_file(self._run, self._spec.attempt, index) for index in indexes]
         return sorted((one for one in found if one is not None), key=lambda one: one.seniority)

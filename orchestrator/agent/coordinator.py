@@ -136,7 +136,7 @@ class Coordinator:
     # ------------------------------------------------------------------ agents
 
     def joined(self, index: int, workers: Iterable[Mapping[str, Any]]) -> None:
-        """An agent came, perhaps again, with the workers that it has or had."""
+        """Take in an agent that came, perhaps again, with the workers that it has or had."""
         agent = self.agents[index]
         known = {worker["rank"]: worker for worker in workers}
         for rank in self._spec.ranks_of(index):
@@ -159,14 +159,14 @@ class Coordinator:
         self.agents[index].heard = self._clock()
 
     def forgive(self, seconds: float) -> None:
-        """This process stood still for so long, and cannot have heard any agent."""
+        """Discount a time in which this process stood still and could hear no agent."""
         for agent in self.agents.values():
             agent.heard = agent.heard + seconds if agent.heard is not None else None
         self._noticed += seconds if self._noticed else 0.0
         self._began += seconds
 
     def disconnected(self, index: int) -> None:
-        """The link to an agent is closed: it ended, or follows another coordinator."""
+        """Lose an agent whose link is closed: it ended, or follows another coordinator."""
         if not self.agents[index].gone:
             self._lose_agent(index)
 
@@ -215,7 +215,7 @@ class Coordinator:
             self._end_in_order()
 
     def _wait_for_quiet(self, worker: WorkerState, node: str, silent_s: float) -> None:
-        """A worker says nothing, although its process lives: its code holds the interpreter."""
+        """Wait for a worker whose code holds the interpreter, up to `hang_s`."""
         if not self._survived:
             return
         if silent_s > self._spec.hang_s:
@@ -244,7 +244,7 @@ class Coordinator:
         self._ended_badly(end, [rank], word)
 
     def _ended_badly(self, end: End, ranks: list[int], word: str = "") -> None:
-        """A failure, or a loss that the other workers survive."""
+        """Record a failure, or a loss that the other workers survive."""
         members = [self._member(rank) for rank in ranks]
         lost = set(self._members).intersection(members)
         evicted = word == FENCED or not lost  # or a newcomer, which the others do not need
@@ -268,7 +268,7 @@ class Coordinator:
         return worker.state != "ended" and self._member(worker.rank) in self._members
 
     def _end_in_order(self) -> None:
-        """A worker has come to its end: no generation follows, and no worker is started again."""
+        """Form no further generation and start no worker again, since a worker has ended."""
         if not self._over:
             self._over = True
             self._replacements.stop()
@@ -289,7 +289,7 @@ class Coordinator:
             self._give_up_at = self._clock() + GRACE_S
 
     def _lose(self, culprit: Culprit) -> None:
-        """A worker that hangs: the run fails because of it, or the others go on without it."""
+        """Give up a worker that hangs: the others go on without it, or the run fails."""
         assert culprit.rank is not None  # noqa: S101  # only workers hang
         if self._survived:
             cause = self._standing.told(culprit).cause
@@ -439,7 +439,7 @@ class Coordinator:
             self._accept(found)
 
     def _accept(self, found: Mapping[str, Any]) -> None:
-        """A generation that counts: all workers are told of it."""
+        """Adopt the generation that is on record, and tell all workers."""
         self._generation, self._members = found["generation"], list(found["members"])
         self._gone &= set(self._members)
         self._noticed = self._clock() if self._gone else 0.0

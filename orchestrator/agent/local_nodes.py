@@ -134,7 +134,7 @@ class _Nodes:
 
 
 def _live(order: dict[str, Any]) -> int:
-    """This process to its end, an agent's and a worker's to theirs; returns the exit status."""
+    """Run this process, or the agent or worker that it becomes; return the exit status."""
     run = RunDir(Path(order["nodes"][0]["spec"]["run"]))
     faulthandler.register(signal.SIGQUIT)  # when an import hangs, the launcher asks where
     preload(run)

@@ -67,7 +67,7 @@ class NodeSpec:
         return rank // self.ranks_per_node
 
     def again(self) -> NodeSpec:
-        """The same node for the next agent in this one's place."""
+        """Return the spec of the agent that takes this one's place."""
         return replace(self, incarnation=self.incarnation + 1)
 
     def to_json(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def publish_agent(spec: NodeSpec, port: int) -> None:
 
 
 def agent_file(run: RunDir, attempt: int, index: int) -> AgentFile | None:
-    """What an agent has written; None before it has."""
+    """Return what an agent has published; None before it has."""
     found = read_json(_path(run, attempt, index))
     if found is None:
         return None
@@ -120,7 +120,7 @@ def agent_file(run: RunDir, attempt: int, index: int) -> AgentFile | None:
 
 
 def secret_of(run: RunDir, attempt: int) -> str:
-    """What the agents of an attempt prove themselves with; made by the first that asks.
+    """Return the secret that authenticates the agents of an attempt; the first caller makes it.
 
     Like the record of generations: exactly one `link` succeeds, on network file systems too.
     """

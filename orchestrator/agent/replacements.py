@@ -47,12 +47,12 @@ class Replacements:
         self._due: dict[int, float] = {}
 
     def know(self, rank: int, process: int) -> None:
-        """A process of that number is, or was, the newest of `rank`."""
+        """Note that `rank` has, or had, a process of that number."""
         self._latest[rank] = max(self._latest[rank], process)
 
     def lost(self, rank: int) -> str:
-        """A process of `rank` is gone, and the others go on. The next one is due soon; otherwise
-        return why not, where a person would expect it.
+        """Schedule the next process of a rank that is lost; or return why there is none, where a
+        person would expect one.
         """
         self._in_vain[rank] = self._in_vain[rank] + 1 if self._was_in_vain(rank) else 0
         if self._over or not self._spec.replacements:

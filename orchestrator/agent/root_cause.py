@@ -64,7 +64,7 @@ def behind_of(rank: int, node: str, said: Mapping[str, Any]) -> Behind:
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
-    """The last lines of a text file; none when there is no such file."""
+    """Return the last lines of a text file; none when there is no such file."""
     try:
         text = read_end(path, TAIL_BYTES).decode("utf-8", errors="replace")
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
 
 
 def failures_among(run: RunDir, attempt: int, ends: Iterable[End]) -> list[End]:
-    """The ends that are failures, for who sees exit statuses alone: also of ranks that left with 0
+    """Return the ends that are failures, by exit status alone: also of ranks that left with 0
     or 3, but without their last word, in the midst of their training.
     """
     return [
@@ -91,7 +91,7 @@ def blame(
     behind: Sequence[Behind] = (),
     finished: Sequence[int] = (),
 ) -> Culprit:
-    """The culprit of a failed attempt: never a rank that only waited for another.
+    """Return the culprit of a failed attempt: never a rank that only waited for another.
 
     Args:
         told: what failing ranks said of their failures.
@@ -176,7 +176,7 @@ def _of_end(run: RunDir, end: End) -> Culprit:
 
 
 def of_behind(run: RunDir, one: Behind) -> Culprit:
-    """The culprit is a rank for which the others waited in vain."""
+    """Blame a rank for which the others waited in vain."""
     cause = f"the others waited in vain: it was still at {one.where}, {one.at}"
     log = tail(run.rank_log(one.rank))
     log = one.stack or log

@@ -80,14 +80,14 @@ class Standing:
         return [self._lost(rank, node, FROZEN.format(f"{limit_s:g}")) for rank, node in lost]
 
     def silent(self, node: str, event: Mapping[str, Any]) -> Culprit:
-        """A worker that gives no sign of life, although it is not stopped."""
+        """Blame a worker that gives no sign of life, although it is not stopped."""
         cause = NO_SIGN.format(f"{self._spec.heartbeat_s:g}")
         if event["asleep"]:
             cause = ASLEEP.format(event["asleep"], f"{self._spec.hang_s:g}")
         return self._lost(event["rank"], node, cause)
 
     def quiet(self, rank: int, node: str) -> Culprit:
-        """A worker that lives, and has not let its other threads run for too long."""
+        """Blame a worker that lives, and has not let its other threads run for too long."""
         return self._lost(rank, node, QUIET.format(f"{self._spec.hang_s:g}"))
 
     def _lost(self, rank: int, node: str, cause: str) -> Culprit:
@@ -96,7 +96,7 @@ class Standing:
         return Culprit(rank=rank, node=node, cause=cause, hangs=True)
 
     def told(self, culprit: Culprit) -> Culprit:
-        """A culprit that hangs, with where it is: by the stack that it has written to its log since
+        """Say where a culprit that hangs is: by the stack that it has written to its log since
         it was asked, else by what it said within the second before; and what others wait for.
         """
         rank = culprit.rank

@@ -218,7 +218,7 @@ class Workers:
             self._report(self.exit_of(worker))
 
     def exit_of(self, worker: Worker) -> dict[str, Any]:
-        """The event of a worker's end."""
+        """Return the event of a worker's end."""
         known = self._watch.ranks[worker.rank]
         return {
             "event": "exit",

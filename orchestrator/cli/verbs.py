@@ -46,7 +46,7 @@ def overview(*, as_json: bool) -> None:
     told = ", ".join(f"{count} {state}" for state, count in states.most_common())
     say(console, f"runs in runs/:  {told or 'none yet'}")
     say(
-        console, f"cluster:        {cluster or 'no SLURM here: runs are local, on pretended nodes'}"
+        console, f"cluster:        {cluster or 'no SLURM here: runs are local, on simulated nodes'}"
     )
     say(console, "")
     width = max(len(typed) for typed, _ in can)

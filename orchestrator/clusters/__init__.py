@@ -1,1 +1,1 @@
-"""Places to run: the seam (`api`), pretended nodes (`local`), SLURM (`slurm`)."""
+"""Places to run: the seam (`api`), simulated nodes (`local`), SLURM (`slurm`)."""

@@ -1,6 +1,6 @@
 """The seam between a plan and a place to run it: `Cluster`, `Request`, `Handle`.
 
-Ours are `local` (pretended nodes on this machine) and `slurm`; anybody's is one class in a package
+Ours are `local` (simulated nodes on this machine) and `slurm`; anybody's is one class in a package
 of their own (see `plugins.py`). Whoever starts,
 follows or ends a run knows it by these classes alone.
 """

@@ -268,7 +268,7 @@ def replacement_problems(config: Config) -> Iterator[str]:
     told = f"run.max_replacements={config.run.max_replacements}"
     if config.cluster.kind != "local":
         yield (
-            f"{told} is for pretended nodes: on a {config.cluster.kind} cluster ranks that are "
+            f"{told} is for simulated nodes: on a {config.cluster.kind} cluster ranks that are "
             f"lost are not started again while the others go on; leave it out, or try {RESTARTS}"
         )
     elif config.run.survive is False:

@@ -310,7 +310,7 @@ class RunConfig:
 
     max_restarts: how often a run that failed begins again by itself, from its newest checkpoint.
     max_replacements: how many lost ranks get another process while the others go on; null: 16 on
-    pretended nodes, none on SLURM.
+    simulated nodes, none on SLURM.
     survive: when a rank dies in mid-window, the others redo it and go on (surviving.md); null:
     wherever that can be had on more than one node, see `rules.py`.
     """

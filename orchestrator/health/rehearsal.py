@@ -24,7 +24,7 @@ KILL_RANK, KILL_TWO, KILL_NODE = "kill a rank", "kill two ranks", "kill a node"
 FREEZE_RANK, STOP, KILL_LAUNCHER = "freeze a rank", "stop, resume", "kill the launcher"
 CUT, SILENCE, FILL_DISK = "cut a node's links", "silence a node", "fill the disk"
 HERE = (KILL_RANK, KILL_NODE, FREEZE_RANK, STOP, KILL_TWO, KILL_LAUNCHER, CUT, SILENCE, FILL_DISK)
-"""Kinds on pretended nodes."""
+"""Kinds on simulated nodes."""
 
 KILL_SCRIPT, REQUEUE = "kill the batch script", "requeue"
 NOTICE = "ask to leave"
@@ -191,7 +191,7 @@ def _refuse(config: Config, keys: set[str]) -> None:
         )
     if config.cluster.kind not in ("local", "slurm"):
         raise ConfigError(
-            f"a rehearsal is on pretended nodes, or on SLURM, not on a {config.cluster.kind} "
+            f"a rehearsal is on simulated nodes, or on SLURM, not on a {config.cluster.kind} "
             "cluster; leave cluster= out, and say how many: cluster.nodes=2"
         )
     if config.cluster.allocation == "current":

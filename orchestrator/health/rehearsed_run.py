@@ -247,7 +247,7 @@ class LocalInjector:
     def processes(
         self,
     ) -> tuple[dict[int, tuple[psutil.Process, str]], dict[str, psutil.Process]]:
-        """Its living ranks, by their numbers, with their pretended nodes; and these, by name."""
+        """Its living ranks, by their numbers, with their simulated nodes; and these, by name."""
         ranks: dict[int, tuple[psutil.Process, str]] = {}
         nodes: dict[str, psutil.Process] = {}
         for process in psutil.process_iter(["name", "cmdline", "status"]):

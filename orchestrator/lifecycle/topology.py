@@ -1,6 +1,6 @@
 """Who am I? The one place that reads the environment in which a rank was started.
 
-SLURM sets these variables; the local cluster sets the same ones for its pretended nodes, so the two
+SLURM sets these variables; the local cluster sets the same ones for its simulated nodes, so the two
 cannot be told apart from here on.
 """
 

@@ -258,12 +258,12 @@ def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, st
         environment=run.read_environment() or {},
         submission=submission,
         windows=told["windows"] if told else (),
-        nodes=run.nodes_of_ranks(latest) or _pretended(cell.plan),
+        nodes=run.nodes_of_ranks(latest) or _simulated(cell.plan),
     )
     return replace(found, pruned=(run.read(run.pruned) or {}).get("why", ""))
 
 
-def _pretended(plan: Mapping[str, Any]) -> dict[int, str]:
+def _simulated(plan: Mapping[str, Any]) -> dict[int, str]:
     """The nodes of ranks on a local cluster, which have no files of their own."""
     ranks, nodes = plan.get("ranks") or 0, plan.get("nodes") or 1
     return {rank: f"node{rank * nodes // ranks}" for rank in range(ranks)}

@@ -25,7 +25,7 @@ _context.set_forkserver_preload(["torch", "orchestrator.testing.torch_groups", _
 
 
 def spec(rank: int, size: int, folder: Path, *, transport: str = "gloo", **more: Any) -> GroupSpec:
-    """A rank of a pretended node of its own."""
+    """A rank of a simulated node of its own."""
     given: dict[str, Any] = {"timeout_s": 60.0, "collective_timeout_s": 60.0, **more}
     return GroupSpec(
         rank=rank,

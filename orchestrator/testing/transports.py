@@ -6,7 +6,7 @@
             return "mine"
 
 The fixture gives its name among the entry points. Ranks are processes of this machine, each on a
-pretended node with a loopback address of its own.
+simulated node with a loopback address of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a rank does about another of its node that gives no sign of life, under a scheduler.
 
-A pretended node has a supervisor for this; ranks of a real one watch each other, see `siblings`.
+A simulated node has a supervisor for this; ranks of a real one watch each other, see `siblings`.
 """
 
 from __future__ import annotations

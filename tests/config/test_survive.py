@@ -50,7 +50,7 @@ def test_what_cannot_survive_is_refused_with_what_can_be_done(values, framework,
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"cluster__kind": "slurm"}, "is for pretended nodes"),
+        ({"cluster__kind": "slurm"}, "is for simulated nodes"),
         ({"run__survive": False}, "try run.survive=true"),
     ],
 )

@@ -89,7 +89,7 @@ def test_a_wrong_sum_and_a_failed_run_are_bad(made):
     assert (found.state, "no route" in found.found) == (BAD, True)
 
 
-def test_here_it_sums_on_two_pretended_nodes(tmp_path):
+def test_here_it_sums_on_two_simulated_nodes(tmp_path):
     asked = ("--run", "--json", "cluster.ranks_per_node=1", f"run.dir={tmp_path / 'run'}")
     done = call("doctor", *asked, module="orchestrator")
     told = json.loads(done.stdout)

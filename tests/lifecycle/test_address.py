@@ -77,7 +77,7 @@ def test_a_nodes_loopback_is_no_way_to_another_node():
     assert source_towards("not an address") is None
 
 
-def test_pretended_nodes_on_one_machine_meet_on_its_loopback():
+def test_simulated_nodes_on_one_machine_meet_on_its_loopback():
     env = {"SLURM_JOB_NODELIST": "localhost,localhost", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
     for index in (0, 1):
         assert own_address(env, node="localhost", node_index=index, nodes=2) == "127.0.0.1"

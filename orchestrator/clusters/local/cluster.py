@@ -48,7 +48,7 @@ NODES_LIMIT = 254 * 254
 
 
 def node_address(index: int) -> str:
-    """Loopback address of a pretended node.
+    """Loopback address of a simulated node.
 
     >>> node_address(0), node_address(253), node_address(254)
     ('127.0.1.1', '127.0.1.254', '127.0.2.1')
@@ -141,7 +141,7 @@ class LocalHandle(Handle):
         return (self._folder / "agent-00000.json").exists()
 
     def _give_up_import(self) -> None:
-        """The import hangs; its stack goes to the log of the first node."""
+        """End a run whose import hangs; its stack goes to the log of the first node."""
         self._process.send_signal(signal.SIGQUIT)
         time.sleep(STACK_S)
         hang_s = self._request.details["hang_s"]
@@ -156,7 +156,7 @@ class LocalHandle(Handle):
         self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """The end of the control pipe has every agent end all that it has."""
+        """Close the control pipe, which has every agent end all that it has."""
         self._close_control()
         self._process.send_signal(signal.SIGCONT)  # one that is stopped sees nothing
         if not self._has_begun:  # it imports, and reads no pipe
@@ -173,7 +173,7 @@ class LocalHandle(Handle):
             self._control = -1
 
     def _outcome(self) -> dict[str, Any] | None:
-        """What the coordinator has decided; None where there was none to the end."""
+        """Return what the coordinator decided; None where none remained to decide."""
         try:
             reported = os.read(self._report, OUTCOME_BYTES)
         except BlockingIOError:  # an agent still holds it
@@ -211,7 +211,7 @@ class LocalCluster(Cluster):
     """Pretended nodes on this machine."""
 
     def refuse(self, plan: Plan, framework: str | None) -> None:
-        """Raises `JobError` where the framework is not installed here, `ConfigError` where the
+        """Raise `JobError` where the framework is not installed here, `ConfigError` where the
         tracker's package is not, `TransportError` where there are too few GPUs.
         """
         check_installed(framework)

@@ -2,7 +2,7 @@
 
 With `run.survive` srun ends nobody, whoever is gone (surviving.md). What it would do otherwise
 a process beside it does, on the batch script's node: it reads what srun says of each rank's end, as
-the launcher of pretended nodes hears it from them (`agent/coordinator.py`). What was taken away
+the launcher of simulated nodes hears it from them (`agent/coordinator.py`). What was taken away
 is a loss; all else is a failure, and ends the step. So is any end before the training began.
 """
 

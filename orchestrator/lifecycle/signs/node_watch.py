@@ -1,7 +1,7 @@
 """What is known on a node of its ranks: who lives, who stands still, who said its last word.
 
 Each rank sends a line a second through a socket (`signs_of_life.py`); here they are read, by the
-supervisor of a pretended node, or by the first rank of a real one. No files, and nothing but the
+supervisor of a simulated node, or by the first rank of a real one. No files, and nothing but the
 standard library, for a supervisor has to start at once.
 
 A sign of life is a line, or, when none comes, processor time: code that computes without letting

@@ -42,7 +42,7 @@ from orchestrator.rundir.warnings import warn
 
 
 def link_to_supervisor() -> socket.socket | None:
-    """The socket that the supervisor of a pretended node gave to this process, if one did."""
+    """The socket that the supervisor of a simulated node gave to this process, if one did."""
     number = os.environ.pop(LINK_VARIABLE, None)
     if number is None:
         return None

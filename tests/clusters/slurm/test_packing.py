@@ -108,7 +108,7 @@ def test_a_search_begins_its_trials_one_by_one_so_none_share():
     assert "leave sweep.pack out" in "".join(pack_problems(config))
 
 
-def test_on_pretended_nodes_the_queue_packs_already():
+def test_on_simulated_nodes_the_queue_packs_already():
     with pytest.raises(ConfigError, match="as many points run at once as the machine has room"):
         compose(["sweep.pack=true"])
 
