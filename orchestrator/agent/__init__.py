@@ -1,1 +1,1 @@
-"""One agent per node: it owns the node's workers, and the agents decide together who trains."""
+"""One agent per simulated node owns its workers; one of the agents coordinates them all."""

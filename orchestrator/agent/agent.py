@@ -1,8 +1,9 @@
 """The agent: the one process that owns a node's workers.
 
-It is the same program on every cluster. It starts the node's workers, watches them, and follows the
-coordinator, which is the most senior agent that lives (`coordinator.py`); where that one goes away,
-the next one takes its place. A worker never talks to another node's agent, only to its own.
+It starts the node's workers, watches them, and follows the coordinator, which is the most senior
+agent that lives (`coordinator.py`); where that one goes away, the next one takes its place. A
+worker never talks to another node's agent, only to its own. Simulated nodes have agents; on SLURM
+each rank is still a task of srun, and the ranks watch each other (`lifecycle/survival/`).
 
 The loop has one thread: an agent forks, and a fork has only the thread that forked.
 """
@@ -43,7 +44,7 @@ REPORTED_CHARACTERS = 500
 
 
 class Agent:
-    """One node's.
+    """Agent of one node.
 
     Args:
         control: a pipe whose end means that the launcher is gone, or wants all processes ended;

@@ -8,6 +8,7 @@ else it knows comes with each agent's first message, so any agent can take over.
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -139,11 +140,15 @@ class Coordinator:
         """Take in an agent that came, perhaps again, with the workers that it has or had."""
         agent = self.agents[index]
         known = {worker["rank"]: worker for worker in workers}
-        for rank in self._spec.ranks_of(index):
-            # A node that was started again has none of the workers that it had.
-            if self.workers[rank].state == "alive" and rank not in known:
-                self._lose_ranks([rank], End(time=self._clock(), node=self._spec.name_of(index),
-                                             rank=None, status=-9))  # fmt: skip
+        # A node that was started again has none of the workers that it had.
+        self._lose_ranks(
+            index,
+            [
+                rank
+                for rank in self._spec.ranks_of(index)
+                if self.workers[rank].state == "alive" and rank not in known
+            ],
+        )
         agent.heard, agent.gone = self._clock(), False
         for event in known.values():
             for one in event["events"]:
@@ -171,19 +176,22 @@ class Coordinator:
             self._lose_agent(index)
 
     def _lose_agent(self, index: int, cause: str = GONE) -> None:
-        self._causes.setdefault(self._spec.name_of(index), cause)
         agent = self.agents[index]
         agent.gone, agent.heard = True, None
         ranks = [r for r in self._spec.ranks_of(index) if self.workers[r].state != "ended"]
-        if ranks:
-            end = End(time=self._clock(), node=self._spec.name_of(index), rank=None, status=-9)
-            self._lose_ranks(ranks, end)
+        self._lose_ranks(index, ranks, cause)
 
-    def _lose_ranks(self, ranks: list[int], end: End) -> None:
+    def _lose_ranks(self, index: int, ranks: list[int], cause: str = GONE) -> None:
+        """Lose workers together with their agent, for a reason that names the node."""
+        if not ranks:
+            return
+        node = self._spec.name_of(index)
+        self._causes.setdefault(node, cause)
         for rank in ranks:
             self.workers[rank].state, self.workers[rank].waits = "ended", False
             self._standing.ended(rank)
-        self._ended_badly(end, ranks)
+        status = -signal.SIGKILL  # to the others it is as if it had been killed
+        self._ended_badly(End(time=self._clock(), node=node, rank=None, status=status), ranks)
 
     # ------------------------------------------------------------------ events
 

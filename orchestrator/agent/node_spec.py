@@ -82,11 +82,10 @@ class NodeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentFile:
-    """Where an agent listens, which of its node it is, and its process."""
+    """Where an agent listens, and how many agents its node had before."""
 
     peer: Peer
     incarnation: int
-    pid: int
 
     @property
     def seniority(self) -> tuple[int, int]:
@@ -105,7 +104,6 @@ def publish_agent(spec: NodeSpec, port: int) -> None:
         "port": port,
         "node": spec.index,
         "incarnation": spec.incarnation,
-        "pid": os.getpid(),
     }
     write_json(_path(RunDir(spec.run), spec.attempt, spec.index), value)
 
@@ -116,7 +114,7 @@ def agent_file(run: RunDir, attempt: int, index: int) -> AgentFile | None:
     if found is None:
         return None
     peer = Peer(found["address"], found["port"], found["node"])
-    return AgentFile(peer=peer, incarnation=found["incarnation"], pid=found["pid"])
+    return AgentFile(peer=peer, incarnation=found["incarnation"])
 
 
 def secret_of(run: RunDir, attempt: int) -> str:

@@ -16,7 +16,6 @@ from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 
 _SECTIONS = re.compile(r"\b(?:accumulation|train)\.(?=[a-z_]+\b)")
-_CALLS = ("state_dict", "load_state_dict")
 _LEAST = {
     "global_batch": 1, "steps": 1, "micro_batch": 1, "updates": 1, "seed": 0, "first": 0,
     "checkpoint_every": 0, "keep_checkpoints": 1,

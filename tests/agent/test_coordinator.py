@@ -238,7 +238,7 @@ def test_the_smaller_half_waits_while_the_others_may_live(
 ):
     """Two of three nodes fall silent; only one that died refuses connections."""
     attempt = Attempt(tmp_path)
-    known = AgentFile(peer=Peer("127.0.0.1", 1, 0), incarnation=0, pid=1)
+    known = AgentFile(peer=Peer("127.0.0.1", 1, 0), incarnation=0)
     monkeypatch.setattr("orchestrator.agent.coordinator.agent_file", lambda *_: known)
     monkeypatch.setattr("orchestrator.agent.coordinator.refuses", lambda *_: not listens)
     attempt.coordinator.disconnected(1)
@@ -257,3 +257,15 @@ def test_nobody_is_let_in_once_a_worker_has_finished(tmp_path):
     attempt.tick(1.0)
     assert attempt.told("start") == []
     assert {"left": True} in [c["message"] for _, c in attempt.told("tell")]
+
+
+def test_a_node_that_comes_back_before_its_loss_was_noticed_is_named(tmp_path):
+    attempt = Attempt(tmp_path, survive=False)
+    attempt.coordinator.joined(1, [])
+    attempt.tick(GRACE_S)
+    attempt.end(0, status=-9)
+    attempt.end(2, status=-9)
+    attempt.tick()
+    culprit = attempt.coordinator.outcome["culprit"]
+    assert (culprit["rank"], culprit["node"]) == (None, "node1")
+    assert "its agent is gone" in culprit["cause"]

@@ -1,8 +1,8 @@
 """The local cluster: simulated nodes on this machine, each with its name and its loopback address.
 
 Every worker is a real process with the environment that SLURM would give it, so a job that runs
-here runs there. Each node has its agent (`orchestrator.agent`), as on any cluster. Whatever happens
-to the launcher, no process is left.
+here runs there. Each node has its agent (`orchestrator.agent`). Whatever happens to the launcher,
+no process is left.
 """
 
 from __future__ import annotations
