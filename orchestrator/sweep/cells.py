@@ -328,47 +328,59 @@ def make_room(cell: Cell) -> None:
     cell.old.rename(aside / f"{cell.old.name}-{number}")
 
 
-def seconds_of(cell: Cell) -> float | None:
-    """How long a cell would run: by `facts.update_s`, else by the time limit that it asks for.
-
-    None where neither is known.
-    """
-    config, updates = cell.point.config, cell.point.plan.updates
+def seconds_of(point: Point) -> float | None:
+    """Return how long a point runs, by `facts.update_s` or its time limit; None if unknown."""
+    config, updates = point.config, point.plan.updates
     if config.facts.update_s is not None and updates is not None:
         return config.facts.update_s * updates
     return None if config.cluster.time_min is None else 60.0 * config.cluster.time_min
 
 
-def gpu_hours(cell: Cell) -> float | None:
-    """GPUs times hours; 0 where no GPU is asked for, None where the time is not known."""
-    gpus = gpus_of(cell.point.config)
-    seconds = seconds_of(cell)
+def gpu_hours(point: Point) -> float | None:
+    """Return GPUs times hours: 0 without GPUs, None where the time is not known."""
+    cluster = point.config.cluster
+    gpus = node_range(cluster.nodes)[1] * gpu_count(cluster.gpus_per_node)
     if not gpus:
         return 0.0
+    seconds = seconds_of(point)
     return None if seconds is None else gpus * seconds / 3600
-
-
-def gpus_of(config: Config) -> int:
-    """On all nodes together, of the most nodes."""
-    return node_range(config.cluster.nodes)[1] * gpu_count(config.cluster.gpus_per_node)
 
 
 def refuse_beyond(cells: Sequence[Cell]) -> None:
     """Raise `ConfigError` where what is to run costs more than `budget.gpu_hours`, or might."""
+    todo = [cell.point for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
     limit = cells[0].point.config.budget.gpu_hours if cells else None
     if limit is None:
         return
-    todo = [cell for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
-    hours = [gpu_hours(cell) for cell in todo]
-    unknown = [c.point.number for c, h in zip(todo, hours, strict=True) if h is None]
-    if unknown:
-        raise ConfigError(
-            f"budget.gpu_hours={limit:g} cannot be kept: how long point {unknown[0]} runs is not "
-            f"known; set facts.update_s, or the limit cluster.time_min"
-        )
-    total = sum(hour for hour in hours if hour is not None)
+    hours = {point.number: gpu_hours(point) for point in todo}
+    unknown = [number for number, hour in hours.items() if hour is None]
+    _refuse_unknown(limit, f"point {unknown[0]}" if unknown else "")
+    total = sum(hour for hour in hours.values() if hour is not None)
     if total > limit:
         raise ConfigError(
             f"the {len(todo)} points that are to run take {total:.3g} GPU-hours by their plans, "
             f"more than budget.gpu_hours={limit:g}"
+        )
+
+
+def refuse_trials_beyond(points: Sequence[Point], trials: int) -> None:
+    """Raise `ConfigError` where so many trials like these cost more than `budget.gpu_hours`."""
+    limit = points[0].config.budget.gpu_hours
+    if limit is None:
+        return
+    hours = [gpu_hours(point) for point in points]
+    _refuse_unknown(limit, "a trial" if None in hours else "")
+    total = trials * max(hour for hour in hours if hour is not None)
+    if total > limit:
+        raise ConfigError(
+            f"{trials} trials take up to {total:.3g} GPU-hours by their plans, more than "
+            f"budget.gpu_hours={limit:g}"
+        )
+
+
+def _refuse_unknown(limit: float, which: str) -> None:
+    if which:
+        raise ConfigError(
+            f"budget.gpu_hours={limit:g} cannot be kept: how long {which} runs is not known; set "
+            f"facts.update_s, or the limit cluster.time_min"
         )

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import optuna
 from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep, Sweep
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.samplers import RandomSampler, TPESampler
+from optuna.trial import FrozenTrial
 
+from orchestrator.config.schema import SweepConfig
 from orchestrator.errors import ConfigError
 
 LARGEST = 2**53  # above, whole numbers are not all different as what they are drawn as
 INSIDE = 1 / 64  # of an interval: a number near its end, for the end itself is hardly ever drawn
 TAGS = {"log"}
-NOT_TELLING = (
-    "run",
-)  # sections of which a point is not made; what a sweep shares, its loader says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +74,18 @@ class Axis:
         inside = (high - low) * INSIDE
         return [back(low + inside), back(high - inside)]
 
-    def told(self) -> dict[str, Any]:
-        """As plain values, for a file, and to be compared with that of another start."""
+    @property
+    def distribution(self) -> BaseDistribution:
+        if self.ordered:
+            return IntDistribution(0, len(self.texts) - 1)
+        if self.texts:
+            return CategoricalDistribution(self.texts)
+        if self.whole:
+            return IntDistribution(int(self.low), int(self.high), log=self.log)
+        return FloatDistribution(self.low, self.high, log=self.log)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, to be compared with those of another start."""
         if self.texts:
             return {"of": list(self.texts), "ordered": self.ordered}
         return {"low": self.low, "high": self.high, "whole": self.whole, "log": self.log}
@@ -91,11 +109,39 @@ class Space:
             return None
         return math.prod(len(axis.texts) for axis in self.axes)
 
-    def of_grid(self, number: int) -> dict[str, Any]:
-        """One of all points, counted as a sweep counts them: the last axis changes fastest.
+    @property
+    def distributions(self) -> dict[str, BaseDistribution]:
+        return {axis.key: axis.distribution for axis in self.axes}
+
+    def draw(self, sweep: SweepConfig, history: Sequence[FrozenTrial]) -> dict[str, Any]:
+        """Choose a value for each axis, by its key, for the next trial.
+
+        It depends on nothing but the arguments, so that a search that was killed continues with
+        the trials of an undisturbed one.
+
+        Args:
+            history: all trials so far by their numbers, running ones included.
+        """
+        number = len(history)
+        if sweep.search == "grid":
+            return self.grid_point(number)
+        # Hashed, so that neighbouring seeds share no trial, as they would if they were added.
+        digest = hashlib.sha256(f"{sweep.seed} {number}".encode()).digest()
+        seed = int.from_bytes(digest[:4], "big")
+        study = optuna.create_study(
+            direction="maximize" if sweep.direction == "maximize" else "minimize",
+            sampler=RandomSampler(seed=seed)
+            if sweep.search == "random"
+            else TPESampler(seed=seed, constant_liar=True),  # avoids points that run now
+        )
+        study.add_trials(history)
+        return dict(study.ask(self.distributions).params)
+
+    def grid_point(self, number: int) -> dict[str, Any]:
+        """Return one of all points, in the order of a sweep: the last axis changes fastest.
 
         >>> Space(axes=(Axis(key="a", texts=("x", "y")), Axis(key="b", texts=("1", "2", "3"),
-        ...     ordered=True)), fixed=()).of_grid(4)
+        ...     ordered=True)), fixed=()).grid_point(4)
         {'a': 'y', 'b': 1}
         """
         drawn: dict[str, Any] = {}
@@ -138,7 +184,7 @@ def _axis(override: Override) -> Axis:
     if getattr(value, "shuffle", False):
         raise ConfigError("cannot be shuffled: a search has an order of its own")
     key = override.get_key_element()
-    if override.key_or_group.partition(".")[0] in NOT_TELLING:
+    if override.key_or_group.partition(".")[0] == "run":
         raise ConfigError("cannot be chosen: it tells no trial from another")
     if isinstance(value, IntervalSweep):
         return _interval(key, value)

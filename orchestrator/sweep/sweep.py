@@ -73,9 +73,9 @@ def run_sweep(composer: Composer, manner: OutputOptions) -> int:
     """
     if composer.own_search:
         require_optuna()
-        from orchestrator.sweep.search import search
+        from orchestrator.sweep.search import run_search
 
-        return search(composer, manner)
+        return run_search(composer, manner)
     with contextlib.ExitStack() as open_until_the_end:
         sweep = Sweep(manner, open_until_the_end, search=composer.searches)
         drive(composer, sweep.launch)

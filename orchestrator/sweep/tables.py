@@ -77,8 +77,8 @@ def row_of(cell: Cell) -> dict[str, Any]:
         "do": cell.do.value,
         "why": cell.why,
         "nodes": node_range(cell.point.config.cluster.nodes)[1],
-        "seconds": seconds_of(cell),
-        "gpu_hours": gpu_hours(cell),
+        "seconds": seconds_of(cell.point),
+        "gpu_hours": gpu_hours(cell.point),
     }
 
 
@@ -104,7 +104,7 @@ def print_cells(cells: Sequence[Cell], console: Console) -> None:
         )
     console.print(table)
     left = [cell for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
-    hours = [gpu_hours(cell) for cell in left]
+    hours = [gpu_hours(cell.point) for cell in left]
     known = sum(h for h in hours if h is not None) if None not in hours else None
     say(console, f"{plural(len(left), 'point')} of {len(cells)} to run, {_hours(known)} GPU-hours")
 

@@ -26,7 +26,7 @@ from orchestrator.inside.run import current_run
 from orchestrator.plugins import SEAMS
 from orchestrator.report.run_tables import print_closing
 from orchestrator.rundir.metrics import History
-from orchestrator.sweep.search import asked_of
+from orchestrator.sweep.search import read_search
 from orchestrator.sweep.sweep import checked
 from tests.docs.printed import (
     PROGRAMS,
@@ -102,7 +102,7 @@ def composed(words):
     composer = Composer(line)
     found = composer.compose()
     if composer.own_search:
-        assert asked_of(composer).trials
+        assert read_search(composer).trials
     elif found.sweeps:
         assert checked(points_of(composer))
     else:

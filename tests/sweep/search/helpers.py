@@ -9,7 +9,7 @@ from orchestrator.config.command_line import CommandLine, program_overrides
 from orchestrator.config.composer import Composer
 from orchestrator.rundir.folder import RunDir
 from orchestrator.sweep.local import PointEnded
-from orchestrator.sweep.search import Searcher, asked_of, journal_of
+from orchestrator.sweep.search import Searcher, open_study, read_search
 from orchestrator.sweep.submission import alone_in, ready_of
 
 QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
@@ -48,7 +48,7 @@ def asked(*overrides):
     """What these ask a search for; raises what refuses it."""
     composer = Composer(CommandLine(overrides=overrides, multirun=True))
     composer.compose()
-    return asked_of(composer)
+    return read_search(composer)
 
 
 class AtOnce:
@@ -103,6 +103,6 @@ def write_result(run: RunDir, arguments):
 def searched(question, place=None):
     """A start of a search, to its end; its table."""
     with alone_in(question.folder):
-        begun = Searcher(question, journal_of(question), place or AtOnce(), QUIET)
+        begun = Searcher(question, open_study(question), place or AtOnce(), QUIET)
         begun.run()
     return begun.table

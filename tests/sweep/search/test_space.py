@@ -6,7 +6,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from orchestrator.config.loader import Loader
 from orchestrator.config.schema import SweepConfig
 from orchestrator.errors import ConfigError
-from orchestrator.sweep.search import draw
 from orchestrator.sweep.search_space import space_of
 from orchestrator.sweep.sweep import require_optuna
 
@@ -33,7 +32,7 @@ def test_every_draw_is_within_what_was_written(text, may_be, sampler):
     require_optuna()
     [axis] = space(text).axes
     drawn = {
-        axis.text(draw(space(text), SweepConfig(search=sampler, seed=seed), [])[axis.key])
+        axis.text(space(text).draw(SweepConfig(search=sampler, seed=seed), [])[axis.key])
         for seed in range(20)
     }
     for override in drawn:
