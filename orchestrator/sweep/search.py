@@ -187,7 +187,7 @@ def _grid_size(space: Space, trials: int | None) -> int:
     return trials or space.size
 
 
-def open_study(search: Search) -> Study:
+def open_study(search: Search) -> tuple[Study, JournalStorage]:
     """Load the search's study from its journal, or create it.
 
     Raises:
@@ -204,8 +204,9 @@ def open_study(search: Search) -> Study:
         )
     try:
         _remove_torn_line(folder.journal)
+        storage = JournalStorage(JournalFileBackend(str(folder.journal)))
         study = optuna.create_study(
-            storage=JournalStorage(JournalFileBackend(str(folder.journal))),
+            storage=storage,
             study_name=STUDY,
             direction="maximize" if search.maximize else "minimize",
             load_if_exists=True,
@@ -230,7 +231,7 @@ def open_study(search: Search) -> Study:
         )
     if MADE_OF not in study.user_attrs:
         study.set_user_attr(MADE_OF, now)
-    return study
+    return study, storage
 
 
 def _remove_torn_line(path: Path) -> None:
@@ -323,7 +324,7 @@ class TrialRuns:
         return not self._full and len(self.followed) < self._most
 
     def start(self, cell: Cell) -> bool:
-        """Start a trial; return False if it has to wait. Raises `ConfigError` if it can never run."""
+        """Start a trial; return False if it waits. Raises `ConfigError` if it can never run."""
         if self._queue is not None:
             return self._queue.start(cell)
         try:
@@ -413,10 +414,15 @@ class Searcher:
     """One start of a search: draws trials, runs them and records their results in the study."""
 
     def __init__(
-        self, search: Search, study: Study, runs: TrialRuns, manner: OutputOptions
+        self,
+        search: Search,
+        study: Study,
+        storage: JournalStorage,
+        runs: TrialRuns,
+        manner: OutputOptions,
     ) -> None:
         self._search, self._study, self._runs, self._manner = search, study, runs, manner
-        self._storage = study._storage  # noqa: SLF001  # a study has no way to change its trials
+        self._storage = storage
         self._pruner = MedianPruner() if search.sweep.prune == "median" else None
         self._running: dict[Path, Trial] = {}
         self._waiting: list[Trial] = []
@@ -709,10 +715,10 @@ def run_search(composer: Composer, manner: OutputOptions) -> int:
     """
     search = read_search(composer)
     with alone_in(search.folder):
-        study = open_study(search)
+        study, storage = open_study(search)
         runs = TrialRuns(search, manner)
         with runs.counting_interrupts():
-            searcher = Searcher(search, study, runs, manner)
+            searcher = Searcher(search, study, storage, runs, manner)
             searcher.run()
             interrupts, left = runs.interrupts.count, len(runs.followed)
         print_search(searcher.table, manner.console)

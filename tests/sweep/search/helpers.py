@@ -103,6 +103,6 @@ def write_result(run: RunDir, arguments):
 def searched(question, place=None):
     """A start of a search, to its end; its table."""
     with alone_in(question.folder):
-        begun = Searcher(question, open_study(question), place or AtOnce(), QUIET)
+        begun = Searcher(question, *open_study(question), place or AtOnce(), QUIET)
         begun.run()
     return begun.table
