@@ -46,7 +46,7 @@ test: style  ## lint, types, import directions and every test
 
 test-quick: setup  ## the tests of the inner loop: no SLURM, no MindSpore, no whole runs
 	@echo "== pytest, three files at a time"
-	@$(BIN)/python -m pytest $(addprefix --ignore=tests/,slurm engine/mindspore end_to_end docs hostile) -n 3 --dist loadfile
+	@$(BIN)/python -m pytest $(addprefix --ignore=tests/,slurm engine/mindspore end_to_end docs) -n 3 --dist loadfile
 
 lint: style  ## ruff, import-linter, pyright
 	@echo "== pyright"

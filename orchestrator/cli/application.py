@@ -15,7 +15,7 @@ from rich.console import Console
 from orchestrator.cli.follow import OutputOptions
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer, print_help
-from orchestrator.config.guard import check_arguments, no_such_key
+from orchestrator.config.messages import no_such_key
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.rules import refuse_without_sweep
 from orchestrator.config.schema import Config
@@ -40,7 +40,6 @@ class Asked:
 
 def read(arguments: Sequence[str]) -> Asked:
     """What the arguments ask for; what only shows something is done here. Raises our errors."""
-    check_arguments(arguments)
     line = read_command_line(arguments)
     manner = OutputOptions(console=Console(), verbose=line.verbose, quiet=line.quiet)
     composer = Composer(line)

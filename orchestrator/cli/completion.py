@@ -50,13 +50,13 @@ def complete_overrides(args: list[str], incomplete: str) -> list[str]:
 def _asked_of_hydra(words: Sequence[str]) -> list[str]:
     from orchestrator.config.command_line import read_command_line, spelled
     from orchestrator.config.composer import Composer, OverrideCompletion
-    from orchestrator.config.guard import guarded
+    from orchestrator.config.messages import config_errors
 
     *before, word = words or [""]
     line = read_command_line([w for w in before if w.startswith("-") or "=" in w or "~" in w])
     composer = Composer(line)
     flag = ["--multirun"] if line.multirun else []
-    with guarded():
+    with config_errors():
         typed = [spelled(override, sweep=line.multirun) for override in line.overrides]
         asked = " ".join([*flag, *(o for o in typed if not o.split()[1:]), word])
         found = OverrideCompletion(composer.loader).choices(line.config_name, asked)

@@ -19,7 +19,7 @@ from orchestrator.clusters.api import cluster_of
 from orchestrator.config.changes import OTHER_FOLDER, Change, Kind, changes, flat
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, spelled
 from orchestrator.config.composer import Composer
-from orchestrator.config.guard import check_arguments, guarded
+from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import as_they_are, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
@@ -386,11 +386,10 @@ def _with(old: dict[str, Any], overrides: Sequence[str], config_dir: str | None)
     """The configuration `old` with what was typed. Raises `ConfigError`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    check_arguments(overrides)
     check_overrides(overrides)
     values = as_they_are(old)
     stated = {key_of(text) for text in overrides}
-    with guarded():
+    with config_errors():
         for text in sorted(overrides, key=lambda text: "." in key_of(text)):  # groups first
             [override] = OverridesParser.create().parse_overrides([spelled(text)])
             if override.is_sweep_override() or override.is_delete() or override.package:

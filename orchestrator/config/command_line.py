@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.config.job_source import is_this_python
 from orchestrator.config.schema import FREE_SECTIONS, OPTIONS
-from orchestrator.errors import ConfigError, did_you_mean
+from orchestrator.errors import ConfigError, did_you_mean, shortened
 
 PRIMARY = "config"
 """The primary configuration's name, unless `--config-name` says another."""
@@ -111,6 +111,11 @@ def _check(line: CommandLine) -> None:
 def check_overrides(overrides: Iterable[str]) -> None:
     """Raise `ConfigError` for what cannot be an override: KEY=VALUE, +KEY=VALUE, ++…, or ~KEY."""
     for override in overrides:
+        if found := re.search(r"[\x00-\x08\x0b-\x1f\x7f]", override):
+            name = shortened(repr(override))
+            raise ConfigError(f"{name} has the control character {ord(found[0]):#04x} in it")
+        if not override.isascii() and any("\ud800" <= sign < "\ue000" for sign in override):
+            raise ConfigError(f"{shortened(repr(override))} is not UTF-8")
         if "=" in override or override.startswith("~"):
             continue
         if override in VERBS:

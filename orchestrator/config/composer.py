@@ -21,9 +21,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.config.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
-from orchestrator.config.guard import OWN_LAUNCHER, check_arguments, guarded
 from orchestrator.config.job_source import builds_optimizer
 from orchestrator.config.loader import Loader
+from orchestrator.config.messages import OWN_LAUNCHER, config_errors
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config, unknown_keys
 from orchestrator.config.schema import Config
@@ -56,7 +56,7 @@ class Composed:
         """
         if sentences := unknown_keys(self.values):
             raise ConfigError("\n".join(sentences))
-        with guarded():
+        with config_errors():
             return read_config(self.values)
 
 
@@ -228,7 +228,6 @@ class Composer:
     """
 
     def __init__(self, line: CommandLine) -> None:
-        check_arguments(line.overrides)
         self.line = line
         self.params: list[str] = []  # what the configuration itself sweeps over
         self.searches = False  # whether points are chosen by what came of earlier ones,
@@ -242,7 +241,7 @@ class Composer:
         """The name of the folder of this line's sweep: the same for the same keys, whatever values
         they are swept over, so that the line typed again finds what it has made.
         """
-        with guarded():
+        with config_errors():
             return self.loader.sweep_name(self.overrides, self.line)
 
     def compose(self) -> Composed:
@@ -252,7 +251,7 @@ class Composer:
             ConfigError: what cannot be composed, in words.
         """
         mode = RunMode.MULTIRUN if self.line.multirun else RunMode.RUN
-        with guarded():
+        with config_errors():
             refuse_typed_params(self.line.overrides)
             found = self.load(self.overrides, mode)
             asked = OmegaConf.select(found, "hydra.mode")
@@ -307,7 +306,7 @@ class Composer:
         return found
 
     def _point(self, number: int, overrides: Sequence[str]) -> Composed:
-        with guarded():
+        with config_errors():
             found = self._cache.get(number, overrides)
             if found is None:
                 found = self.load(overrides, RunMode.RUN)
@@ -446,7 +445,7 @@ def drive(composer: Composer, launch: Launch) -> Any:
     """
     found = composer.load(composer.overrides, RunMode.MULTIRUN)
     points = Points(composer, launch)
-    with guarded(), open_dict(found):
+    with config_errors(), open_dict(found):
         found.hydra.launcher = {"_target_": f"{OURS}.OrchestratorLauncher"}
         found.hydra.sweeper.params = dict(text.split("=", 1) for text in composer.params)
         if composer.searches:
@@ -462,7 +461,7 @@ def drive(composer: Composer, launch: Launch) -> Any:
         )
         composer.loader.refuse_sweep(composer.stated)
     theirs = f"the sweeper {found.hydra.sweeper['_target_']}" if composer.searches else ""
-    with guarded(bounded=False, whose=theirs):
+    with config_errors(whose=theirs):
         return sweeper.sweep(list(composer.overrides))
 
 

@@ -21,7 +21,7 @@ from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathElement, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.plugins.config_source import ConfigResult
@@ -30,7 +30,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from orchestrator.config.command_line import CommandLine
-from orchestrator.config.guard import MOST_POINTS, register_checked_files
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 
@@ -203,6 +202,7 @@ def _inside(name: str, value: Any) -> Iterator[str]:
 
 
 HYDRA_VERSION_BASE = "1.3"
+MOST_POINTS = 10_000
 OF_THE_SWEEP = ("hydra", "sweep", "budget")  # sections of which a sweep has one, not each point
 OF_A_SEARCH = ("search", "seed", "objective", "direction", "prune")  # in `sweep`: not how far
 SEARCH_KEYS = tuple(f"sweep.{name}" for name in OF_A_SEARCH)
@@ -273,13 +273,22 @@ def _store_schema() -> None:
         ConfigStore.instance().store(name="schema", node=Config)
 
 
+def _size(override: Override) -> int:
+    """Count the values of a sweep over one key, without making a list of a long range."""
+    value: Any = override.value()
+    if isinstance(value, RangeSweep):
+        start, stop, step = value.start or 0, value.stop or 0, value.step or 0
+        if step and abs(stop - start) > MOST_POINTS * abs(step):
+            raise ConfigError(f"{override.input_line} makes more than {MOST_POINTS} points")
+    return sum(1 for _ in override.sweep_string_iterator())
+
+
 class Loader(ConfigLoaderImpl):
     """Composes; says where a group's part comes from; takes the points of a sweep apart."""
 
     def __init__(self, config_dir: str | None) -> None:
         _store_schema()
         version.setbase(HYDRA_VERSION_BASE)
-        register_checked_files(config_folder())
         setup_globals()  # Hydra's own resolvers
         register()  # one of which replaces one of those
         super().__init__(search_path(config_dir))
@@ -337,11 +346,7 @@ class Loader(ConfigLoaderImpl):
         """Raise `ConfigError` for a sweep over what all its points share, or of no point, or of
         more than anybody can mean.
         """
-        sizes = {
-            o.key_or_group: sum(1 for _ in o.sweep_string_iterator())
-            for o in self.swept(overrides)
-            if o.is_discrete_sweep()
-        }
+        sizes = {o.key_or_group: _size(o) for o in self.swept(overrides) if o.is_discrete_sweep()}
         if (number := math.prod(sizes.values())) > MOST_POINTS:
             raise ConfigError(f"a sweep of {number} points is too large; at most {MOST_POINTS}")
         for key in (key for key, size in sizes.items() if not size):

@@ -26,9 +26,9 @@ from orchestrator.cli.status import cancel, statuses
 from orchestrator.clusters.api import class_for, class_of
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, literally
 from orchestrator.config.composer import Composer
-from orchestrator.config.guard import guarded
 from orchestrator.config.job_source import read_once
 from orchestrator.config.loader import OF_A_SEARCH
+from orchestrator.config.messages import config_errors
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import SweepConfig
 from orchestrator.errors import (
@@ -107,7 +107,7 @@ class Search:
 
 def read_search(composer: Composer) -> Search:
     """Check a search before its first trial. Raises `ConfigError` for what cannot be searched."""
-    with guarded():
+    with config_errors():
         space = space_of(composer.loader.swept(composer.stated))
     with read_once():
         points = _compose_alternatives(composer, space)
