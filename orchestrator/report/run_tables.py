@@ -18,6 +18,7 @@ from rich.table import Table
 from orchestrator.report.terminal import command, literal, say
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import History, Record, Summary, summarize
+from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.units import (
     format_bytes,
     format_count,
@@ -455,21 +456,6 @@ def suspect_node(culprit: Mapping[str, Any], folder: Path) -> str | None:
     if not node or node in ("batch", "scheduler") or not NODE_FAULT.search(cause):
         return None
     return node if RunDir(folder).read_handle() is not None else None
-
-
-def describe_culprit(culprit: Mapping[str, Any]) -> str:
-    """Who failed first and why, as one sentence.
-
-    >>> describe_culprit({"rank": 2, "node": "node1", "cause": "killed by SIGKILL"})
-    'rank 2 on node1 failed first: killed by SIGKILL'
-    >>> describe_culprit({"rank": None, "node": None, "cause": "no rank started"})
-    'the run failed: no rank started'
-    """
-    rank, node = culprit.get("rank"), culprit.get("node")
-    cause = culprit.get("cause") or "cause unknown"
-    if rank is None:
-        return f"the run failed{'' if node is None else f' on {node}'}: {cause}"
-    return f"rank {rank}{'' if node is None else f' on {node}'} failed first: {cause}"
 
 
 def log_lines(tail: str | Sequence[str] | None, most: int = LOG_LINES) -> list[str]:

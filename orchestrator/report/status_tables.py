@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -19,6 +19,7 @@ from orchestrator.errors import RunFolderError
 from orchestrator.report.terminal import command, legible, literal, say
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import RunStatus
 from orchestrator.units import (
     UNKNOWN,
     format_count,
@@ -30,7 +31,7 @@ from orchestrator.units import (
     short_number,
 )
 
-# ruff: noqa: RUF001 - the signs are meant, and have stand-ins where they cannot be shown.
+# ruff: noqa: RUF001, RUF002 - the signs are meant, and have stand-ins where they cannot be shown.
 
 
 STATE_STYLES = {
@@ -49,57 +50,6 @@ UNREADABLE = ("private", "damaged")
 NONE = "–"
 
 
-class Shown(Protocol):
-    """What is shown of a run; see `orchestrator.rundir.status.RunStatus`."""
-
-    @property
-    def folder(self) -> Path: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def job_id(self) -> str | None: ...
-    @property
-    def nodes(self) -> str: ...
-    @property
-    def updates(self) -> int: ...
-    @property
-    def total(self) -> int | None: ...
-    @property
-    def loss(self) -> float | None: ...
-    @property
-    def learning_rate(self) -> float | None: ...
-    @property
-    def evaluation(self) -> dict[str, Any]: ...
-    @property
-    def samples_per_second(self) -> float | None: ...
-    @property
-    def seconds_left(self) -> float | None: ...
-    @property
-    def boundary_age_s(self) -> float | None: ...
-    @property
-    def attempts(self) -> int: ...
-    @property
-    def restarts(self) -> int: ...
-    @property
-    def survived(self) -> int: ...
-    @property
-    def came_back(self) -> int: ...
-    @property
-    def lost_updates(self) -> int: ...
-    @property
-    def why(self) -> str | None: ...
-    @property
-    def program(self) -> str | None: ...
-    @property
-    def time_left_s(self) -> float | None: ...
-    @property
-    def reason(self) -> str | None: ...
-    @property
-    def culprit(self) -> str | None: ...
-    @property
-    def warnings(self) -> list[str]: ...
-
-
 def short_name(folder: Path, here: Path) -> str:
     """A folder as seen from here.
 
@@ -109,7 +59,7 @@ def short_name(folder: Path, here: Path) -> str:
     return str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)
 
 
-def updates_done(run: Shown) -> str:
+def updates_done(run: RunStatus) -> str:
     """Updates done, of how many where that is known; a program need not say."""
     if run.program and not run.updates:
         return NONE
@@ -117,7 +67,7 @@ def updates_done(run: Shown) -> str:
     return f"{format_count(run.updates)}{of}"
 
 
-def _cells(run: Shown, here: Path) -> list[str]:
+def _cells(run: RunStatus, here: Path) -> list[str]:
     name = short_name(run.folder, here)
     if run.state in UNREADABLE:
         return [name, run.state, *[NONE] * (len(HEADINGS) - 2)]
@@ -135,7 +85,7 @@ def _cells(run: Shown, here: Path) -> list[str]:
     ]
 
 
-def remark(run: Shown) -> str | None:
+def remark(run: RunStatus) -> str | None:
     """What does not fit a column: the reason of its state, or of its latest restart."""
     if run.reason:
         said = run.reason.replace(f"{run.folder}/", "").replace(str(run.folder), "it")
@@ -149,7 +99,7 @@ def remark(run: Shown) -> str | None:
     return None
 
 
-def print_status(runs: Sequence[Shown], console: Console, here: Path) -> None:
+def print_status(runs: Sequence[RunStatus], console: Console, here: Path) -> None:
     """Print where runs stand. Names of runs stay whole, however narrow the terminal."""
     rows = [_cells(run, here) for run in runs]
     lines = _lines(runs, rows, console)
@@ -169,7 +119,9 @@ def print_status(runs: Sequence[Shown], console: Console, here: Path) -> None:
         console.print(*remarks, sep="\n", soft_wrap=whole, highlight=False)
 
 
-def _lines(runs: Sequence[Shown], rows: Sequence[Sequence[str]], console: Console) -> list[Text]:
+def _lines(
+    runs: Sequence[RunStatus], rows: Sequence[Sequence[str]], console: Console
+) -> list[Text]:
     """A line for each run, below the headings; columns in which nothing stands are left out.
 
     No rich table: that takes half a second for a sweep of a thousand points.
@@ -196,7 +148,7 @@ def _lines(runs: Sequence[Shown], rows: Sequence[Sequence[str]], console: Consol
     return lines
 
 
-def _print_block(run: Shown, cells: Sequence[str], console: Console) -> None:
+def _print_block(run: RunStatus, cells: Sequence[str], console: Console) -> None:
     """One run where the table is too wide: its name, and below it what is known of it."""
     say(console, cells[0], "bold")
     facts = [literal(run.state, console, STATE_STYLES.get(run.state, ""))]
@@ -229,9 +181,6 @@ def packed(facts: Sequence[Text], width: int) -> list[Text]:
     return lines
 
 
-# ruff: noqa: RUF001, RUF002 - the signs are meant, and have stand-ins where they cannot be shown.
-
-
 BARS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "×"
 SPARKS = 40
@@ -259,7 +208,7 @@ def points_wanted(console: Console) -> int:
     return max(8, min(SPARKS, console.width - LABEL_CELLS))
 
 
-def print_run(run: Shown, course: Sequence[float], console: Console) -> None:
+def print_run(run: RunStatus, course: Sequence[float], console: Console) -> None:
     """Print one run.
 
     Args:
@@ -277,7 +226,7 @@ def print_run(run: Shown, course: Sequence[float], console: Console) -> None:
         say(console, f"to go on from here: {command('resume', run.folder)}", "bold")
 
 
-def _rows(run: Shown, course: Sequence[float]) -> list[tuple[str, str, str]]:
+def _rows(run: RunStatus, course: Sequence[float]) -> list[tuple[str, str, str]]:
     style = STATE_STYLES.get(run.state, "")
     where = [f"job {run.job_id}"] if run.job_id else []
     where += [f"on {run.nodes}"] if run.nodes else []
