@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.defaults_list import create_defaults_list
-from hydra.core.config_search_path import ConfigSearchPath, SearchPathElement, SearchPathQuery
+from hydra.core.config_search_path import SearchPathElement, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
-from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -81,69 +77,18 @@ def register() -> None:
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 
-class Files(ConfigRepository):
-    """Hydra's repository, which remembers what it has read."""
-
-    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
-        super().initialize_sources(config_search_path)
-        self._read: dict[str, ConfigResult | None] = {}  # of these sources
-
-    def __deepcopy__(self, _: dict[int, Any]) -> Files:
-        """For one composition, which may want other sources but leaves those that are there alone:
-        with them Hydra would copy all schemas that are stored.
-        """
-        return copy.copy(self)
-
-    def load_config(self, config_path: str) -> ConfigResult | None:
-        if config_path not in self._read:
-            self._read[config_path] = super().load_config(config_path)
-        found = self._read[config_path]
-        return None if found is None else _Lent(found)
-
-
-class _Lent(ConfigResult):
-    """What was read, for one composition: its values are copied when they are asked for, since
-    Hydra merges others into them. The list of defaults it copies by itself.
-    """
-
-    def __init__(self, found: ConfigResult) -> None:
-        self._found = found
-        self.provider, self.path, self.header = found.provider, found.path, found.header
-        self.defaults_list, self.is_schema_source = found.defaults_list, found.is_schema_source
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "config":
-            raise AttributeError(name)
-        self.config = copy.deepcopy(self._found.config)
-        return self.config
-
-
-def refuse_twice(parsed: Sequence[Override], is_group: Callable[[str], bool]) -> None:
-    """Raise `ConfigError` for a key that is stated twice where one of them is a sweep, or its
-    folder.
-
-    Args:
-        is_group: whether a name is one of a group of files: `optimizer=adamw optimizer.lr=1,2`
-            chooses a file and changes one key of it.
-    """
-    kept = [one for one in parsed if not one.is_delete()]
+def refuse_twice(parsed: Sequence[Override]) -> None:
+    """Raise `ConfigError` for a key that is stated twice where one of them is a sweep."""
     stated: dict[tuple[str, str | None], list[Override]] = {}
-    for one in kept:
-        stated.setdefault((_name(one), one.package), []).append(one)
+    for one in parsed:
+        if not one.is_delete():
+            name = one.key_or_group.replace("/", ".")
+            stated.setdefault((name, one.package), []).append(one)
     for (key, _), several in stated.items():
-        _refuse_one_name(key, several)
-    for one, other in combinations(kept, 2):
-        _refuse_inside(one, other, is_group)
-
-
-def _name(one: Override) -> str:
-    return one.key_or_group.replace("/", ".")
-
-
-def _refuse_one_name(key: str, several: Sequence[Override]) -> None:
-    lines = [str(one.input_line) for one in several]
-    swept = [str(one.input_line) for one in several if one.is_sweep_override()]
-    if len(several) > 1 and (swept or key == "run.dir"):
+        lines = [str(one.input_line) for one in several]
+        swept = [str(one.input_line) for one in several if one.is_sweep_override()]
+        if len(several) == 1 or not (swept or key == "run.dir"):
+            continue
         once = swept[-1] if swept else lines[-1]
         values = ",".join(line.partition("=")[2] for line in lines)
         if swept and not set(values) & set("([{'\""):
@@ -152,53 +97,6 @@ def _refuse_one_name(key: str, several: Sequence[Override]) -> None:
             f"{' and '.join(lines)}: {key} is stated {len(several)} times, and only the last would "
             f"count; state it once, as in {once}"
         )
-
-
-def _refuse_inside(one: Override, other: Override, is_group: Callable[[str], bool]) -> None:
-    """The same where one of two is named inside the other, as optimizer.lr is in optimizer."""
-    outer, inner = sorted((one, other), key=lambda each: len(_name(each)))
-    if not _name(inner).startswith(f"{_name(outer)}."):
-        return
-    if not (one.is_sweep_override() or other.is_sweep_override() or _name(inner) == "run.dir"):
-        return
-    both = [
-        max(a, b, key=len)
-        for a in _keys(outer, is_group)
-        for b in _keys(inner, is_group)
-        if _holds(a, b) or _holds(b, a)
-    ]
-    if both:
-        raise ConfigError(
-            f"{one.input_line} and {other.input_line}: {both[0]} is stated 2 times, and only the "
-            f"last would count; state it once, and leave it out of {outer.input_line}"
-        )
-
-
-def _holds(outer: str, inner: str) -> bool:
-    return inner == outer or inner.startswith(f"{outer}.")
-
-
-def _keys(one: Override, is_group: Callable[[str], bool]) -> list[str]:
-    """All keys that it sets to a value, in any point; a table is merged into what is there, so it
-    sets those that it names. None where it chooses files of a group.
-    """
-    value: Any = one.value()
-    values = value.list if isinstance(value, ChoiceSweep) else [value]
-    group = is_group(one.key_or_group)
-    return [
-        key
-        for each in values or ()
-        if isinstance(each, Mapping) or not group
-        for key in _inside(_name(one), each)
-    ]
-
-
-def _inside(name: str, value: Any) -> Iterator[str]:
-    if not isinstance(value, Mapping):
-        yield name
-        return
-    for key, each in value.items():
-        yield from _inside(f"{name}.{key}", each)
 
 
 HYDRA_VERSION_BASE = "1.3"
@@ -292,7 +190,6 @@ class Loader(ConfigLoaderImpl):
         setup_globals()  # Hydra's own resolvers
         register()  # one of which replaces one of those
         super().__init__(search_path(config_dir))
-        self.repository = Files(self.config_search_path)
 
     def origin(self, primary: str, overrides: Sequence[str], group: str) -> Origin:
         """Who chose what is in a group, and whether the user's files say something of it."""
@@ -340,7 +237,7 @@ class Loader(ConfigLoaderImpl):
             overrides: as typed, which wins over a file's `hydra.sweeper.params`.
         """
         parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
-        refuse_twice(parsed, lambda name: bool(self.repository.group_exists(name)))
+        refuse_twice(parsed)
 
     def refuse_sweep(self, overrides: Sequence[str]) -> None:
         """Raise `ConfigError` for a sweep over what all its points share, or of no point, or of

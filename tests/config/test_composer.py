@@ -186,37 +186,6 @@ def test_a_key_stated_twice_in_a_sweep_is_refused_for_only_its_last_would_count(
     assert str(refused.value).endswith(f"as in {once}")
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "key"),
-    [
-        ("optimizer={weight_decay: 1}", "optimizer.weight_decay=2,3", "optimizer.weight_decay"),
-        ("cluster.nodes={min: 1, max: 2}", "cluster.nodes.min=1,2", "cluster.nodes.min"),
-        ("cluster={nodes: {min: 1, max: 2}}", "cluster.nodes.min=1,2", "cluster.nodes.min"),
-        ("train={seed: 1},{updates: 9}", "train.seed=5", "train.seed"),
-        ("run={dir: a}", "run.dir=b", "run.dir"),
-    ],
-)
-def test_a_key_inside_a_table_that_is_stated_too_is_stated_twice_in_either_order(one, other, key):
-    for line in ((one, other), (other, one)):
-        with pytest.raises(ConfigError, match="only the last would count") as refused:
-            points("-m", TINY, "train.precision=float32,float64", *line)
-        said = f"{line[0]} and {line[1]}: {key} is stated 2 times"
-        assert said in str(refused.value).replace("+", "")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        ("optimizer=sgd,adamw", "optimizer.weight_decay=0.1"),
-        ("optimizer=adamw", "optimizer.weight_decay=0.1,0.2"),
-        ("train={seed: 1}", "train.precision=float32,float64"),
-        ("train.precision=float32,float64", "train={seed: 1}"),
-    ],
-)
-def test_a_file_or_a_table_beside_other_keys_states_nothing_twice(line):
-    assert len(points("-m", TINY, *line)) == 2
-
-
 @pytest.mark.parametrize("sign", ["", "+", "++", "~"])
 @pytest.mark.parametrize("given", ["={train.seed:'1,2'}", ".train.seed=1", "=null"])
 def test_what_a_file_says_of_a_sweep_is_refused_where_it_is_typed(sign, given):
