@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ class Bound:
         seam: where installed packages may add such words.
         least, most: the smallest and largest number.
         above: a finite number that it must be above.
-        why_free: why there is no bound, besides those of every text and whole number.
     """
 
     choice: tuple[str, ...] = ()
@@ -33,7 +32,6 @@ class Bound:
     least: float | None = None
     above: float | None = None
     most: float | None = None
-    why_free: str = ""
 
     def too_much(self, dotted: str, value: Any) -> str | None:
         """A sentence when `value` is more than `most`."""
@@ -82,17 +80,6 @@ def number(
     """A field that is a number from `least`, or above `above`, to `most`."""
     bound = Bound(least=least, above=above, most=most)
     return field(default=default, metadata={"bound": bound})
-
-
-def free(
-    why: str, default: Any = None, *, factory: Callable[[], Any] | None = None,
-    most: float | None = None,
-) -> Any:  # fmt: skip
-    """A field that may hold what its type can, for a reason."""
-    metadata = {"bound": Bound(why_free=why, most=most)}
-    if factory is not None:
-        return field(default_factory=factory, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 def bounds_of(schema: Any, prefix: str = "") -> dict[str, Bound]:
@@ -179,12 +166,6 @@ GPUS = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.+-]*:)?([0-9]{1,6})")
 SIGNAL_AHEAD_S = 60
 """`cluster.signal_ahead_s` where nobody says otherwise."""
 
-SITE = "a name of the site's, which its scheduler judges"
-FLAGS = "options of SLURM's commands, judged by `clusters/slurm/safe_values.py`"
-PATH = "a path, judged where it is opened"
-PARSED = "judged by the function that reads it, in this file"
-THEIRS = "what the class that reads it says it has, see `options.py`"
-
 
 @dataclass
 class ClusterConfig:
@@ -193,38 +174,38 @@ class ClusterConfig:
     """
 
     kind: str = registered(CLUSTERS, "local")
-    nodes: Any = free(PARSED, 2)
+    nodes: Any = 2
     ranks_per_node: int = number(2, least=1, most=4096)
     cpus_per_rank: int = number(1, least=1, most=65_536)
-    gpus_per_node: Any = free(PARSED, most=4096)
+    gpus_per_node: Any = number(None, most=4096)
     rendezvous_timeout_s: float = number(120.0, above=0, most=LONGEST_S)
     collective_timeout_s: float = number(1800.0, above=0, most=LONGEST_S)
     heartbeat_timeout_s: float = number(20.0, above=0, most=LONGEST_S)
     hang_timeout_s: float = number(300.0, above=0, most=LONGEST_S)
     # SLURM
-    partition: str | None = free(SITE)
-    account: str | None = free(SITE)
-    qos: str | None = free(SITE)
-    constraint: str | None = free(SITE)
-    exclude: str | None = free(SITE)
-    reservation: str | None = free(SITE)
-    comment: str | None = free("a text for people")
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    reservation: str | None = None
+    comment: str | None = None
     memory_gib: float | None = number(None, above=0, most=2**30)
     time_min: int | None = number(None, least=1, most=2**31 - 2)
     signal_ahead_s: int | None = number(None, least=1, most=65_535)  # sbatch's own limit
     requeue: bool | None = None
     allocation: str = choice("new", "current")
     exclusive: bool | None = None
-    interface: str | None = free(SITE)
-    slurm_conf: str | None = free(PATH)
-    slurm_flags: dict[str, Any] = free(FLAGS, factory=dict[str, Any])
-    srun_flags: dict[str, Any] = free(FLAGS, factory=dict[str, Any])
-    environment: dict[str, str] = free(FLAGS, factory=dict[str, str])
-    preamble: list[str] = free("lines of shell, the user's own", factory=list[str])
-    container: str | None = free(PATH)
-    container_runtime: str | None = free(FLAGS)
+    interface: str | None = None
+    slurm_conf: str | None = None
+    slurm_flags: dict[str, Any] = field(default_factory=dict[str, Any])
+    srun_flags: dict[str, Any] = field(default_factory=dict[str, Any])
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    preamble: list[str] = field(default_factory=list[str])
+    container: str | None = None
+    container_runtime: str | None = None
     # of a kind of somebody else's
-    options: dict[str, Any] = free(THEIRS, factory=dict[str, Any])
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 SLURM_ONLY = (
@@ -275,7 +256,7 @@ class TrainConfig:
     checkpoint_in_background: bool = False
     loader_workers: int = number(0, least=0, most=4096)
     on_non_finite: str = choice("stop", "skip")
-    initial_weights: str | None = free(PATH)
+    initial_weights: str | None = None
 
 
 @dataclass
@@ -315,8 +296,8 @@ class RunConfig:
     wherever that can be had on more than one node, see `rules.py`.
     """
 
-    dir: str | None = free(PATH)
-    name: str | None = free("a part of a folder's name, judged where it is made")
+    dir: str | None = None
+    name: str | None = None
     watch: bool | None = None
     snapshot: bool = True
     max_restarts: int = number(0, least=0, most=10**6)
@@ -336,10 +317,10 @@ class SweepConfig:
     search and all below it are those of our own search, whose points are trials.
     """
 
-    parallel: Any = free(PARSED, "auto")
-    pack: Any = free(PARSED, False)
+    parallel: Any = "auto"
+    pack: Any = False
     force: bool = False
-    objective: str = free("a figure's name, judged by what a run measured", "loss")
+    objective: str = "loss"
     search: str = choice("none", "tpe", "random", "grid")
     trials: int | None = number(None, least=1, most=10_000)
     seed: int = number(0, least=0)
@@ -359,7 +340,7 @@ class TrackerConfig:
     """Where scalars go beside metrics.jsonl. `options`: of a kind of somebody else's."""
 
     kind: str = registered(TRACKERS, "tensorboard")
-    options: dict[str, Any] = free(THEIRS, factory=dict[str, Any])
+    options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass
@@ -383,8 +364,8 @@ class Config:
     An empty `optimizer` is the job's own.
     """
 
-    job: dict[str, Any] = free("the job class's own arguments", factory=dict[str, Any])
-    optimizer: dict[str, Any] = free("see `optimizer.py`", factory=dict[str, Any])
+    job: dict[str, Any] = field(default_factory=dict[str, Any])
+    optimizer: dict[str, Any] = field(default_factory=dict[str, Any])
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     accumulation: AccumulationConfig = field(default_factory=AccumulationConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

@@ -118,18 +118,6 @@ def _fields(schema=Config, prefix=""):
             yield prefix + item.name, item.type.removesuffix(" | None")
 
 
-@pytest.mark.parametrize(("dotted", "kind"), list(_fields()))
-def test_each_field_has_bounds_or_says_why_it_has_none(dotted, kind):
-    bound = BOUNDS.get(dotted)
-    has = {
-        "bool": bound is None,
-        "int": bound and bound.least is not None,  # whole numbers end where files' do
-        "float": bound and bound.above is not None,
-        "str": bound and len(bound.choice) > 1,
-    }.get(kind)
-    assert has or (bound and bound.why_free)
-
-
 def _outside(dotted, bound):
     if bound.choice:
         yield f"{bound.choice[0]}x"

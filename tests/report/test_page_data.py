@@ -100,12 +100,6 @@ def test_of_numbers_that_were_drawn_a_name_has_what_can_be_read(made, tmp_path):
     assert names == ["base_lr=0.0123457 (0)", "base_lr=0.0123457 (1)", "base_lr=0.5"]
 
 
-def test_a_run_by_itself_goes_by_its_folders_name(made):
-    made("alone", "train.seed=3")
-    [run] = facts_of(made("alone2", "train.seed=3").path).runs
-    assert run.name == "alone2"
-
-
 def test_a_damaged_point_is_named_and_the_others_are_shown(made, tmp_path):
     for steps in (1, 2, 4):
         made(f"some/{steps}", f"accumulation.steps={steps}")
@@ -113,11 +107,6 @@ def test_a_damaged_point_is_named_and_the_others_are_shown(made, tmp_path):
     found = facts_of(tmp_path / "some")
     assert [run.name for run in found.runs] == ["steps=1", "steps=4"]
     assert len(found.unreadable) == 1
-
-
-def test_no_run_is_an_error(tmp_path):
-    with pytest.raises(RunFolderError):
-        facts_of(tmp_path)
 
 
 SECONDS = st.floats(0, 1e4)
@@ -201,17 +190,8 @@ def test_lines_are_told_apart_by_dashes_too(sweep):
     assert "strokeDash" in first["spec"]["layer"][0]["encoding"], "the layer below its marks"
 
 
-def test_one_run_has_its_own_charts(made):
-    names = {chart["id"] for chart in charts(data_of(facts_of(made("one").path)))}
-    assert {"loss-update", "loss-elapsed_s", "evaluation-accuracy", "time-of-updates"} <= names
-
-
 def test_many_runs_have_a_course_of_colours_instead_of_names(made, tmp_path):
     for seed in range(8):
         made(f"many/{seed}", f"train.seed={seed}")
     first = charts(data_of(facts_of(tmp_path / "many")))[0]
     assert first["key"] == {"lines": [], "course": "from seed=0 (dark) to seed=7 (bright)"}
-
-
-def test_before_the_first_update_there_is_none(made):
-    assert charts(data_of(facts_of(made("new", records=[], ended=False).path))) == []

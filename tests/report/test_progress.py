@@ -130,13 +130,6 @@ def test_dots_are_counted_by_eye_or_given_in_figures(steps, shown):
     assert line.endswith("─  " + shown if shown else "─")
 
 
-def test_a_stream_of_ascii_gets_ascii():
-    screen = Screen(encoding="ascii")
-    line = live_line(Moment(updates=1, total=2, micro_steps=2, micro_steps_done=1), screen)
-    assert line.plain.isascii()
-    assert line.plain.endswith("*.")
-
-
 @given(
     width=st.integers(10, 200),
     updates=st.integers(0, 10**7),

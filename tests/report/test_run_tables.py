@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.report.run_tables import log_lines, print_closing, print_plan
+from orchestrator.report.run_tables import print_closing, print_plan
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.metrics import History
 from tests.plan.stated import make_plan
@@ -56,11 +56,6 @@ def test_ten_thousand_unlike_ranks_fit_a_screen():
     assert len(lines) < 30
     assert "and 85 more groups (see --json)" in " ".join(lines)
     assert all(len(line) <= 80 for line in lines)
-
-
-def test_a_stream_of_ascii_gets_ascii():
-    plan = make_plan(nodes=1, ranks_per_node=2, global_batch=80, micro_batch=7).to_json()
-    assert show(plan, encoding="ascii").isascii()
 
 
 FOLDER = Path("runs/a very long name of a folder") / ("x" * 90)
@@ -135,16 +130,6 @@ def test_compilation_is_told_apart_from_steady_micro_steps(screen):
     text = flat(closing(screen, history=History([first, *later])))
     assert "compilation 2.00 s, in 1 update" in text
     assert "20.0 ms compiled, 260 ms without: 13 times as fast" in text
-
-
-def test_a_speed_up_that_was_not_measured_is_not_told(screen):
-    text = flat(closing(screen, history=History([record(0, compile_s=2.0), record(1)])))
-    assert "compiled" in text
-    assert "times as fast" not in text
-
-
-def test_a_run_that_compiled_nothing_says_nothing_of_it(screen):
-    assert "compil" not in closing(screen)
 
 
 def test_skipped_updates_are_counted(screen):
@@ -230,18 +215,6 @@ def test_nothing_is_wider_than_the_screen_but_what_may_be_copied(width):
 def test_a_stream_of_ascii_gets_ascii_also_from_logs():
     culprit = {**CULPRIT, "log_tail": ["größer ≤ 3", "…"]}
     assert closing(Screen(encoding="ascii"), state="failed", culprit=culprit).isascii()
-
-
-def test_no_color_means_no_color(monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    text = closing(Screen(force_terminal=True), state="failed", culprit=CULPRIT)
-    assert not any(f"\x1b[{bold}3{n}m" in text for n in range(8) for bold in ("", "1;"))
-
-
-def test_only_the_last_lines_of_a_log_are_shown():
-    assert log_lines("a\nb\nc\n", most=2) == ["b", "c"]
-    assert log_lines(["a\n", "b"], most=9) == ["a", "b"]
-    assert log_lines(None) == []
 
 
 @pytest.mark.parametrize(

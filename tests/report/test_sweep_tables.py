@@ -89,19 +89,6 @@ def test_values_are_never_folded(width):
     assert len(rows) == (2 if width == 80 else 1)
 
 
-def test_keys_that_end_alike_keep_their_names(screen):
-    cells = [SweptRun(overrides={"a.rate": 1, "b.rate": 2}, folder=Path("r"), result=result())]
-    print_sweep(cells, screen)
-    assert "a.rate" in screen.text
-    assert "b.rate" in screen.text
-
-
-def test_a_very_long_override_still_fits_the_screen(screen):
-    cells = [SweptRun(overrides={"job.path": "x" * 150}, folder=Path("r"), result=result())]
-    print_sweep(cells, screen)
-    assert all(len(line) <= 80 for line in screen.text.splitlines())
-
-
 def test_the_verdict_is_taken_from_the_figures():
     one = cell(1, seconds=0.2, peak=1000)
     pair = Pair(title="equal global batch", one=one, many=cell(4, seconds=0.3, peak=400))

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import random
 import shutil
 from pathlib import Path
 
@@ -49,34 +48,6 @@ def read(run):
 def files_of(run):
     states = [f for c in checkpoint.complete(run.checkpoints) for f in sorted(c.iterdir())]
     return [run.path / name for name in READ] + states
-
-
-def test_no_flipped_bit_of_any_file_changes_how_a_run_goes_on(whole):
-    told, updates, *_ = undisturbed = read(whole)
-    chance, outcomes = random.Random(3), set()
-    for path in files_of(whole):
-        content = path.read_bytes()
-        for place in range(0, len(content), 5 if path == whole.config else 1):
-            flipped = bytearray(content)
-            flipped[place] ^= 1 << chance.randrange(8)
-            path.write_bytes(flipped)
-            try:
-                found = read(whole)
-            except RunFolderError as error:
-                assert path.name in str(error)  # noqa: PT017  # every bit may end this way
-                outcomes.add("refused")
-                continue
-            finally:
-                path.write_bytes(content)
-            if found == undisturbed:
-                outcomes.add("the same")
-                continue
-            # an earlier checkpoint, which leads to the same bits, and somebody is told
-            assert found[0] == told, (path, place)
-            assert (found[1], len(found[-1])) == (updates - 1, 1), (path, place)
-            outcomes.add("fell back")
-    assert {"refused", "fell back"} <= outcomes
-    assert read(whole) == undisturbed
 
 
 READERS = {
@@ -182,9 +153,8 @@ def test_a_rewritten_config_keeps_the_runs_identity(whole, tmp_path):
      b'{"updates": 1e999}', b'{"updates": ' + b"9" * 6000 + b"}", b'{"updates": true}',
      b'{"updates": 1}'],
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["state.json", "plan.json", "result.json", "handle.json"])
-def test_whatever_stands_in_a_file_is_a_value_or_one_sentence(tmp_path, name, content):
-    path = tmp_path / name
+def test_whatever_stands_in_a_file_is_a_value_or_one_sentence(tmp_path, content):
+    path = tmp_path / "plan.json"
     path.write_bytes(content)
     try:
         assert isinstance(read_json(path), dict)

@@ -11,13 +11,6 @@ from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 
 
-def test_a_new_run_folder_is_private_to_its_owner(tmp_path):
-    run = RunDir(tmp_path / "a" / "b")
-    run.create()
-    for folder in (run.path, run.logs, run.checkpoints, run.attempts):
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-
-
 def test_an_empty_folder_is_taken_and_made_private(tmp_path):
     tmp_path.chmod(0o755)
     RunDir(tmp_path).create()
@@ -56,12 +49,6 @@ def test_broken_json_is_named(tmp_path):
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(RunFolderError, match=r"x\.json is damaged"):
         read_json(tmp_path / "x.json")
-
-
-def test_attempts_count_up(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
-    assert [run.begin_attempt(), run.begin_attempt(), run.attempts_made()] == [0, 1, 2]
 
 
 def test_a_folder_without_a_run_is_not_resumed(tmp_path):

@@ -107,11 +107,3 @@ def test_survivors_that_go_back_to_a_checkpoint_forget_what_they_had_done_since(
     assert [r["update"] for r in history.updates] == list(range(7)), "the update under way alone"
     history.add([record(4, survived={**told, "lost_updates": 3})])
     assert [r["update"] for r in history.updates] == list(range(5))
-
-
-def test_a_line_of_a_megabyte_of_open_tables_costs_no_time_and_hides_no_record(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"a":' * 200_000 + lines(record(0)))
-    tail = Tail(path)
-    assert tail.read() == [record(0)]
-    assert tail.damaged == 1

@@ -71,10 +71,6 @@ def test_the_same_exception_after_progress_does_not(run):
     assert all(ruled(run, RAISED, most=9, update=update).again for update in (5, 6, 9))
 
 
-def test_other_failures_at_the_same_place_do_not(run):
-    assert all(ruled(run, one, most=9, update=5).again for one in (KILLED, RAISED, KILLED, KILLED))
-
-
 def test_what_was_asked_for_wrongly_is_not_tried_again(run):
     wrong = Culprit(rank=0, node="node0", cause="no such file", usage=True)
     assert ruled(run, wrong, most=9) == Ruling(again=False)
