@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import shlex
 import sys
-import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,11 +26,10 @@ from orchestrator.errors import (
     EXIT_INTERRUPTED,
     OrchestratorError,
     RunFolderError,
-    plainly_said,
-    standing_somewhere,
+    require_cwd,
     unreadable,
 )
-from orchestrator.report.terminal import say, say_error, while_somebody_reads
+from orchestrator.report.terminal import print_error, say, while_somebody_reads
 
 if TYPE_CHECKING:  # a verb imports what it needs: help and status start fast
     from orchestrator.config.command_line import CommandLine
@@ -86,16 +84,13 @@ def guarded(function: Verb) -> Verb:
     @functools.wraps(function)
     def guarding(*args: Any, **kwargs: Any) -> Any:
         try:
-            standing_somewhere()
+            require_cwd()
             return function(*args, **kwargs)
         except BrokenPipeError:
             raise
         except (OrchestratorError, OSError) as error:
             told = error if isinstance(error, OrchestratorError) else unreadable(error)
-            if kwargs.get("verbose") and not plainly_said(told):
-                traceback.print_exception(error)  # the sentence and the exit code stay
-            say_error(told, Console(stderr=True))
-            raise typer.Exit(told.exit_code) from error
+            raise typer.Exit(print_error(told, verbose=kwargs.get("verbose", False))) from error
 
     return cast("Verb", guarding)
 
@@ -199,15 +194,15 @@ def resume(
     from orchestrator.rundir.folder import RunDir
     from orchestrator.rundir.status import find_runs
 
-    manner = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
+    output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
     folder = run.absolute()
     points, searched = find_runs(folder), RunDir(folder).search.exists()
     if searched or points not in ([], [folder]):
         from orchestrator.sweep.sweep import resume_sweep
 
         runs = [RunDir(point) for point in points]
-        raise typer.Exit(resume_sweep(folder, runs, manner, overrides or [], config_dir))
-    with resumed(run.absolute(), manner, overrides or [], config_dir) as ready:
+        raise typer.Exit(resume_sweep(folder, runs, output, overrides or [], config_dir))
+    with resumed(run.absolute(), output, overrides or [], config_dir) as ready:
         code = EXIT_FINISHED if ready is None else way_of(ready.cluster)(ready).exit_code
     raise typer.Exit(code)
 
@@ -249,8 +244,8 @@ def doctor(
     checks = [packages, limits, devices, network, lambda: file_system(folder),
               lambda: slurm(config.cluster.slurm_conf)]  # fmt: skip
     if run:
-        manner = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
-        checks.append(lambda: run_trial(given, manner))
+        output = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
+        checks.append(lambda: run_trial(given, output))
     found = []
     console = Console()
     for finding in findings_of(checks):

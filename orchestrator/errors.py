@@ -158,7 +158,7 @@ def unreadable(error: OSError) -> RunFolderError:
     return RunFolderError(f"{what}{error.strerror or error}")
 
 
-def standing_somewhere() -> None:
+def require_cwd() -> None:
     """Refuse to begin in a working folder that is gone. Raises `RunFolderError`."""
     try:
         os.getcwd()  # noqa: PTH109  # Path.cwd() would say no more

@@ -1,7 +1,6 @@
 """`python -m orchestrator.launch [-v|-q] [-m] OVERRIDES`: start a run, or a sweep of runs.
 
-The signals are seen to before anything slow is imported. `cli.application` says what was asked for,
-`runs.start` makes it ready and gives what places it; that is called here.
+Signals are handled before anything slow is imported.
 """
 
 from __future__ import annotations
@@ -10,8 +9,18 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from orchestrator.errors import EXIT_INTERRUPTED, standing_somewhere
+from orchestrator.errors import (
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    ConfigError,
+    OrchestratorError,
+    require_cwd,
+)
+
+if TYPE_CHECKING:
+    from orchestrator.config.composer import Composer
 
 
 def _leave(*_: object) -> None:
@@ -24,42 +33,72 @@ def _leave(*_: object) -> None:
 
 
 def run_app(arguments: Sequence[str]) -> int:
-    """Do what the arguments say; give the exit code. Raises our errors."""
-    from orchestrator.cli.application import read
+    """Do what the arguments say, and return the exit code. Raise the errors of this package."""
+    from rich.console import Console
 
-    asked = read(arguments)
-    if asked.sweep is not None:
+    from orchestrator.cli.follow import OutputOptions
+    from orchestrator.config.command_line import read_command_line
+    from orchestrator.config.composer import Composer, print_help
+    from orchestrator.config.rules import refuse_without_sweep
+
+    line = read_command_line(arguments)
+    output = OutputOptions(console=Console(), verbose=line.verbose, quiet=line.quiet)
+    composer = Composer(line)
+    if line.cfg == "job":
+        show_config(composer)
+        return EXIT_FINISHED
+    if line.help:
+        print_help(composer)
+        return EXIT_FINISHED
+    found = composer.compose()
+    if found.sweeps:
         from orchestrator.sweep.sweep import run_sweep
 
-        return run_sweep(asked.sweep, asked.manner)
-    if asked.config is None:
-        return asked.exit_code
+        return run_sweep(composer, output)
+    config = found.config()
+    refuse_without_sweep(config)
     from orchestrator.cli.start import begun, way_of
 
-    with begun(asked.config, asked.manner, overrides=asked.overrides) as ready:
-        place = way_of(ready.cluster)
-        return place(ready).exit_code
+    with begun(config, output, overrides=found.overrides) as ready:
+        return way_of(ready.cluster)(ready).exit_code
+
+
+def show_config(composer: Composer) -> None:
+    """Print what config.yaml of the run would say, or the part of it that --package names."""
+    from omegaconf import OmegaConf
+
+    from orchestrator.config.messages import no_such_key
+    from orchestrator.config.reading import to_yaml
+
+    text = to_yaml(composer.compose().config())
+    package = composer.line.package
+    if package is not None:
+        part = OmegaConf.select(OmegaConf.create(text), package)
+        if part is None:
+            raise ConfigError(no_such_key(package))
+        text = OmegaConf.to_yaml(part) if OmegaConf.is_config(part) else f"{part}\n"
+    sys.stdout.write(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; gives its exit code. Errors become one message.
+    """Run the command and return its exit code. Errors become one message.
 
     Args:
         arguments: in place of the process's own.
     """
     before = signal.signal(signal.SIGINT, _leave)
     try:
-        from orchestrator.cli.application import Messages
-        from orchestrator.report.terminal import while_somebody_reads
+        from orchestrator.report.terminal import print_error, while_somebody_reads
 
         given = list(sys.argv[1:] if arguments is None else arguments)
-        with Messages(given) as messages:
-            standing_somewhere()
+        try:
+            require_cwd()
             with while_somebody_reads():
                 return run_app(given)
+        except OrchestratorError as error:
+            return print_error(error, verbose=not {"-v", "--verbose"}.isdisjoint(given))
     finally:
         signal.signal(signal.SIGINT, before)  # whoever called this goes on
-    return messages.exit_code
 
 
 if __name__ == "__main__":

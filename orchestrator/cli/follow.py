@@ -124,7 +124,7 @@ class Ready:
     cluster: Cluster
     attempt: int
     request: Request
-    manner: OutputOptions
+    output: OutputOptions
     interrupts: Interrupts
 
 
@@ -135,7 +135,7 @@ class Showing:
         recent: of what was written before, so many bytes are shown, too.
     """
 
-    def __init__(self, run: RunDir, manner: OutputOptions, *, recent: int = 0) -> None:
+    def __init__(self, run: RunDir, output: OutputOptions, *, recent: int = 0) -> None:
         self._run = run
         self._tail = Tail(run.metrics)
         self._tail.skip_to_the_end(recent)
@@ -143,7 +143,7 @@ class Showing:
         self._attempt, self._warned = -1, NewWarnings(run.path)
         if isinstance(run.read_config()["cluster"]["nodes"], dict):
             self.plan.pop("ranks")  # of the most nodes; a scheduler may give fewer
-        self._line = Progress(self.plan, manner.console, manner.quiet, manner.verbose)
+        self._line = Progress(self.plan, output.console, output.quiet, output.verbose)
 
     def __enter__(self) -> Self:
         self._line.__enter__()
@@ -223,36 +223,46 @@ def handle_of(run: RunDir) -> Handle:
 RECENT_BYTES = 32 * 1024  # what the pace is taken from
 
 
-def attach(run: RunDir, manner: OutputOptions) -> Ended:
+def attach(run: RunDir, output: OutputOptions) -> Ended:
     """Show a run that somebody started. Nothing is written, nothing is ended.
 
     Returns:
         How the run ended, with its own exit code; or, when the showing was interrupted, 130.
     """
     with Interrupts() as interrupts:
-        return follow(handle_of(run), run, manner, interrupts, recent=RECENT_BYTES)
+        return follow(handle_of(run), run, output, interrupts, recent=RECENT_BYTES)
+
+
+def watch(
+    handle: Handle, run: RunDir, output: OutputOptions, stop: Callable[[], bool], recent: int = 0
+) -> State:
+    """Show a run until it has ended, or until `stop` returns true.
+
+    Args:
+        stop: called after each poll of a run that has not ended.
+        recent: show this many bytes of what earlier attempts or hours wrote, too.
+    """
+    with Showing(run, output, recent=recent) as showing:
+        while True:
+            state = handle.poll(POLL_S)
+            showing.look(ended=state.ended)
+            for sentence in () if output.quiet else handle.news():
+                say(output.console, sentence, "yellow", prose=True)
+            if state.ended or stop():
+                return state
 
 
 def follow(
-    handle: Handle, run: RunDir, manner: OutputOptions, interrupts: Interrupts, *, recent: int = 0
+    handle: Handle, run: RunDir, output: OutputOptions, interrupts: Interrupts, *, recent: int = 0
 ) -> Ended:
-    """Show a run to its end; an interrupt only ends the showing.
-
-    Args:
-        recent: of what earlier attempts or hours wrote, so many bytes are shown, too.
-    """
+    """Show a run to its end; an interrupt only ends the showing."""
     state = handle.poll(0.0)
     if not state.ended:
-        with Showing(run, manner, recent=recent) as showing:
-            while not state.ended and not interrupts.count:
-                state = handle.poll(POLL_S)
-                showing.look(ended=state.ended)
-                for sentence in () if manner.quiet else handle.news():
-                    say(manner.console, sentence, "yellow", prose=True)
+        state = watch(handle, run, output, lambda: interrupts.count > 0, recent)
     handle.close()
     if not state.ended:
         say(
-            manner.console,
+            output.console,
             f"detached; {handle.title} goes on: {command('status', run.path)}",
             "yellow",
         )
@@ -261,13 +271,13 @@ def follow(
     result = run.read_result()
     if result is None and handle.culprit is None:
         lost = f"{run.path} has ended without a result: its launcher is gone"
-        say(manner.console, lost, "bold red")
-        say(manner.console, f"to go on from here: {command('resume', run.path)}", "bold")
+        say(output.console, lost, "bold red")
+        say(output.console, f"to go on from here: {command('resume', run.path)}", "bold")
         return Ended(run=run, state=state, exit_code=code)
     result = result or end_of(run, state, handle.culprit)
-    if not manner.quiet or state is State.FAILED:
+    if not output.quiet or state is State.FAILED:
         history = read_metrics(run.metrics)
-        print_closing(result, history, run.path, manner.console, plan=run.read_plan())
+        print_closing(result, history, run.path, output.console, plan=run.read_plan())
     return Ended(run=run, state=state, exit_code=code)
 
 
@@ -280,7 +290,7 @@ def run_to_end(ready: Ready) -> Ended:
     """Train it from the newest checkpoint, if there is one, shown to its end; after failures as
     `outcome.restart_policy` rules. Nothing is left running, whatever is raised.
     """
-    run, manner, interrupts = ready.run, ready.manner, ready.interrupts
+    run, output, interrupts = ready.run, ready.output, ready.interrupts
     while True:
         number = run.begin_attempt()
         state, interrupted, culprit = _attempt(ready, number)
@@ -290,9 +300,9 @@ def run_to_end(ready: Ready) -> Ended:
             ruling = rule(run, number, culprit, first=ready.attempt, most=most)
         if culprit is None or not ruling.again:
             break
-        if not manner.quiet:
-            say(manner.console, describe_culprit(culprit.to_json()), "bold red")
-            say(manner.console, ruling.words, "yellow")
+        if not output.quiet:
+            say(output.console, describe_culprit(culprit.to_json()), "bold red")
+            say(output.console, ruling.words, "yellow")
     if interrupted:
         cause = "interrupted twice: every process was ended at once"
         culprit = Culprit(rank=None, node="launcher", cause=cause)
@@ -302,30 +312,47 @@ def run_to_end(ready: Ready) -> Ended:
         try:
             run.write_own(run.result, result)
         except OSError as error:
-            say(manner.console, f"{run.result} cannot be written: {error.strerror}", "bold red")
+            say(output.console, f"{run.result} cannot be written: {error.strerror}", "bold red")
     code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
     if culprit is not None and culprit.usage and not run.metrics.exists():
         raise UsageError(culprit.cause)
-    if not manner.quiet or state is State.FAILED:
+    if not output.quiet or state is State.FAILED:
         print_closing(
-            result, read_metrics(run.metrics), run.path, manner.console, plan=run.read_plan()
+            result, read_metrics(run.metrics), run.path, output.console, plan=run.read_plan()
         )
     return Ended(run=run, state=state, exit_code=code, culprit=culprit)
 
 
 def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
-    """One attempt to its end: how it ended, whether at once by request, and by whose fault."""
+    """Run one attempt to its end: one interrupt asks it to stop, a second ends it at once.
+
+    Returns:
+        How it ended, whether at once by request, and by whose fault.
+    """
     with CLUSTERS.told(ready.config.cluster.kind, "to start the ranks"):
         handle = ready.cluster.submit(ready.cluster.request(ready.run.path, number))
+    stopping = False
+
+    def stop() -> bool:
+        nonlocal stopping
+        if ready.interrupts.count and not stopping:
+            stopping = True
+            handle.stop()
+            said = f"the run {describe_stop(ready.run)}; once more ends every process at once"
+            say(ready.output.console, said, "yellow")
+        return ready.interrupts.count > 1
+
     try:
-        with Showing(ready.run, ready.manner) as showing:
-            state, interrupted = _follow(handle, showing, ready)
+        state = watch(handle, ready.run, ready.output, stop)
+        if not state.ended:
+            handle.kill()
+            return State.FAILED, True, handle.culprit
     except BaseException:
         handle.kill()
         raise
     if state is State.FINISHED and not _said_so(ready):
-        return State.FAILED, interrupted, NO_RESULT
-    return state, interrupted, handle.culprit
+        return State.FAILED, False, NO_RESULT
+    return state, False, handle.culprit
 
 
 def _said_so(ready: Ready) -> bool:
@@ -334,38 +361,17 @@ def _said_so(ready: Ready) -> bool:
     return is_program(ready.config.job) or result.get("state") == State.FINISHED.value
 
 
-def _follow(handle: Handle, showing: Showing, ready: Ready) -> tuple[State, bool]:
-    """Show the run to its end: one interrupt asks it to stop, a second ends it at once."""
-    interrupts, asked = ready.interrupts, False
-    while True:
-        state = handle.poll(POLL_S)
-        showing.look(ended=state.ended)
-        if state.ended:
-            return state, False
-        if interrupts.count and not asked:
-            asked = True
-            handle.stop()
-            say(
-                ready.manner.console,
-                f"the run {describe_stop(ready.run)}; once more ends every process at once",
-                "yellow",
-            )
-        if interrupts.count > 1:
-            handle.kill()
-            return State.FAILED, True
-
-
 def submit(ready: Ready) -> Ended:
     """Queue the run and return, or follow it when `run.watch` says so."""
-    run, manner, cluster = ready.run, ready.manner, ready.cluster
+    run, output, cluster = ready.run, ready.output, ready.cluster
     with CLUSTERS.told(ready.config.cluster.kind, "to submit the run"):
         handle = cluster.submit(ready.request)
-    if not manner.quiet:
-        say(manner.console, f"{handle.title} is queued", "bold green")
-        say(manner.console, f"run folder: {run.path}")
+    if not output.quiet:
+        say(output.console, f"{handle.title} is queued", "bold green")
+        say(output.console, f"run folder: {run.path}")
         for verb, hint in (("status", ""), ("logs", " -f"), ("cancel", "")):
-            say(manner.console, f"  {command(verb, run.path)}{hint}")
+            say(output.console, f"  {command(verb, run.path)}{hint}")
     if not ready.config.run.watch:
         return Ended(run=run, state=State.PENDING, exit_code=0)
 
-    return follow(handle, run, manner, ready.interrupts)
+    return follow(handle, run, output, ready.interrupts)

@@ -58,18 +58,18 @@ def check_own(run: RunDir) -> None:
         )
 
 
-def at_home(run: RunDir) -> contextlib.AbstractContextManager[None]:
+def submission_directory(run: RunDir) -> contextlib.AbstractContextManager[None]:
     """Stand where the run was submitted: its relative paths and modules are meant from there.
 
     Raises:
         RunFolderError: that folder is gone.
     """
-    return standing_in(Path(run.read_submission().get("folder") or Path.cwd()), run.path)
+    return working_directory(Path(run.read_submission().get("folder") or Path.cwd()), run.path)
 
 
 @contextlib.contextmanager
-def standing_in(home: Path, asked: Path) -> Generator[None]:
-    """`at_home` of what lies in `asked`. Raises `RunFolderError` likewise."""
+def working_directory(home: Path, asked: Path) -> Generator[None]:
+    """`submission_directory` of what lies in `asked`. Raises `RunFolderError` likewise."""
     stood = Path.cwd()
     try:
         os.chdir(home)

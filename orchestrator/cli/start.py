@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.follow import Interrupts, OutputOptions, Ready, counted, handle_of
-from orchestrator.cli.resume import at_home, check_own, initial_weights, keep_initial_weights
+from orchestrator.cli.resume import (
+    check_own,
+    initial_weights,
+    keep_initial_weights,
+    submission_directory,
+)
 from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
 from orchestrator.config.frameworks import notes
 from orchestrator.config.job_source import check_program, check_target
@@ -103,19 +108,19 @@ def writing(run: RunDir) -> Generator[None]:
 
 
 def _admitted(
-    cluster: Cluster, run: RunDir, attempt: int, manner: OutputOptions
+    cluster: Cluster, run: RunDir, attempt: int, output: OutputOptions
 ) -> tuple[Request, Admission]:
     """Ask the cluster before anything is written. Raises `ConfigError`, `ClusterError`."""
     with CLUSTERS.told(cluster.config.cluster.kind, "to say whether the run can be placed"):
         request = cluster.request(run.path, attempt)
         admission = cluster.check(request)
     for sentence in admission.warnings:
-        say(manner.console, f"warning: {sentence}", "yellow", prose=True)
+        say(output.console, f"warning: {sentence}", "yellow", prose=True)
     return request, admission
 
 
-def _cluster(config: Config, manner: OutputOptions) -> Cluster:
-    return cluster_of(config, lambda sentence: say(manner.console, sentence, "yellow"))
+def _cluster(config: Config, output: OutputOptions) -> Cluster:
+    return cluster_of(config, lambda sentence: say(output.console, sentence, "yellow"))
 
 
 def way_of(cluster: Cluster) -> Callable[[Ready], Ended]:
@@ -135,7 +140,7 @@ def way_of(cluster: Cluster) -> Callable[[Ready], Ended]:
 @contextlib.contextmanager
 def begun(
     config: Config,
-    manner: OutputOptions,
+    output: OutputOptions,
     *,
     overrides: Sequence[str] = (),
     plan: Plan | ProgramPlan | None = None,
@@ -150,13 +155,13 @@ def begun(
         interrupts: where they are counted already, for many runs.
     """
     plan = plan or prepare(config)
-    run, cluster = RunDir(new_folder(config)), _cluster(config, manner)
-    request, admission = _admitted(cluster, run, 0, manner)
+    run, cluster = RunDir(new_folder(config)), _cluster(config, output)
+    request, admission = _admitted(cluster, run, 0, output)
     with counted(interrupts) as counting:
         cluster.tell = counting.ending(cluster.tell)
         cluster.trust(run)
         run.create()
-        manner.foretell(plan.warnings, cluster.survival.words)
+        output.foretell(plan.warnings, cluster.survival.words)
         try:
             with writing(run):
                 run.write_config(to_yaml(config))
@@ -169,7 +174,7 @@ def begun(
                 with held(run):
                     yield Ready(
                         config=config, run=run, cluster=cluster, attempt=0, request=request,
-                        manner=manner, interrupts=counting,
+                        output=output, interrupts=counting,
                     )  # fmt: skip
         except UsageError:  # before anything was trained; the message says all
             if not run.metrics.exists() and not run.may_be_queued:
@@ -180,7 +185,7 @@ def begun(
 @contextlib.contextmanager
 def resumed(
     path: Path,
-    manner: OutputOptions,
+    output: OutputOptions,
     overrides: Sequence[str] = (),
     config_dir: str | None = None,
     *,
@@ -207,22 +212,22 @@ def resumed(
     asked = resumption(run, config_of(run), overrides, config_dir, to=to)
     config, result = asked.config, run.read_result()
     if result and result["state"] == "finished" and not (asked.total or 0) > result["updates"]:
-        say(manner.console, f"{path} has finished already; there is nothing to resume")
+        say(output.console, f"{path} has finished already; there is nothing to resume")
         if not is_program(config.job):
             more = f"to train on: {command('resume', path)} train.updates=…"
-            say(manner.console, more, "dim")
+            say(output.console, more, "dim")
         yield None
         return
-    if not manner.quiet:
-        say(manner.console, asked.words, prose=True)
+    if not output.quiet:
+        say(output.console, asked.words, prose=True)
     if asked.warning:
-        say(manner.console, f"warning: {asked.warning}", "yellow", prose=True)
-    with at_home(run), counted(interrupts) as counting, writing(run), held(run):
-        cluster = _cluster(config, manner)
+        say(output.console, f"warning: {asked.warning}", "yellow", prose=True)
+    with submission_directory(run), counted(interrupts) as counting, writing(run), held(run):
+        cluster = _cluster(config, output)
         cluster.tell = counting.ending(cluster.tell)
         told = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
         for sentence in told:
-            say(manner.console, f"warning: {sentence}", "yellow")
+            say(output.console, f"warning: {sentence}", "yellow")
         if asked.changes:
             prepare(config, new=False)
         cluster.trust(run, {change.key for change in asked.changes})
@@ -230,12 +235,12 @@ def resumed(
         attempt = run.attempts_made()
         if not cluster.attended:
             attempt = max(attempt, read_newest(run.newest_attempt) + 1)
-        request, admission = _admitted(cluster, run, attempt, manner)
+        request, admission = _admitted(cluster, run, attempt, output)
         record(run, asked, attempt)
         _as_before_its_end(run, admission)
         yield Ready(
             config=config, run=run, cluster=cluster, attempt=attempt, request=request,
-            manner=manner, interrupts=counting,
+            output=output, interrupts=counting,
         )  # fmt: skip
 
 

@@ -153,8 +153,8 @@ def attach(
     from orchestrator.cli.follow import attach as show
     from orchestrator.rundir.folder import RunDir
 
-    manner = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
-    raise typer.Exit(show(RunDir(run.absolute()).existing(), manner).exit_code)
+    output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
+    raise typer.Exit(show(RunDir(run.absolute()).existing(), output).exit_code)
 
 
 def logs(

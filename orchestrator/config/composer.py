@@ -60,17 +60,17 @@ class Composed:
             return read_config(self.values)
 
 
-def at_home(value: Any) -> Any:
+def expand_home(value: Any) -> Any:
     """`~/…` in a job's arguments, which are paths then, as the shell would have expanded it; a
     program's command has been the shell's already.
     """
     if isinstance(value, dict) and is_program(value):
-        return {key: v if key == "command" else at_home(v) for key, v in value.items()}
+        return {key: v if key == "command" else expand_home(v) for key, v in value.items()}
     if isinstance(value, str):
         return str(Path(value).expanduser()) if value.startswith("~/") else value
     if isinstance(value, dict):
-        return {key: at_home(inner) for key, inner in value.items()}
-    return [at_home(inner) for inner in value] if isinstance(value, list) else value
+        return {key: expand_home(inner) for key, inner in value.items()}
+    return [expand_home(inner) for inner in value] if isinstance(value, list) else value
 
 
 CORE = "hydra._internal.core_plugins"
@@ -375,7 +375,7 @@ class Composer:
                     if OmegaConf.is_config(node)
                     else node
                 )
-                values[str(key)] = at_home(plain) if key == "job" else plain
+                values[str(key)] = expand_home(plain) if key == "job" else plain
         sweep = found.hydra.sweep
         return Composed(
             values=values,

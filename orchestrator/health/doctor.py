@@ -526,7 +526,7 @@ SLOWER = 4.0  # a node is slow if its best link has less than the median's bandw
 LEAST_NODES = 3  # from which on a median tells which node is slow
 
 
-def run_trial(overrides: Sequence[str], manner: OutputOptions) -> Iterator[Finding]:
+def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[Finding]:
     """Start it where `overrides` say, wait for its end, and tell what it measured.
 
     Raises what a launch raises: what was asked for cannot be had.
@@ -536,7 +536,7 @@ def run_trial(overrides: Sequence[str], manner: OutputOptions) -> Iterator[Findi
         given += (f"run.dir=runs/doctor_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}",)
     own = ("run.watch=true", "run.snapshot=false")
     config = Composer(CommandLine(overrides=(*given, *own))).compose().config()
-    with begun(config, manner, overrides=given) as ready:
+    with begun(config, output, overrides=given) as ready:
         ended = way_of(ready.cluster)(ready)
     yield from trial_findings(RunDir(Path(config.run.dir or "")), ended.exit_code)
 

@@ -27,13 +27,13 @@ HERE = (KILL_RANK, KILL_NODE, FREEZE_RANK, STOP, KILL_TWO, KILL_LAUNCHER, CUT, S
 """Kinds on simulated nodes."""
 
 KILL_SCRIPT, REQUEUE = "kill the batch script", "requeue"
-NOTICE = "ask to leave"
-ON_SLURM = (*(kind for kind in HERE if kind != KILL_LAUNCHER), KILL_SCRIPT, REQUEUE, NOTICE)
+ASK_TO_LEAVE = "ask to leave"
+ON_SLURM = (*(kind for kind in HERE if kind != KILL_LAUNCHER), KILL_SCRIPT, REQUEUE, ASK_TO_LEAVE)
 """On SLURM: what a user may do to a job of their own."""
 
 LINKS = frozenset({CUT, SILENCE})
 """These need a kernel that lends a process's connections."""
-ORDERLY = (STOP, REQUEUE, NOTICE)
+ORDERLY = (STOP, REQUEUE, ASK_TO_LEAVE)
 """These leave between two updates."""
 
 One = TypeVar("One")

@@ -24,6 +24,7 @@ from orchestrator.config.command_line import literally
 from orchestrator.errors import ClusterError, ConfigError, RunFailed
 from orchestrator.health.faults import FaultInjector
 from orchestrator.health.rehearsal import (
+    ASK_TO_LEAVE,
     CUT,
     FILL_DISK,
     FREEZE_RANK,
@@ -32,7 +33,6 @@ from orchestrator.health.rehearsal import (
     KILL_SCRIPT,
     KILL_TWO,
     LINKS,
-    NOTICE,
     REQUEUE,
     SILENCE,
     STOP,
@@ -51,7 +51,7 @@ NOTHING_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Harm:
+class Injected:
     """What was done.
 
     Attributes:
@@ -161,10 +161,10 @@ class RehearsedRun(ABC):
     def _reach(self) -> Reach: ...
 
     @abstractmethod
-    def _hurt_all(self, fault: Fault) -> Harm | None:
+    def _hurt_all(self, fault: Fault) -> Injected | None:
         """Do what is not done to ranks; None of any other kind."""
 
-    def hurt(self, fault: Fault, update_s: float) -> Harm:  # noqa: PLR0911  # a kind of fault each
+    def hurt(self, fault: Fault, update_s: float) -> Injected:  # noqa: PLR0911  # a kind of fault each
         """Do it.
 
         Args:
@@ -176,39 +176,41 @@ class RehearsedRun(ABC):
         reach = self._reach()
         where = reach.where()
         if not where:
-            return Harm(said=f"{fault.kind}: none was left")
+            return Injected(said=f"{fault.kind}: none was left")
         if fault.kind in (KILL_NODE, CUT, SILENCE):
             node = fault.of(sorted(set(where.values())))
             its = sorted(rank for rank, of in where.items() if of == node)
             if fault.kind == KILL_NODE:
                 self._kill_node(node, its)
-                return Harm(said=f"kill {node}", gone=frozenset(its))
+                return Injected(said=f"kill {node}", gone=frozenset(its))
             if len(its) == len(where):  # no other node is left to be connected to
-                return Harm(said=f"{fault.kind}: it had none", lasts_s=NOTHING_S)
+                return Injected(said=f"{fault.kind}: it had none", lasts_s=NOTHING_S)
             return self._part(fault, node, its, sorted({*where} - {*its}))
         if fault.kind == FILL_DISK:
             reach.tell("fill", sorted(where))
             updates = 1 + (self._asked.config.train.checkpoint_every or 0)
-            return Harm(said=fault.kind, lasts_s=min(FULL_S, max(LEAST_FULL_S, updates * update_s)))
+            return Injected(
+                said=fault.kind, lasts_s=min(FULL_S, max(LEAST_FULL_S, updates * update_s))
+            )
         first = fault.of(sorted(where))
         two = [rank for rank in sorted(where) if rank > first][:1] if fault.kind == KILL_TWO else []
         chosen, freeze = [first, *two], fault.kind == FREEZE_RANK
         reach.tell("signal", chosen, signal.SIGSTOP if freeze else signal.SIGKILL)
         said = f"rank{'s' * len(two)} {' and '.join(map(str, chosen))}"
-        return Harm(said=f"{'freeze' if freeze else 'kill'} {said}", gone=frozenset(chosen))
+        return Injected(said=f"{'freeze' if freeze else 'kill'} {said}", gone=frozenset(chosen))
 
-    def _part(self, fault: Fault, who: str, ranks: list[int], others: list[int]) -> Harm:
+    def _part(self, fault: Fault, who: str, ranks: list[int], others: list[int]) -> Injected:
         """Part these from the others."""
         reach = self._reach()
         outward = reach.tell("outward", ranks)
         if not outward:
-            return Harm(said=f"{fault.kind}: it had none", lasts_s=NOTHING_S)
+            return Injected(said=f"{fault.kind}: it had none", lasts_s=NOTHING_S)
         if fault.kind == CUT:
             reach.tell("cut", ranks)
-            return Harm(said=f"cut the links of {who}")  # they are whole again at once
+            return Injected(said=f"cut the links of {who}")  # they are whole again at once
         reach.tell("silence", outward, ranks)
         lasts_s = self._asked.config.cluster.heartbeat_timeout_s + AFTER_SILENCE_S
-        return Harm(
+        return Injected(
             said=f"silence {who}", gone=frozenset(ranks), others=frozenset(others), lasts_s=lasts_s
         )
 
@@ -297,12 +299,12 @@ class SimulatedRun(RehearsedRun):
             self._near.tell("renew")
             self._kept_up = time.monotonic()
 
-    def _hurt_all(self, fault: Fault) -> Harm | None:
+    def _hurt_all(self, fault: Fault) -> Injected | None:
         if fault.kind not in (STOP, KILL_LAUNCHER):
             return None
         assert self._command is not None  # noqa: S101  # it was started
         self._command.send_signal(signal.SIGTERM if fault.kind == STOP else signal.SIGKILL)
-        return Harm(said=fault.kind, whole_run=True)
+        return Injected(said=fault.kind, whole_run=True)
 
     def _kill_node(self, node: str, ranks: list[int]) -> None:
         """By its own process, as `node` is its ranks' parent: these end with it."""
@@ -469,7 +471,7 @@ class SlurmRun(RehearsedRun):
 
     def arm(self, fault: Fault) -> None:
         self._let_go()
-        if fault.kind in (STOP, KILL_SCRIPT, REQUEUE, NOTICE):
+        if fault.kind in (STOP, KILL_SCRIPT, REQUEUE, ASK_TO_LEAVE):
             return
         try:
             nodes = len(self._nodes())
@@ -488,13 +490,13 @@ class SlurmRun(RehearsedRun):
             time.sleep(LOOK_S)
         return self.ended
 
-    def hurt(self, fault: Fault, update_s: float) -> Harm:
+    def hurt(self, fault: Fault, update_s: float) -> Injected:
         try:
             return super().hurt(fault, update_s)
         except ClusterError:
             if not self._ends_soon():
                 raise
-            return Harm(said=f"{fault.kind}: none was left")
+            return Injected(said=f"{fault.kind}: none was left")
 
     def _reach(self) -> SlurmInjectors:
         assert self._hands is not None  # noqa: S101  # it was armed
@@ -512,15 +514,15 @@ class SlurmRun(RehearsedRun):
         """The hands' end is the end of what they hold."""
         self._let_go()
 
-    def _hurt_all(self, fault: Fault) -> Harm | None:
+    def _hurt_all(self, fault: Fault) -> Injected | None:
         if fault.kind == STOP:
             super()._start("orchestrator", "cancel", str(self.run.path))
         elif fault.kind == KILL_SCRIPT:
             self._client.must("scancel", "--batch", "--signal=KILL", self._id)
         elif fault.kind == REQUEUE:
             self._client.must("scontrol", "requeue", self._id)
-        elif fault.kind == NOTICE:
+        elif fault.kind == ASK_TO_LEAVE:
             self._client.must("scancel", "--signal=USR2", self._id)
         else:
             return None
-        return Harm(said=fault.kind, whole_run=True)
+        return Injected(said=fault.kind, whole_run=True)

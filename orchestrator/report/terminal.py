@@ -15,11 +15,14 @@ import re
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Generator
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
+
+from orchestrator.errors import OrchestratorError, plainly_said
 
 # CSI and OSC sequences (ECMA-48), then any other two-character escape.
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
@@ -113,12 +116,19 @@ def say(console: Console, text: object, style: str = "", *, prose: bool = False)
     console.print(literal(text, console, style), soft_wrap=whole, highlight=False)
 
 
-def say_error(error: BaseException, console: Console) -> None:
-    """Print an error as the one message it is, cut where a value in it is endless."""
+def print_error(error: OrchestratorError, *, verbose: bool = False) -> int:
+    """Print an error as one message, cut where a value in it is endless; return its exit code.
+
+    Args:
+        verbose: print the traceback before it, unless it would say nothing more.
+    """
+    if verbose and not plainly_said(error):
+        traceback.print_exception(error)
     text = str(error)
     if len(text) > LONGEST_MESSAGE:
         text = f"{text[:LONGEST_MESSAGE]}… ({len(text)} characters; -v shows all)"
-    say(console, f"error: {text}", "bold red")
+    say(Console(stderr=True), f"error: {text}", "bold red")
+    return error.exit_code
 
 
 def command(verb: str, *paths: Path) -> str:

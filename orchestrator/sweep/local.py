@@ -187,8 +187,8 @@ class LocalQueue:
             into a file of theirs.
     """
 
-    def __init__(self, manner: OutputOptions, room: Room, *, terminal: bool = False) -> None:
-        self._manner, self._room, self._terminal = manner, room, terminal
+    def __init__(self, output: OutputOptions, room: Room, *, terminal: bool = False) -> None:
+        self._output, self._room, self._terminal = output, room, terminal
         self._selector = selectors.DefaultSelector()
         self._running: list[_Running] = []
         self._passed_on = 0
@@ -228,7 +228,7 @@ class LocalQueue:
         sys.stderr.flush()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until it counts them itself
         try:
-            be = partial(_hold, cell, self._manner, place, theirs, before, own=not self._terminal)
+            be = partial(_hold, cell, self._output, place, theirs, before, own=not self._terminal)
             held = _Running(cell=cell, pid=fork(be), link=mine, place=place)
         finally:
             os.close(theirs)
@@ -275,7 +275,7 @@ class LocalQueue:
         begun = [held.cell.run for held in self._running if held.cell.run.plan.exists()]
         ways = dict.fromkeys(map(describe_stop, begun))
         told = f"each point that runs {', or '.join(ways)}; " if ways else "no more are started; "
-        say(self._manner.console, f"{told}once more ends every process at once", "yellow")
+        say(self._output.console, f"{told}once more ends every process at once", "yellow")
 
     def _heard(self, held: _Running) -> PointEnded | None:
         """Read what the process of a point says; its end, once it has."""
@@ -301,7 +301,7 @@ class LocalQueue:
         """Show what a point said before it began: a warning that many share once."""
         text = told["said"].strip()
         if text not in self._said:
-            say(self._manner.console, f"point {held.cell.run.path.name}: {text}", "yellow")
+            say(self._output.console, f"point {held.cell.run.path.name}: {text}", "yellow")
         self._said.add(text)
 
     def _end_all(self) -> None:
@@ -325,7 +325,7 @@ def _died(run: RunDir, status: int) -> str:
 
 
 def _hold(
-    cell: Cell, manner: OutputOptions, place: Place, link: int, mask: set[int], *, own: bool
+    cell: Cell, output: OutputOptions, place: Place, link: int, mask: set[int], *, own: bool
 ) -> int:
     """All that the process of a point does: hold the run to its end, and say how it ended.
 
@@ -341,10 +341,10 @@ def _hold(
         if place.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
         refusal, code = None, EXIT_FINISHED
-        screen = _Screen(manner, link) if own else None
-        manner = screen.manner if screen else manner
+        screen = _Screen(output, link) if own else None
+        output = screen.output if screen else output
         try:
-            with ready_of(cell, manner, interrupts) as ready:
+            with ready_of(cell, output, interrupts) as ready:
                 if screen is not None:
                     screen.move_to(cell.run)
                 if ready is not None:
@@ -361,11 +361,11 @@ class _Screen:
     none of ours reach this command's terminal as long as there is no folder.
     """
 
-    def __init__(self, manner: OutputOptions, link: int) -> None:
+    def __init__(self, output: OutputOptions, link: int) -> None:
         self._link = link
         self._before = tempfile.TemporaryFile()  # noqa: SIM115  # ends with the process
         os.dup2(self._before.fileno(), 1)
-        self.manner = replace(manner, console=Console(width=manner.console.width))
+        self.output = replace(output, console=Console(width=output.console.width))
 
     def move_to(self, run: RunDir) -> None:
         """The run's folder is there: go on in it, and hand on what was said until now."""
@@ -388,7 +388,7 @@ NOT_BEGUN = "it was cancelled while it waited for room"
 
 
 def run_here(
-    cells: Sequence[Cell], manner: OutputOptions, ended: Callable[[PointEnded], None]
+    cells: Sequence[Cell], output: OutputOptions, ended: Callable[[PointEnded], None]
 ) -> bool:
     """Run points to their ends, as many at once as `sweep.parallel` and the machine allow: a next
     one starts when one ends.
@@ -399,15 +399,15 @@ def run_here(
     Returns:
         Whether all of them have run; not after an interrupt.
     """
-    room = Room(most_at_once([cell.point.config for cell in cells], manner))
+    room = Room(most_at_once([cell.point.config for cell in cells], output))
     shares = [share_of(cell) for cell in cells]
     if remark := room.remark(shares):
-        say(manner.console, remark, "yellow", prose=True)
+        say(output.console, remark, "yellow", prose=True)
     alone = room.at_once(shares) == 1
     waiting = list(cells) if alone else sorted(cells, key=_work, reverse=True)
-    told = _Told(manner, cells, alone=alone)
+    told = _Told(output, cells, alone=alone)
     runs = [cell.run for cell in cells]
-    with LocalQueue(manner, room, terminal=alone) as queue:
+    with LocalQueue(output, room, terminal=alone) as queue:
         run_lock.mark_waiting(runs)
         try:
             while True:
@@ -443,7 +443,7 @@ def _start(
         waiting.append(cell)
 
 
-def most_at_once(configs: Sequence[Config], manner: OutputOptions) -> int | None:
+def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None:
     """As `sweep.parallel` says; `auto` is one where points differ in what sets their speed, for
     then it is their times that are compared.
     """
@@ -452,9 +452,9 @@ def most_at_once(configs: Sequence[Config], manner: OutputOptions) -> int | None
     unlike = [n for n in TIMED if any(getattr(c, n) != getattr(first, n) for c in others)]
     if asked is not None or not unlike:
         return asked
-    if not manner.quiet:
+    if not output.quiet:
         say(
-            manner.console,
+            output.console,
             f"one point after another, since they differ in {', '.join(unlike)}, and their times "
             f"are compared; sweep.parallel=2 runs two at once",
             "dim", prose=True,
@@ -481,8 +481,8 @@ class _Told:
         alone: there is never more than one.
     """
 
-    def __init__(self, manner: OutputOptions, cells: Sequence[Cell], *, alone: bool) -> None:
-        self._manner, self._alone = manner, alone
+    def __init__(self, output: OutputOptions, cells: Sequence[Cell], *, alone: bool) -> None:
+        self._output, self._alone = output, alone
         varying = only_varying([cell.point.overrides for cell in cells])
         self._names: dict[Path, str] = {}
         for cell, overrides in zip(cells, varying, strict=True):
@@ -491,18 +491,18 @@ class _Told:
 
     def starts(self, cell: Cell) -> None:
         if self._alone:
-            say(self._manner.console, cell.point.words, "bold")
-        elif not self._manner.quiet:
-            say(self._manner.console, f"{self._names[cell.run.path]} starts", "dim")
+            say(self._output.console, cell.point.words, "bold")
+        elif not self._output.quiet:
+            say(self._output.console, f"{self._names[cell.run.path]} starts", "dim")
 
     def ended(self, one: PointEnded, running: int, waiting: int) -> None:
         name = self._names[one.cell.run.path]
         if one.refusal is not None:
-            say(self._manner.console, f"{name}: {one.refusal}", "bold red")
-        elif not self._alone and not (self._manner.quiet and one.exit_code == EXIT_FINISHED):
+            say(self._output.console, f"{name}: {one.refusal}", "bold red")
+        elif not self._alone and not (self._output.quiet and one.exit_code == EXIT_FINISHED):
             left = f"{running} running, {waiting} waiting" if running or waiting else "the last"
             style = "green" if one.exit_code == EXIT_FINISHED else "bold red"
-            say(self._manner.console, f"{name}: {_came_of(one)} ({left})", style)
+            say(self._output.console, f"{name}: {_came_of(one)} ({left})", style)
 
 
 def _came_of(one: PointEnded) -> str:

@@ -21,7 +21,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from orchestrator.cli.follow import Interrupts, OutputOptions
-from orchestrator.cli.resume import standing_in
+from orchestrator.cli.resume import working_directory
 from orchestrator.cli.status import cancel, statuses
 from orchestrator.clusters.api import class_for, class_of
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, literally
@@ -298,10 +298,10 @@ def write_table(search: Search, study: Study, folders: Mapping[int, Path]) -> di
 class TrialRuns:
     """The runs of a search that are in progress: children of this process, or others' to follow."""
 
-    def __init__(self, search: Search, manner: OutputOptions) -> None:
-        quiet = OutputOptions(console=manner.console, quiet=True)
+    def __init__(self, search: Search, output: OutputOptions) -> None:
+        quiet = OutputOptions(console=output.console, quiet=True)
         self._queue = LocalQueue(quiet, Room(search.most)) if search.attended else None
-        self._manner, self._most = manner, search.most or 1
+        self._output, self._most = output, search.most or 1
         self.interrupts = self._queue.interrupts if self._queue else Interrupts()
         self.followed: list[Cell] = []  # they continue if this process ends
         self._to_cancel: list[Cell] = []  # of those, whose cancellation was refused so far
@@ -328,7 +328,7 @@ class TrialRuns:
         if self._queue is not None:
             return self._queue.start(cell)
         try:
-            submit([cell], self._manner, wait=False, interrupts=self.interrupts)
+            submit([cell], self._output, wait=False, interrupts=self.interrupts)
         except Interrupted:
             return False
         except UsageError as error:
@@ -379,8 +379,8 @@ class TrialRuns:
             self._warn(f"not stopped yet: {why}")
 
     def _warn(self, text: str) -> None:
-        if not self._manner.quiet:
-            say(self._manner.console, text, "yellow")
+        if not self._output.quiet:
+            say(self._output.console, text, "yellow")
 
 
 def _cancel(cell: Cell) -> str:
@@ -419,9 +419,9 @@ class Searcher:
         study: Study,
         storage: JournalStorage,
         runs: TrialRuns,
-        manner: OutputOptions,
+        output: OutputOptions,
     ) -> None:
-        self._search, self._study, self._runs, self._manner = search, study, runs, manner
+        self._search, self._study, self._runs, self._output = search, study, runs, output
         self._storage = storage
         self._pruner = MedianPruner() if search.sweep.prune == "median" else None
         self._running: dict[Path, Trial] = {}
@@ -678,8 +678,8 @@ class Searcher:
         self.table = write_table(self._search, self._study, self._folders)
 
     def _say(self, text: str, style: str) -> None:
-        if not self._manner.quiet:
-            say(self._manner.console, text, style)
+        if not self._output.quiet:
+            say(self._output.console, text, style)
 
 
 def is_judged(updates: int) -> bool:
@@ -703,7 +703,7 @@ def why_no_value(cell: Cell) -> str:
     return describe_culprit(culprit) if culprit else status.reason or f"it was {status.state}"
 
 
-def run_search(composer: Composer, manner: OutputOptions) -> int:
+def run_search(composer: Composer, output: OutputOptions) -> int:
     """Run trials until there are as many as the line asks for; print them.
 
     Returns:
@@ -716,27 +716,27 @@ def run_search(composer: Composer, manner: OutputOptions) -> int:
     search = read_search(composer)
     with alone_in(search.folder):
         study, storage = open_study(search)
-        runs = TrialRuns(search, manner)
+        runs = TrialRuns(search, output)
         with runs.counting_interrupts():
-            searcher = Searcher(search, study, storage, runs, manner)
+            searcher = Searcher(search, study, storage, runs, output)
             searcher.run()
             interrupts, left = runs.interrupts.count, len(runs.followed)
-        print_search(searcher.table, manner.console)
-        say(manner.console, f"the search's folder: {search.folder}")
+        print_search(searcher.table, output.console)
+        say(output.console, f"the search's folder: {search.folder}")
         states = [trial["state"] for trial in searcher.table["trials"]]
         if "open" in states or len(states) < search.trials:
             if left:
                 go = "goes on by itself" if left == 1 else "go on by themselves"
                 end = f"to end {'it' if left == 1 else 'them'}: {command('cancel', search.folder)}"
-                say(manner.console, f"{plural(left, 'trial')} {go}; {end}", "bold")
-            say(manner.console, f"to go on: {command('resume', search.folder)}", "bold")
+                say(output.console, f"{plural(left, 'trial')} {go}; {end}", "bold")
+            say(output.console, f"to go on: {command('resume', search.folder)}", "bold")
             return EXIT_INTERRUPTED if interrupts > 1 else EXIT_STOPPED
         return EXIT_FINISHED if "complete" in states else EXIT_FAILED
 
 
 def resume_search(
     folder: Path,
-    manner: OutputOptions,
+    output: OutputOptions,
     overrides: Sequence[str] = (),
     config_dir: str | None = None,
 ) -> int:
@@ -761,7 +761,7 @@ def resume_search(
         config_name=line["config_name"],
         multirun=True,
     )
-    with standing_in(Path(line["folder"]), folder):
+    with working_directory(Path(line["folder"]), folder):
         composer = Composer(asked)
         composer.compose()
-        return run_search(composer, manner)
+        return run_search(composer, output)

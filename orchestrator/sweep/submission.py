@@ -114,18 +114,18 @@ def measured(run: RunDir, objective: str) -> float:
 
 @contextlib.contextmanager
 def ready_of(
-    cell: Cell, manner: OutputOptions, interrupts: Interrupts | None = None
+    cell: Cell, output: OutputOptions, interrupts: Interrupts | None = None
 ) -> Generator[Ready | None]:
     """A cell's run made ready: a new one, or one that goes on from where it was."""
     point = cell.point
     if cell.do is Do.GO_ON:
-        with resumed(cell.run.path, manner, to=point.config, interrupts=interrupts) as ready:
+        with resumed(cell.run.path, output, to=point.config, interrupts=interrupts) as ready:
             yield ready
         return
     make_room(cell)
     with begun(
         point.config,
-        manner,
+        output,
         overrides=point.overrides,
         plan=point.plan,
         notes={CELL: dict(cell.made_of)},
@@ -136,7 +136,7 @@ def ready_of(
 
 def submit(
     cells: Sequence[Cell],
-    manner: OutputOptions,
+    output: OutputOptions,
     *,
     wait: bool,
     interrupts: Interrupts | None = None,
@@ -154,7 +154,7 @@ def submit(
         ClusterError: the scheduler refused some; those that are queued go on, and are counted.
     """
     with counted(interrupts) as counts, read_once():
-        made = _made_ready(cells, OutputOptions(console=manner.console, quiet=True), counts)
+        made = _made_ready(cells, OutputOptions(console=output.console, quiet=True), counts)
         _submit(made, at_once(cells[0].point.config.sweep.parallel))
     if wait:
         kinds = {cell.point.config.cluster.kind for cell in cells}

@@ -65,7 +65,7 @@ def require_optuna() -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-def run_sweep(composer: Composer, manner: OutputOptions) -> int:
+def run_sweep(composer: Composer, output: OutputOptions) -> int:
     """Check all points, run what is to be run, and print their table; give the exit code.
 
     Raises:
@@ -75,9 +75,9 @@ def run_sweep(composer: Composer, manner: OutputOptions) -> int:
         require_optuna()
         from orchestrator.sweep.search import run_search
 
-        return run_search(composer, manner)
+        return run_search(composer, output)
     with contextlib.ExitStack() as open_until_the_end:
-        sweep = Sweep(manner, open_until_the_end, search=composer.searches)
+        sweep = Sweep(output, open_until_the_end, search=composer.searches)
         drive(composer, sweep.launch)
         return sweep.finish()
 
@@ -89,8 +89,8 @@ class Sweep:
         search: values of earlier points are needed to choose the next.
     """
 
-    def __init__(self, manner: OutputOptions, stack: contextlib.ExitStack, *, search: bool) -> None:
-        self._manner, self._stack, self._search = manner, stack, search
+    def __init__(self, output: OutputOptions, stack: contextlib.ExitStack, *, search: bool) -> None:
+        self._output, self._stack, self._search = output, stack, search
         self.cells: list[Cell] = []
         self._codes: dict[Path, int] = {}
         self._refused: dict[Path, str] = {}
@@ -125,7 +125,7 @@ class Sweep:
         todo = [cell for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
         alone = [c for c in todo if not class_for(c.point.config).attended]
         if alone:
-            submit(alone, self._manner, wait=self._search)
+            submit(alone, self._output, wait=self._search)
         waiting = [c for c in cells if c in alone or c.do is Do.WAIT]
         self._queued += [] if self._search else [cell.run.path for cell in waiting]
         here = [cell for cell in todo if cell not in alone]
@@ -141,16 +141,16 @@ class Sweep:
 
     def _say(self, cells: Sequence[Cell]) -> None:
         """What will not be run, and what is run again, where there is anything to say of it."""
-        if self._manner.quiet or all(cell.why == "new" for cell in cells):
+        if self._output.quiet or all(cell.why == "new" for cell in cells):
             return
         for cell in cells:
-            say(self._manner.console, f"{cell.point.words}: {cell.do.value} ({cell.why})", "dim")
+            say(self._output.console, f"{cell.point.words}: {cell.do.value} ({cell.why})", "dim")
 
     def _run_here(self, cells: Sequence[Cell]) -> None:
         """Run points on this machine to their ends."""
         from orchestrator.sweep.local import run_here  # what is drawn meanwhile takes time
 
-        if not run_here(cells, self._manner, self._ended):
+        if not run_here(cells, self._output, self._ended):
             over = [EXIT_INTERRUPTED] if EXIT_INTERRUPTED in self._codes.values() else []
             self._stopped = over[0] if over else EXIT_STOPPED
 
@@ -165,7 +165,7 @@ class Sweep:
             folders = {path.parent for path in self._queued}
             shown = folders.pop() if len(folders) == 1 else self._queued[0]
             say(
-                self._manner.console,
+                self._output.console,
                 f"{plural(len(self._queued), 'point')} queued; to see where they stand: "
                 f"{command('status', shown)}",
                 "bold",
@@ -177,11 +177,11 @@ class Sweep:
             swept_run(cell.run, overrides, result=self._refusal(cell.run.path))
             for cell, overrides in zip(ran, varying, strict=True)
         ]
-        print_sweep(shown, self._manner.console)
+        print_sweep(shown, self._output.console)
         for sentence in remarks(shown):
-            say(self._manner.console, sentence, "dim", prose=True)
+            say(self._output.console, sentence, "dim", prose=True)
         if (pairs := accumulation_pairs(shown)) and not timed_beside(shown):
-            print_time_and_memory(pairs, self._manner.console)
+            print_time_and_memory(pairs, self._output.console)
         if self._stopped is not None:
             return self._stopped
         failed = [code for code in self._codes.values() if code]
@@ -199,7 +199,7 @@ class Sweep:
 def resume_sweep(
     folder: Path,
     runs: Sequence[RunDir],
-    manner: OutputOptions,
+    output: OutputOptions,
     overrides: Sequence[str] = (),
     config_dir: str | None = None,
 ) -> int:
@@ -216,9 +216,9 @@ def resume_sweep(
         require_optuna()
         from orchestrator.sweep.search import resume_search
 
-        return resume_search(folder, manner, overrides, config_dir)
+        return resume_search(folder, output, overrides, config_dir)
     with contextlib.ExitStack() as open_until_the_end:
-        sweep = Sweep(manner, open_until_the_end, search=False)
+        sweep = Sweep(output, open_until_the_end, search=False)
         sweep.hold(folder)
         found = statuses(runs)[0]
         sweep.place([_cell(s, n, overrides, config_dir) for n, s in enumerate(found)])

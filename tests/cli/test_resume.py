@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from orchestrator.cli.resume import at_home, record, resumption
+from orchestrator.cli.resume import record, resumption, submission_directory
 from orchestrator.config.changes import Kind, changes, flat
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import read_config, to_yaml
@@ -217,7 +217,7 @@ def test_a_resume_stands_where_the_run_was_submitted(run, tmp_path, monkeypatch)
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     monkeypatch.setattr(sys, "path", [str(elsewhere), "/usr/lib/python"])
-    with at_home(run):
+    with submission_directory(run):
         assert Path.cwd() == tmp_path / "project"
         assert sys.path == [str(tmp_path / "project"), "/usr/lib/python"]
     assert Path.cwd() == elsewhere
@@ -238,7 +238,7 @@ def test_what_names_a_folder_in_full_stays_wherever_one_stands(
     monkeypatch.chdir(elsewhere)
     monkeypatch.setenv("PYTHONPATH", given.format(elsewhere=elsewhere))
     monkeypatch.setattr(sys, "path", [str(elsewhere), "/usr/lib/python", str(elsewhere)])
-    with at_home(run):
+    with submission_directory(run):
         second = elsewhere if stays else tmp_path / "project"
         assert sys.path == [str(tmp_path / "project"), "/usr/lib/python", str(second)]
 
@@ -246,6 +246,6 @@ def test_what_names_a_folder_in_full_stays_wherever_one_stands(
 def test_a_folder_of_submission_that_is_gone_is_named(run, tmp_path):
     with (
         pytest.raises(RunFolderError, match=r"was submitted in .*project, .* entered"),
-        at_home(run),
+        submission_directory(run),
     ):
         raise AssertionError

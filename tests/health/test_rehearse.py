@@ -19,7 +19,7 @@ from orchestrator.health.rehearsal import (
     plan_rehearsal,
 )
 from orchestrator.health.rehearse import Row, _FaultFollower, compare
-from orchestrator.health.rehearsed_run import Harm, SimulatedRun
+from orchestrator.health.rehearsed_run import Injected, SimulatedRun
 from tests import helpers
 from tests.helpers import TINY
 
@@ -141,7 +141,7 @@ def test_a_harm_that_the_run_loses_less_by_than_was_meant_is_no_end_of_it(
     following = _FaultFollower(run, 5, next(f for f in draws(0, HERE) if f.kind == KILL_TWO))
     following.begin(0.1)  # there is nobody
     following.row.noticed_s = 0.1
-    following._harm = Harm(said="kill ranks 2 and 3", gone=frozenset({2, 3}))
+    following._harm = Injected(said="kill ranks 2 and 3", gone=frozenset({2, 3}))
     run.records += [] if more is None else [line(5, **more), line(6)]
     assert not following.look(resumed=False)
     following.end()
