@@ -5,7 +5,7 @@ COPY.py, and knows nothing of this package, which may be what is packed. The cod
 hundreds of small files cost nothing: in TMPDIR, or where nobody has set that in the node's memory
 (/dev/shm; disks can take a second) if it is small, else in /tmp. Where that cannot be done, in the
 run folder, which is said. Whoever runs from it holds a lock on it, which the kernel frees. It is
-removed when nobody does (`after_rank.sh`, `node_entry.py`), and what a node that lost power left,
+removed when nobody does (`after_node.sh`, `node_entry.py`), and what a node that lost power left,
 at the next start there.
 
 Only what has the digest beside it, COPY.sha256, is unpacked, and only into a folder that nobody

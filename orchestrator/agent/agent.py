@@ -2,8 +2,7 @@
 
 It starts the node's workers, watches them, and follows the coordinator, which is the most senior
 agent that lives (`coordinator.py`); where that one goes away, the next one takes its place. A
-worker never talks to another node's agent, only to its own. Simulated nodes have agents; on SLURM
-each rank is still a task of srun, and the ranks watch each other (`lifecycle/survival/`).
+worker never talks to another node's agent, only to its own.
 
 The loop has one thread: an agent forks, and a fork has only the thread that forked.
 """
@@ -16,7 +15,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.agent.coordinator import LEAST_SILENCE_S, SETTLE_S, Coordinator
@@ -50,11 +49,21 @@ class Agent:
         control: a pipe whose end means that the launcher is gone, or wants all processes ended;
             None on a cluster whose scheduler sees to that.
         report: a pipe for an outcome that the disk has no room for.
+        on_beat: called once a second; returns whether a newer attempt has taken this one's place.
+        settle: called by the coordinator once the outcome is written, with whether the first node's
+            agent is gone; does what the batch script would do, where that is gone, too.
     """
 
     def __init__(
-        self, spec: NodeSpec, control: int | None = None, report: int | None = None
+        self,
+        spec: NodeSpec,
+        control: int | None = None,
+        report: int | None = None,
+        *,
+        on_beat: Callable[[], bool] = lambda: False,
+        settle: Callable[[bool], None] = lambda _: None,
     ) -> None:
+        self._on_beat, self._settle = on_beat, settle
         self._spec, self._control, self._report_to = spec, control, report
         self._run = RunDir(spec.run)
         self._selector = selectors.DefaultSelector()
@@ -66,6 +75,7 @@ class Agent:
         self._followers: dict[int, Link] = {}
         self._early: dict[int, list[dict[str, Any]]] = {}  # of followers, before this coordinates
         self._up: Link | None = None
+        self._began = time.monotonic()
         self._tried_since = 0.0
         self._gone: set[tuple[int, int]] = set()  # (incarnation, index) of agents that are gone
         self._coordinator: Coordinator | None = None
@@ -79,11 +89,12 @@ class Agent:
         if control is not None:
             self._selector.register(control, selectors.EVENT_READ, self._launcher_gone)
         self._workers = Workers(
-            first=spec.ranks_of(spec.index)[0],
+            ranks=spec.ranks_of(spec.index),
             silence_s=spec.heartbeat_s,
             hang_s=spec.hang_s,
             selector=self._selector,
             report=self._report,
+            cpus_per_rank=spec.cpus_per_rank,
         )
         self._workers.on_fork(self._close_in_fork)
         publish_agent(spec, int(self._listener.getsockname()[1]))
@@ -129,6 +140,10 @@ class Agent:
                 self._report_unwritten(self._coordinator.outcome)
                 self._obey_coordinator()
         self._workers.kill_all()
+        if self._coordinator is not None and self._coordinator.outcome is not None:
+            for link in self._links():
+                link.close()  # the others are done
+            self._settle(self._coordinator.agents[0].gone)
 
     def _report_unwritten(self, outcome: dict[str, Any] | None) -> None:
         """Give the launcher an outcome that the disk had no room for; it fits a pipe's buffer."""
@@ -178,6 +193,10 @@ class Agent:
 
     def _beat(self) -> None:
         now = time.monotonic()
+        if self._on_beat():
+            print("a newer attempt has begun; this one ends", flush=True)
+            self._over = True
+            return
         self._workers.look()
         for link in self._links():
             if link.rank is not None:
@@ -255,7 +274,7 @@ class Agent:
         candidates = [one for one in self._others() if one.seniority not in self._gone]
         senior = [one for one in candidates if one.seniority < mine]
         first_node_unknown = not self._gone and self._spec.index and not senior
-        if first_node_unknown:  # it has not begun yet
+        if first_node_unknown and now - self._began < self._spec.join_s:  # it has not begun yet
             time.sleep(RETRY_S)
             return
         if not senior:
@@ -286,7 +305,7 @@ class Agent:
             self._over = True
 
     def _is_over(self) -> bool:
-        return read_json(self._run.attempt(self._spec.attempt) / "outcome.json") is not None
+        return read_json(self._run.outcome(self._spec.attempt)) is not None
 
     def _take_over(self) -> None:
         gone = {index for incarnation, index in self._gone if not self._is_back(incarnation, index)}

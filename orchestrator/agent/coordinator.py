@@ -11,12 +11,12 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.replacements import Replacements
-from orchestrator.agent.root_cause import TAKEN_AWAY, Behind, End, blame, tail
+from orchestrator.agent.root_cause import TAKEN_AWAY, Behind, End, blame
 from orchestrator.agent.standing import Standing
 from orchestrator.lifecycle.signs.node_watch import BEAT_S, FENCED, FINISHED, STOPPED
 from orchestrator.lifecycle.survival.links import refuses
@@ -114,6 +114,7 @@ class Coordinator:
         self._losses: list[tuple[End, list[int]]] = []
         self._failures: list[dict[str, Any]] = []
         self._culprit: Culprit | None = None
+        self._stalled = False  # the culprit was stopped or slept: its code is not at fault
         self._causes: dict[str, str] = {}  # why a node counts as lost
         self._give_up_at: float | None = None
         self._killed = False
@@ -191,7 +192,10 @@ class Coordinator:
             self.workers[rank].state, self.workers[rank].waits = "ended", False
             self._standing.ended(rank)
         status = -signal.SIGKILL  # to the others it is as if it had been killed
-        self._ended_badly(End(time=self._clock(), node=node, rank=None, status=status), ranks)
+        end = End(
+            time=self._clock(), node=node, log=self._spec.log_of(index), rank=None, status=status
+        )
+        self._ended_badly(end, ranks)
 
     # ------------------------------------------------------------------ events
 
@@ -207,9 +211,9 @@ class Coordinator:
         elif kind == "exit":
             if worker.state != "ended" and worker.process == event["process"]:
                 worker.state, worker.waits = "ended", False
-                self._ended(node, event)
+                self._ended(index, event)
         elif kind == "silent":
-            self._lose(self._standing.silent(node, event))
+            self._lose(self._standing.silent(node, event), stalled=bool(event["asleep"]))
         elif kind == "quiet":
             self._wait_for_quiet(worker, node, event["silent_s"])
         elif kind == "begins":
@@ -238,7 +242,7 @@ class Coordinator:
         elif silent_s <= self._spec.silence_s:
             worker.told_quiet = False
 
-    def _ended(self, node: str, event: Mapping[str, Any]) -> None:
+    def _ended(self, index: int, event: Mapping[str, Any]) -> None:
         """One worker ended. Without its last word that is a failure, whatever its status."""
         rank, word = event["rank"], event["word"]
         self._words[rank] = word
@@ -247,8 +251,14 @@ class Coordinator:
         if word in (FINISHED, STOPPED):
             self._end_in_order()
             return
-        ended = self._clock() - event["ago_s"]
-        end = End(time=ended, node=node, rank=rank, status=event["status"])
+        end = End(
+            time=self._clock() - event["ago_s"],
+            node=self._spec.name_of(index),
+            log=self._spec.log_of(index),
+            rank=rank,
+            status=event["status"],
+            out_of_memory=event.get("out_of_memory", False),
+        )
         self._ended_badly(end, [rank], word)
 
     def _ended_badly(self, end: End, ranks: list[int], word: str = "") -> None:
@@ -296,15 +306,19 @@ class Coordinator:
             self._command(None, "where", stacks=hangs)
             self._give_up_at = self._clock() + GRACE_S
 
-    def _lose(self, culprit: Culprit) -> None:
-        """Give up a worker that hangs: the others go on without it, or the run fails."""
+    def _lose(self, culprit: Culprit, *, stalled: bool = False) -> None:
+        """Give up a worker that hangs: the others go on without it, or the attempt fails.
+
+        Args:
+            stalled: it was stopped, or sleeps in the kernel, which is not the job's fault.
+        """
         assert culprit.rank is not None  # noqa: S101  # only workers hang
         if self._survived:
             cause = self._standing.told(culprit).cause
             self._warn(culprit.rank, f"{cause}; it is ended, and the others go on without it")
             self._command(self._spec.node_of(culprit.rank), "kill", rank=culprit.rank)
         elif self._culprit is None and not self._ends:
-            self._culprit = culprit
+            self._culprit, self._stalled = culprit, stalled
             self._command(None, "where", stacks=True)
             self._give_up_at = self._clock() + self._standing.answer_s
             self._end_in_order()
@@ -336,7 +350,7 @@ class Coordinator:
         for agent in self.agents.values():
             self._look_at(agent, now)
         for culprit in self._standing.too_long_frozen(survived=self._survived):
-            self._lose(culprit)
+            self._lose(culprit, stalled=True)
         if not self._over:
             self._first_generation()
             self._next_generation(now)
@@ -345,9 +359,24 @@ class Coordinator:
                 self._command(self._spec.node_of(rank), "start", rank=rank, process=process)
                 self.workers[rank] = WorkerState(rank, process)
         if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
+            if self._only_lost_peers() and self._awaits_agent(now):
+                return
             self._killed = True
             self._command(None, "die")
         self._perhaps_over()
+
+    def _only_lost_peers(self) -> bool:
+        """Return whether all that failed so far are workers that lost a peer."""
+        secondary = {one["rank"] for one in self._failures if one["secondary"]}
+        return all(end.rank in secondary for end in self._ends)
+
+    def _awaits_agent(self, now: float) -> bool:
+        """Return whether an agent is silent, and may be lost: its node would be to blame."""
+        return any(
+            not agent.gone and agent.heard is not None and now - agent.heard > LEAST_SILENCE_S
+            for agent in self.agents.values()
+            if agent.index != self._spec.index
+        )
 
     def _agent_is_there(self, rank: int) -> bool:
         agent = self.agents[self._spec.node_of(rank)]
@@ -469,13 +498,23 @@ class Coordinator:
             return
         state, culprit = self._settled()
         self.outcome = {"state": state.value, "culprit": culprit and culprit.to_json() | {
-            "usage": culprit.usage, "hangs": culprit.hangs}}  # fmt: skip
-        path = self._run.attempt(self._spec.attempt) / "outcome.json"
+            "usage": culprit.usage, "hangs": culprit.hangs},
+            "lost": self._lost_words(culprit)}  # fmt: skip
+        path = self._run.outcome(self._spec.attempt)
         try:
             write_json(path, self.outcome)
         except OSError as error:  # a full disk: the launcher is told by its agents' output
             print(f"the outcome could not be written: {error}", flush=True)
         self._command(None, "end")
+
+    def _lost_words(self, culprit: Culprit | None) -> str | None:
+        """Say what was lost, where that is no fault of the job's: a scheduler starts it again."""
+        if culprit is None:
+            return None
+        if culprit.rank is None:
+            return f"node {culprit.node} stopped answering"
+        who = f"rank {culprit.rank} on {culprit.node}"
+        return f"{who}: {culprit.cause}" if self._stalled else None
 
     def _settled(self) -> tuple[State, Culprit | None]:
         """Finished is what every worker said; nothing else is."""
@@ -491,10 +530,7 @@ class Coordinator:
             done = [rank for rank, word in self._words.items() if word == FINISHED]
             culprit = blame(self._run, told, ends, behind, done)
             if culprit.rank is None:
-                log = tail(self._run.node_log(culprit.node))
-                culprit = Culprit(
-                    rank=None, node=culprit.node, cause=self._causes[culprit.node], log_tail=log
-                )
+                culprit = replace(culprit, cause=self._causes[culprit.node])
         culprit = culprit and self._standing.told(culprit)
         if culprit is not None or not words <= {FINISHED, STOPPED} or not words:
             return State.FAILED, culprit

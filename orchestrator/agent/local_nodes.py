@@ -1,10 +1,10 @@
-"""The simulated nodes of this machine: one process imports what workers need, and forks agents.
+"""The parent of agents: one process imports what workers need, forks agents, and starts an agent
+again that was killed, where workers may be replaced.
 
-`python -m orchestrator.agent.local_nodes RUN` with an order on standard input. It imports the
-framework once, is the parent of all agents, and starts an agent again that was killed, where
-workers may be replaced. All processes below it end with the launcher, however that ends: the agents
-see the end of a pipe that the launcher holds, and the kernel kills each process whose parent is
-gone.
+`python -m orchestrator.agent.local_nodes RUN` with an order on standard input is the parent of all
+simulated nodes of this machine. All processes below it end with the launcher, however that ends:
+the agents see the end of a pipe that the launcher holds, and the kernel kills each process whose
+parent is gone. Elsewhere each node has a parent of its own (`node.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +38,41 @@ END_S = 1.0
 LOOK_S = 0.1
 
 
-class _Nodes:
-    """The agents of all simulated nodes, as their parent has them."""
+class NodeProcesses:
+    """The agents of some nodes, as their parent has them.
 
-    def __init__(self, order: dict[str, Any]) -> None:
-        self._control, self._report = int(order["control"]), int(order["report"])
-        self._specs = [NodeSpec.from_json(node["spec"]) for node in order["nodes"]]
-        self._environments = [node["environment"] for node in order["nodes"]]
+    Args:
+        agent_of: makes a node's agent, in the process that is to be it.
+        control: a pipe whose end means that the launcher is gone, and all have to end; None where
+            a scheduler sees to that.
+
+    Attributes:
+        status: 1 once an agent was killed and not started again; else 0.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[NodeSpec],
+        environments: Sequence[Mapping[str, str]],
+        agent_of: Callable[[NodeSpec], Agent],
+        control: int | None = None,
+    ) -> None:
+        self._specs, self._environments = list(specs), environments
+        self._agent_of, self._control = agent_of, control
         self._run = RunDir(self._specs[0].run)
         self._left = self._specs[0].replacements
-        self._pids: dict[int, int] = {}  # of the agents that run: pid -> index
+        self._pids: dict[int, int] = {}  # of the agents that run: pid -> place in the list
         self._again: dict[int, float] = {}  # when to start an agent again
-        self._stopped = False
+        self._stop: int | None = None
+        self.status = 0
 
     def serve(self) -> int | None:
         """Have agents until all have ended. Returns the rank in the process of a worker."""
         adopt_orphans()
-        signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         wake, woken = os.pipe()
         for end in (wake, woken):
             os.set_blocking(end, False)
@@ -64,13 +82,15 @@ class _Nodes:
             if rank is not None:
                 return rank
         kill_at: float | None = None
-        watched = [wake, self._control]
+        watched = [wake] if self._control is None else [wake, self._control]
         while self._pids or self._again:
             ready = select.select(watched, [], [], LOOK_S)[0]
             if wake in ready:
                 os.read(wake, 4096)
             now = time.monotonic()
-            if kill_at is None and (self._control in ready or self._is_over()):
+            if self._control is None:  # its scheduler ends what does not end by itself
+                pass
+            elif kill_at is None and (self._control in ready or self._is_over()):
                 kill_at = now + END_S
                 self._again.clear()
                 watched = [wake]
@@ -87,13 +107,14 @@ class _Nodes:
         return None
 
     def _is_over(self) -> bool:
-        return read_json(self._run.attempt(self._specs[0].attempt) / "outcome.json") is not None
+        return read_json(self._run.outcome(self._specs[0].attempt)) is not None
 
-    def _stop(self, number: int, frame: Any) -> None:
-        del number, frame
-        self._stopped = True
+    def _pass_on(self, number: int, frame: Any) -> None:
+        """Pass a stop signal on to the agents, which alone act on it."""
+        del frame
+        self._stop = number
         for pid in list(self._pids):
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, number)
 
     def _start(self, index: int) -> int | None:
         """Fork an agent. Returns the rank in the process of one of its workers."""
@@ -101,8 +122,8 @@ class _Nodes:
         if not pid:
             return self._become(index)
         self._pids[pid] = index
-        if self._stopped:
-            os.kill(pid, signal.SIGTERM)
+        if self._stop is not None:
+            os.kill(pid, self._stop)
         return None
 
     def _become(self, index: int) -> int:
@@ -110,11 +131,11 @@ class _Nodes:
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         spec = self._specs[index]
-        send_output_to(self._run.node_log(spec.name))
+        send_output_to(spec.log_of(spec.index))
         os.environ.update(self._environments[index])
         name_process(spec.name)
         try:
-            Agent(spec, self._control, self._report).serve()
+            self._agent_of(spec).serve()
         except BecomeWorker as worker:
             return worker.rank
         return leave(0)
@@ -126,7 +147,10 @@ class _Nodes:
             if not pid:
                 return
             index = self._pids.pop(pid, None)
-            if index is None or not os.WIFSIGNALED(status) or self._left <= 0 or self._stopped:
+            if index is None or not os.WIFSIGNALED(status):
+                continue
+            if self._left <= 0 or self._stop is not None:
+                self.status = 1
                 continue
             self._left -= 1
             self._specs[index] = self._specs[index].again()
@@ -142,7 +166,13 @@ def _live(order: dict[str, Any]) -> int:
     gc.freeze()  # what was imported is no garbage; to look at it again would copy its pages
     if os.getppid() != order["launcher"]:
         return 1
-    rank = _Nodes(order).serve()
+    control, report = int(order["control"]), int(order["report"])
+    rank = NodeProcesses(
+        [NodeSpec.from_json(node["spec"]) for node in order["nodes"]],
+        [node["environment"] for node in order["nodes"]],
+        lambda spec: Agent(spec, control, report),
+        control,
+    ).serve()
     if rank is None:
         return 0
     from orchestrator.trainer.entry import main_of

@@ -12,6 +12,8 @@ from orchestrator.lifecycle.survival.links import Peer
 from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 
+SILENCE_S = 5.0
+"""After which an agent or a stopped worker is lost, where the others go on without it."""
 SECRET = "agents-secret"  # noqa: S105  # the name of a file
 
 
@@ -29,6 +31,7 @@ class NodeSpec:
         hang_s: for how long a worker may sleep in the kernel, or hold the interpreter.
         join_s: for how long agents wait for each other at the start.
         replacements: how many processes may be started again.
+        cpus_per_rank: CPUs that each worker is bound to; 0: workers are not bound.
     """
 
     run: Path
@@ -44,6 +47,7 @@ class NodeSpec:
     survive: bool
     replacements: int
     incarnation: int = 0
+    cpus_per_rank: int = 0
 
     @property
     def nodes(self) -> int:
@@ -59,6 +63,10 @@ class NodeSpec:
 
     def name_of(self, index: int) -> str:
         return self.names[index]
+
+    def log_of(self, index: int) -> Path:
+        """Return the path of a node's log, which its agent and its workers' first words go to."""
+        return RunDir(self.run).node_log(f"node{index}")
 
     def ranks_of(self, index: int) -> range:
         return range(index * self.ranks_per_node, (index + 1) * self.ranks_per_node)

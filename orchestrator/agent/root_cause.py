@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
-from orchestrator.lifecycle.signs.last_word import has_last_word
 from orchestrator.rundir.files import read_end
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import Culprit
@@ -22,21 +22,31 @@ IN_A_CIRCLE = "A link between them is cut, or they did not call the same collect
 TAKEN_AWAY = frozenset({signal.SIGKILL, signal.SIGTERM})
 """How a process ends that somebody took away, the kernel for want of memory included. All other
 ends are the work of the job's own code (an exception, a bad pointer), and would come back."""
+MEMORY = "more accumulation.steps make the micro-batches smaller"
+OUT_OF_MEMORY = re.compile(
+    r"^MemoryError|OutOfMemoryError|out of memory|cannot allocate memory", re.IGNORECASE
+)
 LAST_WORD = "error: "
 """How the log of a rank ends whose main thread was stuck in the framework and could not fail."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """A rank, or a whole node (rank None), that ended as it should not. Times share one clock.
+    """A rank, or a whole node (rank None), that ended as it should not.
 
-    `status`: as of `subprocess`. One with 0 ended without its last word.
+    Attributes:
+        time: by a clock that all ends share.
+        log: of the node.
+        status: as of `subprocess`; 0 of a rank that ended without its last word.
+        out_of_memory: the kernel killed processes of the node for want of memory meanwhile.
     """
 
     time: float
     node: str
+    log: Path
     rank: int | None
     status: int
+    out_of_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,18 +82,6 @@ def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
     return tuple(text.splitlines()[-lines:])
 
 
-def failures_among(run: RunDir, attempt: int, ends: Iterable[End]) -> list[End]:
-    """Return the ends that are failures, by exit status alone: also of ranks that left with 0
-    or 3, but without their last word, in the midst of their training.
-    """
-    return [
-        end
-        for end in ends
-        if end.status not in (EXIT_FINISHED, EXIT_STOPPED)
-        or (end.rank is not None and not has_last_word(run.rank_log(end.rank), attempt))
-    ]
-
-
 def blame(
     run: RunDir,
     told: Sequence[Mapping[str, Any]],
@@ -111,16 +109,16 @@ def blame(
     wordless = [end for end in ordered if end.rank not in failures and not _gave_up(run, end)]
     primary = [failure for failure in failures.values() if not failure["secondary"]]
     if own is not None and not own["secondary"]:
-        return _from_failure(run, own)
+        return from_failure(run, own)
     if primary and first not in wordless:
-        return _from_failure(run, min(primary, key=lambda f: f["time"]))
+        return from_failure(run, min(primary, key=lambda f: f["time"]))
     if wordless:
         return _of_end(run, wordless[0])
     if behind:
         return of_behind(run, min(behind, key=lambda one: one.since))
     if own is None:
         return _of_end(run, first)
-    return replace(beside_finished(_from_failure(run, own), finished), hangs=not finished)
+    return replace(beside_finished(from_failure(run, own), finished), hangs=not finished)
 
 
 def told_with_waits(culprit: Culprit, waits: Mapping[int, str]) -> Culprit:
@@ -164,11 +162,13 @@ def _gave_up(run: RunDir, end: End) -> bool:
 
 def _of_end(run: RunDir, end: End) -> Culprit:
     if end.rank is None:
-        cause = f"the node went away: its supervisor was {describe_status(end.status)}"
-        return Culprit(rank=None, node=end.node, cause=cause, log_tail=tail(run.node_log(end.node)))
-    log = tail(run.rank_log(end.rank)) or tail(run.node_log(end.node))
+        cause = f"the node went away: its agent was {describe_status(end.status)}"
+        return Culprit(rank=None, node=end.node, cause=cause, log_tail=tail(end.log))
+    log = tail(run.rank_log(end.rank)) or tail(end.log)
     cause = describe_status(end.status)
-    if end.status in (EXIT_FINISHED, EXIT_STOPPED):
+    if end.out_of_memory and -end.status == signal.SIGKILL:
+        cause = f"out of memory, killed by the kernel ({cause}); {MEMORY}"
+    elif end.status in (EXIT_FINISHED, EXIT_STOPPED):
         cause += WORDLESS
     elif end.status > 0 and log and log[-1].startswith(LAST_WORD):  # it could say no more than that
         cause = log[-1].removeprefix(LAST_WORD)
@@ -183,11 +183,12 @@ def of_behind(run: RunDir, one: Behind) -> Culprit:
     return Culprit(rank=one.rank, node=one.node, cause=cause, log_tail=log, hangs=True)
 
 
-def _from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
+def from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
+    cause = str(failure["cause"])
     return Culprit(
         rank=failure["rank"],
         node=failure["node"],
-        cause=failure["cause"],
+        cause=f"out of memory: {cause}" if OUT_OF_MEMORY.search(cause) else cause,
         log_tail=tail(run.rank_log(failure["rank"])),
         usage=failure["usage"],
         hangs=failure.get("hangs", False),

@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,6 +30,8 @@ from orchestrator.lifecycle.survival.links import Link
 from orchestrator.lifecycle.topology import REPLACES_VARIABLE
 
 KILL_DEADLINE_S = 5.0
+OOM_SCORE = "500"
+"""Of workers, so that the kernel does not choose the agent when memory is short."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 Report = Callable[[dict[str, Any]], None]
@@ -68,6 +71,7 @@ class Worker:
     status: int | None = None
     ended: float = 0.0
     frozen: bool = False
+    out_of_memory: bool = False
     said: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
 
@@ -75,26 +79,30 @@ class Workers:
     """All workers of one node.
 
     Args:
-        first: the node's first rank.
+        ranks: of the node.
         silence_s: for how long a worker may give no sign of life, and use no processor.
         hang_s: the same for one that sleeps in the kernel; and for how long one that holds the
             interpreter may be waited for where the others would go on without it.
         selector: of the agent's loop; each key's data is called with the socket.
         report: takes an event about a worker.
+        cpus_per_rank: CPUs that each worker is bound to; 0: workers are not bound.
     """
 
     def __init__(
         self,
         *,
-        first: int,
+        ranks: range,
+        cpus_per_rank: int = 0,
         silence_s: float,
         hang_s: float,
         selector: selectors.BaseSelector,
         report: Report,
     ) -> None:
         adopt_orphans()
-        self._first, self._selector, self._report = first, selector, report
+        self._ranks, self._selector, self._report = ranks, selector, report
         self._watch = NodeWatch(silence_s, hang_s)
+        self._cpus_per_rank, self._cpus = cpus_per_rank, cpus_in_order()
+        self._kills_for_memory = kills_for_memory()
         self.all: dict[int, Worker] = {}
         self._before_fork: list[Callable[[], None]] = []
 
@@ -151,11 +159,22 @@ class Workers:
         os.dup2(nothing, 0)
         os.close(nothing)
         os.dup2(2, 1)  # the node's log, until the worker opens its own
+        self._bind(rank)
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, "ascii")
         os.environ["SLURM_PROCID"] = str(rank)
-        os.environ["SLURM_LOCALID"] = str(rank - self._first)
+        os.environ["SLURM_LOCALID"] = str(self._ranks.index(rank))
         os.environ[REPLACES_VARIABLE] = str(process)
         os.environ[LINK_VARIABLE] = str(link.detach())
         raise BecomeWorker(rank)
+
+    def _bind(self, rank: int) -> None:
+        """Bind this worker to its share of the CPUs, where the node gives just what all need.
+
+        Where it gives more, or as many as there are to several nodes, the kernel places better.
+        """
+        share, place = self._cpus_per_rank, self._ranks.index(rank)
+        if share and len(self._cpus) == len(self._ranks) * share:
+            os.sched_setaffinity(0, self._cpus[place * share : (place + 1) * share])
 
     # ------------------------------------------------------------------ watch
 
@@ -215,6 +234,10 @@ class Workers:
                 self._hear(worker.link.socket)  # its last words
             worker.status, worker.ended = os.waitstatus_to_exitcode(status), time.monotonic()
             worker.frozen = False
+            if worker.status == -signal.SIGKILL:
+                kills = kills_for_memory()
+                worker.out_of_memory = kills > self._kills_for_memory
+                self._kills_for_memory = kills
             self._report(self.exit_of(worker))
 
     def exit_of(self, worker: Worker) -> dict[str, Any]:
@@ -225,6 +248,7 @@ class Workers:
             "rank": worker.rank,
             "process": worker.process,
             "status": worker.status,
+            "out_of_memory": worker.out_of_memory,
             "ago_s": time.monotonic() - worker.ended,
             "word": known.word,
             "failure": known.failure,
@@ -258,6 +282,35 @@ class Workers:
     def kill_all(self) -> None:
         """Kill all descendants, adopted ones included, and wait until none is left."""
         kill_descendants(self.reap)
+
+
+def cpus_in_order() -> list[int]:
+    """Return the CPUs that this process may use; those of one core, and of one socket, together."""
+
+    def place(cpu: int) -> tuple[int, int, int]:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            socket, core = (
+                int((topology / name).read_text("ascii"))
+                for name in ("physical_package_id", "core_id")
+            )
+        except OSError:  # a container may hide it
+            return 0, 0, cpu
+        return socket, core, cpu
+
+    return sorted(os.sched_getaffinity(0), key=place)
+
+
+def kills_for_memory() -> int:
+    """Return how many processes of this control group the kernel has killed for want of memory."""
+    try:
+        group = Path("/proc/self/cgroup").read_text("ascii").strip().rpartition("::")[2]
+        events = Path(f"/sys/fs/cgroup{group}/memory.events").read_text("ascii")
+    except OSError:  # version 1 of control groups, or none
+        return 0
+    return next(
+        int(line.split()[1]) for line in events.splitlines() if line.startswith("oom_kill ")
+    )
 
 
 def kill_descendants(reap: Callable[[], None] | None = None) -> None:

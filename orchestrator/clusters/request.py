@@ -38,18 +38,19 @@ class Request:
         return self.nodes * self.ranks_per_node
 
     @property
-    def rank_command(self) -> list[str]:
-        """What is started once for each rank, with the environment of its node and its numbers.
+    def node_command(self) -> list[str]:
+        """The command to start once on each node, with the node's environment.
 
-        It writes its own log. It ends with 0, or with 3 once it has stopped on request.
+        It starts the node's ranks, and ends when the attempt is over; SIGTERM asks for a stop.
+        `rundir.outcome.read_outcome` then says how the attempt ended.
         """
         return [
-            sys.executable, "-m", "orchestrator.trainer", str(self.run),
+            sys.executable, "-m", "orchestrator.agent.node", str(self.run),
             "--attempt", str(self.attempt),
         ]  # fmt: skip
 
     def node_environment(self, index: int, names: Sequence[str], address: str) -> dict[str, str]:
-        """What every rank of node `index` finds in its environment.
+        """Return the environment of node `index`, for `node_command`.
 
         Args:
             names: of all nodes.
@@ -70,12 +71,6 @@ class Request:
             "ORCHESTRATOR_NODE_ADDRESS": address,
             **({"SLURM_RESTART_COUNT": str(self.attempt)} if self.attempt else {}),
         }
-
-    def rank_environment(self, rank: int, names: Sequence[str], address: str) -> dict[str, str]:
-        """What rank `rank` finds there: its node's, and its own numbers."""
-        index, local_rank = divmod(rank, self.ranks_per_node)
-        own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank)}
-        return self.node_environment(index, names, address) | own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -266,12 +266,7 @@ def replacement_problems(config: Config) -> Iterator[str]:
     if not config.run.max_replacements:
         return
     told = f"run.max_replacements={config.run.max_replacements}"
-    if config.cluster.kind != "local":
-        yield (
-            f"{told} is for simulated nodes: on a {config.cluster.kind} cluster ranks that are "
-            f"lost are not started again while the others go on; leave it out, or try {RESTARTS}"
-        )
-    elif config.run.survive is False:
+    if config.run.survive is False:
         yield f"{told} needs ranks that go on meanwhile; try run.survive=true, or {RESTARTS}"
 
 

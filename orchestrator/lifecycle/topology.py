@@ -22,7 +22,6 @@ PLACE_VARIABLES = {
     "nodes": "SLURM_JOB_NUM_NODES",
 }
 BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
-BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"
 # Node and folder in which the batch script goes on with the ranks' copy of the code after them.
 BATCH_COPY_VARIABLE = "ORCHESTRATOR_BATCH_COPY"
 COPIES_VARIABLE = "ORCHESTRATOR_COPIES"
@@ -33,6 +32,11 @@ OUTER_PATH_VARIABLE = "ORCHESTRATOR_OUTER_PYTHONPATH"
 """PYTHONPATH as it was before ours came first; for programs."""
 OUTER_UMASK_VARIABLE = "ORCHESTRATOR_OUTER_UMASK"
 """The person's umask, in octal: what a program writes is as private as they have it."""
+
+
+def attempt_of(env: Mapping[str, str]) -> int:
+    """Return the number of this start among all of the run, where a scheduler starts it."""
+    return int(env[BASE_ATTEMPT_VARIABLE]) + int(env.get("SLURM_RESTART_COUNT", "0"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,7 +58,6 @@ MOST_ATTEMPTS = 10**6
 LOGS_OF_RANKS = re.compile(r"ranks-[0-9]+")
 CODE_STATE = re.compile(rf"({ATTEMPT.pattern})\.json")
 FAILURE = re.compile(r"failure-[0-9]+\.json")
-BEHIND = re.compile(r"behind-[0-9]+\.json")
 OWN_FOLDERS = (
     "logs",
     "checkpoints",
@@ -171,10 +170,6 @@ class RunDir:
     def failure(self, attempt: int, rank: int) -> Path:
         return self.attempt(attempt) / f"failure-{rank:05d}.json"
 
-    def behind(self, attempt: int, rank: int) -> Path:
-        """Return the path of the record of a rank that makes no progress."""
-        return self.attempt(attempt) / f"behind-{rank:05d}.json"
-
     def meeting_place(self, attempt: int) -> Path:
         """Return the path of a program's rendezvous: an address and a port."""
         return self.attempt(attempt) / "meeting-place.json"
@@ -195,9 +190,13 @@ class RunDir:
         """Return the path of the update after which a program's ranks agreed to stop."""
         return self.attempt(attempt) / STOP_AFTER
 
-    def wordless(self, attempt: int) -> Path:
-        """Return the path that names the first rank that ended without a report."""
-        return self.attempt(attempt) / "wordless"
+    def outcome(self, attempt: int) -> Path:
+        """Return the path of how an attempt ended, written by its coordinator."""
+        return self.attempt(attempt) / "outcome.json"
+
+    def settling(self, attempt: int) -> Path:
+        """Return the path by which the batch script says that it lives, and settles the attempt."""
+        return self.attempt(attempt) / "settling"
 
     def departure(self, attempt: int) -> Path:
         """Return the path of why an attempt ended although the run continues (preemption, …)."""
@@ -209,10 +208,6 @@ class RunDir:
 
     def heartbeat(self, attempt: int, node_index: int) -> Path:
         return self.attempt(attempt) / f"heartbeat-{node_index:05d}"
-
-    def script_beat(self, attempt: int) -> Path:
-        """Return the path of the batch script's heartbeat."""
-        return self.attempt(attempt) / "batch-script"
 
     def warnings(self, attempt: int, node_index: int) -> Path:
         """Return the path of the warnings of one node's ranks; see `rundir/warnings.py`."""
@@ -444,10 +439,6 @@ class RunDir:
     def failures(self, attempt: int) -> list[Mapping[str, Any]]:
         """Return what the attempt's ranks wrote when they failed."""
         return self._of_ranks(attempt, FAILURE)
-
-    def all_behind(self, attempt: int) -> list[Mapping[str, Any]]:
-        """Return what the attempt's ranks wrote that made no progress at its end."""
-        return self._of_ranks(attempt, BEHIND)
 
     def _of_ranks(self, attempt: int, names: re.Pattern[str]) -> list[Mapping[str, Any]]:
         folder = self.attempt(attempt)

@@ -10,7 +10,7 @@ from typing import Any
 
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from orchestrator.inside.variables import HEEDS
-from orchestrator.rundir.files import write_json
+from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics, read_progress, total
 from orchestrator.units import plural
@@ -61,6 +61,34 @@ class Culprit:
             "cause": self.cause,
             "log_tail": list(self.log_tail),
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptOutcome:
+    """How an attempt ended, as its coordinator wrote it (`agent/coordinator.py`).
+
+    Attributes:
+        lost: what was lost, in words, where that is no fault of the job's: the run may begin again.
+    """
+
+    state: State
+    culprit: Culprit | None
+    lost: str | None
+
+
+def read_outcome(run: RunDir, attempt: int) -> AttemptOutcome | None:
+    """Return how an attempt ended; None where no agent remained to write it."""
+    found = read_json(run.outcome(attempt))
+    return None if found is None else outcome_from_json(found)
+
+
+def outcome_from_json(found: Mapping[str, Any]) -> AttemptOutcome:
+    blamed: dict[str, Any] | None = found["culprit"]
+    culprit = None
+    if blamed is not None:
+        values: dict[str, Any] = {**blamed, "log_tail": tuple(blamed["log_tail"])}
+        culprit = Culprit(**values)
+    return AttemptOutcome(state=State(found["state"]), culprit=culprit, lost=found["lost"])
 
 
 def describe_culprit(culprit: Mapping[str, Any]) -> str:

@@ -1,55 +1,36 @@
-"""A rank's word to those that survive with it, and what its job needs of them under a scheduler.
-
-The batch script goes with its node, and ranks of other nodes survive that. Nobody would end the job
-then, or hand it back to the queue, so the lowest of them does.
-"""
+"""What a worker does beside training: signs of life, the fence, and its way out."""
 
 from __future__ import annotations
 
 import math
 import os
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
 from orchestrator.engine.api import BoundaryReport, Engine, Window
-from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import (
     EXIT_FAILED,
-    ClusterError,
     Fenced,
     NoWayOn,
-    PeerLost,
     RankHangs,
     StopRequested,
 )
-from orchestrator.lifecycle.signs.heartbeat import Heartbeat
-from orchestrator.lifecycle.signs.last_word import say_last_word, wordless
 from orchestrator.lifecycle.signs.node_watch import FAILED
-from orchestrator.lifecycle.signs.script_life import is_silent
-from orchestrator.lifecycle.signs.signs_of_life import Life, link_to_supervisor
+from orchestrator.lifecycle.signs.signs_of_life import Life, link_to_agent
 from orchestrator.lifecycle.signs.standstill import Patience
 from orchestrator.lifecycle.stopping.deadline import Deadline, Notice
 from orchestrator.lifecycle.stopping.departure import (
-    ask_for_requeue,
     ask_standing,
-    await_verdict,
     depart,
-    first_to_leave,
     goes_on,
-    hand_back,
-    leave_silent_node,
     leave_without,
-    left_now,
     requeues,
-    scheduler,
-    script_is_gone,
 )
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
@@ -61,75 +42,12 @@ from orchestrator.trainer.failure import failure_of, write_failure
 from orchestrator.trainer.loop import Attended, Outcome
 from orchestrator.trainer.loop import Recorder as LoopRecorder
 from orchestrator.trainer.recorder import Recorder, Silent, restart_note
-from orchestrator.trainer.slurm_watch import Limits, heed_signals, look_beside
 
 
 class Left(Protocol):
-    """See `Survivors`. `place`: this rank's number among them, and how many they are."""
+    """See `Survivors`."""
 
-    place: tuple[int, int]
-
-    @property
-    def nodes_gone(self) -> set[int]: ...
     def end(self, word: str) -> None: ...
-
-
-class ThoseLeft:
-    """One rank's."""
-
-    def __init__(self, run: RunDir, attempt: int, topology: Topology) -> None:
-        self._run, self._attempt, self._topology = run, attempt, topology
-        self._left: Left | None = None
-        self._handed_back = False
-
-    def begin(self, left: Left) -> None:
-        """From now on losses are survived."""
-        self._left = left
-
-    @property
-    def go_on(self) -> bool:
-        """Whether losses are survived."""
-        return self._left is not None
-
-    def hear(self, word: str) -> None:
-        """This rank's last word: without it they would go on without this rank."""
-        if self._left is not None:
-            self._left.end(word)
-
-    @property
-    def first_node_gone(self) -> bool:
-        """Whether nobody is left on the node that the batch script is on, under a scheduler."""
-        scheduled = self._topology.scheduled
-        return scheduled and self._left is not None and 0 in self._left.nodes_gone
-
-    def hand_back(self) -> None:
-        """The job, to the queue."""
-        self._handed_back = True
-        hand_back(self._topology.job_id)
-
-    def stand_in_for_script(self, *, timeout_s: float, requeue: bool) -> None:
-        """On the lowest rank, at its end, where the script is gone: what it would do now. A job
-        whose run has ended is cancelled, since nothing else ends it; any other begins again.
-
-        Args:
-            timeout_s: takes so long to find that out.
-            requeue: whether the job may begin again.
-        """
-        leads = self._left is not None and self._left.place[0] == 0
-        if self._handed_back or not leads or not self.first_node_gone:
-            return
-        if not is_silent(self._run, self._attempt, timeout_s):
-            return
-        print("the batch script went with its node; this rank does its part", flush=True)
-        run, job = self._run, self._topology.job_id
-        try:
-            if run.read_result() is not None or run.cancel.exists() or not requeue:
-                scheduler().must("scancel", job)
-                return
-            first_to_leave(run, self._attempt, left_now("its batch script went with its node"))
-            ask_for_requeue(scheduler(), job)
-        except ClusterError as error:
-            print(f"error: {error}", flush=True)
 
 
 # ----------------------------------------------------------------------
@@ -381,9 +299,7 @@ class Placed:
 # ----------------------------------------------------------------------
 # What a rank does beside training: signs of life, and under a scheduler the fence and its way out.
 
-KILL_WAIT_S = 60.0
 WAITS_UNMARKED = ("nccl", "hccl")
-OTHERS_FIRST_S = 3.0  # a rank's own node knows more of it than the next node does
 
 
 class Attendance:
@@ -392,51 +308,31 @@ class Attendance:
     def __init__(self, run: RunDir, attempt: int, topology: Topology, stop: StopFlag) -> None:
         self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
         self._failure: dict[str, Any] | None = None
-        link = link_to_supervisor()
-        self.life = self._life = Life(
-            run.rank_log(topology.rank), link, self._hang, self._behind,
-            watched_only=topology.scheduled,
-        )  # fmt: skip
+        log = run.rank_log(topology.rank)
+        self.life = self._life = Life(log, link_to_agent(), self._hang)
         self._life.on_message(self._heed_stop)
         self._life.begin()
-        self._unheard = link is None or topology.scheduled  # under SLURM its watcher dies with it
         self._fence = Fence(run.newest_attempt, attempt)
-        self._heartbeat: Heartbeat | None = None
-        self._requeue, self._timeout_s, self._ahead_s = True, 0.0, 0.0
-        self._left = ThoseLeft(run, attempt, topology)
+        self._requeue, self._ahead_s = True, 0.0
+        self._left: Left | None = None
         # Writes, and decides what one rank has to.
         self.leads = topology.rank == 0 and not topology.replaces
-        self._asking = threading.Lock()  # held while the scheduler is asked to start us again
 
     def _heed_stop(self, message: dict[str, Any]) -> None:
         if "stop" in message:
             self._stop.take(signal.Signals[message["stop"]])
 
     def begin(self, config: Config) -> None:
-        """Publish this attempt, start to beat. Raises `Superseded` when a newer one has begun."""
+        """Publish this attempt; judge from now on whether this worker still gets anywhere.
+
+        Raises:
+            Superseded: a newer attempt has begun.
+        """
         self._requeue = requeues(config.cluster.requeue, config.cluster.allocation)
-        self._timeout_s = config.cluster.heartbeat_timeout_s
         self._ahead_s = float(config.cluster.signal_ahead_s or SIGNAL_AHEAD_S)
-        topology = self._topology
-        if not topology.scheduled:
-            self._life.expect(Patience.of(config.cluster))
-            return
-        limits = Limits(self._timeout_s, config.cluster.hang_timeout_s, self._requeue)
-        beside = look_beside(self._run, self._attempt, topology, limits, self._life.seen)
-        self._life.expect(Patience.of(config.cluster), beside)
-        if topology.rank == 0:
+        self._life.expect(Patience.of(config.cluster))
+        if self._topology.scheduled and self._topology.rank == 0:
             self._fence.take()
-        heed_signals(self._run, self._attempt, self._last_word)
-        if topology.local_rank == 0:
-            self._heartbeat = Heartbeat(
-                partial(self._run.heartbeat, self._attempt),
-                node_index=topology.node_index,
-                nodes=topology.nodes,
-                timeout_s=self._timeout_s + OTHERS_FIRST_S,
-                on_silence=self._node_is_silent,
-                superseded=self._vanish_if_superseded,
-                waits=lambda: self._life.seen().waits,
-            ).start()
 
     def _hang(self, sentence: str, stack: str) -> None:
         """From the thread of `Life`: this rank gets nowhere, and never will."""
@@ -444,7 +340,7 @@ class Attendance:
         error.add_note(f"its stack:\n{stack}")
         print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)
         self.failed(error)
-        self._last_word(FAILED)
+        self._life.say(FAILED, self._failure)
         os._exit(EXIT_FAILED)
 
     def recorder(self, inner: Recorder | Silent, outcome: Outcome, *, transport: str) -> Attended:
@@ -486,17 +382,11 @@ class Attendance:
             self._fence.check()
 
     def leave(self, updates: int | None) -> bool:
-        """After a stop, on rank 0: whether the run goes on later; its departure is noted then."""
+        """After a stop, on rank 0: note the departure if the run goes on later; return whether."""
         if not goes_on(self._run, self._topology, requeue=self._requeue):
             return False
         self._fence.check()
-        gone = script_is_gone(self._topology)  # SLURM then ends the ranks
-        why = "its batch script was killed" if gone else self._why_stopped()
-        if self._left.first_node_gone:
-            why += "; its first node was gone"
-        depart(self._run, self._attempt, why, updates)
-        if gone or self._left.first_node_gone:  # the script perhaps with it; there is little time
-            self._left.hand_back()
+        depart(self._run, self._attempt, self._why_stopped(), updates)
         return True
 
     def _why_stopped(self) -> str:
@@ -512,17 +402,13 @@ class Attendance:
         return told.format(self._why_stopped()) if queued and not run.cancel.exists() else None
 
     def excused(self, error: BaseException) -> bool:
-        """Whether an error only shows that the attempt is ending in order. Waits to find out."""
-        if not isinstance(error, PeerLost) or isinstance(error, Fenced):
-            return False
-        if not self._topology.scheduled:
-            return False
-        if isinstance(error, NoWayOn):
-            return self._requeue and leave_without(self._run, self._attempt, error)
-        with for_others():
-            return await_verdict(
-                self._run, self._attempt, self._stop, self._timeout_s, survive=self._left.go_on
-            )
+        """Return whether the attempt ends in order by this error, since its job starts again."""
+        return (
+            isinstance(error, NoWayOn)
+            and self._topology.scheduled
+            and self._requeue
+            and leave_without(self._run, self._attempt, error)
+        )
 
     def restarted(self) -> None:
         """A program begins: on rank 0, why again, where this is not its first attempt."""
@@ -542,84 +428,25 @@ class Attendance:
             where = "the start of its program"
             said = {"where": where, "since": since, "at": at, "stack": []}
         self._life.tell_behind(said)
-        self._behind(said)
 
     def goes_on_with(self, left: Left) -> None:
-        """From now on losses are survived. They hear this rank's last word before it ends: they
-        would go on without it; and they miss who falls silent.
-        """
-        self._left.begin(left)
-        if self._heartbeat is not None:
-            self._heartbeat.watch_nobody()
+        """From now on losses are survived: the others hear of this worker's end before it ends."""
+        self._left = left
 
     def at_the_end(self) -> None:
         """The loop is done; what follows is the result, and goodbye."""
         self._life.at("the end (result, goodbye to the others)")
 
     def failed(self, error: BaseException) -> None:
-        """Record what ended this rank."""
-        self._left.hear(FAILED)
+        """Record what ended this worker."""
+        if self._left is not None:
+            self._left.end(FAILED)
         self._failure = failure_of(self._topology.rank, self._topology.node, error)
         if not isinstance(error, Fenced):  # the others go on
             write_failure(self._run, self._attempt, self._failure)
 
     def end(self, word: str) -> None:
-        """The last word: how this rank ended. Returns once a request to start again, if one is
-        under way, was heard: with this process it would be lost, and srun would wait for the silent
-        node for ever.
-        """
-        self._left.hear(word)
-        if self._heartbeat is not None:
-            self._heartbeat.end()
-        with self._asking:
-            pass
-        self._left.stand_in_for_script(timeout_s=self._timeout_s, requeue=self._requeue)
-        self._last_word(word)
-
-    def _last_word(self, word: str) -> None:
+        """Say how this worker ended: without it, it counts as lost."""
+        if self._left is not None:
+            self._left.end(word)
         self._life.say(word, self._failure)
-        if self._unheard:
-            say_last_word(self._attempt, word)
-
-    def _node_is_silent(self, node_index: int) -> None:
-        if lost := wordless(self._run, self._attempt):  # not the node: its rank is to blame
-            print(f"error: rank {lost[0]} on {lost[1]} ended without a word", flush=True)
-            self._last_word(FAILED)
-            os._exit(EXIT_FAILED)
-        with self._asking:
-            try:
-                leave_silent_node(
-                    self._run, self._attempt, self._topology, node_index, requeue=self._requeue
-                )
-            except ClusterError as error:  # no scontrol in a container: the batch script may do it
-                print(f"error: {error}", flush=True)
-                os._exit(EXIT_FAILED)
-        threading.Event().wait(KILL_WAIT_S)  # the scheduler ends us long before
-        os._exit(EXIT_FAILED)
-
-    def _behind(self, said: dict[str, Any] | None) -> None:
-        """From the thread of `Life`: for who is to say whose fault it is that others fail."""
-        path = self._run.behind(self._attempt, self._topology.rank)
-        try:
-            if said is None:
-                path.unlink(missing_ok=True)
-            elif self._topology.scheduled:
-                own = {"rank": self._topology.rank, "node": self._topology.node}
-                since = time.time() - (time.monotonic() - said["since"])
-                write_json(path, {**said, **own, "since": since})
-        except OSError as error:
-            print(f"that could not be recorded: {error}", flush=True)
-
-    def _vanish_if_superseded(self) -> bool:
-        superseded = self._fence.is_stale
-        if superseded:
-            self._vanish()
-        return superseded
-
-    def _vanish(self) -> None:
-        print(
-            f"error: a newer attempt than {self._attempt} has begun; this one was forgotten by the "
-            f"scheduler and ends",
-            flush=True,
-        )
-        os._exit(EXIT_FAILED)

@@ -27,7 +27,7 @@ from orchestrator.lifecycle.address import interface_variables
 from orchestrator.lifecycle.forks import this_process_alone
 from orchestrator.lifecycle.signs.node_watch import FAILED, FENCED, FINISHED, LINK_VARIABLE, STOPPED
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
-from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE, Topology
+from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn_into
 from orchestrator.trainer.attendance import Attendance
@@ -43,7 +43,7 @@ LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, FENCED_RANK: FENCE
 def run_rank(run_path: Path, attempt: int) -> int:
     """Be one rank of the run in `run_path`; give the exit code. Never raises what a job raised."""
     stop = StopFlag()
-    if LINK_VARIABLE not in os.environ or BASE_ATTEMPT_VARIABLE in os.environ:
+    if LINK_VARIABLE not in os.environ:
         stop.install()  # else the agent acts on signals, and this process ignores them
     # MindSpore's C++ prints pages of warnings unless told otherwise before its import.
     os.environ.setdefault("GLOG_v", "3")

@@ -49,7 +49,7 @@ from orchestrator.lifecycle.signs.node_watch import (
 from orchestrator.lifecycle.signs.processes import descendants, state_of
 from orchestrator.lifecycle.signs.stacks import told_by
 from orchestrator.lifecycle.stopping.stop_signals import STOP_SIGNALS, StopFlag
-from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE, OUTER_UMASK_VARIABLE, Topology
+from orchestrator.lifecycle.topology import OUTER_UMASK_VARIABLE, Topology
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn, warn_into
@@ -255,7 +255,7 @@ LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED}
 def run_program(path: Path, attempt: int) -> int:
     """Be one rank of the run at `path`; give the exit code."""
     stop = StopFlag()
-    if LINK_VARIABLE not in os.environ or BASE_ATTEMPT_VARIABLE in os.environ:
+    if LINK_VARIABLE not in os.environ:
         stop.install()  # else the agent acts on signals, and this process ignores them
     adopt_orphans()
     run, topology = RunDir(path), Topology.from_env(os.environ)

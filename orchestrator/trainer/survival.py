@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import secrets
 import sys
 import threading
 import time
@@ -17,7 +16,6 @@ from typing import Any, Protocol, cast
 
 from orchestrator.config.schema import ClusterConfig, node_range
 from orchestrator.engine.api import BoundaryReport, Engine, Framework, GroupSpec, Survives, Window
-from orchestrator.engine.common.rendezvous import listen
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import (
     ConfigError,
@@ -30,15 +28,9 @@ from orchestrator.errors import (
     StopRequested,
 )
 from orchestrator.lifecycle.signs.signs_of_life import Life
-from orchestrator.lifecycle.survival.agreement import Agreement, Generation, Members
-from orchestrator.lifecycle.survival.asking import Asking
-from orchestrator.lifecycle.survival.lifeline import Lifeline
-from orchestrator.lifecycle.survival.links import Peer
 from orchestrator.lifecycle.survival.members import member_of, rank_of
-from orchestrator.lifecycle.survival.membership import Membership
+from orchestrator.lifecycle.survival.membership import Generation, Members, Membership
 from orchestrator.lifecycle.survival.record import GenerationRecord
-from orchestrator.lifecycle.survival.silence import Borne
-from orchestrator.lifecycle.survival.witness import begin_witness
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
@@ -257,7 +249,7 @@ class Survivors:
     """One rank's part among them. `Entering` makes it.
 
     Args:
-        lifeline: begun.
+        membership: begun.
         record: of this attempt's generations.
         members: of the group that this rank is in; of a newcomer, those who let it in.
         generation: that group's number.
@@ -266,13 +258,13 @@ class Survivors:
     def __init__(
         self,
         part: Part,
-        lifeline: Lifeline | Membership,
+        membership: Membership,
         record: GenerationRecord,
         *,
         members: Members,
         generation: int = 0,
     ) -> None:
-        self._part, self._lifeline, self._record = part, lifeline, record
+        self._part, self._membership, self._record = part, membership, record
         self._engine, self._silence_s = part.engine, part.silence_s
         self._generation, self._members = generation, members
         self._history: list[Notes] = []
@@ -283,7 +275,7 @@ class Survivors:
 
     def end(self, word: str) -> None:
         """This rank ends: the others are not to go on without it."""
-        self._lifeline.end(word)
+        self._membership.end(word)
 
     def watched(self, inner: Attended) -> Attended:
         """`inner`, left in mid-window when somebody is gone; a rank that was given up writes
@@ -293,7 +285,7 @@ class Survivors:
 
     def check(self) -> None:
         """Raises `PeerLost` when there is a newer generation."""
-        if self._lifeline.latest.number > self._generation:
+        if self._membership.latest.number > self._generation:
             raise PeerLost("another rank is gone")
 
     def check_record(self) -> None:
@@ -303,7 +295,7 @@ class Survivors:
 
     def tell_newcomers(self) -> None:
         """At the boundary to come all ranks hear of newcomers, where this one knows of some."""
-        self._engine.newcomers_wait(self._lifeline.asked)
+        self._engine.newcomers_wait(self._membership.asked)
 
     # ------------------------------------------------------------------ the next generation
 
@@ -316,9 +308,9 @@ class Survivors:
         `go_on`.
         """
         self._engine.before_growth()
-        self._lifeline.ready(self._generation, outcome.updates)
+        self._membership.ready(self._generation, outcome.updates)
         with for_others("newcomers to be let in"):
-            self._lifeline.await_newer(self._generation, self._part.spec.collective_timeout_s)
+            self._membership.await_newer(self._generation, self._part.spec.collective_timeout_s)
         return self.go_on(PeerLost("newcomers are let in"), outcome)
 
     def go_on(self, error: PeerLost, outcome: Outcome) -> list[Notes]:
@@ -354,7 +346,7 @@ class Survivors:
 
     def _next(self, error: PeerLost) -> Generation:
         """The next generation. Raises as `go_on` does, once it is known that there is none."""
-        newer = self._lifeline.await_newer(self._generation, self._silence_s + MARGIN_S)
+        newer = self._membership.await_newer(self._generation, self._silence_s + MARGIN_S)
         if newer is None:
             raise self._record.no_room or error
         self._generation = newer.number
@@ -370,8 +362,10 @@ class Survivors:
         members = newer.members
         rank = members.index(self._part.me)
         group = self._formed(newer, rank)
-        self._lifeline.on_news(group.interrupt)
-        if self._lifeline.latest.number > newer.number:  # while nobody was there to be interrupted
+        self._membership.on_news(group.interrupt)
+        if (
+            self._membership.latest.number > newer.number
+        ):  # while nobody was there to be interrupted
             raise PeerLost("one more rank is gone")
         self.place = rank, len(members)
         try:
@@ -391,7 +385,7 @@ class Survivors:
         beside = [one for one in newer.members if self._node_of(one) == node]
 
         def given_up() -> bool:
-            return self._lifeline.latest.number > newer.number
+            return self._membership.latest.number > newer.number
 
         spec = replace(
             self._part.spec,
@@ -515,6 +509,10 @@ class Entering:
         engine: Engine,
         life: Life,
     ) -> None:
+        if not life.has_agent:
+            raise ConfigError(
+                "run.survive=true needs an agent on each node, which starts the ranks"
+            )
         if not hasattr(engine, "regroup"):
             raise ConfigError(
                 f"run.survive=true is not available with the engine of {type(framework).__name__}, "
@@ -524,34 +522,15 @@ class Entering:
         self._me = member_of(spec.rank, topology.replaces, spec.size)
         self._record = GenerationRecord(spec.folder)
         self._silence_s = silence_s(cluster)
-        self._membership: Membership | None = None
-        self._topology = topology
-        if life.has_agent:
-            self._membership = Membership(life, self._me, self._silence_s)
-            return
-        self._listener, self._asked = listen(spec.address), listen(spec.address)
-        ports = [int(one.getsockname()[1]) for one in (self._listener, self._asked)]
-        self._mine = Peer(spec.address, ports[0], topology.node_index, ports[1])
+        self._nodes = topology.nodes
+        self._membership = Membership(life, self._me, self._silence_s)
 
     def together(self, job: Any, group: Any) -> Survivors:
         """With all others, once the engine stands. Collective."""
         everyone = tuple(range(self._spec.size))
-        if self._membership is not None:
-            self._membership.on_news(group.interrupt)
-            self._membership.begin(modules_of(job))
-            return Survivors(self._part(), self._membership, self._record, members=everyone)
-        rows = self._engine.gather(self._mine.as_numbers())
-        if self._spec.rank == 0:
-            self._record.publish(
-                0, everyone, secret=secrets.token_hex(16), code=modules_of(job),
-                peers={str(rank): row for rank, row in enumerate(rows)},
-            )  # fmt: skip
-        self._engine.gather([0.0])  # until it is there
-        lifeline = self._lifeline(Agreement(self._me, everyone))
-        lifeline.on_news(group.interrupt)
-        lifeline.start()
-        self._engine.gather([0.0])  # until all are told of each end: none is a loss that is none
-        return Survivors(self._part(), lifeline, self._record, members=everyone)
+        self._membership.on_news(group.interrupt)
+        self._membership.begin(modules_of(job))
+        return Survivors(self._part(), self._membership, self._record, members=everyone)
 
     def alone(self, job: Any, stopped: Callable[[], bool]) -> Survivors:
         """In the place of one that is gone: ask, and wait to be let in at a boundary. `enter`
@@ -564,48 +543,21 @@ class Entering:
         assert first is not None  # noqa: S101  # nobody is replaced before the ranks train
         if odd := changed(first["code"], modules_of(job)):
             raise Fenced(f"{', '.join(odd)} changed on disk since the others began")
-        if self._membership is not None:
-            newer = self._membership.join(stopped)
-            others = tuple(one for one in newer.members if one != self._me)
-            return Survivors(
-                self._part(), self._membership, self._record,
-                members=others, generation=newer.number - 1,
-            )  # fmt: skip
-        asking = Asking(
-            me=self._me, peer=self._mine, record=self._record, silence_s=self._silence_s,
-            patience_s=self._cluster.rendezvous_timeout_s, stopped=stopped,
-        )  # fmt: skip
-        newer, link = asking.until_let_in()
-        agreement = Agreement(self._me, newer.members, self._spec.size, newer.number)
-        lifeline = self._lifeline(agreement, up=link).start()
+        newer = self._membership.join(stopped)
         others = tuple(one for one in newer.members if one != self._me)
         return Survivors(
-            self._part(), lifeline, self._record, members=others, generation=newer.number - 1
-        )
-
-    def _lifeline(self, agreement: Agreement, **more: Any) -> Lifeline:
-        first = self._record.read(0)
-        assert first is not None  # noqa: S101  # rank 0 has published it
-        self._witness = begin_witness(self._asked, first["secret"], self._me)
-        return Lifeline(
-            agreement, self._record.peers(), self._listener,
-            secret=first["secret"], record=self._record,
-            borne=Borne(self._silence_s, self._cluster.hang_timeout_s), **more,
+            self._part(), self._membership, self._record,
+            members=others, generation=newer.number - 1,
         )  # fmt: skip
 
     def _part(self) -> Part:
-        if self._membership is not None:
-            width = self._spec.size // self._topology.nodes
-            nodes = {rank: rank // width for rank in range(self._spec.size)}
-        else:
-            peers = self._record.peers()
-            nodes = {rank: peers[rank].node for rank in range(self._spec.size)}
+        width = self._spec.size // self._nodes
         return Part(
             me=self._me,
             spec=self._spec,
             framework=self._framework,
             engine=cast("Survives", self._engine),
-            nodes=nodes,
+            nodes={rank: rank // width for rank in range(self._spec.size)},
             least_nodes=least_nodes(self._cluster),
             silence_s=self._silence_s,
         )

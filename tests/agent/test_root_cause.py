@@ -1,14 +1,18 @@
 """Who failed first, where little is known."""
 
+from pathlib import Path
+
 import pytest
 
 from orchestrator.agent.root_cause import TAIL_BYTES, Behind, End, behind_of, blame, tail
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 
+NOWHERE = Path("/nowhere/node.log")
 
-def seen(node, rank, status, time=0.0):
-    return End(time=time, node=node, rank=rank, status=status)
+
+def seen(node, rank, status, time=0.0, log=NOWHERE):
+    return End(time=time, node=node, log=log, rank=rank, status=status)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +73,11 @@ def test_where_all_only_followed_the_one_seen_first_is_named(begun):
 
 def test_a_node_that_went_away_is_named_without_a_rank(begun):
     begun.node_log("node1").write_text("last\n")
-    culprit = blame(begun, begun.failures(0), [seen("node1", None, -9)])
+    culprit = blame(
+        begun, begun.failures(0), [seen("node1", None, -9, log=begun.node_log("node1"))]
+    )
     assert (culprit.rank, culprit.node, culprit.log_tail) == (None, "node1", ("last",))
-    assert "its supervisor was killed by signal 9 (SIGKILL)" in culprit.cause
+    assert "its agent was killed by signal 9 (SIGKILL)" in culprit.cause
 
 
 @pytest.mark.parametrize("status", [0, 3, 7, -9, -15])
@@ -127,7 +133,7 @@ def test_a_failure_is_told_with_all_that_the_rank_said_and_the_end_of_its_log(be
 
 def test_a_rank_without_a_log_of_its_own_is_heard_in_its_nodes(begun):
     begun.node_log("node1").write_text("error: ImportError\n")
-    culprit = blame(begun, [], [seen("node1", 1, 1)])
+    culprit = blame(begun, [], [seen("node1", 1, 1, log=begun.node_log("node1"))])
     assert (culprit.cause, culprit.log_tail) == ("ImportError", ("error: ImportError",))
 
 

@@ -55,7 +55,7 @@ def test_a_failing_rank_fails_the_job_and_is_named(slurm, failing, name):
     assert rank is None or [culprit["node"]] == [n["node"] for n in nodes if rank in n["ranks"]]
     job = runs.job_of(run)
     # srun and the batch script cannot know that ranks that all left with 0 have not finished.
-    assert runs.accounted(slurm, job) == ("COMPLETED" if name.startswith("all") else "FAILED")
+    assert runs.accounted(slurm, job) == "FAILED"
     until(lambda: not runs.processes_of_job(slurm, job), 20, "the end of every process")
     found = until(lambda: (now := runs.status(run))["state"] != "ending" and now, 20, "its end")
     assert (found["state"], found["reason"]) == ("failed", culprit["cause"])

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.helpers import processes_of, until
+from tests.helpers import name_of, processes_of, until
 from tests.hold import Hold
 from tests.slurm import runs
 
@@ -16,8 +16,7 @@ LINE = ("job._target_=tests.engine.mindspore.jobs.SlowLine", "train.updates=60",
 
 def rank_of(run, rank):
     """Return the pid of a rank on any node."""
-    tasks = [p for p in processes_of(run) if "rank" in p.cmdline()]
-    return next(p.pid for p in tasks if p.environ().get("SLURM_PROCID") == str(rank))
+    return next(p.pid for p in processes_of(run) if name_of(p) == f"rank {rank}")
 
 
 @pytest.mark.timeout(200)

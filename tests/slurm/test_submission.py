@@ -132,7 +132,7 @@ def test_a_run_that_only_has_to_wait_is_queued_and_can_be_cancelled_and_resumed(
 
 def test_ones_own_defaults_for_sbatch_decide_what_the_configuration_leaves_open(slurm, tmp_path):
     own = {"SBATCH_PARTITION": "low,high", "SBATCH_ACCOUNT": "dev", "SBATCH_TIMELIMIT": "5"}
-    held = (HELD, "+cluster.slurm_flags.mail-type=END,FAIL", "+cluster.srun_flags.cpu-bind=none")
+    held = (HELD, "+cluster.slurm_flags.mail-type=END,FAIL", "+cluster.srun_flags.mem-bind=none")
     options = runs.overrides(slurm, tmp_path / "run", *held)
     planned = runs.verb("plan", *options, **own).stdout
     assert "as set in the environment: SBATCH_PARTITION, SBATCH_ACCOUNT" in planned

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.helpers import begin, call, processes_of, result, until
+from tests.helpers import begin, call, name_of, processes_of, result, until
 from tests.hold import Hold
 from tests.slurm import runs
 from tests.slurm.test_submission import queued
@@ -38,8 +38,7 @@ def wait_for_end(sweep):
 
 def rank_process(run):
     """Return the process of a point's only rank."""
-    ranks = [p for p in processes_of(run) if "rank" in p.cmdline()]
-    [rank] = [p for p in ranks if p.cmdline()[0] != "srun"]
+    [rank] = [p for p in processes_of(run) if name_of(p) == "rank 0"]
     return rank
 
 

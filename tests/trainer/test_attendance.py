@@ -1,32 +1,19 @@
 """Signs of life, the fence, leaving in time: each by itself, with a clock that the test holds."""
 
-import os
 import signal
-import subprocess
-import sys
-import threading
-from functools import partial
 
 import pytest
 
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
-from orchestrator.lifecycle.signs.heartbeat import Heartbeat, Silence, read_waits
-from orchestrator.lifecycle.stopping.departure import (
-    await_verdict,
-    goes_on,
-    step_gone,
-    why_restarted,
-)
+from orchestrator.lifecycle.stopping.departure import goes_on, why_restarted
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
-from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.status import BEAT_ENDED, read_beat
 from orchestrator.trainer.attendance import Follower, Guard
 from orchestrator.trainer.loop import Outcome
-from tests.helpers import ROOT, until
 
 
 @pytest.fixture
@@ -59,121 +46,6 @@ def test_only_the_newest_attempt_may_write(run):
         old.take()
     assert read_newest(run.newest_attempt) == 10
     new.check()
-
-
-def test_silence_is_measured_by_the_watchers_own_clock_alone():
-    clock = Clock()
-    silence = Silence(timeout_s=5, clock=clock)
-    assert not silence.exceeded("")  # it has not begun
-    for beat in range(20):
-        clock.now += 1
-        assert not silence.exceeded(str(beat))
-    for _ in range(5):
-        clock.now += 1
-        assert not silence.exceeded("19")
-    clock.now += 1
-    assert silence.exceeded("19")
-
-
-def test_a_watcher_that_stood_still_itself_accuses_nobody():
-    clock = Clock()
-    silence = Silence(timeout_s=5, clock=clock)
-    silence.exceeded("1")
-    clock.now += 600  # a file system that hung, or a machine that slept
-    assert not silence.exceeded("1")
-
-
-def test_a_node_that_ended_in_order_is_never_silent():
-    clock = Clock()
-    silence = Silence(timeout_s=5, clock=clock)
-    for _ in range(100):
-        clock.now += 1
-        assert not silence.exceeded(BEAT_ENDED)
-
-
-def test_each_node_watches_the_next_one_and_finds_it_silent(run):
-    silent = threading.Event()
-    found = []
-
-    def hear(node):
-        found.append(node)
-        silent.set()
-
-    common = {"nodes": 2, "superseded": lambda: False}
-    path_of = partial(run.heartbeat, 0)
-    other = Heartbeat(path_of, node_index=1, timeout_s=99, on_silence=print, **common)
-    one = Heartbeat(path_of, node_index=0, timeout_s=0.5, on_silence=hear, **common)
-    other.start()
-    one.start()
-    until(lambda: read_beat(run.heartbeat(0, 0)) == "1", 5)
-    assert not found
-    other._over.set()  # its machine dies: no word of farewell
-    assert silent.wait(10)
-    assert found == [1]
-    one.end()
-    assert read_beat(run.heartbeat(0, 0)) == BEAT_ENDED
-
-
-def test_behind_a_beat_stands_what_the_nodes_first_rank_waits_for(run):
-    path_of, waits = partial(run.heartbeat, 0), "9 s at the boundary of update 3, for bücket 1"
-    beats = Heartbeat(
-        path_of, node_index=0, nodes=1, timeout_s=9, on_silence=print,
-        superseded=lambda: False, waits=lambda: waits * 20,
-    )  # fmt: skip
-    beats.start().end()
-    assert read_beat(path_of(0)) == BEAT_ENDED
-    assert read_waits(path_of(0)).startswith(waits.replace("ü", "?"))
-    assert path_of(0).stat().st_size == 512
-
-
-FORGETFUL = """#!/bin/sh
-echo "$@" >> "$0.asked"
-[ "$(wc -l < "$0.asked")" -gt 3 ] && exit 0
-echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2
-exit 1
-"""
-RANK = """
-import os, sys, time
-from pathlib import Path
-from orchestrator.config.schema import Config
-from orchestrator.rundir.folder import RunDir
-from orchestrator.trainer.attendance import Attendance
-from orchestrator.lifecycle.stopping.stop_signals import StopFlag
-from orchestrator.lifecycle.topology import Topology
-
-run = RunDir(Path(sys.argv[1]))
-place = Topology(rank=0, size=2, local_rank=0, node_index=0, nodes=2, node="n0",
-                 address="127.0.0.1", job_id="1", restarts=2, base_attempt=0)
-attendance = Attendance(run, 2, place, StopFlag())
-settings = Config()
-settings.cluster.heartbeat_timeout_s = 0.5
-attendance.begin(settings)
-while not run.departure(2).exists():
-    time.sleep(0.05)
-attendance.end("failed")
-os._exit(7)
-"""
-
-
-def test_a_rank_ends_only_when_the_scheduler_has_heard_that_it_shall_start_again(run, tmp_path):
-    """The commands fail at first, for longer than anything else is waited for at the end."""
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    scontrol = commands / "scontrol"
-    scontrol.write_text(FORGETFUL)
-    scontrol.chmod(0o700)
-    run.heartbeat(2, 1).write_text("7           ")  # and not a beat more
-    rank = subprocess.run(
-        [sys.executable, "-c", RANK, run.path], check=False, timeout=60,
-        env={
-            **os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{commands}:{os.environ['PATH']}",
-            "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": "1",
-        },
-    )  # fmt: skip
-    assert rank.returncode == 7
-    assert (commands / "scontrol.asked").read_text().splitlines() == ["requeue 1"] * 4
-    departure = read_json(run.departure(2), checked=True)  # as all that the next start reads
-    assert departure["why"] == "node n1 stopped answering"
 
 
 class Record:
@@ -302,36 +174,6 @@ def test_a_stop_ends_the_run_only_if_it_was_cancelled_or_may_not_be_requeued(run
     assert not goes_on(run, topology(None), requeue=True)
     write_json(run.cancel, {})
     assert not goes_on(run, topology(0), requeue=True)
-
-
-def test_a_lost_peer_is_excused_when_the_attempt_is_leaving(run):
-    stop = StopFlag()
-    write_json(run.departure(0), {"why": "preempted"})
-    assert await_verdict(run, 0, stop, 1)
-    timer = threading.Timer(0.2, lambda: setattr(stop, "received", 1))
-    timer.start()
-    assert not await_verdict(run, 1, stop, 60)  # srun ends us: a rank has failed
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "Aborting, io error and missing step on node 1",
-        "Aborting, step missing and io error on node 1",
-        "step_launch_notify_io_failure: aborting, io error with slurmstepd on node 1",
-        "Aborting, can not test connection to node 1.",
-        "Cannot communicate with node 1.  Aborting job.",
-    ],
-)
-def test_srun_is_understood_when_it_misses_a_nodes_processes(run, words, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[3,5]")
-    run.srun_log(0).write_text(f"srun: error: _server_write write failed\nsrun: error: {words}\n")
-    departure = step_gone(run, 0)
-    assert departure is not None
-    assert (departure["node"], departure["why"]) == ("n5", "node n5 stopped answering")
-    run.srun_log(0).write_text("srun: error: n0: task 1: Exited with exit code 1\n")
-    assert step_gone(run, 0) is None
-    assert step_gone(run, 1) is None
 
 
 def test_the_reason_of_a_restart_is_the_node_that_failed_or_what_was_left_behind(run):

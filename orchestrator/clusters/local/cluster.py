@@ -16,9 +16,9 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
-from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
 from orchestrator.agent.replacements import max_replacements
 from orchestrator.agent.root_cause import tail
 from orchestrator.clusters.api import Cluster, Culprit, Handle, Request, State
@@ -32,13 +32,12 @@ from orchestrator.lifecycle.signs.processes import processor_s
 from orchestrator.lifecycle.signs.stacks import STACK_S
 from orchestrator.lifecycle.signs.standstill import Patience, Standstill
 from orchestrator.plan.plan import Plan
-from orchestrator.rundir.files import APPENDING, open_nofollow, read_json
+from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import AttemptOutcome, outcome_from_json, read_outcome
 
 END_S = 10.0
 OUTCOME_BYTES = 1 << 20
-SILENCE_S = 5.0
-"""After which an agent or a stopped worker is lost, where the others go on without it."""
 IMPORT_HANGS = (
     "the import of the framework has used no processor for {} s (cluster.hang_timeout_s); the "
     "node's log has its stack"
@@ -172,15 +171,15 @@ class LocalHandle(Handle):
             os.close(self._control)
             self._control = -1
 
-    def _outcome(self) -> dict[str, Any] | None:
+    def _outcome(self) -> AttemptOutcome | None:
         """Return what the coordinator decided; None where none remained to decide."""
         try:
             reported = os.read(self._report, OUTCOME_BYTES)
         except BlockingIOError:  # an agent still holds it
             reported = b""
         os.close(self._report)
-        written = read_json(self._folder / "outcome.json")
-        return json.loads(reported) if written is None and reported else written
+        written = read_outcome(self._run, self._request.attempt)
+        return outcome_from_json(json.loads(reported)) if written is None and reported else written
 
     def _settle(self) -> None:
         if self._state.ended:
@@ -201,10 +200,7 @@ class LocalHandle(Handle):
                 log = tail(self._run.node_log("node0"))
                 self.culprit = Culprit(rank=None, node="node0", cause=cause, log_tail=log)
         else:
-            self._state = State(outcome["state"])
-            if (found := outcome["culprit"]) is not None:
-                culprit: dict[str, Any] = {**found, "log_tail": tuple(found["log_tail"])}
-                self.culprit = Culprit(**culprit)
+            self._state, self.culprit = outcome.state, outcome.culprit
 
 
 class LocalCluster(Cluster):

@@ -2,11 +2,11 @@
 
 Pure: the text can be printed, compared with golden files, and given to `sbatch --test-only`.
 submitit's own script has no --requeue, no --kill-on-bad-exit and no --cpus-per-task for srun,
-always sets a wckey, and cannot run anything after srun that keeps its exit code; so submitit only
-places this script and starts the task in it.
+always sets a wckey, and cannot run anything after srun; so submitit only places this script and
+starts the task in it: one on each node, the parent of the node's agent (`task.py`).
 
-The script outlives the signals that it gets, because it settles what the ranks leave
-(`outcome.py`). If it is killed itself, rank 0 or the next `resume` or `status` settles the run.
+The script outlives the signals that it gets, because it settles what the agents leave
+(`outcome.py`). If it is killed itself, the coordinator or the next `resume` or `status` does that.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.clusters.slurm.code_copy import BATCH_PID_VARIABLE, SCRIPT
 from orchestrator.clusters.slurm.safe_values import Default, obeyed, quoted
 from orchestrator.config.program import short_name
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
 from orchestrator.errors import START_AGAIN
 from orchestrator.lifecycle.address import INTERFACE_VARIABLE
-from orchestrator.lifecycle.signs.last_word import SCRIPT
 from orchestrator.lifecycle.topology import (
     BASE_ATTEMPT_VARIABLE,
     BATCH_COPY_VARIABLE,
-    BATCH_PID_VARIABLE,
     COPIES_VARIABLE,
     OUTER_PATH_VARIABLE,
     OUTER_UMASK_VARIABLE,
@@ -102,37 +101,35 @@ def unless_stopped() -> Iterator[str]:
     yield '[ -z "$told" ] || exit 143'
 
 
-def waiting(*, held: bool = False, beside: Sequence[str] = ()) -> Iterator[str]:
-    """Wait for it to its end, whatever is signalled meanwhile.
-
-    Args:
-        beside: starts what ends srun when it has to be (`losses.py`), where srun does not know.
+def waiting(*, held: bool = False) -> Iterator[str]:
+    """Wait for srun to its end, whatever is signalled meanwhile; a node that does not answer any
+    more would keep it from ending, so it is ended some time after the outcome is written.
     """
     yield "srun=$!"
-    if beside:
-        yield f'{_words(beside)} beside "$run" "$attempt" "$srun" {SRUN_LOG}>&- &'
-        yield "beside=$!"
+    yield 'pause() { read -rt "$1" <> <(:); }'
+    yield "("
+    yield '    until [ -e "$run/attempts/$attempt/outcome.json" ]; do pause 1; done'
+    yield '    : >"$run/attempts/$attempt/settling"  # the script lives, and settles the run'
+    yield f'    for name in USR2 TERM KILL; do pause {LATE_S}; kill -$name "$srun"; done'
+    yield f") {SRUN_LOG}>&- 2>/dev/null &"
+    yield "watcher=$!"
     yield f'[ -z "$told" ] || kill -{"$told" if held else "USR2"} "$srun" 2>/dev/null'
     yield "# A signal ends the wait, not srun; bash keeps the code for whoever asks again."
     yield 'while wait "$srun"; [ $? -gt 128 ] && kill -0 "$srun" 2>/dev/null; do :; done'
     yield 'wait "$srun"'
     yield "code=$?"
-    if beside:  # it ends with srun, and must not hold the code that is removed after it
-        yield 'wait "$beside"'
+    yield 'kill "$watcher" 2>/dev/null'
 
 
-def settling(starter: Sequence[str], *, survive: bool) -> Iterator[str]:
-    """What is done once it has ended; the code stays srun's, but where losses were survived."""
+def settling(starter: Sequence[str], how: str = "after") -> Iterator[str]:
+    """Settle the run once srun has ended; the script ends with the code that this gives.
+
+    Args:
+        how: "share" in a job that others share: the code says whether the run is to start again.
+    """
     yield f"trap '' {STOP_SIGNALS}"
-    after = f'{_words(starter)} after "$run" "$attempt" "$code" "$told"'
-    yield f"{after} && code=0" if survive else after
-
-
-def settling_a_share(starter: Sequence[str]) -> Iterator[str]:
-    """The same in a job that others share; the code says whether this run is to start again."""
-    yield f"trap '' {STOP_SIGNALS}"
-    yield f'{_words(starter)} share "$run" "$attempt" "$code" "$told"'
-    yield "code=$?"
+    yield f'{_words(starter)} {how} "$run" "$attempt" "$code" "$told"'
+    yield "exit $?"
 
 
 def _words(words: Sequence[str]) -> str:
@@ -140,9 +137,9 @@ def _words(words: Sequence[str]) -> str:
 
 
 STARTER = "clusters/slurm/node_entry.py"
-ENDED_TOGETHER = ("--kill-on-bad-exit=1",)
-SURVIVING = ("--kill-on-bad-exit=0", "--no-kill", "--wait=0")
-"""srun ends nobody, whoever is gone; `losses.py` ends what nobody survives."""
+KEPT = ("--kill-on-bad-exit=0", "--wait=0")
+"""srun ends no node when another one has ended: the agents' coordinator decides that."""
+LATE_S = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,12 +177,23 @@ class Here:
         return ["-I", f"{self.unpacked}.py", str(self.unpacked), str(inside)]
 
 
+PER_TASK = (
+    "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU",
+    "SLURM_TRES_PER_TASK", "SLURM_DISTRIBUTION",
+)  # fmt: skip
+
+
+def cpus_per_node(cluster: ClusterConfig) -> int:
+    """Return how many CPUs the ranks of a node take together."""
+    return cluster.ranks_per_node * cluster.cpus_per_rank
+
+
 def shape_of(asked: ClusterConfig) -> Iterator[str]:
     """Options of srun, and of salloc, that say what a run's ranks take of an allocation."""
     nodes = node_range(asked.nodes)[1]
     yield f"--nodes={nodes}"
-    yield f"--ntasks={nodes * asked.ranks_per_node}"
-    yield f"--ntasks-per-node={asked.ranks_per_node}"
+    yield f"--ntasks={nodes}"
+    yield "--ntasks-per-node=1"
     if gpu_count(asked.gpus_per_node):
         yield f"--gpus-per-node={asked.gpus_per_node}"
     if asked.memory_gib is not None:
@@ -207,10 +215,11 @@ def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list
     return [
         ["exec", "srun"],
         ["--unbuffered"],
-        *([option] for option in (SURVIVING if config.run.survive else ENDED_TOGETHER)),
+        *([option] for option in KEPT),
+        *([["--no-kill"]] if config.run.survive else []),
         ["--export=ALL"],
-        [f"--cpus-per-task={cluster.cpus_per_rank}"],
-        *([option] for option in shape),
+        [f"--cpus-per-task={cpus_per_node(cluster)}"],
+        *([option] for option in shape or ["--ntasks-per-node=1"]),
         [f"--output={run.logs}/node%n.log"],
         [f"--task-epilog={run.submitit / SCRIPT}"],
         *(
@@ -220,7 +229,7 @@ def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list
         ),
         *([option] for option in containers),
         [*python, *here.starter[:2]],
-        [*here.starter[2:], "rank"],
+        [*here.starter[2:], "node"],
         [str(run.submitit)],
     ]
 
@@ -274,8 +283,8 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
         if getattr(cluster, name) is not None:
             yield name, getattr(cluster, name)
     yield "nodes", most if least == most else f"{least}-{most}"
-    yield "ntasks-per-node", cluster.ranks_per_node
-    yield "cpus-per-task", cluster.cpus_per_rank
+    yield "ntasks-per-node", 1  # the agent, which starts the node's ranks
+    yield "cpus-per-task", cpus_per_node(cluster)
     if gpu_count(cluster.gpus_per_node):
         yield "gpus-per-node", cluster.gpus_per_node
     if cluster.memory_gib is not None:
@@ -341,6 +350,8 @@ def _our_environment(config: Config, here: Here, attempt: int) -> Iterator[str]:
     """What ranks need from us, set last."""
     if config.cluster.interface is not None:
         yield f"export {INTERFACE_VARIABLE}={quoted(config.cluster.interface)}"
+    # They would give the one task of a node a rank's part of it.
+    yield f"unset {' '.join(PER_TASK)}"
     yield "export SUBMITIT_EXECUTOR=slurm"
     yield f"export {BASE_ATTEMPT_VARIABLE}={attempt}"
     if here.copies is not None:  # a program's path is the user's own, in the copies
@@ -383,8 +394,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         *_from_environment(config, run, here),
         "",
         *_step(config, run, attempt, here),
-        *settling([here.python, *here.starter], survive=bool(config.run.survive)),
-        "exit $code",
+        *settling([here.python, *here.starter]),
     ]
     return "\n".join(lines) + "\n"
 
@@ -408,8 +418,7 @@ def share_script(
     lines = [
         "#!/bin/bash",
         *_step(config, run, attempt, here, shape),
-        *settling_a_share([here.python, *here.starter]),
-        "exit $code",
+        *settling([here.python, *here.starter], "share"),
     ]
     return "\n".join(lines) + "\n"
 
@@ -451,7 +460,7 @@ def _step(
         *_our_environment(config, here, attempt),
         *srun_lines(config, here, run, shape, f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
         ") &",
-        *waiting(held=held, beside=[here.python, *here.starter] if config.run.survive else []),
+        *waiting(held=held),
     )
 
 

@@ -41,9 +41,10 @@ from orchestrator.clusters.slurm.batch_script import (
     share_script,
     step_script,
 )
+from orchestrator.clusters.slurm.code_copy import SCRIPT, after_node
 from orchestrator.clusters.slurm.handle import SlurmHandle
 from orchestrator.clusters.slurm.packing import all_memory, refuse_uncounted, step_of
-from orchestrator.clusters.slurm.root_cause import blame_slurm, stopped_only
+from orchestrator.clusters.slurm.root_cause import culprit_without_outcome
 from orchestrator.clusters.slurm.safe_values import (
     check_clusters,
     check_defaults,
@@ -56,12 +57,11 @@ from orchestrator.clusters.slurm.task import Task, write_task
 from orchestrator.clusters.slurm.trust import client_of, remember
 from orchestrator.config.program import target_of
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
-from orchestrator.errors import EXIT_FINISHED, ClusterError
+from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.prctl import die_with
-from orchestrator.lifecycle.signs.last_word import SCRIPT, after_rank, ended_with, wordless
-from orchestrator.lifecycle.signs.node_watch import STOPPED
 from orchestrator.rundir.files import APPENDING, open_nofollow, write_atomically
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import read_outcome
 from orchestrator.rundir.status import RunStatus
 from orchestrator.slurm_client import STOP_CODES, SlurmClient, numbers, own_job_id
 from orchestrator.snapshot import shorten
@@ -125,10 +125,10 @@ class OnSlurm(Cluster):
             )
 
     def write_epilog(self, run: RunDir) -> None:
-        """What srun starts after each rank, in the folder of all that SLURM starts."""
+        """Write what srun starts after a node's task, in the folder of all that SLURM starts."""
         run.submitit.mkdir(mode=0o700, exist_ok=True)
         script = run.submitit / SCRIPT
-        write_atomically(script, after_rank(run, quoted(run.path), every=self.survival.on))
+        write_atomically(script, after_node(run, quoted(run.path)))
         script.chmod(0o700)
 
 
@@ -254,7 +254,7 @@ END_S = 60.0  # srun waits for tasks that it has ended, and the scheduler for th
 
 
 class StepHandle(Handle):
-    """The ranks of an attempt, as their launcher holds them.
+    """The nodes of an attempt, as their launcher holds them.
 
     Args:
         script: starts srun, and ends with its code.
@@ -285,12 +285,13 @@ class StepHandle(Handle):
 
     def _meaning(self, code: int) -> State:
         run, attempt = self._run, self._attempt
-        if code == EXIT_FINISHED and wordless(run, attempt) is None:
-            return State.STOPPED if ended_with(run, attempt, STOPPED) else State.FINISHED
-        early = code in STOP_CODES and not run.failures(attempt) and stopped_only(run, attempt)
-        if self._stopping and early:  # before they could heed it
-            return State.STOPPED
-        self.culprit = blame_slurm(run, attempt, run.nodes_of_ranks(attempt), code)
+        outcome = read_outcome(run, attempt)
+        if outcome is not None:
+            self.culprit = outcome.culprit
+            return outcome.state
+        if self._stopping and code in STOP_CODES and not run.failures(attempt):
+            return State.STOPPED  # before there was an agent
+        self.culprit = culprit_without_outcome(run, attempt, code)
         return State.FAILED
 
     def stop(self) -> None:

@@ -13,10 +13,8 @@ import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from orchestrator.agent.root_cause import tail
-from orchestrator.clusters.api import Culprit, Handle, State
+from orchestrator.clusters.api import Handle, State
 from orchestrator.clusters.slurm.packing import (
     end_parts,
     is_over,
@@ -24,10 +22,10 @@ from orchestrator.clusters.slurm.packing import (
     of_whole_jobs,
     title_of,
 )
-from orchestrator.clusters.slurm.root_cause import blame_slurm
+from orchestrator.clusters.slurm.root_cause import ending
 from orchestrator.clusters.slurm.submission import is_element
-from orchestrator.clusters.slurm.trust import client_of
-from orchestrator.errors import ClusterError, RunFolderError, describe_status
+from orchestrator.clusters.slurm.trust import client_of, read_handle
+from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import describe_stop, write_end
@@ -203,75 +201,6 @@ ASK_EVERY_S = 15.0  # a follower's calls of squeue: at most four a minute
 ASK_RUNNING_EVERY_S = 30.0  # while the run folder shows that the job runs
 RESULT_GRACE_S = 5.0
 UNSEEN_S = 15.0
-SAID = "error: "  # how the batch script says why it gives up
-CAUSES = {
-    "CANCELLED": "cancelled through the scheduler (scancel)",
-    "TIMEOUT": "the time limit was reached; resume goes on from what was saved",
-    "NODE_FAIL": "a node failed, and the job was not requeued",
-    "OUT_OF_MEMORY": "out of memory, killed by the kernel",
-    "BOOT_FAIL": "a node did not boot",
-    "DEADLINE": "the job's deadline passed",
-    "PREEMPTED": "preempted, and not requeued",
-    "GONE": "the scheduler has forgotten the job, and it left no result",
-}
-
-
-def read_handle(run: RunDir) -> dict[str, Any]:
-    """Where a SLURM run was placed. Raises `RunFolderError` when the folder does not say."""
-    handle = run.read_handle()
-    if handle is None:
-        raise RunFolderError(f"{run.path} was never submitted: it has no {run.handle.name}")
-    return handle
-
-
-def ending(run: RunDir, job: Job, attempt: int | None = None) -> tuple[State, Culprit]:
-    """What a job that ended without a result means. Reads only.
-
-    Args:
-        attempt: the one that ended; the newest where it is not known.
-    """
-    attempt = max(0, run.attempts_made() - 1) if attempt is None else attempt
-    node, lines = job.nodes or "scheduler", tail(run.batch_log)
-    state = State.STOPPED if job.state == "CANCELLED" else State.FAILED
-    said = next((line.removeprefix(SAID) for line in lines[-1:] if line.startswith(SAID)), None)
-    cause = CAUSES.get(job.state) or said
-    if cause is None and (run.failures(attempt) or run.srun_log(attempt).exists()):
-        found = _by_ranks(run, job, attempt)
-        if found is not None:
-            return state, found
-    return state, Culprit(
-        rank=None, node=node, cause=cause or _without_a_word(run, job, node), log_tail=lines
-    )
-
-
-def _by_ranks(run: RunDir, job: Job, attempt: int) -> Culprit | None:
-    """What the ranks left, where the batch script could not tell it any more."""
-    departure = run.read(run.departure(attempt))
-    if departure is not None:
-        cause = (
-            f"its ranks left in order ({departure['why']}), but the batch script "
-            f"{_how(job)} before it could hand the job back to the queue; resume goes on"
-        )
-        return Culprit(rank=None, node=departure.get("node") or "batch", cause=cause)
-    found = blame_slurm(run, attempt, run.nodes_of_ranks(attempt), job.exit_code or 0)
-    return None if found.rank is None else found
-
-
-def _how(job: Job) -> str:
-    if job.exit_signal:
-        return f"was {describe_status(-job.exit_signal)}"
-    return "ended" if job.exit_code is None else f"ended with code {job.exit_code}"
-
-
-def _without_a_word(run: RunDir, job: Job, node: str) -> str:
-    # exit signal 53 is slurmd's own: it could not open the output file
-    if job.exit_signal == 53 or not run.attempts_made():
-        return (
-            f"the job ended ({job.state}) before it could write anything: the run folder "
-            f"{run.path} is probably not visible on {node}; keep runs on a shared file system"
-        )
-    script = f": its batch script {_how(job)}" if job.exit_signal or job.exit_code else ""
-    return f"the job ended ({job.state}) without a result{script}"
 
 
 class SlurmHandle(Handle):

@@ -1,6 +1,5 @@
-"""What the batch script starts: `node_entry.py rank FOLDER | beside RUN ATTEMPT PID | after RUN
-ATTEMPT CODE TOLD`; where runs share the job `share RUN ATTEMPT CODE TOLD | again SWEEP ATTEMPT RUNS
-KILLED`; and a node's first rank: `node_entry.py watch …`.
+"""What the batch script starts: `node_entry.py node FOLDER | after RUN ATTEMPT CODE TOLD`; where
+runs share the job also `share RUN ATTEMPT CODE TOLD | again SWEEP ATTEMPT RUNS KILLED`.
 
 Run as a file, so that the first entry of Python's path is this file's folder, which is taken away:
 with `-m` it would be the folder where the person stood, whose files may have been edited since.
@@ -12,13 +11,12 @@ import os
 import sys
 from pathlib import Path
 
-RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 # As in `start_from_copy`, which started this where the code is a copy.
 PLACE_VARIABLE, LOCK_VARIABLE = "ORCHESTRATOR_CODE", "ORCHESTRATOR_CODE_LOCK"
 
 
-def rank(folder: str) -> None:
-    """One rank. Stop signals wait until the worker has its handlers; they would be fatal before."""
+def node(folder: str) -> None:
+    """Be one node. Stop signals wait until its agent has handlers; they would be fatal before."""
     import signal
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -26,10 +24,8 @@ def rank(folder: str) -> None:
     # What we know of is our own step, which may be a part of an allocation that somebody has.
     for ours in ("NUM_NODES", "NODELIST"):
         os.environ[f"SLURM_JOB_{ours}"] = os.environ[f"SLURM_STEP_{ours}"]
-    if LOCK_VARIABLE in os.environ:  # what a rank starts must not keep its code from being removed
+    if LOCK_VARIABLE in os.environ:  # what a worker starts must not keep its code there
         os.set_inheritable(int(os.environ[LOCK_VARIABLE]), False)
-    if os.environ.get("SLURM_LOCALID") == "0":
-        _first_of_node(Path(folder).parent)
     from submitit.core.submission import process_job
 
     from orchestrator.clusters.slurm.task import find_task
@@ -38,40 +34,8 @@ def rank(folder: str) -> None:
     process_job(folder)
 
 
-def _first_of_node(path: Path) -> None:
-    """Which ranks are on this node, by the scheduler's own names and its own distribution: said
-    before anything can fail here, so that whoever fails can be found. One file a node, and one
-    watcher.
-    """
-    from orchestrator.lifecycle.topology import BASE_ATTEMPT_VARIABLE
-    from orchestrator.rundir.files import write_json
-    from orchestrator.rundir.folder import RunDir
-    from orchestrator.trainer.slurm_watch import start_watcher
-
-    attempt = int(os.environ[BASE_ATTEMPT_VARIABLE]) + int(os.environ.get(RESTARTS_VARIABLE, "0"))
-    node = os.environ["SLURMD_NODENAME"]
-    ranks = [int(rank) for rank in os.environ["SLURM_GTIDS"].split(",")]
-    place = RunDir(path).node_ranks(attempt, int(os.environ["SLURM_NODEID"]))
-    write_json(place, {"node": node, "ranks": ranks})
-    start_watcher(__file__, path, attempt, int(os.environ["SLURM_PROCID"]), node)
-
-
-def watch(*words: str) -> None:
-    """The process that watches a node's first rank."""
-    from orchestrator.trainer.slurm_watch import watch
-
-    watch(*words)
-
-
-def beside(run: str, attempt: str, pid: str) -> None:
-    """What ends srun, which is `pid`, where ranks survive and it cannot know what ends them."""
-    from orchestrator.clusters.slurm.losses import stand_by
-
-    stand_by(Path(run), int(attempt), int(pid))
-
-
 def after(run: str, attempt: str, code: str, told: str) -> None:
-    """What is left to do once srun has ended; ends with a code of its own where the run failed.
+    """Settle the attempt once srun has ended; end with 1 where the run has failed.
 
     Args:
         told: the first signal that the script got, or "".
@@ -80,11 +44,11 @@ def after(run: str, attempt: str, code: str, told: str) -> None:
     from orchestrator.rundir.folder import RunDir
 
     try:
-        finish(Path(run), int(attempt), int(code), told)
+        once_more = finish(Path(run), int(attempt), int(code), told)
     finally:
         _leave_copy()
     ended = RunDir(Path(run)).read_result()
-    sys.exit(0 if ended and ended["state"] != "failed" else 1)
+    sys.exit(0 if once_more or (ended and ended["state"] != "failed") else 1)
 
 
 def share(run: str, attempt: str, code: str, told: str) -> None:
@@ -125,7 +89,6 @@ if __name__ == "__main__":
     if sys.path[0] == str(Path(__file__).resolve().parent):
         del sys.path[0]
     verbs = {
-        "rank": rank, "watch": watch, "beside": beside, "after": after, "share": share,
-        "again": again,
+        "node": node, "after": after, "share": share, "again": again,
     }  # fmt: skip
     verbs[sys.argv[1]](*sys.argv[2:])

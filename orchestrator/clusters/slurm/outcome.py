@@ -1,10 +1,10 @@
-"""The end of an attempt: hand the job back to the queue, or record the outcome of the run.
+"""The end of an attempt: hand the job back to the queue, or record the end of the run.
 
-The batch script calls this on the first node, outside any container, when all ranks have ended. It
-asks the scheduler first: a job that was already requeued or cancelled must not be touched, and a
-script that outlived its slurmd must not speak for a restarted job. If the script was killed, it
-leaves a run without a result that is not queued; `status` then does the same work, under the run's
-lock, once the scheduler says that the job has ended.
+The batch script calls this on the first node, outside any container, when srun has ended. How the
+attempt ended stands in `outcome.json`, which the agents' coordinator wrote. The scheduler is asked
+first: a job that was already requeued or cancelled must not be touched, and a script that outlived
+its slurmd must not speak for a restarted job. Where the script was killed, the coordinator does
+the same work (`settle_without_script`), or `status`, under the run's lock, once the job has ended.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.agent.node_spec import agent_file
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.slurm.handle import CAUSES, ending, read_handle
 from orchestrator.clusters.slurm.root_cause import (
+    CAUSES,
     KILLED,
-    blame_slurm,
+    culprit_without_outcome,
+    ending,
     srun_ended,
-    stopped_only,
 )
-from orchestrator.clusters.slurm.trust import client_of
+from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import SIGNAL_AHEAD_S
-from orchestrator.errors import EXIT_FINISHED, RunFolderError
-from orchestrator.lifecycle.signs.last_word import ended_with, wordless
-from orchestrator.lifecycle.signs.node_watch import STOPPED
+from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.lifecycle.stopping.deadline import reason
-from orchestrator.lifecycle.stopping.departure import ask_for_requeue, left_now, step_gone
+from orchestrator.lifecycle.stopping.departure import ask_for_requeue, left_now
+from orchestrator.lifecycle.survival.links import refuses
 from orchestrator.rundir.checkpoints import Fence, read_newest
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
-from orchestrator.rundir.outcome import State, rule, write_end
+from orchestrator.rundir.outcome import State, read_outcome, rule, write_end
 from orchestrator.rundir.status import recent_updates
 from orchestrator.slurm_client import (
     ALIVE,
@@ -50,6 +50,8 @@ from orchestrator.slurm_client import (
 )
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
+LOOK_S = 0.5
+REACH_S = 1.0
 LONGEST_PAUSE_S = 30.0
 FRUITLESS = 10
 
@@ -73,7 +75,13 @@ def cancelled_by_scheduler() -> Culprit:
 
 
 def finish(
-    path: Path, attempt: int, code: int, told: str, again: Callable[[], None] | None = None
+    path: Path,
+    attempt: int,
+    code: int,
+    told: str,
+    again: Callable[[], None] | None = None,
+    *,
+    script_gone: str = "",
 ) -> bool:
     """Finish what the ranks could not.
 
@@ -81,12 +89,16 @@ def finish(
         code: srun's exit code.
         told: the first signal that the batch script got, or "".
         again: has the run start again, where its job is not its own; None: the job is requeued.
+        script_gone: what became of the batch script, where this is the coordinator in its place.
 
     Returns:
         Whether it starts again.
     """
     run = RunDir(path)
-    if Fence(run.newest_attempt, attempt).is_stale or run.read_result() is not None:
+    if Fence(run.newest_attempt, attempt).is_stale:
+        return False
+    _await_agents(run, attempt)
+    if run.read_result() is not None:
         return False
     job_id = own_job_id(os.environ)
     job = ask_job(SlurmClient(), job_id)
@@ -99,18 +111,36 @@ def finish(
     if job.cancelled or (again is not None and _ended_alone(run)):
         write_end(run, State.STOPPED, cancelled_by_scheduler())
         return False
-    departure = departure or step_gone(run, attempt)
     if departure is None and (why := _cut_short(run, attempt, code, told)):
-        departure = {"why": why, "updates": None, "time": time.time()}
+        departure = left_now(why)
+    outcome = read_outcome(run, attempt)
+    cut_off = outcome is not None and outcome.state is not State.FINISHED
+    if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
+        departure = {**(departure or left_now(script_gone)), "why": script_gone}
     return conclude(
         run,
         attempt,
-        code,
         job,
         departure=departure,
         culprit=lambda: culprit_of(run, attempt, code),
         again=again or (lambda: ask_for_requeue(SlurmClient(), job_id)),
     )
+
+
+def _await_agents(run: RunDir, attempt: int) -> None:
+    """Wait for the end of agents that live on although srun was killed."""
+    if run.outcome(attempt).exists():
+        return
+    nodes = len(list(run.attempt(attempt).glob("agent-*.json")))
+    peers = [one.peer for n in range(nodes) if (one := agent_file(run, attempt, n)) is not None]
+    told = False
+    while not run.outcome(attempt).exists():
+        if all(refuses(peer, REACH_S, unknown=True) for peer in peers):
+            return
+        if not told:
+            print("srun has ended, but agents go on; waiting for them", flush=True)  # noqa: T201  # batch.log
+            told = True
+        time.sleep(LOOK_S)
 
 
 def _ended_alone(run: RunDir) -> bool:
@@ -119,21 +149,37 @@ def _ended_alone(run: RunDir) -> bool:
 
 
 def _cut_short(run: RunDir, attempt: int, code: int, told: str) -> str | None:
-    """What stopped an attempt, although no rank failed and none left in order; None otherwise."""
+    """Say what stopped an attempt, although no rank failed and none left in order; or None."""
+    outcome = read_outcome(run, attempt)
+    if outcome is not None:
+        return outcome.lost
     if run.failures(attempt) or code not in {*STOP_CODES, KILLED}:
         return None
-    if code in STOP_CODES and stopped_only(run, attempt):
-        return f"its batch script was sent SIG{told}" if told else "stopped before it began"
-    # A signal to all finds ranks that have no handler yet, and the notice after it ends some, too.
-    if told and (code == KILLED or srun_ended(run, attempt)):
+    if told:
         return f"its batch script was sent SIG{told}"
-    return srun_ended(run, attempt)
+    return "stopped before it began" if code in STOP_CODES else srun_ended(run, attempt)
+
+
+def settle_without_script(run: RunDir, attempt: int, why: str) -> None:
+    """Do what the batch script would do, where it was killed or has gone with its node; end a job
+    that nothing else would end.
+
+    Args:
+        why: what became of the script, in words.
+    """
+    fence = Fence(run.newest_attempt, attempt)
+    print("the batch script is gone; its part is done from here", flush=True)  # noqa: T201  # the node's log
+    try:
+        if fence.is_stale or finish(run.path, attempt, 0, "", script_gone=why):
+            return
+        SlurmClient().must("scancel", own_job_id(os.environ))
+    except ClusterError as error:  # no commands in a container: `status` or `resume` does it
+        print(f"error: {error}", flush=True)  # noqa: T201  # the node's log
 
 
 def conclude(
     run: RunDir,
     attempt: int,
-    code: int,
     job: Standing,
     *,
     departure: dict[str, Any] | None,
@@ -151,13 +197,15 @@ def conclude(
     Returns:
         Whether it starts again.
     """
-    if run.cancel.exists() and (departure is not None or code == EXIT_FINISHED):
+    outcome = read_outcome(run, attempt)
+    state = None if outcome is None else outcome.state
+    well = state in (State.FINISHED, State.STOPPED)
+    if run.cancel.exists() and (departure is not None or well):
         write_end(run, State.STOPPED)
         return False
     program = is_program(run.read_config()["job"])
-    if departure is None and program and code == EXIT_FINISHED and not wordless(run, attempt):
-        # nobody of its ranks could know that all of them had
-        write_end(run, State.STOPPED if ended_with(run, attempt, STOPPED) else State.FINISHED)
+    if departure is None and (state is State.STOPPED or (program and state is State.FINISHED)):
+        write_end(run, state)  # no worker of a program could know that all had ended
         return False
     if not program and (stuck := _stuck(run, attempt)):
         write_end(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
@@ -167,9 +215,6 @@ def conclude(
         again()
         return True
     found = culprit()
-    if departure is not None and departure.get("node"):
-        cause = "it stopped answering: the ranks there are gone, their step daemon with them"
-        found = Culprit(rank=None, node=departure["node"], cause=cause)
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
     first = int((run.read_handle() or {}).get("attempt", 0))
     ruling = rule(run, attempt, found, first=first, most=allowed if job.requeue else 0)
@@ -185,7 +230,8 @@ def _note(
 ) -> None:
     """Why the attempt left, where the scheduler knows that better than its ranks."""
     why = departure.get("why")
-    if not departure.get("node"):  # a silent node needs no other reason
+    outcome = read_outcome(run, attempt)
+    if outcome is None or outcome.lost is None:  # what was lost needs no other reason
         ahead_s = run.read_config()["cluster"].get("signal_ahead_s") or SIGNAL_AHEAD_S
         why = reason(job, time.time(), float(ahead_s), restarts) or why
     write_json(run.departure(attempt), {**departure, "why": why})
@@ -208,11 +254,17 @@ def _stuck(run: RunDir, attempt: int) -> str | None:
 
 
 def culprit_of(run: RunDir, attempt: int, code: int) -> Culprit:
-    if code == EXIT_FINISHED and wordless(run, attempt) is None:
-        return Culprit(
-            rank=None, node="batch", cause="all ranks ended in order, but none wrote a result"
-        )
-    return blame_slurm(run, attempt, run.nodes_of_ranks(attempt), code)
+    """Return the culprit of a failed attempt.
+
+    Args:
+        code: srun's exit code.
+    """
+    outcome = read_outcome(run, attempt)
+    if outcome is None:
+        return culprit_without_outcome(run, attempt, code)
+    return outcome.culprit or Culprit(
+        rank=None, node="batch", cause="all ranks ended in order, but none wrote a result"
+    )
 
 
 def settle_ended(run: RunDir, job: Job) -> str | None:
@@ -279,7 +331,6 @@ def _settle(run: RunDir, seen: Job) -> str | None:
     again = conclude(
         run,
         attempt,
-        job.exit_code or (128 + job.exit_signal if job.exit_signal else 0),
         job,
         departure=run.read(run.departure(attempt)) or _of_killed_script(run, attempt, job),
         culprit=lambda: ending(run, known, attempt)[1],
@@ -297,6 +348,8 @@ def _of_killed_script(run: RunDir, attempt: int, job: Standing) -> dict[str, Any
     """The departure where nothing but the batch script failed, by a signal: SLURM then ends the
     ranks, and they may have had no time.
     """
+    if lost := _cut_short(run, attempt, 0, ""):
+        return left_now(lost)
     if not job.exit_signal or job.state != "FAILED" or run.failures(attempt):
         return None
     return {"why": "its batch script was killed", "updates": None, "time": time.time()}
@@ -324,7 +377,6 @@ def start_again(sweep: Path, first: int, again: Sequence[str], killed: Sequence[
         wanted |= run.read_result() is None and conclude(
             run,
             attempt,
-            KILLED,
             job,
             departure=run.read(run.departure(attempt)) or left_now("its batch script was killed"),
             culprit=lambda run=run: culprit_of(run, attempt, KILLED),

@@ -40,9 +40,7 @@ OPTION_OF: Mapping[str, str] = {
     "SBATCH_CORE_SPEC": "core-spec",
     "SBATCH_CPU_FREQ_REQ": "cpu-freq",
     "SBATCH_DELAY_BOOT": "delay-boot",
-    "SBATCH_DISTRIBUTION": "distribution",
     "SBATCH_EXCLUSIVE": "exclusive",
-    "SBATCH_GPU_BIND": "gpu-bind",
     "SBATCH_GPU_FREQ": "gpu-freq",
     "SBATCH_GPUS_PER_NODE": "gpus-per-node",
     "SBATCH_GRES": "gres",
@@ -126,6 +124,14 @@ PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
     "interface": (INTERFACES, "names of network interfaces, as in ib0 or ib*,eth0"),
     "container": (IMAGE, "a path or an address of an image"),
 }
+BINDS = (
+    "srun starts one agent on each node, which binds the ranks: a rank has its share of the node's "
+    "CPUs, and the GPU of its local rank"
+)
+NO_MPI = (
+    "srun starts one agent on each node, which starts the ranks, so programs cannot meet by PMI or "
+    "PMIx; ranks meet by torch's own variables, and for MPI a script of one's own is the way"
+)
 OWN_FLAGS = {
     "array": "sweeps place their points themselves",
     "chdir": "a job runs in the folder where it was submitted",
@@ -139,7 +145,9 @@ OWN_FLAGS = {
     "exclusive": "use cluster.exclusive",
     "export": "use cluster.environment",
     "export-file": "use cluster.environment",
+    "gpu-bind": BINDS,
     "gpus-per-node": "use cluster.gpus_per_node",
+    "gpus-per-task": "use cluster.gpus_per_node",
     "input": "a job reads no input",
     "job-name": "use run.name",
     "mem": "use cluster.memory_gib",
@@ -165,6 +173,9 @@ OWN_FLAGS = {
     "wrap": "the script is made by us",
 }
 OWN_SRUN_FLAGS = {
+    "cpu-bind": BINDS,
+    "gpu-bind": BINDS,
+    "gpus-per-task": "use cluster.gpus_per_node",
     "bcast": "the ranks' program is not copied",
     "chdir": "ranks run in the folder where the job was submitted",
     "cpus-per-task": "use cluster.cpus_per_rank",
@@ -174,6 +185,7 @@ OWN_SRUN_FLAGS = {
     "immediate": "the job has its nodes already",
     "input": "a rank reads no input",
     "jobid": "ranks run in their own job",
+    "mpi": NO_MPI,
     "kill-on-bad-exit": "a failed rank ends the attempt, unless run.survive says otherwise",
     "multi-prog": "all ranks run the same program",
     "no-kill": "a failed node ends the attempt, unless run.survive says otherwise",
@@ -185,7 +197,8 @@ OWN_SRUN_FLAGS = {
     "pty": "a rank has no terminal",
     "relative": "ranks run on all nodes of the job",
     "signal": "use cluster.signal_ahead_s",
-    "task-epilog": "the run looks there how each rank ended",
+    "task-epilog": "the run's code is removed there",
+    "task-prolog": "it would run once on each node, not once for each rank; use cluster.preamble",
     "test-only": "it would start nothing",
     "time": "use cluster.time_min",
     "unbuffered": "the batch script sets it",

@@ -11,13 +11,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from orchestrator.clusters.slurm.handle import ending
 from orchestrator.clusters.slurm.outcome import dismiss_held, settle_ended
 from orchestrator.clusters.slurm.packing import (
     is_over,
     others_left,
     waits_for_others,
 )
+from orchestrator.clusters.slurm.root_cause import ending
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
 from orchestrator.report.status_tables import UNREADABLE

@@ -1,56 +1,110 @@
-"""The one thing that is pickled: where the run folder is. Everything else is read from there."""
+"""The task that submitit runs on each node of a job: the parent of the node's agent.
+
+What is pickled is where the run folder is. Everything else is read from there.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED
+from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.clusters.slurm.code_copy import BATCH_PID_VARIABLE
+from orchestrator.lifecycle.signs.heartbeat import write_beat
+from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
 
 TASK = "task.pkl"  # beside what submitit looks for, which is called by the job's id
+FENCE_EVERY = 4
+LOOK_S = 0.2
+SCRIPT_S = 10.0
+"""For the batch script to say that it lives, where it may be gone with its node."""
 
 
 def write_task(run: RunDir) -> None:
-    """Write what the ranks are told to do, before there is a job: it needs nobody then who knows
-    its id.
-    """
+    """Write what each node is told to do, before there is a job: it needs no job id then."""
     from submitit.core.utils import DelayedSubmission  # as slow as all of submitit
 
     DelayedSubmission(Task(str(run.path))).dump(run.submitit / TASK)
 
 
 def find_task(folder: Path) -> None:
-    """Give it the name by which submitit looks for it in this job, where nobody has yet."""
+    """Give the task the name by which submitit looks for it in this job, unless it has it."""
     from submitit.core.utils import JobPaths
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     task = folder / TASK
     if task.exists():
-        with contextlib.suppress(FileExistsError):  # another rank, or who has submitted it
+        with contextlib.suppress(FileExistsError):  # another node, or who has submitted it
             os.link(task, JobPaths(folder, job_id=SlurmJobEnvironment().job_id).submitted_pickle)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What submitit runs in every rank."""
+    """What submitit runs on each node."""
 
     run: str
 
     def __call__(self) -> None:
-        """Be one rank, and end the process with its exit code.
+        """Be the node, or one of its workers, and end the process with its exit code.
 
-        An agreed stop ends with 0, so that srun lets the others finish theirs. The process ends
-        here, so submitit's handlers and result files play no part: ours says how the run ended.
+        The process ends here, so submitit's handlers and result files play no part: the outcome
+        that the coordinator writes says how the run ended.
         """
-        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would only talk
-        from orchestrator.lifecycle.forks import leave
-        from orchestrator.lifecycle.topology import Topology
-        from orchestrator.trainer.entry import main_of
+        signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would only print
+        from orchestrator.agent.agent import Agent
+        from orchestrator.agent.node import be_node
+        from orchestrator.lifecycle.forks import ending
+        from orchestrator.lifecycle.topology import attempt_of
 
-        run = Path(self.run)
-        code = main_of(run)(run, Topology.from_env(os.environ).attempt)
-        leave(EXIT_FINISHED if code == EXIT_STOPPED else code)
+        run, attempt = RunDir(Path(self.run)), attempt_of(os.environ)
+
+        def agent_of(spec: NodeSpec) -> Agent:
+            watch = _Watch(run, attempt, spec)
+            return Agent(spec, on_beat=watch.beat, settle=watch.settle)
+
+        with ending() as end:
+            end.code = be_node(run.path, attempt, agent_of)
+
+
+class _Watch:
+    """What an agent does on SLURM besides: beat in a file, heed the fence, settle a lost script."""
+
+    def __init__(self, run: RunDir, attempt: int, spec: NodeSpec) -> None:
+        self._run, self._attempt, self._spec = run, attempt, spec
+        self._beats = 0
+        self._fence = Fence(run.newest_attempt, attempt)
+
+    def beat(self) -> bool:
+        """Show that the node lives; return whether a newer attempt has begun."""
+        self._beats += 1
+        write_beat(self._run.heartbeat(self._attempt, self._spec.index), self._beats)
+        return self._beats % FENCE_EVERY == 0 and self._fence.is_stale
+
+    def settle(self, first_node_gone: bool) -> None:
+        """Do what the batch script would do, where that was killed or is gone with its node."""
+        from orchestrator.clusters.slurm.outcome import settle_without_script
+
+        pid = os.environ.get(BATCH_PID_VARIABLE)
+        gone = pid is not None and self._spec.index == 0 and not _lives(pid)
+        why = "its batch script was killed" if gone else "its batch script went with its node"
+        if first_node_gone and not gone:
+            deadline = time.monotonic() + SCRIPT_S
+            while not (gone := time.monotonic() > deadline):
+                if self._run.settling(self._attempt).exists():
+                    break
+                time.sleep(LOOK_S)
+        if gone:
+            settle_without_script(self._run, self._attempt, why)
+
+
+def _lives(pid: str) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(") ")[2][:1]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"

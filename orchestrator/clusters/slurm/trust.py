@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
-from orchestrator.errors import ClusterError
+from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import PRIVATE, read_text, write_atomically
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import CONF, SlurmClient
@@ -98,3 +99,11 @@ def _only_writable_by(path: Path, owners: set[int]) -> bool:
     except OSError:
         return False
     return facts.st_uid in owners and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def read_handle(run: RunDir) -> dict[str, Any]:
+    """Where a SLURM run was placed. Raises `RunFolderError` when the folder does not say."""
+    handle = run.read_handle()
+    if handle is None:
+        raise RunFolderError(f"{run.path} was never submitted: it has no {run.handle.name}")
+    return handle

@@ -41,8 +41,8 @@ from orchestrator.lifecycle.signs.standstill import Patience, Standstill
 from orchestrator.rundir.warnings import warn
 
 
-def link_to_supervisor() -> socket.socket | None:
-    """The socket that the supervisor of a simulated node gave to this process, if one did."""
+def link_to_agent() -> socket.socket | None:
+    """Return the socket that the agent of this node gave to this process, if one did."""
     number = os.environ.pop(LINK_VARIABLE, None)
     if number is None:
         return None
@@ -59,8 +59,6 @@ class Life:
         link: to whoever watches; None when nobody does.
         on_hang: called from the thread, with a sentence and the stack, when this rank hangs; it
             ends the process.
-        on_behind: called from the thread when this rank is behind, with what is told of it, and
-            with None when it moves on.
     """
 
     def __init__(
@@ -68,13 +66,7 @@ class Life:
         log: Path,
         link: socket.socket | None,
         on_hang: Callable[[str, str], None],
-        on_behind: Callable[[dict[str, Any] | None], None] = lambda _: None,
-        *,
-        watched_only: bool = False,
     ) -> None:
-        self._watched_only = watched_only
-        self._on_behind = on_behind
-        self._beside: Callable[[], None] = lambda: None
         self._log, self._link, self._on_hang = log, link, on_hang
         folder = next(folder for folder in log.parents if folder.name == "logs")
         self._shown = log.relative_to(folder.parent)
@@ -88,7 +80,7 @@ class Life:
     @property
     def has_agent(self) -> bool:
         """Whether an agent of ours watches this process, and tells it what to do."""
-        return self._link is not None and not self._watched_only
+        return self._link is not None
 
     def on_message(self, take: Callable[[dict[str, Any]], None]) -> None:
         """Call `take`, from the thread that reads, with each message of the agent."""
@@ -119,16 +111,15 @@ class Life:
             os.register_at_fork(after_in_child=self._link.close)
         self._send({})
         threading.Thread(target=self._live, name="life", daemon=True).start()
-        if self._link is not None and self.has_agent:
+        if self._link is not None:
             reading = threading.Thread(
                 target=self._read, args=(self._link,), name="agent", daemon=True
             )
             reading.start()
         return self
 
-    def expect(self, patience: Patience, beside: Callable[[], None] = lambda: None) -> None:
-        """Judge from now on. `beside` is called every beat: a look at another rank."""
-        self._beside = beside
+    def expect(self, patience: Patience) -> None:
+        """Judge from now on."""
         self._standstill = Standstill(patience)
 
     def at(self, words: str, *numbers: int, waits: bool = False) -> None:
@@ -156,13 +147,12 @@ class Life:
                 self._link.sendall(json.dumps(message).encode() + b"\n")
             except OSError as error:
                 self._link = None
-                print(f"warning: nobody listens to this rank: {error}", flush=True)
+                print(f"warning: this rank's agent does not listen: {error}", flush=True)
 
     def _live(self) -> None:
         while not self._over.wait(BEAT_S):
             if self._link is not None:
                 self._send({"seen": asdict(self.seen())})
-            self._beside()
             for look in self._on_beat:
                 look()
             if self._standstill is not None:
@@ -185,7 +175,6 @@ class Life:
         news = standstill.look(now, since, waits=may_wait or waiting.waits())
         if news == "moves":
             self._send({"behind": None})
-            self._on_behind(None)
             print("note: it moves on", flush=True)
         if standstill.told:
             stack = main_stack()
@@ -193,7 +182,6 @@ class Life:
             message = {"where": where, "since": since, "at": at, "stack": lines}
             self._send({"behind": message})
             if news == "behind":
-                self._on_behind(message)
                 print("\n".join(lines), flush=True)
                 warn(
                     f"it has stood at {where} for {now - since:.0f} s, {at}{self._beside_it()}; "

@@ -13,15 +13,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.engine.common import waiting
 from orchestrator.errors import Fenced
 from orchestrator.lifecycle.signs.signs_of_life import Life
-from orchestrator.lifecycle.survival.agreement import Generation
 from orchestrator.rundir.warnings import warn
 
 LOOK_S = 0.2
+Members = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Who trains together. `noticed`: when this worker heard of it, by the monotonic clock."""
+
+    number: int
+    members: Members
+    noticed: float
 
 
 class Membership:

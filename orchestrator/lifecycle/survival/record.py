@@ -3,9 +3,8 @@
 | in a file | what |
 |---|---|
 | `generation`, `members` | its number, who is in it, in their order (`members.py`) |
-| `gone`, `joined` | who is not in it any more; newcomers, and where they listen |
+| `gone`, `joined` | who is not in it any more; newcomers |
 | `updates` | of one with newcomers: that were done when they came |
-| `secret`, `peers` | in the first one: what members sign with, and where they listen |
 | `code` | in the first one: the ranks' own modules (`trainer/survival.py`) |
 
 `link` either makes the name, with all its content, or finds that somebody else's is there. That is
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.lifecycle.survival.links import Peer
 from orchestrator.rundir.checksums import to_json_text
 from orchestrator.rundir.files import read_json, write_atomically
 
@@ -136,17 +134,6 @@ class GenerationRecord:
         generation that lost some, the oldest first.
         """
         return [found["gone"] for found in self.since() if found.get("gone")]
-
-    def came(self) -> list[int]:
-        """All newcomers that were let in."""
-        return [int(member) for found in self.since() for member in found.get("joined", ())]
-
-    def peers(self) -> dict[int, Peer]:
-        """Where each process that ever was a member listens, or has listened."""
-        told: dict[str, list[float]] = {}
-        for found in self.since(0):
-            told |= found.get("peers", {}) | found.get("joined", {})
-        return {int(member): Peer.of(numbers) for member, numbers in told.items()}
 
     def newest(self) -> dict[str, Any] | None:
         """The newest generation; None before the first."""

@@ -91,23 +91,44 @@ class Script:
         return told.read_text() if told.exists() else ""
 
 
-@pytest.mark.parametrize(("ended_well", "code"), [(True, 0), (False, 137)])
-def test_where_losses_are_survived_slurm_ends_nobody_and_the_runs_end_says_how_the_job_did(
-    tmp_path, ended_well, code
+def settle_with(folder: Path, code: int) -> Callable[[RunDir], None]:
+    """Have what settles the run end with `code`."""
+
+    def change(run: RunDir) -> None:
+        program = folder / "python"
+        after = f'[ "$3" != after ] || exit {code}\n'
+        program.write_text(program.read_text().replace("exit 0", f"{after}exit 0"))
+
+    return change
+
+
+@pytest.mark.parametrize(("survive", "code"), [(True, 0), (False, 1)])
+def test_srun_ends_no_node_for_another_and_the_jobs_code_is_that_of_its_end(
+    tmp_path, survive, code
 ):
     config = slurm_config(requeue=True)
-    config.run.survive = True
-
-    def end(run: RunDir) -> None:
-        says = (tmp_path / "python").read_text()
-        after = f'[ "$3" != after ] || exit {0 if ended_well else 1}\n'
-        (tmp_path / "python").write_text(says.replace("exit 0", f"{after}exit 0"))
-
-    script = Script(tmp_path, config, code=137, before=end)
+    config.run.survive = survive
+    script = Script(tmp_path, config, code=137, before=settle_with(tmp_path, code))
     assert script.done.returncode == code, script.done.stderr
-    assert "<--kill-on-bad-exit=0><--no-kill><--wait=0>" in script.words("srun")
-    assert f"<beside><{script.run.path}><003><" in script.words("python")
-    assert "#SBATCH --no-kill" in batch_script(config, script.run, 3, script.here)
+    assert "<--kill-on-bad-exit=0><--wait=0>" in script.words("srun")
+    assert ("<--no-kill>" in script.words("srun")) == survive
+    sbatch = batch_script(config, script.run, 3, script.here)
+    assert ("#SBATCH --no-kill" in sbatch) == survive
+
+
+def test_an_srun_that_waits_for_a_silent_node_is_ended_after_the_outcome(tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrator.clusters.slurm.batch_script.LATE_S", 0.1)
+
+    def hang(run: RunDir) -> None:
+        outcome = f'"{run.attempts}/003/outcome.json"'
+        (tmp_path / "srun").write_text(
+            f"#!/bin/bash\ntrap 'echo USR2 >{tmp_path}/heard' USR2\ntouch {outcome}\n"
+            "while :; do sleep 0.1; done\n"
+        )
+
+    script = Script(tmp_path, slurm_config(), before=hang)
+    assert (tmp_path / "heard").read_text() == "USR2\n", "first the way to end with the others"
+    assert "<003><143>" in script.words("python")
 
 
 OWN_NAMES = ("run", "attempt", "code", "told", "name", "snapshot", "PYTHONPATH", "python", "srun",
@@ -119,7 +140,7 @@ def test_no_variable_of_the_persons_reaches_the_scripts_own_part(tmp_path):
     config = slurm_config(environment=dict.fromkeys(names, "/elsewhere"))
     config.cluster.preamble = [f"{name}=/elsewhere" for name in names] + ["trap 'exit 5' EXIT"]
     script = Script(tmp_path, config, code=7)
-    assert script.done.returncode == 7, script.done.stderr
+    assert script.done.returncode == 0, script.done.stderr
     said = script.words("python")
     assert f"<after><{script.run.path}><003><7>" in said
     assert f"PYTHONPATH={tmp_path}/code A=" in said
@@ -147,7 +168,7 @@ def test_whatever_a_preamble_does_the_run_is_settled_and_its_code_comes_first(
     tmp_path, preamble, code, starts
 ):
     script = Script(tmp_path, slurm_config(preamble=preamble), PYTHONPATH="/login/python")
-    assert script.done.returncode == code, script.done.stderr
+    assert script.done.returncode == 0, script.done.stderr
     assert f"<after><{script.run.path}><003><{code}>" in script.words("python")
     assert bool(script.words("srun")) == starts
     if starts:
@@ -170,7 +191,7 @@ def test_what_bash_was_told_before_the_script_began_costs_it_neither_sruns_code_
 ):
     (tmp_path / "site.sh").write_text(SITE)
     script = Script(tmp_path, slurm_config(), code=7, A="1", **shell)
-    assert script.done.returncode == 7, script.done.stderr
+    assert script.done.returncode == 0, script.done.stderr
     assert not script.done.stderr
     assert f"<after><{script.run.path}><003><7>" in script.words("python")
 
@@ -256,18 +277,14 @@ def test_a_preamble_that_bash_cannot_read_is_refused_before_it_is_queued(preambl
         check_preamble(preamble)
 
 
-def test_srun_gets_the_sites_options_and_no_mpi_by_default(tmp_path):
-    flags = {"cpu-bind": "verbose,cores", "gpu-bind": "closest", "exact": True, "label": False}
-    words = Script(tmp_path, slurm_config(srun_flags=flags)).words("srun")
-    assert "<--cpu-bind=verbose,cores><--gpu-bind=closest><--exact>" in words
+def test_srun_starts_one_agent_on_each_node_with_the_sites_options_and_no_mpi(tmp_path):
+    flags = {"mem-bind": "local", "exact": True, "label": False}
+    config = slurm_config(srun_flags=flags, ranks_per_node=3, cpus_per_rank=2)
+    words = Script(tmp_path, config).words("srun")
+    assert "<--mem-bind=local><--exact>" in words
     assert "<--mpi=none>" in words
+    assert "<--cpus-per-task=6><--ntasks-per-node=1>" in words
     assert "label" not in words
-    other = batch_script(
-        slurm_config(srun_flags={"mpi": "pmix"}), RunDir(tmp_path), 0,
-        Here(python="python", folder=tmp_path, package=tmp_path),
-    )  # fmt: skip
-    assert "--mpi=pmix" in other
-    assert "--mpi=none" not in other
 
 
 @pytest.mark.parametrize("own", [OWN_FLAGS, OWN_SRUN_FLAGS], ids=["sbatch", "srun"])
@@ -328,7 +345,7 @@ def test_a_default_that_is_no_word_is_refused_with_its_variables_name():
         ("cluster.gpus_per_node=a100:2,h100:2", "gpus_per_node", "a100:2,h100:2"),
         ("+cluster.slurm_flags.mail-type=END,FAIL", "slurm_flags", {"mail-type": "END,FAIL"}),
         ("cluster.constraint=a&b|c", "constraint", "a&b|c"),
-        ("+cluster.srun_flags.cpu-bind=v,cores", "srun_flags", {"cpu-bind": "v,cores"}),
+        ("+cluster.srun_flags.mem-bind=v,local", "srun_flags", {"mem-bind": "v,local"}),
         (
             "+cluster.slurm_flags.dependency=afterok:1:2,afterany:3",
             "slurm_flags",

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.slurm.handle import CAUSES
 from orchestrator.clusters.slurm.outcome import (
+    CAUSES,
     FRUITLESS,
     KILLED,
     _cut_short,
@@ -22,10 +22,6 @@ from orchestrator.slurm_client import STANDING, Answer, SlurmClient, Standing
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
 JOB = Standing(state="RUNNING")
-EARLY = """srun: forcing job termination
-srun: error: n1: task 1: User defined signal 2
-srun: error: n0: task 0: Killed
-"""
 LEFT = {"why": "told to stop", "updates": 4, "time": 1.0}
 
 
@@ -62,10 +58,16 @@ def update_done(run, attempt):
         print(json.dumps(done), file=file)
 
 
-def concluded(run, attempt, *, code=143, job=JOB, departure=LEFT, culprit=BEYOND):
+def ended(run, attempt, state, *, culprit=None, lost=None):
+    """Write how the attempt ended, as its coordinator does."""
+    culprit = culprit and {**culprit.to_json(), "usage": False, "hangs": False}
+    write_json(run.outcome(attempt), {"state": state, "culprit": culprit, "lost": lost})
+
+
+def concluded(run, attempt, *, job=JOB, departure=LEFT, culprit=BEYOND):
     """(whether it starts again, how often it was handed back, the end that was written)."""
     handed_back = []
-    again = conclude(run, attempt, code, job, departure=departure, culprit=lambda: culprit,
+    again = conclude(run, attempt, job, departure=departure, culprit=lambda: culprit,
                      again=lambda: handed_back.append(1))  # fmt: skip
     return again, len(handed_back), run.read_result()
 
@@ -101,12 +103,15 @@ def test_an_update_in_one_of_the_ten_counts_although_no_checkpoint_holds_it(run,
 
 
 @pytest.mark.parametrize(
-    ("code", "departure", "stopped"), [(143, LEFT, True), (0, None, True), (1, None, False)]
+    ("state", "departure", "stopped"),
+    [(None, LEFT, True), ("stopped", None, True), ("failed", None, False)],
 )
-def test_a_cancelled_run_ends_as_stopped_unless_it_failed(run, code, departure, stopped):
+def test_a_cancelled_run_ends_as_stopped_unless_it_failed(run, state, departure, stopped):
     attempts(run, 1)
     run.cancel.touch()
-    again, handed_back, end = concluded(run, 0, code=code, departure=departure)
+    if state:
+        ended(run, 0, state)
+    again, handed_back, end = concluded(run, 0, departure=departure)
     assert (again, handed_back) == (False, 0)
     assert end["state"] == ("stopped" if stopped else "failed")
 
@@ -121,14 +126,6 @@ def test_a_job_that_may_not_be_requeued_fails_by_its_culprit(run, departure):
     assert end["culprit"]["rank"] == 3
 
 
-def test_a_silent_node_is_the_culprit_of_a_job_that_may_not_be_requeued(run):
-    attempts(run, 1)
-    job = Standing(state="RUNNING", requeue=False)
-    end = concluded(run, 0, job=job, departure={**LEFT, "node": "n7"})[2]
-    assert (end["culprit"]["node"], end["culprit"]["rank"]) == ("n7", None)
-    assert "it stopped answering" in end["culprit"]["cause"]
-
-
 @pytest.mark.parametrize(("first", "goes_on"), [(None, False), (0, False), (2, True)])
 def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(run, first, goes_on):
     configure(run, run={"max_restarts": 2})
@@ -138,7 +135,7 @@ def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(ru
     for earlier in (0, 1):
         failed = {"attempt": earlier, "update": -1, "raised": None}
         write_json(run.departure(earlier), {"why": "x", "updates": None, "failed": failed})
-    again, handed_back, end = concluded(run, 2, code=1, departure=None)
+    again, handed_back, end = concluded(run, 2, departure=None)
     assert (again, handed_back, end is None) == (goes_on, int(goes_on), goes_on)
     if not goes_on:
         assert "that was done 2 times already" in end["culprit"]["remark"]
@@ -164,7 +161,8 @@ def test_the_schedulers_reason_replaces_the_ranks_but_not_that_of_a_silent_node(
     preempted = Standing(state="RUNNING", preempted_at=5.0)
     concluded(run, 0, job=preempted)
     assert read_json(run.departure(0)) == {**LEFT, "why": "preempted"}
-    concluded(run, 1, job=preempted, departure={**LEFT, "node": "n7"})
+    ended(run, 1, "failed", lost="node n7 stopped answering")
+    concluded(run, 1, job=preempted)
     assert read_json(run.departure(1))["why"] == "told to stop"
 
 
@@ -187,14 +185,10 @@ def test_a_time_limit_is_told_by_the_notice_that_was_asked_for_or_the_usual(
     [
         (143, "TERM", "", "its batch script was sent SIGTERM"),
         (143, "", "", "stopped before it began"),
-        (143, "", "srun: error: n1: task 1: Exited with exit code 5\n", None),
         (KILLED, "USR1", "", "its batch script was sent SIGUSR1"),
         (KILLED, "", "", "srun was killed"),
         (KILLED, "", "srun: forcing job termination\n", "srun was told to end the job"),
         (KILLED, "", "srun: error: n1: task 1: Killed\n", None),
-        (140, "TERM", EARLY, "its batch script was sent SIGTERM"),
-        (140, "", EARLY, "srun was told to end the job"),
-        (139, "TERM", EARLY, None),
         (1, "TERM", "", None),
         (0, "", "", None),
     ],
@@ -208,14 +202,30 @@ def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, to
     assert _cut_short(run, 0, code, told) is None
 
 
+@pytest.mark.parametrize("lost", [None, "node n1 stopped answering"])
+def test_where_there_is_an_outcome_it_says_what_was_lost(run, lost):
+    attempts(run, 1)
+    ended(run, 0, "failed", lost=lost)
+    assert _cut_short(run, 0, KILLED, "TERM") == lost
+
+
+@pytest.mark.parametrize("program", [True, False])
+def test_a_program_whose_workers_all_finished_has_finished(run, program):
+    attempts(run, 1)
+    configure(run, job={"command": ["true"]} if program else {"_target_": "a.B"})
+    ended(run, 0, "finished")
+    end = concluded(run, 0, departure=None)[2]
+    assert end["state"] == ("finished" if program else "failed")
+
+
 def test_ranks_that_all_ended_in_order_without_a_result_are_nobodys_fault(run):
     attempts(run, 1)
+    ended(run, 0, "finished")
     in_order = culprit_of(run, 0, 0)
     assert (in_order.rank, in_order.node) == (None, "batch")
     assert "none wrote a result" in in_order.cause
-    run.srun_log(0).write_text("srun: error: n1: task 1: Exited with exit code 5\n")
-    write_json(run.node_ranks(0, 0), {"node": "gpu1", "ranks": [0, 1]})
-    assert (culprit_of(run, 0, 5).rank, culprit_of(run, 0, 5).node) == (1, "gpu1")
+    ended(run, 0, "failed", culprit=BEYOND)
+    assert culprit_of(run, 0, 5) == BEYOND
 
 
 class Scheduler:
@@ -285,10 +295,10 @@ def test_a_job_that_was_requeued_while_its_ranks_left_is_not_touched_but_its_rea
     assert read_json(run.departure(0))["why"].startswith("requeued (scontrol requeue")
 
 
-def test_a_failure_ends_the_run_by_what_srun_says(run, settled):
-    run.srun_log(0).write_text("srun: error: n1: task 1: Exited with exit code 5\n")
-    end, asked, _ = settled(standing(), code=5)
-    assert (end["state"], end["culprit"]["rank"], asked) == ("failed", 1, [])
+def test_a_failure_ends_the_run_by_its_outcome(run, settled):
+    ended(run, 0, "failed", culprit=BEYOND)
+    end, asked, _ = settled(standing(), code=0)
+    assert (end["state"], end["culprit"]["rank"], asked) == ("failed", 3, [])
 
 
 @pytest.mark.parametrize(
@@ -345,10 +355,11 @@ def test_while_the_scheduler_does_not_answer_it_is_asked_again_ever_more_seldom(
 def test_a_run_from_before_restarts_could_be_asked_for_has_none(run):
     attempts(run, 1)
     configure(run, run={})
-    assert concluded(run, 0, code=1, departure=None)[2]["state"] == "failed"
+    assert concluded(run, 0, departure=None)[2]["state"] == "failed"
 
 
 def test_a_cancelled_run_whose_ranks_ended_in_order_is_stopped(run, settled):
     run.cancel.touch()
+    ended(run, 0, "stopped")
     end, asked, _ = settled(standing(), code=0, told="")
     assert (end["state"], asked) == ("stopped", [])

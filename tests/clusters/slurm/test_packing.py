@@ -120,7 +120,7 @@ def test_on_simulated_nodes_the_queue_packs_already():
         ({"slurm_flags": {"licenses": "x"}}, "sbatch's --licenses"),
         ({"srun_flags": {"mem-per-cpu": 7}}, "cluster.srun_flags.mem-per-cpu"),
         ({"srun_flags": {"over": True}}, "cluster.srun_flags.over"),  # as srun reads it
-        ({"slurm_flags": {"nice": 5}, "srun_flags": {"cpu-bind": "none"}}, None),
+        ({"slurm_flags": {"nice": 5}, "srun_flags": {"mem-bind": "none"}}, None),
     ],
 )
 def test_what_nobody_knows_a_share_of_is_refused_before_the_scheduler_is_asked(
@@ -244,7 +244,7 @@ def test_a_runs_own_script_asks_for_its_part_and_leaves_its_end_to_others(tmp_pa
     text = SlurmCluster(config).share_script(run.path, 0)
     for option in ("--exact", "--job-name=3", "--nodes=1", "--gpus-per-node=a:2", "--mem=1536M"):
         assert f"    {option} \\\n" in text
-    assert '" share "$run" "$attempt" "$code" "$told"\ncode=$?\nexit $code' in text.replace(
+    assert '" share "$run" "$attempt" "$code" "$told"\nexit $?' in text.replace(
         "node_entry.py share", 'node_entry.py" share'
     )
     assert "ORCHESTRATOR_BATCH_PID=$$" not in text, "that is the script's of the whole job"

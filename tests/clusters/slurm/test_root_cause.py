@@ -1,7 +1,5 @@
 """Reading what SLURM's commands say, and putting it into words."""
 
-import json
-
 import pytest
 import torch
 
@@ -18,13 +16,11 @@ from orchestrator.clusters.slurm.admission import (
     too_slow,
     wanted,
 )
-from orchestrator.clusters.slurm.handle import ending
-from orchestrator.clusters.slurm.root_cause import blame_slurm, task_ends
+from orchestrator.clusters.slurm.root_cause import culprit_without_outcome, ending
 from orchestrator.clusters.slurm.submission import patiently
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
-from orchestrator.rundir.metrics import ProgressWriter
 from orchestrator.slurm_client import (
     Answer,
     Job,
@@ -222,84 +218,22 @@ def failure(run, rank, cause, *, secondary, time):
     )  # fmt: skip
 
 
-SRUN = (
-    "srun: error: vm: task 2: Killed\n"
-    "srun: launch/slurm: _step_signal: Terminating StepId=20.0\n"
-    "srun: error: vm: tasks 0-1,3: Exited with exit code 1\n"
-)
-
-
-def test_sruns_words_are_read_in_their_order():
-    assert [(e.rank, e.words) for e in task_ends(SRUN)] == [
-        (2, "killed by signal 9 (SIGKILL)"),
-        (0, "exited with code 1"),
-        (1, "exited with code 1"),
-        (3, "exited with code 1"),
-    ]
-
-
-def test_the_rank_that_could_not_report_is_blamed_before_those_that_missed_it(run):
-    run.srun_log(0).write_text(SRUN)
-    for rank in (0, 1, 3):
-        failure(run, rank, "lost a peer", secondary=True, time=rank)
-    culprit = blame_slurm(run, 0, {2: "n1"}, 137)
-    assert (culprit.rank, culprit.node) == (2, "n1")
-    assert culprit.cause == "killed by signal 9 (SIGKILL)"
-
-
-def test_the_first_that_failed_by_itself_is_blamed(run):
-    run.srun_log(0).write_text(SRUN)
+def test_of_the_failures_the_first_that_is_its_own_is_blamed(run):
+    run.srun_log(0).write_text("srun: error: vm: task 0: Killed\n")
+    failure(run, 0, "PeerLost: z", secondary=True, time=0.5)
+    assert culprit_without_outcome(run, 0, 137).cause == "PeerLost: z"
     failure(run, 3, "ValueError: x", secondary=False, time=2.0)
     failure(run, 1, "ValueError: y", secondary=False, time=1.0)
-    assert blame_slurm(run, 0, {}, 1).cause == "ValueError: y"
-
-
-@pytest.mark.parametrize(
-    ("hangs", "secondary", "rank", "told"),
-    [
-        (True, False, 1, "; rank 0 waited for it 9 s at the boundary of update 3, and so did 1"),
-        (False, False, 1, ""),  # an exception needs no more
-        (False, True, 0, "; no rank was behind: rank 0 waited 9 s at the boundary of update 3; r"),
-    ],
-)
-def test_of_a_rank_that_hangs_it_is_told_what_the_first_ranks_of_nodes_waited_for(
-    run, hangs, secondary, rank, told
-):
-    failure(run, rank, "stuck", secondary=secondary, time=1)
-    failed = json.loads(run.failure(0, rank).read_text())
-    write_json(run.failure(0, rank), failed | {"hangs": hangs})
-    waits = ("9 s at the boundary of update 3", "8 s at micro-step 1")
-    for node, words in enumerate(waits):
-        write_json(run.node_ranks(0, node), {"node": f"n{node}", "ranks": [2 * node, 2 * node + 1]})
-        run.heartbeat(0, node).write_text(f"{'7':<12}{words:<500}")
-    cause = blame_slurm(run, 0, {}, 1).cause
-    assert cause.startswith(f"stuck{told}")
-    assert bool(told) == (cause != "stuck")
-
-
-@pytest.mark.parametrize(
-    ("log", "rank", "words"),
-    [
-        ("srun: error: n1: task 1: Out Of Memory\n", 1, "killed by the kernel"),
-        (
-            "slurmstepd: error: Detected 1 oom-kill event(s)\nsrun: error: n1: task 1: Killed\n",
-            1,
-            "killed by the kernel",
-        ),
-        ("srun: error: Unable to create step: x\n", None, "Unable to create step"),
-    ],
-)
-def test_want_of_memory_and_a_step_that_never_began_are_named(run, log, rank, words):
-    run.srun_log(0).write_text(log)
-    culprit = blame_slurm(run, 0, {}, 137)
-    assert culprit.rank == rank
-    assert words in culprit.cause
+    run.rank_log(1).write_text("one\ntwo\n")
+    culprit = culprit_without_outcome(run, 0, 1)
+    assert (culprit.rank, culprit.node, culprit.cause) == (1, "n0", "ValueError: y")
+    assert culprit.log_tail == ("one", "two")
 
 
 def test_the_gpus_memory_counts_too(run):
     said = describe(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     failure(run, 1, said, secondary=False, time=1)
-    cause = blame_slurm(run, 0, {}, 1).cause
+    cause = culprit_without_outcome(run, 0, 1).cause
     assert cause.startswith("out of memory: ")
     assert "accumulation.steps" in cause
 
@@ -341,74 +275,37 @@ def test_a_slurm_conf_that_is_not_there_is_said_at_once(monkeypatch, tmp_path):
                                              (129, "was killed by signal 1 (SIGHUP)"),
                                              (128, "ended with code 128"),
                                              (1, "ended with code 1")])  # fmt: skip
-def test_where_nobody_is_named_it_is_srun_with_its_last_line(run, code, words):
-    assert blame_slurm(run, 0, {}, code).cause == f"srun {words}"
-    run.batch_log.write_text("batch: one\nbatch: two\n")
-    assert blame_slurm(run, 0, {}, code).cause == f"srun {words}: batch: two"
+def test_where_no_agent_is_named_it_is_srun_or_the_script_before_it(run, code, words):
+    culprit = culprit_without_outcome(run, 0, code)
+    assert culprit.cause == f"the batch script {words} before srun began (cluster.preamble)"
     run.srun_log(0).write_text("".join(f"srun: {n}\n\n" for n in range(40)) + "  \n")
-    culprit = blame_slurm(run, 0, {}, code)
+    culprit = culprit_without_outcome(run, 0, code)
     assert (culprit.rank, culprit.node) == (None, "batch")
     assert culprit.cause == f"srun {words}: srun: 39"
     assert culprit.log_tail == tuple(f"srun: {n}" for n in range(10, 40))
 
 
-def test_a_rank_that_was_only_stopped_is_blamed_after_those_that_say_why(run):
-    run.srun_log(0).write_text("srun: error: vm: task 2: Terminated\n")
-    failure(run, 1, "PeerLost: later", secondary=True, time=2.0)
-    failure(run, 0, "PeerLost: first", secondary=True, time=1.0)
-    assert blame_slurm(run, 0, {}, 1).cause == "PeerLost: first"
-
-
-def test_a_failure_comes_with_its_log_and_whether_it_was_a_wrong_request(run):
-    told = {"rank": 1, "node": "n9", "time": 1.0, "cause": "no such file", "usage": True,
-            "secondary": False}  # fmt: skip
-    write_json(run.failure(0, 1), told)
-    run.rank_log(1).write_text("one\ntwo\n")
-    culprit = blame_slurm(run, 0, {}, 1)
-    assert (culprit.rank, culprit.node, culprit.cause) == (1, "n9", "no such file")
-    assert (culprit.usage, culprit.log_tail) == (True, ("one", "two"))
-
-
-def test_a_rank_that_fell_silent_after_its_first_update_is_told_with_its_own_log(run):
-    ProgressWriter(run.progress(0)).write(3, 0, 4)
-    run.srun_log(0).write_text("srun: error: vm: task 1: Exited with exit code 5\n")
-    run.node_log("node0").write_text("of the first node\n")
-    run.node_log("node1").write_text("of the second node\n")
-    culprit = blame_slurm(run, 0, {0: "a", 1: "b"}, 5)
-    assert (culprit.cause, culprit.node) == ("exited with code 5", "b")
-    assert culprit.log_tail == ("of the second node",)
-    assert blame_slurm(run, 0, {}, 5).log_tail == ("of the first node",)
-    assert blame_slurm(run, 0, {}, 5).node == "vm"
-    run.rank_log(1).write_text("its own\n")
-    assert blame_slurm(run, 0, {0: "a", 1: "b"}, 5).log_tail == ("its own",)
-
-
 @pytest.mark.parametrize(
     ("log", "said"),
     [
-        ("one\n two \nsrun: three\n\n", ": two"),
-        ("a\nValueError: x\n", ": ValueError: x"),
-        ("OSError: x\nduring that\nKeyError: a\nb\nc\nd\n", ": KeyError: a b c"),
-        ("torch.OutOfMemoryError: x\n", ": torch.OutOfMemoryError: x"),
-        ("srun: only this\n", ""),
+        ("one\n two \nthree\n\n", "three"),
+        ("error: no such node\n", "no such node"),
+        ("a\nValueError: x\n", "ValueError: x"),
+        ("OSError: x\nduring that\nKeyError: a\nb\nc\nd\n", "KeyError: a b c"),
+        ("torch.OutOfMemoryError: x\n", "torch.OutOfMemoryError: x"),
     ],
 )
-def test_what_could_not_begin_is_told_by_its_last_exception_or_line(run, log, said):
-    run.srun_log(0).write_text("srun: error: vm: task 0: Exited with exit code 1\n")
-    run.node_log("node0").write_text(log)
-    cause = blame_slurm(run, 0, {0: "n0"}, 1).cause
-    assert cause == f"exited with code 1 before the first update{said}"
+def test_an_agent_that_could_not_begin_is_told_by_its_last_exception_or_line(run, log, said):
+    run.srun_log(0).write_text("srun: error: n1: task 1: Exited with exit code 1\n")
+    run.node_log("node1").write_text(log)
+    culprit = culprit_without_outcome(run, 0, 1)
+    assert culprit.cause == f"the agent of node n1 exited with code 1: {said}"
+    assert (culprit.rank, culprit.node) == (None, "n1")
 
 
-def test_what_could_not_begin_and_left_no_log_is_told_by_srun(run):
+def test_an_agent_that_left_no_log_is_told_by_srun(run):
     words = "srun: error: vm: task 0: Exited with exit code 127"
     run.srun_log(0).write_text(f"\nexec: python: not found\n{words}\n")
-    culprit = blame_slurm(run, 0, {}, 127)
-    assert culprit.cause == "exited with code 127 before the first update: exec: python: not found"
+    culprit = culprit_without_outcome(run, 0, 127)
+    assert culprit.cause == "srun ended with code 127: exec: python: not found"
     assert culprit.log_tail == ("exec: python: not found", words)
-
-
-def test_a_rank_that_lost_a_peer_had_begun(run):
-    failure(run, 0, "PeerLost: x", secondary=True, time=1.0)
-    run.srun_log(0).write_text("srun: error: vm: task 1: Exited with exit code 5\n")
-    assert blame_slurm(run, 0, {}, 5).cause == "exited with code 5"

@@ -2,9 +2,8 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.handle import ending
 from orchestrator.clusters.slurm.outcome import reason
-from orchestrator.clusters.slurm.root_cause import blame_slurm, srun_ended, stopped_only
+from orchestrator.clusters.slurm.root_cause import ending, srun_ended
 from orchestrator.clusters.slurm.status import with_job
 from orchestrator.errors import ClusterError
 from orchestrator.lifecycle.stopping.departure import why_restarted
@@ -97,29 +96,8 @@ def test_only_what_is_near_a_time_limit_is_called_so():
     assert reason(Standing(state="RUNNING", preempted_at=1.0), 9.0, 60) == "preempted"
 
 
-CRASHED = (
-    "srun: error: vm: tasks 0,2-3: Terminated\n"
-    "srun: error: vm: task 1: Exited with exit code 1\n"
-)  # fmt: skip
-
-
-def test_a_crash_at_the_start_is_not_blamed_on_the_signal_that_followed_it(run):
-    run.srun_log(0).write_text(CRASHED)
-    (run.logs / "node1.log").write_text("Traceback …\nModuleNotFoundError: No module named 'x'\n")
-    write_json(run.node_ranks(0, 0), {"node": "n0", "ranks": [0, 2]})
-    write_json(run.node_ranks(0, 1), {"node": "n1", "ranks": [1, 3]})  # distribution=cyclic
-    assert not stopped_only(run, 0)
-    culprit = blame_slurm(run, 0, run.nodes_of_ranks(0), 143)
-    assert (culprit.rank, culprit.node) == (1, "n1")
-    assert culprit.cause.startswith("exited with code 1 before the first update: ModuleNotFound")
-    run.srun_log(0).write_text("srun: error: vm: tasks 0-3: Terminated\n")
-    assert stopped_only(run, 0)
-
-
 def test_an_srun_that_is_killed_or_told_to_end_is_no_ranks_fault(run):
     assert srun_ended(run, 0) == "srun was killed"
-    run.srun_log(0).write_text("slurmstepd: error: Detected 1 oom-kill event(s)\n")
-    assert srun_ended(run, 0) is None
     run.srun_log(0).write_text("srun: error: vm: task 1: Killed\n")
     assert srun_ended(run, 0) is None
     run.srun_log(0).write_text(
@@ -128,16 +106,12 @@ def test_an_srun_that_is_killed_or_told_to_end_is_no_ranks_fault(run):
     assert srun_ended(run, 0) == "srun was told to end the job"
 
 
-def test_a_node_that_fell_silent_with_one_rank_is_told_from_one_that_went_whole(run):
+def test_what_was_lost_is_why_the_next_attempt_began(run):
     run.attempt(1).mkdir()
-    write_json(run.node_ranks(0, 0), {"node": "n0", "ranks": [0]})
-    write_json(run.node_ranks(0, 1), {"node": "n1", "ranks": [1]})
-    silent = "node n1 stopped answering"
-    write_json(run.departure(0), {"why": silent, "node": "n1"})
-    run.srun_log(0).write_text("srun: error: vm: task 0: Killed\n")  # its end by the requeue
-    assert why_restarted(run, 1) == silent
-    run.srun_log(0).write_text("srun: error: vm: task 1: Killed\nsrun: error: vm: task 0: Killed\n")
-    assert why_restarted(run, 1) == "rank 1 on n1 ended first: killed by signal 9 (SIGKILL)"
+    lost = {"state": "failed", "culprit": None, "lost": "node n1 stopped answering"}
+    write_json(run.outcome(0), lost)
+    write_json(run.departure(0), {"why": "asked to stop"})
+    assert why_restarted(run, 1) == "node n1 stopped answering"
 
 
 def test_the_rank_and_node_that_failed_are_in_the_status(run):
@@ -152,7 +126,8 @@ def test_the_end_of_a_job_whose_batch_script_died_is_explained_by_what_its_ranks
     run.srun_log(0).touch()
     cause = ending(run, failed)[1].cause
     assert cause.endswith("its batch script was killed by signal 9 (SIGKILL)")
-    run.srun_log(0).write_text(CRASHED)
+    blamed = {"rank": 1, "node": "n1", "cause": "x", "log_tail": []}
+    write_json(run.outcome(0), {"state": "failed", "culprit": blamed, "lost": None})
     assert ending(run, failed)[1].rank == 1
     write_json(run.departure(0), {"why": "asked to stop by SIGTERM", "updates": 3})
     assert "left in order (asked to stop by SIGTERM)" in ending(run, failed)[1].cause

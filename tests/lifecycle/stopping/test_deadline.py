@@ -1,7 +1,6 @@
 """How long a stop may take: by the scheduler's word, else by the shortest that its kind allows."""
 
 import signal
-import subprocess
 import threading
 
 import pytest
@@ -9,16 +8,14 @@ import pytest
 from orchestrator.errors import StopRequested
 from orchestrator.lifecycle.stopping import deadline
 from orchestrator.lifecycle.stopping.deadline import Deadline, Notice, killed_at
-from orchestrator.lifecycle.stopping.departure import depart, script_is_gone
+from orchestrator.lifecycle.stopping.departure import depart
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
-from orchestrator.lifecycle.topology import BATCH_PID_VARIABLE, Topology
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import Standing
 from orchestrator.trainer.attendance import Guard
 from orchestrator.trainer.loop import Outcome
-from tests.helpers import until
 
 TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
 NOTICE = Notice(kill_wait_s=30, preempt_s=20, ahead_s=60)
@@ -175,18 +172,3 @@ def test_the_reason_of_a_silent_node_outlives_the_signal_that_follows(run):
     depart(run, 0, "asked to stop by SIGTERM", 5)
     found = read_json(run.departure(0))
     assert (found["why"], found["node"], found["updates"]) == (silent["why"], "n1", 5)
-
-
-def test_a_batch_script_that_is_gone_is_seen_from_its_own_node_only(monkeypatch):
-    child = subprocess.Popen(["sleep", "60"])
-    monkeypatch.setenv(BATCH_PID_VARIABLE, str(child.pid))
-    first, second = (
-        Topology(rank=0, size=2, local_rank=0, node_index=index, nodes=2, node="n", address="",
-                 job_id="1") for index in (0, 1)
-    )  # fmt: skip
-    assert not script_is_gone(first)
-    child.kill()
-    until(lambda: script_is_gone(first), 10, "its end")  # a zombie is gone, too
-    child.wait()
-    assert script_is_gone(first)
-    assert not script_is_gone(second)

@@ -1,0 +1,144 @@
+"""One node of a run, where a scheduler or a plug-in starts a process on each node.
+
+`python -m orchestrator.agent.node RUN --attempt N`, with SLURM's variables of the node in the
+environment. The process imports the framework once, and is the parent of the node's agent, which it
+starts again where the agent is killed and workers may be replaced (`local_nodes.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from orchestrator.agent.agent import Agent
+from orchestrator.agent.local_nodes import NodeProcesses
+from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
+from orchestrator.agent.replacements import max_replacements
+from orchestrator.agent.workers import STOP_SIGNALS
+from orchestrator.config.reading import read_config
+from orchestrator.config.schema import Config
+from orchestrator.lifecycle.address import ADDRESS_VARIABLE, node_names
+from orchestrator.lifecycle.forks import ending
+from orchestrator.lifecycle.prctl import die_with, name_process
+from orchestrator.lifecycle.signs.processes import processor_s
+from orchestrator.lifecycle.signs.standstill import Patience, Standstill
+from orchestrator.lifecycle.topology import Topology
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.trainer.entry import draw_other_numbers, main_of, preload
+
+LOOK_S = 1.0
+
+
+def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str]) -> NodeSpec:
+    """Return what the agent of this node is told: the shape of the job comes from the environment.
+
+    Raises:
+        UsageError: a variable is missing, or the node has no address that other nodes reach.
+    """
+    place = Topology.from_env({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", **env})
+    cluster, survive = config.cluster, bool(config.run.survive)
+    names = node_names(env) or (place.node,)
+    return NodeSpec(
+        run=run.path,
+        attempt=attempt,
+        index=place.node_index,
+        names=tuple(names[: place.nodes]),
+        ranks_per_node=cluster.ranks_per_node,
+        address=place.address,
+        silence_s=min(cluster.heartbeat_timeout_s, SILENCE_S)
+        if survive
+        else cluster.heartbeat_timeout_s,
+        heartbeat_s=cluster.heartbeat_timeout_s,
+        hang_s=cluster.hang_timeout_s,
+        join_s=cluster.rendezvous_timeout_s,
+        survive=survive,
+        replacements=max_replacements(config.run) if survive else 0,
+        cpus_per_rank=cluster.cpus_per_rank,
+    )
+
+
+def worker_environment(spec: NodeSpec) -> dict[str, str]:
+    """Return the variables that say of the job what would hold if each worker were a task."""
+    width, ranks = spec.ranks_per_node, spec.ranks
+    each = f"{width}(x{spec.nodes})" if spec.nodes > 1 else str(width)
+    return {
+        "SLURM_NTASKS": str(ranks),
+        "SLURM_NPROCS": str(ranks),
+        "SLURM_STEP_NUM_TASKS": str(ranks),
+        "SLURM_NTASKS_PER_NODE": str(width),
+        "SLURM_TASKS_PER_NODE": each,
+        "SLURM_STEP_TASKS_PER_NODE": each,
+        "SLURM_CPUS_PER_TASK": str(spec.cpus_per_rank),
+        "SLURM_GTIDS": ",".join(map(str, spec.ranks_of(spec.index))),
+        ADDRESS_VARIABLE: spec.address,
+    }
+
+
+def be_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = Agent) -> int:
+    """Be this node to its end, or one of its workers; return the exit status.
+
+    Args:
+        agent_of: makes the node's agent.
+    """
+    run = RunDir(path)
+    config = read_config(run.existing().read_config())
+    spec = node_spec(run, attempt, config, os.environ)
+    ranks = list(spec.ranks_of(spec.index))
+    write_json(run.node_ranks(attempt, spec.index), {"node": spec.name, "ranks": ranks})
+    _import_framework(run, spec.hang_s)
+    nodes = NodeProcesses([spec], [worker_environment(spec)], agent_of)
+    rank = nodes.serve()
+    if rank is None:
+        return nodes.status
+    name_process(f"rank {rank}")
+    draw_other_numbers()
+    return main_of(path)(path, attempt)
+
+
+def _import_framework(run: RunDir, hang_s: float) -> None:
+    """Import what workers need. If that hangs, write the stack to the node's log, and end."""
+    done = threading.Event()
+    standstill = Standstill(Patience(notice_s=hang_s, most_s=hang_s, hang_s=hang_s))
+
+    def look() -> None:
+        while not done.wait(LOOK_S):
+            if standstill.hangs(time.monotonic(), processor_s(os.getpid())):
+                faulthandler.dump_traceback(all_threads=True)
+                print(
+                    f"error: the import of the framework has used no processor for {hang_s:g} s "
+                    "(cluster.hang_timeout_s)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+
+    watch = threading.Thread(target=look, name="import", daemon=True)
+    watch.start()
+    preload(run)
+    done.set()
+    watch.join()  # a fork must not happen beside another thread
+    gc.freeze()  # what was imported is no garbage; to look at it again would copy its pages
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m orchestrator.agent.node")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--attempt", type=int, default=0)
+    arguments = parser.parse_args()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there is an agent to act on them
+    with ending() as end:
+        die_with(os.getppid())
+        end.code = be_node(arguments.run, arguments.attempt)
+
+
+if __name__ == "__main__":
+    main()
