@@ -163,13 +163,21 @@ def merged(earlier: Notes, later: Notes) -> Notes:
     return one
 
 
-def unrecorded(history: Iterable[Notes], lines: Iterable[Notes]) -> Notes:
-    """What a rank knows of changes and no line has, as one."""
+def unrecorded(history: Iterable[Notes], lines: Sequence[Mapping[str, Any]], updates: int) -> Notes:
+    """Return the changes that no line below has, as one.
+
+    Args:
+        history: of all changes that a rank knows.
+        lines: of this attempt that have such notes, as they were written.
+        updates: that are done; later ones are done again, and their lines, with the notes that
+            they have, do not count any more.
+    """
     newest = max(map(_generation, lines), default=0)
-    return reduce(merged, (notes for notes in history if _generation(notes) > newest), {})
+    again = ({key: r[key] for key in WHO if key in r} for r in lines if r["update"] >= updates)
+    return reduce(merged, [*again, *(one for one in history if _generation(one) > newest)], {})
 
 
-def _generation(notes: Notes) -> int:
+def _generation(notes: Mapping[str, Any]) -> int:
     return max((notes[key]["generation"] for key in WHO if key in notes), default=0)
 
 
@@ -471,6 +479,7 @@ class Recorder:
         self._place = ProgressWriter(run.progress(attempt))
         self._scalars = Scalars(run, config)
         self.note: dict[str, Any] = {}  # goes with the next update's line, once
+        self.noted: list[Mapping[str, Any]] = []  # lines of this attempt with notes of changes
         self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
         self._update = -1
         self._pace = UpdateTime(config.facts.update_s)
@@ -494,6 +503,8 @@ class Recorder:
             "micro_steps": window.steps,
             "peak_memory_bytes": self._engine.peak_memory_bytes(),
         }
+        if any(key in self.note for key in WHO):
+            self.noted.append({**self.note, "update": window.update})
         self._line(update_line(report, update_s) | line | self.note | self._warned())
         self.note = {}
         self._told.update(

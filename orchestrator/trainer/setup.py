@@ -42,7 +42,7 @@ from orchestrator.trainer.consistency_checks import (
     own_rates,
 )
 from orchestrator.trainer.loop import Attended, Outcome
-from orchestrator.trainer.recorder import Notes, Recorder, Silent, merged, unrecorded
+from orchestrator.trainer.recorder import WHO, Notes, Recorder, Silent, unrecorded
 from orchestrator.trainer.survival import Entering, may_stay_out
 
 
@@ -153,25 +153,24 @@ class Training:
             )
 
     def write_on(self, history: list[Notes]) -> None:
-        """On the rank that writes in the next group: what the one before it did not come to
-        follows, and with it what no line has yet of these changes.
+        """On the rank that writes in the next group: write what the one before it had no time for,
+        and with it the changes that no line has yet, or only lines of updates that are done again.
         """
-        recorder = self.recorder
+        recorder, updates = self.recorder, self.outcome.updates
         if isinstance(recorder, Silent):
             recorder = self.write()
             there = read_metrics(self.run.metrics)
-            update = self.outcome.updates - 1
             recorded = max((r["update"] + 1 for r in there.updates), default=0)
-            self.outcome.recorded = min(recorded, self.outcome.updates)
+            self.outcome.recorded = min(recorded, updates)
             self._miss_lines()
             for record in there.evaluations:
-                if record["update"] == update:
-                    self.outcome.evaluated = update + 1
+                if record["update"] == updates - 1:
+                    self.outcome.evaluated = updates
                     self.outcome.evaluation = record["evaluation"]
             mine = [line for line in there.updates if line.get("attempt", 0) == self.attempt]
-            notes = unrecorded(history, mine)
-        else:
-            notes = merged(recorder.note, history[-1])
+            recorder.noted = [line for line in mine if any(key in line for key in WHO)]
+        notes = unrecorded(history, recorder.noted, updates)
+        recorder.noted = [line for line in recorder.noted if line["update"] < updates]
         recorder.note.update(notes, planned_collectives=self._collectives_planned())
 
 
