@@ -285,8 +285,7 @@ def rehearse(
     Exit code 1 where anything is otherwise than in an undisturbed run.
     """
     del verbose
-    from orchestrator.health.rehearsal import plan_rehearsal
-    from orchestrator.health.rehearse import print_rehearsal
+    from orchestrator.health.rehearse import plan_rehearsal, print_rehearsal
     from orchestrator.health.rehearse import rehearse as play
 
     given, console = overrides or [], Console(stderr=as_json)

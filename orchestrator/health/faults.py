@@ -1,4 +1,4 @@
-"""Faults injected into the processes of a node from outside: signals, connections, full disks.
+"""Faults: drawn from a seed, and injected into the processes of a node from outside.
 
 As a module it is a task of a SLURM step that takes orders from standard input, line by line:
 {"word": …, "what": [...]} comes, {"node": …, "gives": [...]} goes.
@@ -10,20 +10,95 @@ import ctypes
 import errno
 import json
 import os
+import random
 import resource
 import select
 import socket
 import struct
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import psutil
 
 from orchestrator.errors import UsageError
 from orchestrator.lifecycle.signs.processes import descendants
+
+PER_RUN = 4
+EARLY = 0.7  # of a fault's own part of the run; the rest is for what follows from it
+
+KILL_RANK, KILL_TWO, KILL_NODE = "kill a rank", "kill two ranks", "kill a node"
+FREEZE_RANK, STOP, KILL_LAUNCHER = "freeze a rank", "stop, resume", "kill the launcher"
+CUT, SILENCE, FILL_DISK = "cut a node's links", "silence a node", "fill the disk"
+SIMULATED = (
+    KILL_RANK,
+    KILL_NODE,
+    FREEZE_RANK,
+    STOP,
+    KILL_TWO,
+    KILL_LAUNCHER,
+    CUT,
+    SILENCE,
+    FILL_DISK,
+)
+
+KILL_SCRIPT, REQUEUE = "kill the batch script", "requeue"
+ASK_TO_LEAVE = "ask to leave"
+ON_SLURM = (
+    *(kind for kind in SIMULATED if kind != KILL_LAUNCHER),
+    KILL_SCRIPT,
+    REQUEUE,
+    ASK_TO_LEAVE,
+)
+
+LINKS = frozenset({CUT, SILENCE})  # these need a kernel that lends a process's connections
+ORDERLY = (STOP, REQUEUE, ASK_TO_LEAVE)  # after these, ranks leave between two updates
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """A fault, in numbers from 0 to below 1 that fit any run.
+
+    Attributes:
+        number: from 0; those of one run follow each other.
+        at: place in this fault's part of the run's updates.
+        late: place in that update.
+        target: place among the ranks or nodes that live then.
+    """
+
+    number: int
+    kind: str
+    at: float
+    late: float
+    target: float
+
+    def update(self, updates: int) -> int:
+        """Return in which update of a run it happens; never the first, nor the last.
+
+        >>> [Fault(number=n, kind="", at=0.99, late=0, target=0).update(20) for n in range(4)]
+        [4, 8, 13, 17]
+        """
+        part = self.number % PER_RUN + EARLY * self.at
+        return 1 + int(part / PER_RUN * (updates - 2))
+
+    def choose(self, candidates: Sequence[Item]) -> Item:
+        return candidates[int(self.target * len(candidates))]
+
+
+def draws(seed: int, kinds: Sequence[str]) -> Iterator[Fault]:
+    """Yield all kinds in turn, each time in another order. More faults begin with the same ones."""
+    chance = random.Random(seed)  # noqa: S311  # it has to repeat
+    number = 0
+    while True:
+        for kind in chance.sample(kinds, len(kinds)):
+            at, late, target = chance.random(), chance.random(), chance.random()
+            yield Fault(number=number, kind=kind, at=at, late=late, target=target)
+            number += 1
+
 
 _GETFD = 438  # pidfd_getfd's number, on every architecture
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27
@@ -121,8 +196,7 @@ def _lent(pid: int, descriptor: int) -> Generator[socket.socket]:
 
 
 Ends = Sequence[tuple[End, End]]
-WORDS = ("signal", "outward", "cut", "silence", "renew", "fill", "lift")
-"""What a hand can be told from afar."""
+METHODS = ("signal", "outward", "cut", "silence", "renew", "fill", "lift")
 
 
 class FaultInjector:
@@ -267,18 +341,18 @@ def ranks_here(run: str) -> Mapping[int, int]:
 
 def serve(run: str) -> None:
     """Do what comes on standard input, to its end; then nothing that was done lasts."""
-    hand = FaultInjector(lambda: ranks_here(run))
+    injector = FaultInjector(lambda: ranks_here(run))
     try:
         check_lending(one for pid in ranks_here(run).values() for one in connections(pid))
         refused = ""
     except UsageError as error:
         refused = str(error)
-    _say({"ranks": hand.ranks(), "refused": refused})
+    _say({"ranks": injector.ranks(), "refused": refused})
     unread = b""
     try:
         while True:
             if not select.select([0], [], [], RENEW_S)[0]:
-                hand.renew()
+                injector.renew()
                 continue
             content = os.read(0, 65536)
             if not content:
@@ -286,11 +360,11 @@ def serve(run: str) -> None:
             *lines, unread = (unread + content).split(b"\n")
             for line in lines:
                 told = json.loads(line)
-                if told["word"] not in WORDS:
-                    raise UsageError(f"no hand can {told['word']}")
-                _say({"gives": getattr(hand, told["word"])(*told["what"]) or []})
+                if told["word"] not in METHODS:
+                    raise UsageError(f"no injector can {told['word']}")
+                _say({"gives": getattr(injector, told["word"])(*told["what"]) or []})
     finally:
-        hand.lift()
+        injector.lift()
 
 
 def _say(what: dict[str, object]) -> None:

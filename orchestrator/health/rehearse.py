@@ -13,39 +13,161 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.errors import RunFailed
-from orchestrator.health.rehearsal import (
-    CLOSE,
+from orchestrator.cli.start import describe, prepare
+from orchestrator.config.composer import compose
+from orchestrator.config.program import is_program
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError, RunFailed, UsageError
+from orchestrator.health.faults import (
     FILL_DISK,
+    LINKS,
+    ON_SLURM,
     ORDERLY,
     PER_RUN,
+    REQUEUE,
+    SIMULATED,
     Fault,
-    RehearsalSpec,
+    check_lending,
     draws,
 )
-from orchestrator.health.rehearsed_run import RehearsedRun, SimulatedRun, SlurmRun
+from orchestrator.health.rehearsed_run import (
+    CLOSE,
+    RehearsalSpec,
+    RehearsedRun,
+    SimulatedRun,
+    SlurmRun,
+)
 from orchestrator.report.terminal import say
 from orchestrator.rundir.metrics import History
 from orchestrator.rundir.warnings import read_warnings
 
-LOOK_S = 0.01
+LEAST_UPDATES = 5 * PER_RUN
+RESTARTS = "run.max_restarts=1000"
+# Set where the command line does not; and tried as well, but left out where the job cannot have it.
+DEFAULTS = (
+    "train.updates=60",
+    "train.checkpoint_every=5",
+    "cluster.heartbeat_timeout_s=4",
+    "tracker=none",
+    "run.snapshot=false",
+    RESTARTS,
+)
+TRIED = ("run.survive=true", "accumulation.reduction=reproducible")
+MOST_FAULTS = 1000
+POLL_S = 0.01
 PATIENCE_S = 180.0
 LONGEST_PAUSE_S = 2.0
 MOST_RESUMES = 3
 UNWRITTEN = "could not be written"
-Noted = tuple[str, dict[str, Any], dict[str, Any]]
+Note = tuple[str, dict[str, Any], dict[str, Any]]  # its key, what it says, the whole record
+
+
+def plan_rehearsal(
+    given: Sequence[str], config_dir: str | None, faults: int, only: Sequence[str] = ()
+) -> RehearsalSpec:
+    """Check what is to be rehearsed. Nothing is written.
+
+    Args:
+        only: kinds of faults; all that there are by default.
+
+    Raises:
+        UsageError: it cannot be started, or not rehearsed.
+    """
+    if not 1 <= faults <= MOST_FAULTS:
+        raise ConfigError(f"--faults {faults}: there can be 1 to {MOST_FAULTS} in a rehearsal")
+    keys = {one.lstrip("+").partition("=")[0] for one in given}
+    config = compose(given, config_dir)
+    _refuse(config, keys)
+    on_slurm = config.cluster.kind == "slurm"
+    possible = ON_SLURM if on_slurm else SIMULATED
+    for kind in only:
+        if kind not in possible:
+            raise ConfigError(
+                f"--only {kind!r}: there is no such fault here; there are {', '.join(possible)}"
+            )
+    queued_once = on_slurm and not config.cluster.requeue
+    defaults = [one for one in DEFAULTS if one != RESTARTS or not queued_once]
+    overrides = (*given, *(one for one in defaults if one.partition("=")[0] not in keys))
+    config = compose(overrides, config_dir)
+    updates = config.train.updates
+    if updates is None or updates < LEAST_UPDATES:
+        raise ConfigError(
+            f"train.updates={'null' if updates is None else updates}: {PER_RUN} faults of a run "
+            f"need {LEAST_UPDATES} updates at the least; try train.updates={LEAST_UPDATES}"
+        )
+    ranks = prepare(config).ranks
+    notes: list[str] = []
+    for more in TRIED:
+        if more.partition("=")[0] in keys:
+            continue
+        try:
+            tried = compose((*overrides, more), config_dir)
+            prepare(tried)
+        except UsageError as refusal:
+            notes.append(f"without {more}: {refusal}")
+        else:
+            config, overrides = tried, (*overrides, more)
+    if on_slurm and (said := describe(config)[1])["refused"]:  # now, not in the first run
+        raise ConfigError(said["scheduler"])
+    kinds = tuple(kind for kind in possible if kind in only or not only)
+    barred = [({REQUEUE}, "cluster.requeue=false: SLURM queues it once only")] * queued_once
+    barred += [(set(LINKS), why)] if (why := _why_no_links(ranks)) else []
+    for some, why in barred:
+        if some & {*kinds}:
+            kinds = tuple(kind for kind in kinds if kind not in some)
+            if only:
+                raise ConfigError(f"--only {', '.join(only)}: {why}")
+            notes.append(f"without {' and '.join(sorted(some))}: {why}")
+    return RehearsalSpec(
+        config=config,
+        overrides=overrides,
+        config_dir=config_dir,
+        kinds=kinds,
+        notes=tuple(notes),
+    )
+
+
+def _refuse(config: Config, keys: set[str]) -> None:
+    if is_program(config.job):
+        raise ConfigError(
+            "a rehearsal compares losses and weights with an undisturbed run's, and a program "
+            "keeps its own; give it a job"
+        )
+    if config.cluster.kind not in ("local", "slurm"):
+        raise ConfigError(
+            f"a rehearsal is on simulated nodes, or on SLURM, not on a {config.cluster.kind} "
+            "cluster; leave cluster= out, and say how many: cluster.nodes=2"
+        )
+    if config.cluster.allocation == "current":
+        raise ConfigError(
+            "a rehearsal submits jobs of its own, which come and go; leave "
+            "cluster.allocation=current out"
+        )
+    if "run.dir" in keys:
+        raise ConfigError("a rehearsal has a folder for each of its runs; use --into FOLDER")
+
+
+def _why_no_links(ranks: int) -> str:
+    """Return why no connections can be cut here; "" if they can."""
+    if ranks == 1:
+        return "a single rank has no connections"
+    try:
+        check_lending()
+    except UsageError as refusal:
+        return str(refusal)
+    return ""
 
 
 @dataclass(kw_only=True)
 class Row:
-    """What became of one fault. Times in seconds since it.
+    """The outcome of one fault. Times are seconds since it.
 
     Attributes:
-        fault: its kind, and to whom it was done.
-        update: in which it was done, from 0.
+        fault: its kind and target.
+        update: in which it was injected, from 0.
         noticed_s: until the run, or its launcher, knew of it.
-        recovered_s: until the next update was done; None where there was none left to do.
-        how: survived, restart, resume or went on (nobody was lost); "" where the run was over.
+        recovered_s: until the next update was done; None where none was left to do.
+        how: survived, restart, resume or went on (no rank was lost); "" where the run was over.
         redone: updates that were begun more than once for it.
         samples_lost: of the updates up to the next fault.
         equal: these are as the undisturbed run's, and the end of the run is, for its last fault.
@@ -63,59 +185,52 @@ class Row:
     equal: bool = False
 
 
-def until(true: Callable[[], bool], run: RehearsedRun) -> None:
-    """Look until it is true. Raises `TimeoutError` when nothing moves for long."""
+def until(condition: Callable[[], bool], run: RehearsedRun) -> None:
+    """Poll until the condition is true. Raises `TimeoutError` when nothing moves for long."""
     moved = time.monotonic()
-    while not true():
-        if run.look() or run.waits:
+    while not condition():
+        if run.read_new() or run.is_queued:
             moved = time.monotonic()
         if time.monotonic() - moved > PATIENCE_S:
             raise TimeoutError(f"nothing has moved for {PATIENCE_S:g} s")
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
-class Disturbed:
-    """One run under some faults.
-
-    Attributes:
-        rows: of those that came to their turn.
-    """
+class DisturbedRun:
+    """One run under some faults. `rows`: the outcomes of those that were injected."""
 
     def __init__(
-        self,
-        run: RehearsedRun,
-        undisturbed: RehearsedRun,
-        asked: RehearsalSpec,
-        faults: Sequence[Fault],
+        self, run: RehearsedRun, undisturbed: RehearsedRun, faults: Sequence[Fault]
     ) -> None:
-        self._run, self._asked, self._faults = run, asked, faults
+        self._run, self._faults = run, faults
         self._update_s = statistics.median(r["update_s"] for r in undisturbed.records)
         self._resumes = 0
         self.rows: list[Row] = []
 
-    def play(self) -> None:
-        """Raises `TimeoutError` where the run gets nowhere."""
-        self._run.launch()
+    def play(self, updates: int) -> None:
+        """Run to the end. Raises `TimeoutError` where the run makes no progress."""
+        run = self._run
+        run.launch()
         for fault in self._faults:
-            until(lambda: bool(self._run.records) or self._run.ended, self._run)
-            if not self._run.ended:
-                self._run.arm(fault)
-            update = fault.update(self._asked.updates)
-            until(lambda update=update: self._stands >= update or self._run.ended, self._run)
-            if self._run.ended:
+            until(lambda: bool(run.records) or run.ended, run)
+            if not run.ended:
+                run.prepare(fault)
+            due = fault.update(updates)
+            until(lambda due=due: run.current_update >= due or run.ended, run)
+            if run.ended:
                 break
             time.sleep(min(fault.late * self._update_s, LONGEST_PAUSE_S))  # the moment drawn
-            self._disturb(fault)
-        until(self._over, self._run)
-        self._run.look()
+            self._resumes = 0
+            outcome = FaultOutcome(run, fault)
+            self.rows.append(outcome.row)
+            outcome.inject(self._update_s)
+            until(lambda o=outcome: o.recovered(self._resumes > 0) or self._is_over(), run)
+            outcome.finish()
+        until(self._is_over, run)
+        run.read_new()
 
-    @property
-    def _stands(self) -> int:
-        """The update under way."""
-        return self._run.records[-1]["update"] + 1 if self._run.records else 0
-
-    def _over(self) -> bool:
-        """Whether it is finished. A run that has ended otherwise is followed by `resume`."""
+    def _is_over(self) -> bool:
+        """Return True once the run has finished. One that ended otherwise is resumed."""
         if not self._run.ended:
             return False
         if not self._run.finished and self._resumes < MOST_RESUMES:
@@ -124,153 +239,135 @@ class Disturbed:
             return False
         return True
 
-    def _disturb(self, fault: Fault) -> None:
-        following = _FaultFollower(self._run, self._stands, fault)
-        self.rows.append(following.row)
-        self._resumes = 0
-        following.begin(self._update_s)
-        until(lambda: following.look(resumed=self._resumes > 0) or self._over(), self._run)
-        following.end()
 
-
-class _FaultFollower:
+class FaultOutcome:
     """One fault, and what follows from it."""
 
-    def __init__(self, run: RehearsedRun, stands: int, fault: Fault) -> None:
+    def __init__(self, run: RehearsedRun, fault: Fault) -> None:
         self._run, self._fault = run, fault
         self._seen, self._attempt = len(run.records), run.run.attempts_made() - 1
-        self._lifted: int | None = None  # lines since it came, when it ended
-        self.row = Row(kind=fault.kind, fault=fault.kind, run=run.run.path.name, update=stands)
+        self._lifted: int | None = None  # records since the fault, when its effect was ended
+        name, update = run.run.path.name, run.current_update
+        self.row = Row(kind=fault.kind, fault=fault.kind, run=name, update=update)
 
-    def begin(self, update_s: float) -> None:
-        self._at, self._began = time.time(), time.monotonic()
-        self._harm = self._run.hurt(self._fault, update_s)
-        self.row.fault = self._harm.said
+    def inject(self, update_s: float) -> None:
+        self._time, self._began = time.time(), time.monotonic()
+        self._injected = self._run.inject(self._fault, update_s)
+        self.row.fault = self._injected.text
 
-    @property
-    def _age_s(self) -> float:
-        return time.monotonic() - self._began
-
-    def look(self, *, resumed: bool) -> bool:
-        """Whether the run is at work again."""
+    def recovered(self, resumed: bool) -> bool:
+        """Return True once the run trains again."""
         self._notice()
-        news = self._run.records[self._seen :]
-        notes = _notes(news, self._attempt)
+        injected = self._injected
+        new = self._run.records[self._seen :]
+        notes = _notes(new, self._attempt)
         again = [record for key, _, record in notes if key == "restart"]
         lost = {rank for key, note, _ in notes if key == "survived" for rank in note["gone"]}
-        if self._harm.lasts_s and self._lifted is None:
-            self._lift_after(bool(again) or (bool(lost) and self._harm.is_over(lost)))
+        if injected.lasts_s and self._lifted is None:
+            self._lift_if(bool(again) or (bool(lost) and injected.is_complete(lost)))
             return False
-        over = self._lifted is not None
+        lifted = self._lifted is not None
         if again:
-            self._at_work("resume" if resumed else "restart", again[-1], notes)
-        elif lost and not self._harm.whole_run and (over or self._harm.is_over(lost)):
-            self._at_work("survived", notes[-1][2], notes)
-        elif self._lifted is not None and len(news) > self._lifted:
-            self._at_work("went on", news[self._lifted], notes)
+            self._record("resume" if resumed else "restart", again[-1], notes)
+        elif lost and not injected.whole_run and (lifted or injected.is_complete(lost)):
+            self._record("survived", notes[-1][2], notes)
+        elif self._lifted is not None and len(new) > self._lifted:
+            self._record("went on", new[self._lifted], notes)
         else:
             return False
         return True
 
-    def _at_work(self, how: str, first: dict[str, Any], notes: Sequence[Noted]) -> None:
+    def _record(self, how: str, first: dict[str, Any], notes: Sequence[Note]) -> None:
         self.row.how = how
-        self.row.recovered_s = round(first["time"] - self._at, 2)
-        self.row.redone = sum(_redone(note) for _, note, _ in notes)
+        self.row.recovered_s = round(first["time"] - self._time, 2)
+        # The update under way, and those that were thrown away.
+        self.row.redone = sum(1 + note.get("lost_updates", 0) for _, note, _ in notes)
         if self._fault.kind in ORDERLY:
             self.row.redone = max(0, self.row.redone - 1)
 
-    def end(self) -> None:
-        """The run is at work again, or over."""
-        if self._harm.lasts_s and self._lifted is None:
+    def finish(self) -> None:
+        """End the fault's effect, once the run trains again or is over."""
+        if self._injected.lasts_s and self._lifted is None:
             self._run.lift()
-        news = self._run.records[self._seen :]
-        if not self.row.how and news and self._run.finished:
-            # Who was killed had not come in yet, say: nobody lost it, or not all of them.
-            notes = _notes(news, self._attempt)
-            if notes:
-                self._at_work("survived", notes[-1][2], notes)
-            else:
-                self._at_work("went on", news[0], notes)
+        new = self._run.records[self._seen :]
+        if not self.row.how and new and self._run.finished:
+            # A killed rank had not joined yet, say: none was lost by it, or not all of them.
+            notes = _notes(new, self._attempt)
+            first = notes[-1][2] if notes else new[0]
+            self._record("survived" if notes else "went on", first, notes)
 
-    def _lift_after(self, known: bool) -> None:
-        if known or self._age_s >= self._harm.lasts_s or self._run.ended:
+    def _lift_if(self, known: bool) -> None:
+        age_s = time.monotonic() - self._began
+        if known or age_s >= self._injected.lasts_s or self._run.ended:
             self._run.lift()
-            self._run.look()
+            self._run.read_new()
             self._lifted = len(self._run.records) - self._seen
         else:
-            self._run.keep_up()
+            self._run.renew()
 
     def _notice(self) -> None:
         if self.row.noticed_s is not None:
             return
         warned = [
-            one.time - self._at
+            one.time - self._time
             for one in read_warnings(self._run.run.attempt(self._attempt))
-            if UNWRITTEN in one.sentence and one.time >= self._at
+            if UNWRITTEN in one.sentence and one.time >= self._time
         ]
         if self._fault.kind == FILL_DISK and warned:
             self.row.noticed_s = round(min(warned), 2)
-        elif self._run.ended or self._run.noticed(self._at, self._attempt):
-            self.row.noticed_s = round(self._age_s, 2)
+        elif self._run.ended or self._run.noticed(self._time, self._attempt):
+            self.row.noticed_s = round(time.monotonic() - self._began, 2)
 
 
-def _notes(records: Sequence[dict[str, Any]], attempt: int) -> list[Noted]:
-    """What these lines say of losses that came in `attempt`, and of attempts after it; each with
-    its line.
-    """
+def _notes(records: Sequence[dict[str, Any]], attempt: int) -> list[Note]:
+    """Return what these records say of losses in `attempt`, and of attempts after it."""
     found = [("survived", r["survived"], r) for r in records if "survived" in r]
     return found + [
         ("restart", r["restart"], r) for r in records if "restart" in r and r["attempt"] > attempt
     ]
 
 
-def _redone(note: dict[str, Any]) -> int:
-    """The update that was under way, and those that were thrown away."""
-    return 1 + note.get("lost_updates", 0)
-
-
 def compare(
-    rows: Sequence[Row], run: RehearsedRun, undisturbed: RehearsedRun, asked: RehearsalSpec
+    rows: Sequence[Row], run: RehearsedRun, undisturbed: RehearsedRun, spec: RehearsalSpec
 ) -> list[str]:
-    """Fill in what rows say of equality; give what is wrong, in sentences."""
+    """Fill in what rows say of equality; return what is wrong, in sentences."""
     theirs = {r["update"]: r for r in History(undisturbed.records).updates}
     ours = {r["update"]: r for r in History(run.records).updates}
-    bounds = [0, *(row.update for row in rows[1:]), asked.updates]
+    bounds = [0, *(row.update for row in rows[1:]), spec.updates]
     wrong: list[str] = []
     for row, first, end in zip(rows, bounds, bounds[1:], strict=False):
-        span = range(min(first, row.update), end)
-        of = [(ours.get(n, {}), theirs[n]) for n in span]
-        row.samples_lost = sum(abs(b["samples"] - a.get("samples", 0)) for a, b in of)
-        row.equal = not row.samples_lost and all(_same(a, b, asked) for a, b in of)
+        pairs = [(ours.get(n, {}), theirs[n]) for n in range(min(first, row.update), end)]
+        row.samples_lost = sum(abs(b["samples"] - a.get("samples", 0)) for a, b in pairs)
+        row.equal = not row.samples_lost and all(_is_same(a, b, spec) for a, b in pairs)
         if not row.equal:
             wrong.append(f"{row.run}: after {row.fault} in update {row.update} it differs")
-    if why := _end_differs(run, undisturbed, asked):
+    if why := _end_differs(run, undisturbed, spec):
         wrong.append(f"{run.run.path.name}: {why}")
         for row in rows[-1:]:
             row.equal = False
     return wrong
 
 
-def _same(ours: dict[str, Any], theirs: dict[str, Any], asked: RehearsalSpec) -> bool:
+def _is_same(ours: dict[str, Any], theirs: dict[str, Any], spec: RehearsalSpec) -> bool:
     if ours["weight"] != theirs["weight"]:
         return False
-    if asked.to_the_bit:
+    if spec.to_the_bit:
         return ours["loss"] == theirs["loss"]
     return abs(ours["loss"] - theirs["loss"]) <= CLOSE * max(1.0, abs(theirs["loss"]))
 
 
-def _end_differs(run: RehearsedRun, undisturbed: RehearsedRun, asked: RehearsalSpec) -> str:
+def _end_differs(run: RehearsedRun, undisturbed: RehearsedRun, spec: RehearsalSpec) -> str:
     ours, theirs = (one.run.read_result() or {} for one in (run, undisturbed))
     if ours.get("state") != "finished":
-        return f"it is {ours.get('state', 'without an end')}: {run.last_words}"
-    keys = ["updates", "samples", *(["weights_sha256"] if asked.to_the_bit else [])]
+        return f"it is {ours.get('state', 'without an end')}: {run.last_line}"
+    keys = ["updates", "samples", *(["weights_sha256"] if spec.to_the_bit else [])]
     unlike = [key for key in keys if ours.get(key) != theirs.get(key)]
     return f"its {' and '.join(unlike)} differ" if unlike else ""
 
 
 @dataclass(kw_only=True)
 class Rehearsal:
-    """All of it. `wrong`: what was not as in the undisturbed run, in sentences."""
+    """All outcomes. `wrong`: what was not as in the undisturbed run, in sentences."""
 
     seed: int
     equality: str
@@ -282,46 +379,44 @@ class Rehearsal:
 
 
 def rehearse(
-    asked: RehearsalSpec, folder: Path, *, seed: int, faults: int, say: Callable[[str], None]
+    spec: RehearsalSpec, folder: Path, *, seed: int, faults: int, say: Callable[[str], None]
 ) -> Rehearsal:
-    """Play so many faults, some to a run, in runs below `folder`. Nothing is left running.
+    """Inject so many faults, some to a run, in runs below `folder`. Nothing is left running.
 
     Raises:
         RunFailed: the undisturbed run does not end well, or is over before any fault comes.
     """
-    undisturbed = _undisturbed(asked, folder / "undisturbed")
-    found = Rehearsal(seed=seed, equality=asked.equality)
-    waiting = list(islice(draws(seed, asked.kinds), faults))
+    kind = SlurmRun if spec.config.cluster.kind == "slurm" else SimulatedRun
+    undisturbed = kind(folder / "undisturbed", spec)
+    _run_undisturbed(undisturbed)
+    found = Rehearsal(seed=seed, equality=spec.equality)
+    waiting = list(islice(draws(seed, spec.kinds), faults))
     while waiting and not found.wrong:
-        run = _outside(folder / f"run-{len(list(folder.glob('run-*.log'))) + 1:03d}", asked)
+        run = kind(folder / f"run-{len(list(folder.glob('run-*.log'))) + 1:03d}", spec)
         first = waiting[0].number // PER_RUN
         now = [fault for fault in waiting if fault.number // PER_RUN == first]
-        played = Disturbed(run, undisturbed, asked, now)
+        played = DisturbedRun(run, undisturbed, now)
         try:
-            played.play()
+            played.play(spec.updates)
         except TimeoutError as error:
             found.wrong.append(f"{run.run.path}: {error}")
         finally:
             run.end()
         found.rows += played.rows
-        found.wrong += compare(played.rows, run, undisturbed, asked)
+        found.wrong += compare(played.rows, run, undisturbed, spec)
         for row in played.rows:
             say(f"{row.fault} in update {row.update}: {row.how or 'the run was over'}")
         if not played.rows and not found.wrong:
             raise RunFailed(
                 f"{run.run.path} was over before a fault could come; rehearse more of it, with "
-                f"train.updates={4 * asked.updates} say"
+                f"train.updates={4 * spec.updates} say"
             )
         waiting = waiting[len(played.rows) :]
     return found
 
 
-def _outside(folder: Path, asked: RehearsalSpec) -> RehearsedRun:
-    return (SlurmRun if asked.config.cluster.kind == "slurm" else SimulatedRun)(folder, asked)
-
-
-def _undisturbed(asked: RehearsalSpec, folder: Path) -> RehearsedRun:
-    run = _outside(folder, asked)
+def _run_undisturbed(run: RehearsedRun) -> None:
+    folder = run.run.path
     try:
         run.launch()
         until(lambda: run.ended, run)
@@ -329,28 +424,26 @@ def _undisturbed(asked: RehearsalSpec, folder: Path) -> RehearsedRun:
         raise RunFailed(f"the undisturbed run: {error}; see {folder}") from error
     finally:
         run.end()
-    run.look()
+    run.read_new()
     if not run.finished:
-        raise RunFailed(f"the undisturbed run does not end well: {run.last_words}; see {folder}")
-    return run
+        raise RunFailed(f"the undisturbed run does not end well: {run.last_line}; see {folder}")
 
 
 COLUMNS = ("fault", "run", "update", "noticed", "at work", "how", "redone", "lost", "equal")
 
 
 def print_rehearsal(found: Rehearsal, console: Console) -> None:
-    """A line for each fault, and what the columns mean."""
+    """Print a line for each fault, and what the columns mean."""
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
         words = name in ("fault", "run", "how")
         table.add_column(name, justify="left" if words else "right", no_wrap=name != "fault")
     for row in found.rows:
-        cells = (
-            row.fault, row.run, str(row.update), _seconds(row.noticed_s),
-            _seconds(row.recovered_s), row.how, str(row.redone), str(row.samples_lost),
-            "yes" if row.equal else "NO",
-        )  # fmt: skip
-        table.add_row(*cells)
+        noticed, recovered = (
+            "" if s is None else f"{s:.2f} s" for s in (row.noticed_s, row.recovered_s)
+        )
+        counts = (str(row.redone), str(row.samples_lost), "yes" if row.equal else "NO")
+        table.add_row(row.fault, row.run, str(row.update), noticed, recovered, row.how, *counts)
     console.print(table)
     say(
         console,
@@ -359,7 +452,3 @@ def print_rehearsal(found: Rehearsal, console: Console) -> None:
         "dim",
         prose=True,
     )
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f} s"

@@ -16,14 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import psutil
 
 from orchestrator.config.command_line import literally
+from orchestrator.config.rules import planned_survival
+from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError, ConfigError, RunFailed
-from orchestrator.health.faults import FaultInjector
-from orchestrator.health.rehearsal import (
+from orchestrator.health.faults import (
     ASK_TO_LEAVE,
     CUT,
     FILL_DISK,
@@ -37,7 +38,7 @@ from orchestrator.health.rehearsal import (
     SILENCE,
     STOP,
     Fault,
-    RehearsalSpec,
+    FaultInjector,
 )
 from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rundir.folder import RunDir
@@ -48,48 +49,76 @@ AFTER_SILENCE_S = 3.0
 """How much longer than a silent rank may live the silence lasts."""
 LEAST_FULL_S, FULL_S = 0.3, 5.0
 NOTHING_S = 0.1
+CLOSE = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsalSpec:
+    """Everything that the runs of a rehearsal share.
+
+    Attributes:
+        kinds: of faults.
+        notes: what it goes without, and why.
+    """
+
+    config: Config
+    overrides: tuple[str, ...]
+    config_dir: str | None
+    kinds: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def updates(self) -> int:
+        return int(self.config.train.updates or 0)
+
+    @property
+    def to_the_bit(self) -> bool:
+        """True if weights have to be those of the undisturbed run.
+
+        On another number of ranks sums are rounded otherwise, unless they are reproducible.
+        """
+        least, most = node_range(self.config.cluster.nodes)
+        same_ranks = not planned_survival(self.config).on and least == most
+        return same_ranks or self.config.accumulation.reduction == "reproducible"
+
+    @property
+    def equality(self) -> str:
+        """What "equal" means, in words."""
+        if self.to_the_bit:
+            return "the same loss in every update, and the same final weights, to the bit"
+        return (
+            f"the same samples in every update, and losses within {CLOSE:g}: "
+            "accumulation.reduction=fast rounds otherwise on another number of ranks"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Injected:
-    """What was done.
+    """A fault as it was injected.
 
     Attributes:
-        said: in words.
         gone: ranks that the others have to lose by it, or that lose all these others.
-        others: those that lived beside them.
+        others: the other ranks that lived then.
         whole_run: no rank is left by it, or all leave.
         lasts_s: it lasts until `RehearsedRun.lift`, so long at most.
     """
 
-    said: str
+    text: str
     gone: frozenset[int] = frozenset()
     others: frozenset[int] = frozenset()
     whole_run: bool = False
     lasts_s: float = 0.0
 
-    def is_over(self, lost: AbstractSet[int]) -> bool:
-        """Whether all are lost that this harm can take: one of both sides of a cut."""
+    def is_complete(self, lost: AbstractSet[int]) -> bool:
+        """Return True if all ranks are lost that it can take: one side of a cut."""
         return self.gone <= lost or (bool(self.others) and self.others <= lost)
-
-
-class Reach(Protocol):
-    """Fault injection into the ranks of a run."""
-
-    def where(self) -> Mapping[int, str]:
-        """The living ranks, by their numbers, with their nodes."""
-        ...
-
-    def tell(self, word: str, *what: Any) -> list[Any]:
-        """Have every hand do what its method `word` does; what they give, one after another."""
-        ...
 
 
 class RehearsedRun(ABC):
     """One run, started as a person would."""
 
-    def __init__(self, folder: Path, asked: RehearsalSpec) -> None:
-        self.run, self._asked = RunDir(folder), asked
+    def __init__(self, folder: Path, spec: RehearsalSpec) -> None:
+        self.run, self._spec = RunDir(folder), spec
         self._tail = Tail(self.run.metrics)
         self.records: list[dict[str, Any]] = []
         self._output = folder.with_suffix(".log")
@@ -98,8 +127,8 @@ class RehearsedRun(ABC):
     # ------------------------------------------------------------------ its command
 
     def launch(self) -> None:
-        where = () if self._asked.config_dir is None else ("--config-dir", self._asked.config_dir)
-        given = (*self._asked.overrides, f"run.dir={literally(str(self.run.path))}")
+        where = () if self._spec.config_dir is None else ("--config-dir", self._spec.config_dir)
+        given = (*self._spec.overrides, f"run.dir={literally(str(self.run.path))}")
         self._start("orchestrator.launch", *where, *given, "-q")
 
     def resume(self) -> None:
@@ -113,19 +142,19 @@ class RehearsedRun(ABC):
             )  # fmt: skip
 
     @property
-    def last_words(self) -> str:
-        """Of its command."""
+    def last_line(self) -> str:
+        """The last line that its command printed."""
         lines = self._output.read_text("utf-8", "replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     @property
     @abstractmethod
     def ended(self) -> bool:
-        """Whether it goes on no more by itself."""
+        """True once it does not continue by itself."""
 
     @property
-    def waits(self) -> bool:
-        """Whether it waits for its turn, so that nothing can move."""
+    def is_queued(self) -> bool:
+        """True while it waits in a queue, so that nothing can move."""
         return False
 
     @abstractmethod
@@ -134,18 +163,22 @@ class RehearsedRun(ABC):
 
     # ------------------------------------------------------------------ its folder
 
-    def look(self) -> list[dict[str, Any]]:
-        """Lines of updates that are new."""
+    def read_new(self) -> list[dict[str, Any]]:
+        """Return the new records of updates."""
         new = [record for record in self._tail.read() if "loss" in record]
         self.records += new
         return new
+
+    @property
+    def current_update(self) -> int:
+        return self.records[-1]["update"] + 1 if self.records else 0
 
     @property
     def finished(self) -> bool:
         return (self.run.read_result() or {}).get("state") == "finished"
 
     def noticed(self, since: float, attempt: int) -> bool:
-        """Whether the run, in this attempt or by another one, has taken note of a loss."""
+        """Return True once the run has recorded a loss, in this attempt or by a further one."""
         generations = GenerationRecord(self.run.attempt(attempt)).since()
         if any(found["time"] >= since and found.get("gone") for found in generations):
             return True
@@ -154,94 +187,91 @@ class RehearsedRun(ABC):
     # ------------------------------------------------------------------ its ranks
 
     @abstractmethod
-    def arm(self, fault: Fault) -> None:
-        """Make ready for what comes next, so that it comes in its moment."""
+    def prepare(self, fault: Fault) -> None:
+        """Start whatever the next fault needs, so that it comes in its moment."""
 
     @abstractmethod
-    def _reach(self) -> Reach: ...
+    def _injector(self) -> LocalInjector | SlurmInjectors: ...
 
     @abstractmethod
-    def _hurt_all(self, fault: Fault) -> Injected | None:
-        """Do what is not done to ranks; None of any other kind."""
+    def _disturb_all(self, fault: Fault) -> bool:
+        """Inject a fault that hits the whole run; return False for any other kind."""
 
-    def hurt(self, fault: Fault, update_s: float) -> Injected:  # noqa: PLR0911  # a kind of fault each
-        """Do it.
+    def inject(self, fault: Fault, update_s: float) -> Injected:
+        """Inject a fault.
 
         Args:
             update_s: how long an update takes; a full disk lasts beyond the next checkpoint.
         """
-        done = self._hurt_all(fault)
-        if done is not None:
-            return done
-        reach = self._reach()
-        where = reach.where()
-        if not where:
-            return Injected(said=f"{fault.kind}: none was left")
+        if self._disturb_all(fault):
+            return Injected(text=fault.kind, whole_run=True)
+        injector = self._injector()
+        nodes = injector.nodes_of_ranks()
+        if not nodes:
+            return Injected(text=f"{fault.kind}: none was left")
         if fault.kind in (KILL_NODE, CUT, SILENCE):
-            node = fault.of(sorted(set(where.values())))
-            its = sorted(rank for rank, of in where.items() if of == node)
-            if fault.kind == KILL_NODE:
-                self._kill_node(node, its)
-                return Injected(said=f"kill {node}", gone=frozenset(its))
-            if len(its) == len(where):  # no other node is left to be connected to
-                return Injected(said=f"{fault.kind}: it had none", lasts_s=NOTHING_S)
-            return self._part(fault, node, its, sorted({*where} - {*its}))
+            return self._disturb_node(fault, nodes)
         if fault.kind == FILL_DISK:
-            reach.tell("fill", sorted(where))
-            updates = 1 + (self._asked.config.train.checkpoint_every or 0)
-            return Injected(
-                said=fault.kind, lasts_s=min(FULL_S, max(LEAST_FULL_S, updates * update_s))
-            )
-        first = fault.of(sorted(where))
-        two = [rank for rank in sorted(where) if rank > first][:1] if fault.kind == KILL_TWO else []
+            injector.call("fill", sorted(nodes))
+            updates = 1 + (self._spec.config.train.checkpoint_every or 0)
+            lasts_s = min(FULL_S, max(LEAST_FULL_S, updates * update_s))
+            return Injected(text=fault.kind, lasts_s=lasts_s)
+        first = fault.choose(sorted(nodes))
+        two = [rank for rank in sorted(nodes) if rank > first][:1] if fault.kind == KILL_TWO else []
         chosen, freeze = [first, *two], fault.kind == FREEZE_RANK
-        reach.tell("signal", chosen, signal.SIGSTOP if freeze else signal.SIGKILL)
-        said = f"rank{'s' * len(two)} {' and '.join(map(str, chosen))}"
-        return Injected(said=f"{'freeze' if freeze else 'kill'} {said}", gone=frozenset(chosen))
+        injector.call("signal", chosen, signal.SIGSTOP if freeze else signal.SIGKILL)
+        ranks = f"rank{'s' * len(two)} {' and '.join(map(str, chosen))}"
+        return Injected(text=f"{'freeze' if freeze else 'kill'} {ranks}", gone=frozenset(chosen))
 
-    def _part(self, fault: Fault, who: str, ranks: list[int], others: list[int]) -> Injected:
-        """Part these from the others."""
-        reach = self._reach()
-        outward = reach.tell("outward", ranks)
+    def _disturb_node(self, fault: Fault, nodes: Mapping[int, str]) -> Injected:
+        injector = self._injector()
+        node = fault.choose(sorted(set(nodes.values())))
+        ranks = sorted(rank for rank, of in nodes.items() if of == node)
+        if fault.kind == KILL_NODE:
+            self._kill_node(node, ranks)
+            return Injected(text=f"kill {node}", gone=frozenset(ranks))
+        alone = len(ranks) == len(nodes)  # no other node is left to be connected to
+        outward = [] if alone else injector.call("outward", ranks)
         if not outward:
-            return Injected(said=f"{fault.kind}: it had none", lasts_s=NOTHING_S)
+            return Injected(text=f"{fault.kind}: it had none", lasts_s=NOTHING_S)
         if fault.kind == CUT:
-            reach.tell("cut", ranks)
-            return Injected(said=f"cut the links of {who}")  # they are whole again at once
-        reach.tell("silence", outward, ranks)
-        lasts_s = self._asked.config.cluster.heartbeat_timeout_s + AFTER_SILENCE_S
+            injector.call("cut", ranks)
+            return Injected(text=f"cut the links of {node}")  # they may be made anew at once
+        injector.call("silence", outward, ranks)
         return Injected(
-            said=f"silence {who}", gone=frozenset(ranks), others=frozenset(others), lasts_s=lasts_s
+            text=f"silence {node}",
+            gone=frozenset(ranks),
+            others=frozenset(nodes.keys() - {*ranks}),
+            lasts_s=self._spec.config.cluster.heartbeat_timeout_s + AFTER_SILENCE_S,
         )
 
     def _kill_node(self, node: str, ranks: list[int]) -> None:
         del node
-        self._reach().tell("signal", ranks, signal.SIGKILL)
+        self._injector().call("signal", ranks, signal.SIGKILL)
 
-    @abstractmethod
-    def keep_up(self) -> None:
-        """While something lasts: it holds for what is new as well."""
+    def renew(self) -> None:
+        """Extend a lasting fault to new connections."""
 
     def lift(self) -> None:
-        """End what lasts."""
-        self._reach().tell("lift")
+        """End a lasting fault."""
+        self._injector().call("lift")
 
 
-KEEP_UP_S = 0.05
+RENEW_S = 0.05
 
 
 class LocalInjector:
-    """The hand at all ranks of a run folder; there is one machine."""
+    """Fault injection into all ranks of a run on this machine."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)
-        self._hand = FaultInjector(self._ranks)
+        self._injector = FaultInjector(self._ranks)
 
-    def where(self) -> Mapping[int, str]:
+    def nodes_of_ranks(self) -> Mapping[int, str]:
         return {rank: node for rank, (_, node) in self.processes()[0].items()}
 
-    def tell(self, word: str, *what: Any) -> list[Any]:
-        return getattr(self._hand, word)(*what) or []
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return getattr(self._injector, method)(*arguments) or []
 
     def _ranks(self) -> Mapping[int, int]:
         return {rank: process.pid for rank, (process, _) in self.processes()[0].items()}
@@ -268,9 +298,9 @@ class LocalInjector:
 
 
 class SimulatedRun(RehearsedRun):
-    """In a session of its own."""
+    """A run on simulated nodes, in a session of its own."""
 
-    _kept_up = 0.0
+    _renewed = 0.0
 
     @property
     def ended(self) -> bool:
@@ -283,34 +313,34 @@ class SimulatedRun(RehearsedRun):
             self._command.kill()
             self._command.wait()
 
-    def arm(self, fault: Fault) -> None:
-        """What is needed is here."""
+    def prepare(self, fault: Fault) -> None:
+        """Do nothing: a fault here needs no process of its own."""
 
     @cached_property
-    def _near(self) -> LocalInjector:
+    def _local(self) -> LocalInjector:
         return LocalInjector(self.run.path)
 
-    def _reach(self) -> LocalInjector:
-        return self._near
+    def _injector(self) -> LocalInjector:
+        return self._local
 
-    def keep_up(self) -> None:
-        """Looking through all processes takes some milliseconds, and is of use now and then."""
-        if time.monotonic() - self._kept_up > KEEP_UP_S:
-            self._near.tell("renew")
-            self._kept_up = time.monotonic()
+    def renew(self) -> None:
+        """Look through all processes now and then, which takes some milliseconds."""
+        if time.monotonic() - self._renewed > RENEW_S:
+            self._local.call("renew")
+            self._renewed = time.monotonic()
 
-    def _hurt_all(self, fault: Fault) -> Injected | None:
+    def _disturb_all(self, fault: Fault) -> bool:
         if fault.kind not in (STOP, KILL_LAUNCHER):
-            return None
+            return False
         assert self._command is not None  # noqa: S101  # it was started
         self._command.send_signal(signal.SIGTERM if fault.kind == STOP else signal.SIGKILL)
-        return Injected(said=fault.kind, whole_run=True)
+        return True
 
     def _kill_node(self, node: str, ranks: list[int]) -> None:
-        """By its own process, as `node` is its ranks' parent: these end with it."""
+        """Kill the agent, with which its ranks end."""
         del ranks
         with suppress(KeyError, psutil.NoSuchProcess):  # it has ended by itself
-            self._near.processes()[1][node].kill()
+            self._local.processes()[1][node].kill()
 
 
 ANSWER_S = 30.0
@@ -334,15 +364,15 @@ class SlurmInjectors:
         self._where = {rank: one["node"] for one in said for rank in one["ranks"]}
         self.refused = next((one["refused"] for one in said if one["refused"]), "")
 
-    def where(self) -> Mapping[int, str]:
+    def nodes_of_ranks(self) -> Mapping[int, str]:
         """The ranks that lived when it was started, with their nodes."""
         return self._where
 
-    def tell(self, word: str, *what: Any) -> list[Any]:
+    def call(self, method: str, *arguments: Any) -> list[Any]:
         """Raises `ClusterError` where not all nodes answer."""
         pipe = cast("Any", self._process.stdin)
         try:
-            pipe.write(json.dumps({"word": word, "what": what}).encode() + b"\n")
+            pipe.write(json.dumps({"word": method, "what": arguments}).encode() + b"\n")
             pipe.flush()
         except BrokenPipeError as error:
             raise self._silent() from error
@@ -379,7 +409,8 @@ class SlurmInjectors:
     def _silent(self) -> ClusterError:
         self._process.kill()
         words = cast("Any", self._process.stderr).read().decode("utf-8", "replace").strip()
-        return ClusterError(f"no hand on all nodes of the job: {words or 'srun does not answer'}")
+        why = words or "srun does not answer"
+        return ClusterError(f"fault injection does not run on all nodes of the job: {why}")
 
 
 LOOK_S = 0.5
@@ -389,27 +420,27 @@ SOON_S, END_S = 10.0, 60.0
 class SlurmRun(RehearsedRun):
     """Each launch and resume is a job."""
 
-    def __init__(self, folder: Path, asked: RehearsalSpec) -> None:
-        super().__init__(folder, asked)
-        self._hands: SlurmInjectors | None = None
+    def __init__(self, folder: Path, spec: RehearsalSpec) -> None:
+        super().__init__(folder, spec)
+        self._injectors: SlurmInjectors | None = None
         self._looked, self._job, self._settled = 0.0, None, False
 
     _job: Job | None
 
     @cached_property
     def _client(self) -> SlurmClient:
-        return SlurmClient(self._asked.config.cluster.slurm_conf)
+        return SlurmClient(self._spec.config.cluster.slurm_conf)
 
     def _start(self, module: str, *words: str) -> None:
         """Raises `RunFailed` where it is not queued."""
         super()._start(module, *words)
         assert self._command is not None  # noqa: S101  # it was started
         if self._command.wait():
-            raise RunFailed(f"{' '.join(words)}: {self.last_words}")
+            raise RunFailed(f"{' '.join(words)}: {self.last_line}")
         self._looked, self._settled = 0.0, False
 
     def resume(self) -> None:
-        self._let_go()
+        self._close_injectors()
         super().resume()
 
     @property
@@ -446,12 +477,12 @@ class SlurmRun(RehearsedRun):
         return True
 
     @property
-    def waits(self) -> bool:
+    def is_queued(self) -> bool:
         job = self._ask()
         return job is not None and job.waiting
 
     def end(self) -> None:
-        self._let_go()
+        self._close_injectors()
         if self.run.read_handle() is not None:
             self._cancel()
 
@@ -469,19 +500,19 @@ class SlurmRun(RehearsedRun):
         listed = self._client.must("squeue", "-h", "-j", self._id, "-o", "%N").strip()
         return self._client.must("scontrol", "show", "hostnames", listed).split() if listed else []
 
-    def arm(self, fault: Fault) -> None:
-        self._let_go()
+    def prepare(self, fault: Fault) -> None:
+        self._close_injectors()
         if fault.kind in (STOP, KILL_SCRIPT, REQUEUE, ASK_TO_LEAVE):
             return
         try:
             nodes = len(self._nodes())
-            self._hands = SlurmInjectors(self._client, self._id, nodes, str(self.run.path))
+            self._injectors = SlurmInjectors(self._client, self._id, nodes, str(self.run.path))
         except ClusterError:
             if not self._ends_soon():
                 raise
             return
-        if fault.kind in LINKS and self._hands.refused:
-            raise ConfigError(f"{fault.kind}: {self._hands.refused}; leave it out by --only")
+        if fault.kind in LINKS and self._injectors.refused:
+            raise ConfigError(f"{fault.kind}: {self._injectors.refused}; leave it out by --only")
 
     def _ends_soon(self) -> bool:
         """Whether a command failed since the job is over, or all but that."""
@@ -490,31 +521,28 @@ class SlurmRun(RehearsedRun):
             time.sleep(LOOK_S)
         return self.ended
 
-    def hurt(self, fault: Fault, update_s: float) -> Injected:
+    def inject(self, fault: Fault, update_s: float) -> Injected:
         try:
-            return super().hurt(fault, update_s)
+            return super().inject(fault, update_s)
         except ClusterError:
             if not self._ends_soon():
                 raise
-            return Injected(said=f"{fault.kind}: none was left")
+            return Injected(text=f"{fault.kind}: none was left")
 
-    def _reach(self) -> SlurmInjectors:
-        assert self._hands is not None  # noqa: S101  # it was armed
-        return self._hands
+    def _injector(self) -> SlurmInjectors:
+        assert self._injectors is not None  # noqa: S101  # it was armed
+        return self._injectors
 
-    def _let_go(self) -> None:
-        if self._hands is not None:
-            self._hands.close()
-            self._hands = None
-
-    def keep_up(self) -> None:
-        """The hands do it by themselves."""
+    def _close_injectors(self) -> None:
+        if self._injectors is not None:
+            self._injectors.close()
+            self._injectors = None
 
     def lift(self) -> None:
-        """The hands' end is the end of what they hold."""
-        self._let_go()
+        """End the injectors, and with them what they hold."""
+        self._close_injectors()
 
-    def _hurt_all(self, fault: Fault) -> Injected | None:
+    def _disturb_all(self, fault: Fault) -> bool:
         if fault.kind == STOP:
             super()._start("orchestrator", "cancel", str(self.run.path))
         elif fault.kind == KILL_SCRIPT:
@@ -524,5 +552,5 @@ class SlurmRun(RehearsedRun):
         elif fault.kind == ASK_TO_LEAVE:
             self._client.must("scancel", "--signal=USR2", self._id)
         else:
-            return None
-        return Injected(said=fault.kind, whole_run=True)
+            return False
+        return True

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from orchestrator.errors import ClusterError, RunFolderError
@@ -32,15 +30,6 @@ BEAT_DIGITS, BEAT_BYTES = 12, 512  # a heartbeat's number, then what its rank wa
 LOOK_TWICE_S = BEAT_S + 0.5
 ENDED_STATES = ("finished", "failed", "stopped", "cancelled", "pruned")
 OVER = (*ENDED_STATES, "lost")  # no process computes it any more
-STATES = (
-    *ENDED_STATES, "pending", "starting", "running", "ending", "lost", "unknown", "private",
-    "damaged",
-)  # fmt: skip
-_TYPES: dict[str, Any] = {
-    "Path": Path, "str": str, "int": int, "dict[str, Any]": dict, "list[str]": list,
-    "str | None": (str, NoneType), "int | None": (int, NoneType),
-    "float | None": (int, float, NoneType),
-}  # fmt: skip
 # Exceptions of reading a file whose content no run writes.
 DAMAGE = (
     RunFolderError, ClusterError, OSError, ValueError, TypeError, KeyError, IndexError,
@@ -94,22 +83,8 @@ class RunStatus:
     program: str | None = None
     warnings: list[str] = field(default_factory=list[str])
 
-    def __post_init__(self) -> None:
-        """Raise `RunFolderError` for a value of another type than a run writes."""
-        for name, kinds in _kinds():
-            if not isinstance(value := getattr(self, name), kinds):
-                raise RunFolderError(f"{self.folder} is damaged: its {name} is {value!r:.60}")
-        if self.state not in STATES:
-            raise RunFolderError(f"{self.folder} is damaged: its state is {self.state!r:.60}")
-
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "folder": str(self.folder)}
-
-
-@functools.cache
-def _kinds() -> list[tuple[str, Any]]:
-    """Return the types of each field."""
-    return [(place.name, _TYPES[str(place.type)]) for place in fields(RunStatus)]
 
 
 def recent_updates(run: RunDir) -> list[Record]:

@@ -388,16 +388,13 @@ NOT_BEGUN = "it was cancelled while it waited for room"
 
 
 def run_here(
-    cells: Sequence[Cell], output: OutputOptions, ended: Callable[[PointEnded], None]
+    cells: Sequence[Cell], output: OutputOptions, on_end: Callable[[PointEnded], None]
 ) -> bool:
     """Run points to their ends, as many at once as `sweep.parallel` and the machine allow: a next
     one starts when one ends.
 
-    Args:
-        ended: is told of each.
-
     Returns:
-        Whether all of them have run; not after an interrupt.
+        True if all of them have run; False after an interrupt.
     """
     room = Room(most_at_once([cell.point.config for cell in cells], output))
     shares = [share_of(cell) for cell in cells]
@@ -405,42 +402,53 @@ def run_here(
         say(output.console, remark, "yellow", prose=True)
     alone = room.at_once(shares) == 1
     waiting = list(cells) if alone else sorted(cells, key=_work, reverse=True)
-    told = _Told(output, cells, alone=alone)
+    names = _names(cells)
     runs = [cell.run for cell in cells]
     with LocalQueue(output, room, terminal=alone) as queue:
+
+        def end(one: PointEnded) -> None:
+            on_end(one)
+            name, good = names[one.cell.run.path], one.exit_code == EXIT_FINISHED
+            if one.refusal is not None:
+                say(output.console, f"{name}: {one.refusal}", "bold red")
+            elif not alone and not (output.quiet and good):  # alone, it has shown that itself
+                counts = f"{len(queue.running)} running, {len(waiting)} waiting"
+                left = counts if queue.running or waiting else "the last"
+                style = "green" if good else "bold red"
+                say(output.console, f"{name}: {_outcome(one)} ({left})", style)
+
         run_lock.mark_waiting(runs)
         try:
             while True:
                 for cell in list(waiting):
-                    if queue.has_room(cell):
-                        waiting.remove(cell)
-                        _start(cell, queue, waiting, told, ended)
+                    if not queue.has_room(cell):
+                        continue
+                    waiting.remove(cell)
+                    if not take_waiting(cell.run):  # `cancel SWEEP/5` was quicker
+                        end(PointEnded(cell=cell, exit_code=EXIT_STOPPED, refusal=NOT_BEGUN))
+                        continue
+                    if alone:
+                        say(output.console, cell.point.words, "bold")
+                    elif not output.quiet:
+                        say(output.console, f"{names[cell.run.path]} starts", "dim")
+                    if not queue.start(cell):  # an interrupt, or the memory is gone meanwhile
+                        run_lock.mark_waiting([cell.run])
+                        waiting.append(cell)
                 one = queue.wait_one()
                 if one is None:
                     return not waiting
-                ended(one)
-                told.ended(one, len(queue.running), len(waiting))
+                end(one)
         finally:
             run_lock.clear_waiting(runs)
 
 
-def _start(
-    cell: Cell,
-    queue: LocalQueue,
-    waiting: list[Cell],
-    told: _Told,
-    ended: Callable[[PointEnded], None],
-) -> None:
-    """Start a point that has room, unless `cancel SWEEP/5` was quicker."""
-    if not take_waiting(cell.run):
-        one = PointEnded(cell=cell, exit_code=EXIT_STOPPED, refusal=NOT_BEGUN)
-        ended(one)
-        told.ended(one, len(queue.running), len(waiting))
-        return
-    told.starts(cell)
-    if not queue.start(cell):  # an interrupt, or memory that went to somebody else meanwhile
-        run_lock.mark_waiting([cell.run])
-        waiting.append(cell)
+def _names(cells: Sequence[Cell]) -> dict[Path, str]:
+    """Return a name for each point, with the overrides that tell it from the others."""
+    varying = only_varying([cell.point.overrides for cell in cells])
+    return {
+        cell.run.path: f"point {cell.run.path.name} ({' '.join(f'{k}={v}' for k, v in o.items())})"
+        for cell, o in zip(cells, varying, strict=True)
+    }
 
 
 def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None:
@@ -474,39 +482,8 @@ def _work(cell: Cell) -> float:
     return float(plan.updates * plan.batch.global_batch)
 
 
-class _Told:
-    """What the terminal shows. A point that has it to itself speaks for itself.
-
-    Args:
-        alone: there is never more than one.
-    """
-
-    def __init__(self, output: OutputOptions, cells: Sequence[Cell], *, alone: bool) -> None:
-        self._output, self._alone = output, alone
-        varying = only_varying([cell.point.overrides for cell in cells])
-        self._names: dict[Path, str] = {}
-        for cell, overrides in zip(cells, varying, strict=True):
-            words = " ".join(f"{key}={value}" for key, value in overrides.items())
-            self._names[cell.run.path] = f"point {cell.run.path.name} ({words})"
-
-    def starts(self, cell: Cell) -> None:
-        if self._alone:
-            say(self._output.console, cell.point.words, "bold")
-        elif not self._output.quiet:
-            say(self._output.console, f"{self._names[cell.run.path]} starts", "dim")
-
-    def ended(self, one: PointEnded, running: int, waiting: int) -> None:
-        name = self._names[one.cell.run.path]
-        if one.refusal is not None:
-            say(self._output.console, f"{name}: {one.refusal}", "bold red")
-        elif not self._alone and not (self._output.quiet and one.exit_code == EXIT_FINISHED):
-            left = f"{running} running, {waiting} waiting" if running or waiting else "the last"
-            style = "green" if one.exit_code == EXIT_FINISHED else "bold red"
-            say(self._output.console, f"{name}: {_came_of(one)} ({left})", style)
-
-
-def _came_of(one: PointEnded) -> str:
-    """How a point ended, and what it measured, in a few words."""
+def _outcome(one: PointEnded) -> str:
+    """Return how a point ended and what it measured, in a few words."""
     result = one.cell.run.read_result() or {}
     if result.get("culprit"):
         return describe_culprit(result["culprit"])

@@ -9,16 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import UsageError
-from orchestrator.health.rehearsal import (
-    HERE,
-    KILL_TWO,
+from orchestrator.health.faults import KILL_TWO, ON_SLURM, PER_RUN, SIMULATED, draws
+from orchestrator.health.rehearse import (
     LEAST_UPDATES,
-    ON_SLURM,
-    PER_RUN,
-    draws,
+    FaultOutcome,
+    Row,
+    compare,
     plan_rehearsal,
 )
-from orchestrator.health.rehearse import Row, _FaultFollower, compare
 from orchestrator.health.rehearsed_run import Injected, SimulatedRun
 from tests import helpers
 from tests.helpers import TINY
@@ -34,7 +32,7 @@ SMALL = (TINY, "accumulation.global_batch=48", "accumulation.micro_batch=4")
     seed=st.integers(0, 10**6),
     count=st.integers(1, 40),
     updates=st.integers(LEAST_UPDATES, 500),
-    kinds=st.sampled_from([HERE, ON_SLURM, HERE[:1]]),
+    kinds=st.sampled_from([SIMULATED, ON_SLURM, SIMULATED[:1]]),
 )
 def test_a_seed_draws_the_same_faults_of_all_kinds_each_in_its_own_part_of_the_run(
     seed, count, updates, kinds
@@ -48,7 +46,7 @@ def test_a_seed_draws_the_same_faults_of_all_kinds_each_in_its_own_part_of_the_r
         assert of_run == sorted(set(of_run))
         assert of_run[0] > 0
         assert of_run[-1] < updates - 1
-    assert all(fault.of(range(n)) in range(n) for fault in drawn for n in (1, 2, 7))
+    assert all(fault.choose(range(n)) in range(n) for fault in drawn for n in (1, 2, 7))
 
 
 # ------------------------------------------------------------------ what is asked for
@@ -101,8 +99,8 @@ def test_what_a_job_cannot_have_is_left_out_and_equality_says_what_it_means():
     assert not found.to_the_bit
     assert "accumulation.reduction=fast rounds otherwise" in found.equality
     assert "without accumulation.reduction=reproducible" in found.notes[0]
-    found = plan_rehearsal((*SMALL, "run.survive=false"), None, 1, HERE[2:4])
-    assert found.kinds == HERE[2:4]
+    found = plan_rehearsal((*SMALL, "run.survive=false"), None, 1, SIMULATED[2:4])
+    assert found.kinds == SIMULATED[2:4]
     fast = replace(found.config.accumulation, reduction="fast")
     nodes = replace(found.config.cluster, nodes={"min": 2, "max": 4})
     fixed = replace(found, config=replace(found.config, accumulation=fast))
@@ -138,13 +136,13 @@ def test_a_harm_that_the_run_loses_less_by_than_was_meant_is_no_end_of_it(
     run.run.path.mkdir()
     run.run.result.write_text(json.dumps({"state": "finished", "updates": 20}))
     run.records += [line(n) for n in range(5)]
-    following = _FaultFollower(run, 5, next(f for f in draws(0, HERE) if f.kind == KILL_TWO))
-    following.begin(0.1)  # there is nobody
+    following = FaultOutcome(run, next(f for f in draws(0, SIMULATED) if f.kind == KILL_TWO))
+    following.inject(0.1)  # there is nobody
     following.row.noticed_s = 0.1
-    following._harm = Injected(said="kill ranks 2 and 3", gone=frozenset({2, 3}))
+    following._injected = Injected(text="kill ranks 2 and 3", gone=frozenset({2, 3}))
     run.records += [] if more is None else [line(5, **more), line(6)]
-    assert not following.look(resumed=False)
-    following.end()
+    assert not following.recovered(False)
+    following.finish()
     assert following.row.how == how
     assert (following.row.recovered_s is None) == (not how)
 
