@@ -16,9 +16,17 @@ from pathlib import Path
 
 from benchmarks.launch_overhead import RANKS, STAMP, first_to_last
 from benchmarks.measure import interleaved, keep, machine, rows_of
-from orchestrator.inside.run import Run
-from orchestrator.inside.stop import write_number
-from orchestrator.inside.variables import ATTEMPT, NOT_YET, RANK, RUN, STOP_AFTER, STOP_ASKED, WORLD
+from orchestrator.client.run import Run
+from orchestrator.rundir.program_link import (
+    ATTEMPT,
+    NOT_YET,
+    RANK,
+    RUN,
+    STOP_AFTER,
+    STOP_ASKED,
+    WORLD,
+    write_number,
+)
 
 REFERENCE = "torchrun"
 NOTHING = "a call of a Python function"

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from orchestrator.client.run import current_run
     from orchestrator.engine.torch import (
         AccumulationOptions,
         Accumulator,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         run_in_threads,
     )
     from orchestrator.errors import ConfigError, DataError, JobError, OrchestratorError
-    from orchestrator.inside.run import current_run
     from orchestrator.job import Job, Loss
 
 __version__ = "0.1.0"
@@ -49,7 +49,7 @@ __all__ = [
     "run_in_threads",
 ]
 _HOMES = {
-    "Job": "job", "Loss": "job", "current_run": "inside.run",
+    "Job": "job", "Loss": "job", "current_run": "client.run",
     "ConfigError": "errors", "DataError": "errors", "JobError": "errors",
     "OrchestratorError": "errors",
 }  # fmt: skip

@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
-from orchestrator.inside.variables import ATTEMPT, RUN
 from orchestrator.lifecycle.address import interface_of, own_address
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.program_link import ATTEMPT, RUN
 
 ALL_REDUCE_MIB = (1, 64)
 REPEATS = 5
@@ -31,7 +31,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from orchestrator.inside.run import Run
+    from orchestrator.client.run import Run
 
     gpus = torch.cuda.is_available()
     if gpus:

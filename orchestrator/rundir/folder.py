@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import RunFolderError
-from orchestrator.inside.variables import STOP_AFTER, STOP_ASKED
 from orchestrator.rundir.checksums import identity_in, new_identity, with_identity
 from orchestrator.rundir.files import (
     PRIVATE,
@@ -32,6 +31,7 @@ from orchestrator.rundir.files import (
     write_atomically,
     write_json,
 )
+from orchestrator.rundir.program_link import STOP_AFTER, STOP_ASKED
 
 CONFIG_BYTES = 1 << 20
 RESUMED = "resumed"  # why an attempt was needed, when a person asked for it

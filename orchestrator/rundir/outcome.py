@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
-from orchestrator.inside.variables import HEEDS
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics, read_progress, total
+from orchestrator.rundir.program_link import HEEDS
 from orchestrator.units import plural
 
 

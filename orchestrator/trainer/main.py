@@ -14,6 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
+from orchestrator.client.loop import RankWindows
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -32,7 +33,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn_into
 from orchestrator.trainer.attendance import Attendance
 from orchestrator.trainer.failure import exit_code
-from orchestrator.trainer.loop import RankWindows, train
+from orchestrator.trainer.loop import train
 from orchestrator.trainer.rank_log import send_output_to
 from orchestrator.trainer.recorder import Recorder, memory_of_ranks, result_of
 from orchestrator.trainer.setup import Training, set_up

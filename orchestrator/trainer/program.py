@@ -34,8 +34,6 @@ from orchestrator.errors import (
     RankHangs,
     StopRequested,
 )
-from orchestrator.inside.stop import read_number, write_number
-from orchestrator.inside.variables import HEEDS, NOT_YET
 from orchestrator.lifecycle.address import interface_variables
 from orchestrator.lifecycle.prctl import adopt_orphans, die_with
 from orchestrator.lifecycle.signs.node_watch import (
@@ -52,6 +50,7 @@ from orchestrator.lifecycle.stopping.stop_signals import STOP_SIGNALS, StopFlag
 from orchestrator.lifecycle.topology import OUTER_UMASK_VARIABLE, Topology
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.program_link import HEEDS, NOT_YET, read_number, write_number
 from orchestrator.rundir.warnings import warn, warn_into
 from orchestrator.trainer.attendance import Attendance
 from orchestrator.trainer.failure import exit_code

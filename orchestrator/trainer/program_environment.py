@@ -21,9 +21,9 @@ from orchestrator.config.job_source import script_of
 from orchestrator.config.program import Program
 from orchestrator.engine.common.rendezvous import Notice, keep_port
 from orchestrator.errors import ClusterError, RanksMissing, RendezvousError, StopRequested
-from orchestrator.inside.variables import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
 from orchestrator.lifecycle.topology import COPIES_VARIABLE, OUTER_PATH_VARIABLE, Topology
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.program_link import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
 from orchestrator.start_from_copy import PLACE_VARIABLE
 
 

@@ -17,6 +17,7 @@ from functools import partial, reduce
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
+from orchestrator.client.loop import update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import BoundaryReport, Engine, Window
@@ -614,31 +615,6 @@ class Recorder:
         if waited:
             lost = f", {self._metrics.lost} had to be given up" if self._metrics.lost else ""
             warn(f"there is room again: {waited} lines of metrics.jsonl that waited follow{lost}")
-
-
-def update_line(report: BoundaryReport, update_s: float) -> dict[str, Any]:
-    """What a line of metrics.jsonl says of an update by its boundary's report."""
-    seconds = ("compute_s", "wait_s", "optimizer_s", "compile_s", "plain_step_s")
-    always = seconds[:3]
-    return {
-        "update": report.update,
-        "time": time.time(),
-        "loss": report.loss,
-        "weight": report.weight,
-        "collectives": report.collectives,
-        **({"exchanges": report.exchanges} if report.exchanges else {}),
-        "bytes_on_wire": report.bytes_on_wire,
-        **{
-            name: round(spent, 6)
-            for name in seconds
-            if (spent := getattr(report, name)) or name in always
-        },
-        "update_s": round(update_s, 6),
-        "gradient_norm": report.gradient_norm,
-        "applied": report.applied,
-        "loss_scale": report.loss_scale,
-        "metrics": dict(report.metrics),
-    }
 
 
 def _warn_of_metrics(report: BoundaryReport) -> None:

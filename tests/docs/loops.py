@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from orchestrator import Accumulator, Loss, TorchGroup
-from orchestrator.inside.run import Run
+from orchestrator.client.run import Run
 from tests.docs.misuses import accumulated, loss_of, misuse, on_two_ranks
 
 BATCH = {"global_batch": 8, "micro_batch": 2, "updates": 3}

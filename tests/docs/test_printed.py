@@ -19,10 +19,10 @@ import benchmarks.__main__ as measurements
 import slurm.__main__ as development
 from orchestrator.__main__ import EXAMPLES, app
 from orchestrator.cli.start import prepare
+from orchestrator.client.run import current_run
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer, points_of
 from orchestrator.config.schema import Config
-from orchestrator.inside.run import current_run
 from orchestrator.plugins import SEAMS
 from orchestrator.report.run_tables import print_closing
 from orchestrator.rundir.metrics import History

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from orchestrator.client.stop import Stop
 from orchestrator.clusters.api import Culprit
-from orchestrator.inside.stop import Stop
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import ProgressWriter

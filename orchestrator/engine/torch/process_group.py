@@ -25,7 +25,7 @@ from torch.distributed import ReduceOp, group, is_available, is_initialized
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.torch.group import BaseGroup, Work, bytes_of, sum_into
 from orchestrator.errors import ConfigError, PeerLost
-from orchestrator.inside.variables import WORLD as RUN_RANKS
+from orchestrator.rundir.program_link import WORLD as RUN_RANKS
 
 _PATIENCE_S = 30.0  # what is kept is done: its thread only has to get a processor
 _LOOK_EVERY_S = 0.001

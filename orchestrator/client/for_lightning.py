@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.callbacks.logged import figures_of
-from orchestrator.callbacks.whole import mark, newest
-from orchestrator.inside.run import current_run as run
+from orchestrator.client.framework_state import figures_of, mark, newest
+from orchestrator.client.run import current_run as run
 
 # There are two packages of it, whose classes are not each other's.
 if not TYPE_CHECKING and "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:

@@ -11,9 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from orchestrator.callbacks.for_accelerate import AccelerateUpdates
-    from orchestrator.callbacks.for_lightning import LightningCallback
-    from orchestrator.callbacks.for_trainer import TrainerCallback
+    from orchestrator.client.for_accelerate import AccelerateUpdates
+    from orchestrator.client.for_lightning import LightningCallback
+    from orchestrator.client.for_trainer import TrainerCallback
 
 __all__ = ["AccelerateUpdates", "LightningCallback", "TrainerCallback"]
 _HOMES = {
@@ -26,6 +26,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(f"orchestrator.client.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

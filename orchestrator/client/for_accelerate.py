@@ -6,8 +6,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from orchestrator.callbacks.whole import mark, newest
-from orchestrator.inside.run import current_run as run
+from orchestrator.client.framework_state import mark, newest
+from orchestrator.client.run import current_run as run
 
 PREFIX = "accelerate-"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests import helpers
-from tests.callbacks.scripts import NAMES, PLAIN, TOLD, log, under_torchrun
+from tests.client.scripts import NAMES, PLAIN, TOLD, log, under_torchrun
 from tests.programs import script
 
 

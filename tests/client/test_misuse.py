@@ -9,10 +9,10 @@ import threading
 import pytest
 import torch
 
+from orchestrator.client.run import FEW, METRICS, Run
 from orchestrator.errors import JobError
-from orchestrator.inside.run import FEW, METRICS, Run
-from orchestrator.inside.stop import write_number
-from orchestrator.inside.variables import (
+from orchestrator.rundir.metrics import read_metrics
+from orchestrator.rundir.program_link import (
     ATTEMPT,
     NOT_YET,
     RANK,
@@ -22,8 +22,8 @@ from orchestrator.inside.variables import (
     STOP_ASKED,
     WARNINGS,
     WORLD,
+    write_number,
 )  # fmt: skip
-from orchestrator.rundir.metrics import read_metrics
 from orchestrator.rundir.warnings import read_warnings
 from tests.helpers import until
 

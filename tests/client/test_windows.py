@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from orchestrator import Accumulator, ConfigError, Loss, TorchGroup, run_in_threads
-from orchestrator.inside.run import Run
+from orchestrator.client.run import Run
 from orchestrator.plan.order import DataOrder
 
 SAMPLES = 53

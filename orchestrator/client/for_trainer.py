@@ -7,9 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback as Base
 
-from orchestrator.callbacks.logged import figures_of
-from orchestrator.callbacks.whole import mark, newest
-from orchestrator.inside.run import current_run as run
+from orchestrator.client.framework_state import figures_of, mark, newest
+from orchestrator.client.run import current_run as run
 
 PREFIX = "checkpoint-"  # the Trainer's own
 

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.client.record import Line, Lines, figures
+from orchestrator.client.stop import Stop
 from orchestrator.errors import JobError
-from orchestrator.inside.figures import Line, Lines, figures
-from orchestrator.inside.stop import Stop
-from orchestrator.inside.variables import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
+from orchestrator.rundir.program_link import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
 
 METRICS = "metrics.jsonl"
 FEW = 8  # updates, after which rank 0 has reported one if it ever does
@@ -106,7 +106,7 @@ class Run:
     def windows(self, samples: int, accumulator: Any = None, **options: Any) -> Any:
         """The windows of a training: `for window in run.windows(len(data), global_batch=256)`.
 
-        Needs torch and an `Accumulator`. Collective; see `orchestrator.own_loop`, which has the
+        Needs torch and an `Accumulator`. Collective; see `client/options.py`, which has the
         options, and docs/how-to/library.md.
 
         Args:
@@ -116,14 +116,14 @@ class Run:
         Raises:
             ConfigError, JobError: what was asked for cannot be, or is not the same on all ranks.
         """
-        # By name: this room is beneath all others, and runs where there is no framework.
-        library: Any = importlib.import_module("orchestrator.own_loop")
+        # By name: this module runs where there is no torch, and windows.py imports it.
+        windows: Any = importlib.import_module("orchestrator.client.windows")
         if self._windows is not None and (self._is or self._windows.going_on):
             raise JobError(
                 "run.windows() was called before: one call is the whole training, all its epochs "
                 "(epochs=3, say); it goes on where it stopped"
             )
-        self._windows = library.windows_of(self, samples, accumulator, options)
+        self._windows = windows.windows_of(self, samples, accumulator, options)
         return self._windows
 
     @property
@@ -165,11 +165,11 @@ class Run:
 
     def warn(self, sentence: str) -> None:
         """Tell whoever looks at this run, as its ranks' own warnings are told."""
-        # By name, as above: what the run's folder is made of is not loaded before it is needed.
-        told: Any = importlib.import_module("orchestrator.rundir.warnings")
+        from orchestrator.rundir import warnings  # most programs never need it
+
         if self._warnings is not None:
-            told.warn_into(self._warnings, self._rank)
-        told.warn(sentence)
+            warnings.warn_into(self._warnings, self._rank)
+        warnings.warn(sentence)
 
     def _begin(self, call: str) -> bool:
         """Whether there is a run in which a call counts. Raises `JobError` where it cannot be."""

@@ -9,10 +9,19 @@ import time
 
 import pytest
 
-from orchestrator.inside.run import Run
-from orchestrator.inside.stop import Stop, write_number
-from orchestrator.inside.variables import ATTEMPT, NOT_YET, RANK, RUN, STOP_AFTER, STOP_ASKED, WORLD
+from orchestrator.client.run import Run
+from orchestrator.client.stop import Stop
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.program_link import (
+    ATTEMPT,
+    NOT_YET,
+    RANK,
+    RUN,
+    STOP_AFTER,
+    STOP_ASKED,
+    WORLD,
+    write_number,
+)
 from orchestrator.trainer.program import PATIENCE_S, Unheeded
 from tests.helpers import environment
 

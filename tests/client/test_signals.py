@@ -6,8 +6,8 @@ import random
 import signal
 import time
 
-from orchestrator.inside.stop import Stop, write_number
-from orchestrator.inside.variables import HEEDS, NOT_YET, STOP_AFTER, STOP_ASKED
+from orchestrator.client.stop import Stop
+from orchestrator.rundir.program_link import HEEDS, NOT_YET, STOP_AFTER, STOP_ASKED, write_number
 from tests.helpers import until
 
 SIZE, ROUNDS = 4, 100

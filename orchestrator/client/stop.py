@@ -19,41 +19,21 @@ from pathlib import Path
 from types import FrameType
 
 from orchestrator.errors import JobError
-from orchestrator.inside.variables import HEEDS, NOT_YET, STOP_AFTER, STOP_ASKED, WIDTH
+from orchestrator.rundir.program_link import (
+    HEEDS,
+    NOT_YET,
+    STOP_AFTER,
+    STOP_ASKED,
+    read_number,
+    read_numbers,
+    write_number,
+)
 
 LOOK_S = 0.05
 LEFT_TO_US = (signal.SIG_DFL, signal.default_int_handler, signal.SIG_IGN)
 """What a program has that does nothing about a signal. Shells have what they start with & ignore
 SIGINT, and so it is inherited.
 """
-
-
-def write_number(path: str, *numbers: int) -> None:
-    """Write a number, or several, in place, and onto the disk."""
-    text = " ".join(map(str, numbers))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        os.pwrite(descriptor, f"{text:<{WIDTH}}".encode("ascii"), 0)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def read_number(path: str) -> int:
-    """The first number in a file; NOT_YET where there is none."""
-    return next(iter(read_numbers(path)), NOT_YET)
-
-
-def read_numbers(path: str) -> list[int]:
-    """What `write_number` wrote; nothing where there is no file."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return []
-    try:
-        return [int(word) for word in os.pread(descriptor, WIDTH, 0).split()]
-    finally:
-        os.close(descriptor)
 
 
 class Stop:
@@ -79,9 +59,8 @@ class Stop:
         self._signalled = self._told = self._heeding = False
         self._after, self._look = NOT_YET, 0.0
         self._calls, self._first, self._pid = 0, 0, os.getpid()
-        self._step: int | None = (
-            None  # between two calls; None before the second, and once compared
-        )
+        # Between two calls; None before the second, and once compared.
+        self._step: int | None = None
 
     def due(self, update: int) -> bool:
         """Whether to stop now, after `update`: the same on every rank."""

@@ -1,0 +1,50 @@
+"""Helpers of the callbacks for frameworks: complete checkpoints, and figures from their logs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from orchestrator.client.record import LONGEST_NAME, MOST_FIGURES
+from orchestrator.client.run import current_run
+
+# A framework writes the files of a checkpoint one after the other, and may be killed before the
+# last; a mark next to it says that it was finished.
+MARK = ".whole"
+OTHERS = ("loss", "samples", "update", "self")  # arguments of `report` that are no figures
+
+
+def mark(checkpoint: Path) -> None:
+    """Mark a checkpoint as complete. For rank 0, once all ranks have written their parts.
+
+    Wait until what was reported before is on the disk: the next start goes on after it.
+    """
+    current_run.flush()
+    checkpoint.with_name(checkpoint.name + MARK).touch(mode=0o600)
+
+
+def newest(folder: Path, prefix: str) -> tuple[int, Path] | None:
+    """Return the complete checkpoint `<prefix><number>` of the highest number, and that number."""
+    found = [
+        (int(number), path.with_name(path.name.removesuffix(MARK)))
+        for path in folder.glob(f"{prefix}*{MARK}")
+        if (number := path.name.removeprefix(prefix).removesuffix(MARK)).isdecimal()
+    ]
+    return max(((n, path) for n, path in found if path.exists()), default=None)
+
+
+def figures_of(logged: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the numbers among what a framework logs, as many as a line takes."""
+    found = {
+        name: value
+        for name, value in (logged or {}).items()
+        if name not in OTHERS and len(name) <= LONGEST_NAME and _is_number(value)
+    }
+    return dict(list(found.items())[:MOST_FIGURES])
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, int | float):
+        return True
+    return hasattr(value, "numel") and value.numel() == 1
