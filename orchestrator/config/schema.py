@@ -290,8 +290,7 @@ class RunConfig:
     """Where the run is kept and how it is followed. `watch` null: local yes, SLURM no.
 
     max_restarts: how often a run that failed begins again by itself, from its newest checkpoint.
-    max_replacements: how many lost ranks get another process while the others go on; null: 16 on
-    simulated nodes, none on SLURM.
+    max_replacements: how many lost ranks get another process while the others go on; null: 16.
     survive: when a rank dies in mid-window, the others redo it and go on (surviving.md); null:
     wherever that can be had on more than one node, see `rules.py`.
     """
