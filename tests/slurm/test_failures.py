@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.helpers import TINY, until
+from tests.helpers import until
 from tests.slurm import runs
 
 KILLED = ("cluster.ranks_per_node=2", "job.fault=kill", "job.fault_rank=3")
@@ -13,11 +13,6 @@ ACTING = ("job._target_=tests.light_job.Lively", "train.updates=999", "train.eva
 FAILING = {
     # settings, the culprit's rank (None: any), its cause
     "killed": (KILLED, 3, "killed by signal 9 (SIGKILL)"),
-    "killed where ranks are distributed cyclically": (
-        (*KILLED, "job.fault_rank=1", "+cluster.slurm_flags.distribution=cyclic"), 1,
-        "killed by signal 9 (SIGKILL)"),
-    "one leaves with exit code 0": (
-        (*KILLED, "job.fault=leave"), 3, "exited with code 0 before its training had ended"),
     "all leave with exit code 0": (
         (*ACTING, "+job.act=exit0", "+job.ranks=all"), None,
         "exited with code 0 before its training had ended"),
@@ -54,28 +49,10 @@ def test_a_failing_rank_fails_the_job_and_is_named(slurm, failing, name):
     nodes = [json.loads(f.read_text()) for f in (run / "attempts" / "000").glob("node-*.json")]
     assert rank is None or [culprit["node"]] == [n["node"] for n in nodes if rank in n["ranks"]]
     job = runs.job_of(run)
-    # srun and the batch script cannot know that ranks that all left with 0 have not finished.
     assert runs.accounted(slurm, job) == "FAILED"
     until(lambda: not runs.processes_of_job(slurm, job), 20, "the end of every process")
     found = until(lambda: (now := runs.status(run))["state"] != "ending" and now, 20, "its end")
     assert (found["state"], found["reason"]) == ("failed", culprit["cause"])
-
-
-def test_a_killed_rank_costs_a_restart_where_that_is_allowed_and_no_bit(slurm, tmp_path):
-    run = tmp_path / "run"
-    shape = (TINY, "train.updates=4", "train.checkpoint_every=1", "run.survive=false")
-    job = runs.submit(
-        slurm, run, *shape, "job.fault=kill", "job.fault_after=9", "run.max_restarts=1"
-    )
-    expected = runs.reference(tmp_path / "local", *shape)
-    ended = runs.wait_over(slurm, run)
-    assert ended["weights_sha256"] == expected
-    (note,) = ended["restarts"]
-    assert note == runs.first_records(run)[1]["restart"]
-    assert re.match(r"rank 1 on n\d failed first: killed by signal 9 \(SIGKILL\)$", note["why"])
-    assert note["resumed_from"] == 2
-    assert runs.status(run)["restarts"] == 1
-    assert runs.job_of(run) == job
 
 
 def test_a_run_folder_that_the_nodes_cannot_see_is_named_as_the_cause(slurm, tmp_path):

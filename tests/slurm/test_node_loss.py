@@ -1,12 +1,10 @@
 """Nodes that die, as a whole or in part, whether SLURM notices or not."""
 
-import os
-import signal
-
 import pytest
 
+from orchestrator.rundir.metrics import read_metrics
 from slurm import breaking
-from tests.helpers import TINY, records, until
+from tests.helpers import TINY, name_of, processes_of, records, until
 from tests.hold import Hold
 from tests.slurm import runs
 
@@ -82,43 +80,50 @@ def test_lost_nodes_are_replaced_and_ranks_that_live_on_are_fenced_off(mended, t
     runs.wait_for_update(crashed, 6, attempt=1)  # the orphaned run's node is free now
     holds[1].release()
     assert runs.wait_over(mended, crashed)["weights_sha256"] == digest
-    assert runs.first_records(crashed)[1]["restart"]["why"] == f"node {dead} stopped answering"
+    assert runs.first_records(crashed)[1]["restart"]["why"] == f"node {dead} failed"
     assert dead not in runs.nodes_of(mended, job)
 
 
+UPDATES = 150
 SURVIVES = (
-    TINY, "train.updates=20", "job.dropout=0.2", "accumulation.micro_batch=4",
-    "accumulation.global_batch=48", "accumulation.steps=null", "train.evaluate_every=5",
+    TINY, f"train.updates={UPDATES}", "job.dropout=0.2", "accumulation.micro_batch=4",
+    "accumulation.global_batch=48", "accumulation.steps=null", "train.evaluate_every=50",
     "accumulation.reduction=reproducible",
 )  # fmt: skip
 
 
+def ranks_of(run, key, word):
+    """Return the ranks that the records name as lost, or as back again."""
+    notes = [record[key] for record in read_metrics(run / "metrics.jsonl").updates if key in record]
+    return [rank for note in notes for rank in note[word]]
+
+
+def process_named(run, name):
+    return next(process for process in processes_of(run) if name_of(process) == name)
+
+
 @pytest.mark.timeout(240)
-def test_a_run_survives_the_loss_of_rank_0s_node_and_of_another_one_in_the_same_job(
-    mended, tmp_path
-):
+def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_path):
     run = tmp_path / "run"
-    hold = Hold(tmp_path / "hold").hold_before(3)
+    hold = Hold(tmp_path / "hold").hold_before(UPDATES - 1)
     job = runs.submit(
-        mended, run, *SURVIVES, hold.override, "run.survive=true", "train.checkpoint_every=0",
-        "cluster.nodes=3", "cluster.ranks_per_node=2",
+        mended, run, *SURVIVES, hold.override, "job.pause_s=0.1", "run.survive=true",
+        "train.checkpoint_every=0", "cluster.nodes=3", "cluster.ranks_per_node=2",
     )  # fmt: skip
     one = ("cluster.nodes=1", "cluster.ranks_per_node=2")
     digest = runs.reference(tmp_path / "undisturbed", *SURVIVES, *one)
-    hold.wait_until_held(3, range(6))
+    runs.wait_for_update(run, 3)
     nodes = runs.nodes_of(mended, job)
-    for task in mended.node_pids(nodes[0]).tasks:  # the batch script's node; the script lives on
-        if str(task.job) == job and task.rank is not None:
-            os.kill(task.pid, signal.SIGKILL)
-    hold.hold_before(9)
-    hold.wait_until_held(9, range(2, 6))
+    process_named(run, "rank 4").kill()
+    until(lambda: ranks_of(run, "joined", "came") == [4], 30, "rank 4 again")
+    process_named(run, nodes[0]).kill()  # the agent that coordinates
+    until(lambda: sorted(ranks_of(run, "joined", "came")) == [0, 1, 4], 30, "the first node again")
     breaking.set_node_down(mended, nodes[2])
+    until(lambda: ranks_of(run, "survived", "gone").count(5), 30, "the loss of the node")
     hold.release()
     found = runs.wait_over(mended, run)
     assert found["weights_sha256"] == digest
     assert runs.accounted(mended, job) == "COMPLETED"
     assert {record["attempt"] for record in records(run)} == {0}
-    assert [record["update"] for record in records(run)] == list(range(20))
-    notes = [record["survived"] for record in records(run) if "survived" in record]
-    assert sorted(rank for note in notes for rank in note["gone"]) == [0, 1, 4, 5]
-    assert notes[-1]["nodes"] == 1
+    assert [record["update"] for record in records(run)] == list(range(UPDATES))
+    assert sorted(ranks_of(run, "survived", "gone")) == [0, 1, 4, 4, 5]

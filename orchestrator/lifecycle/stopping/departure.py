@@ -19,7 +19,6 @@ from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.checksums import to_json_text
 from orchestrator.rundir.files import read_end, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.outcome import read_outcome
 
 if TYPE_CHECKING:
     from orchestrator.slurm_client import SlurmClient
@@ -58,9 +57,6 @@ def why_restarted(run: RunDir, attempt: int) -> str | None:
     if last is None:
         return None
     departure: dict[str, Any] | None = run.read(run.departure(last))
-    outcome = read_outcome(run, last)
-    if outcome is not None and outcome.lost is not None:
-        return outcome.lost
     if departure is not None:
         return str(departure["why"])
     try:
@@ -68,7 +64,7 @@ def why_restarted(run: RunDir, attempt: int) -> str | None:
     except FileNotFoundError:
         return None
     failed = NODE_FAILURE.search(said)  # the scheduler ended the job, agents included
-    return f"node {failed[1]} failed" if failed and outcome is None else None
+    return f"node {failed[1]} failed" if failed else None
 
 
 def left_now(why: str) -> dict[str, Any]:

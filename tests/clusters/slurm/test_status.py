@@ -6,7 +6,6 @@ from orchestrator.clusters.slurm.outcome import reason
 from orchestrator.clusters.slurm.root_cause import ending, srun_ended
 from orchestrator.clusters.slurm.status import with_job
 from orchestrator.errors import ClusterError
-from orchestrator.lifecycle.stopping.departure import why_restarted
 from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import from_folder
@@ -104,14 +103,6 @@ def test_an_srun_that_is_killed_or_told_to_end_is_no_ranks_fault(run):
         "srun: forcing job termination\nsrun: error: vm: tasks 0-1: Killed\n"
     )
     assert srun_ended(run, 0) == "srun was told to end the job"
-
-
-def test_what_was_lost_is_why_the_next_attempt_began(run):
-    run.attempt(1).mkdir()
-    lost = {"state": "failed", "culprit": None, "lost": "node n1 stopped answering"}
-    write_json(run.outcome(0), lost)
-    write_json(run.departure(0), {"why": "asked to stop"})
-    assert why_restarted(run, 1) == "node n1 stopped answering"
 
 
 def test_the_rank_and_node_that_failed_are_in_the_status(run):
