@@ -121,10 +121,12 @@ def test_it_stays_within_bounds():
     scale = LossScale(scales=True)
     for _ in range(40):
         scale.overflowed()
-    assert (scale.scale, scale.may_overflow) == (1.0, False)
+    assert scale.scale == 1.0
     scale.load({"scale": LARGEST_SCALE, "calm": GROW_AFTER - 1})
     assert after(scale, 1) == LARGEST_SCALE
-    assert scale.may_overflow
+    scale.load({"scale": 2.0, "calm": 3})
+    scale.overflowed()
+    assert scale.state() == {"scale": 1.0, "calm": 0}
 
 
 def test_a_checkpoint_takes_up_the_scale_and_the_calm_where_they_were():
@@ -141,17 +143,6 @@ def test_a_checkpoint_takes_up_the_scale_and_the_calm_where_they_were():
 def test_without_scaling_it_is_one_for_ever():
     scale = LossScale(scales=False)
     assert after(scale, GROW_AFTER + 1) == 1.0
-    assert not scale.may_overflow
-
-
-def test_a_scale_of_one_cannot_overflow_and_any_other_may():
-    scale = LossScale(scales=True)
-    for held, may in ((1.0, False), (2.0, True), (LARGEST_SCALE, True)):
-        scale.load({"scale": held, "calm": 3})
-        assert (scale.scale, scale.may_overflow) == (held, may)
-    scale.load({"scale": 2.0, "calm": 3})
-    scale.overflowed()
-    assert scale.state() == {"scale": 1.0, "calm": 0}
 
 
 # ------------------------------------------------------------------ Evaluation
@@ -219,15 +210,15 @@ def tick(monkeypatch):
 def test_each_moment_counts_once_for_the_innermost_activity(tick):
     clock = Clock()
     tick(1)
-    with clock.compute():
+    with clock.compute:
         tick(2)
-        with clock.wait():
+        with clock.wait:
             tick(4)
         tick(8)
-        with clock.compute():
+        with clock.compute:
             tick(16)
     tick(32)
-    with clock.optimize():
+    with clock.optimize:
         tick(64)
     assert clock.seconds() == {"compute_s": 26.0, "wait_s": 4.0, "optimizer_s": 64.0}
 
@@ -236,7 +227,7 @@ def test_after_a_failure_a_window_begins_from_nothing(tick):
     clock = Clock()
 
     def fails():
-        with clock.compute():
+        with clock.compute:
             tick(1)
             raise KeyError
 

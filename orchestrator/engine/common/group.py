@@ -22,11 +22,6 @@ class Silence:
         self._reason: str | None = None
         self._exempt = threading.local()
 
-    @property
-    def active(self) -> bool:
-        """True while collectives are refused."""
-        return self._reason is not None
-
     def begin(self, reason: str) -> None:
         """Refuse collectives from now on. `reason` is when: "in mid-window of update 3"."""
         self._reason = reason
@@ -74,55 +69,30 @@ class Member:
     """
 
     def __init__(self, *, rank: int, size: int, generation: int = 0, transport: str) -> None:
-        self._rank, self._size, self._generation = rank, size, generation
-        self._transport = transport
-        self._counters = Counters()
+        self.rank, self.size, self.generation = rank, size, generation
+        self.transport = transport
+        self.counters = Counters()
         self._share = 0  # bytes on the wire times R: exact where the quotient is not whole
         self.silence = Silence()
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks there are."""
-        return self._size
-
-    @property
-    def generation(self) -> int:
-        """Number of this group among those of its attempt."""
-        return self._generation
-
-    @property
-    def transport(self) -> str:
-        """Name of what carries the bytes."""
-        return self._transport
-
-    @property
-    def counters(self) -> Counters:
-        """Traffic since the group was formed. Only ever grows."""
-        return self._counters
-
     def mark(self) -> Mark:
         """Return the current counts, for `since`."""
-        return Mark(self._counters.collectives, self._counters.bytes_handed, self._share)
+        return Mark(self.counters.collectives, self.counters.bytes_handed, self._share)
 
     def since(self, mark: Mark) -> Counters:
         """Return the traffic since `mark`; bytes on the wire are rounded up once."""
         return Counters(
-            collectives=self._counters.collectives - mark.collectives,
-            bytes_handed=self._counters.bytes_handed - mark.bytes_handed,
-            bytes_on_wire=-(-(self._share - mark.share) // self._size),
+            collectives=self.counters.collectives - mark.collectives,
+            bytes_handed=self.counters.bytes_handed - mark.bytes_handed,
+            bytes_on_wire=-(-(self._share - mark.share) // self.size),
         )
 
     def _count(self, bytes_handed: int, share: int) -> None:
-        """One more collective. `share`: bytes that all ranks together have to send for it."""
+        """Count a collective. `share`: bytes that all ranks together have to send for it."""
         self._share += share
-        self._counters.collectives += 1
-        self._counters.bytes_handed += bytes_handed
-        self._counters.bytes_on_wire = -(-self._share // self._size)
+        self.counters.collectives += 1
+        self.counters.bytes_handed += bytes_handed
+        self.counters.bytes_on_wire = -(-self._share // self.size)
 
 
 def checked_sizes(

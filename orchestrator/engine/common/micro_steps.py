@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from contextlib import AbstractContextManager
 
 
 def derived_seed(purpose: str, seed: int, *place: int) -> int:
@@ -30,56 +29,52 @@ def derived_seed(purpose: str, seed: int, *place: int) -> int:
 # ------------------------------------------------------------------ Time accounting
 
 
+class Activity:
+    """Context whose seconds a `Clock` counts. Entered in every micro-step, so no generator."""
+
+    __slots__ = ("_clock", "spent_s")
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self.spent_s = clock, 0.0
+
+    def __enter__(self) -> None:
+        clock, now = self._clock, time.perf_counter()
+        if clock.running:
+            clock.running[-1].spent_s += now - clock.since
+        clock.running.append(self)
+        clock.since = now
+
+    def __exit__(self, *error: object) -> None:
+        clock, now = self._clock, time.perf_counter()
+        if clock.running:
+            clock.running.pop().spent_s += now - clock.since
+        clock.since = now
+
+
 class Clock:
-    """Time accounting. Nested activities count once: waiting within computing is waiting."""
+    """Time accounting. Nested activities count once: waiting within computing is waiting.
+
+    Attributes:
+        compute: forward and backward.
+        wait: communication.
+        optimize: clipping and the optimizer's step.
+        running, since: the activities that were entered, and when the last one was entered or left.
+    """
 
     def __init__(self) -> None:
+        self.compute, self.wait, self.optimize = Activity(self), Activity(self), Activity(self)
         self.begin()
 
     def begin(self) -> None:
         """Begin a window, from nothing."""
-        self._spent = {"compute_s": 0.0, "wait_s": 0.0, "optimizer_s": 0.0}
-        self._running: list[str] = []
-        self._since = 0.0
-
-    def compute(self) -> AbstractContextManager[None]:
-        """Count the time in this context as forward or backward."""
-        return _During(self, "compute_s")
-
-    def wait(self) -> AbstractContextManager[None]:
-        """Count the time in this context as communication."""
-        return _During(self, "wait_s")
-
-    def optimize(self) -> AbstractContextManager[None]:
-        """Count the time in this context as clipping and the optimizer's step."""
-        return _During(self, "optimizer_s")
+        self.compute.spent_s = self.wait.spent_s = self.optimize.spent_s = 0.0
+        self.running: list[Activity] = []
+        self.since = 0.0
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of this window so far, by their names in a `BoundaryReport`."""
-        return dict(self._spent)
-
-    def switch(self, what: str | None) -> None:
-        """Start to count `what`; None ends what started last, and continues the one before."""
-        now = time.perf_counter()
-        if self._running:
-            self._spent[self._running[-1]] += now - self._since
-        self._since = now
-        if what is not None:
-            self._running.append(what)
-        elif self._running:
-            self._running.pop()
-
-
-class _During:
-    """Context of one activity. Faster than a generator, and entered twice in every micro-step."""
-
-    __slots__ = ("_clock", "_what")
-
-    def __init__(self, clock: Clock, what: str) -> None:
-        self._clock, self._what = clock, what
-
-    def __enter__(self) -> None:
-        self._clock.switch(self._what)
-
-    def __exit__(self, *error: object) -> None:
-        self._clock.switch(None)
+        return {
+            "compute_s": self.compute.spent_s,
+            "wait_s": self.wait.spent_s,
+            "optimizer_s": self.optimize.spent_s,
+        }

@@ -74,11 +74,6 @@ class ExactSum:
         else:
             self.units += round(math.ldexp(value, UNIT_BITS))
 
-    def merge(self, other: ExactSum) -> None:
-        """Add another sum."""
-        self.units += other.units
-        self.odd += other.odd
-
     @property
     def value(self) -> float:
         """The sum, correctly rounded; NaN or infinite when a part was."""
@@ -121,11 +116,6 @@ class Trailer:
     digest: ExactSum = field(default_factory=ExactSum)
     digest_squared: ExactSum = field(default_factory=ExactSum)
 
-    @classmethod
-    def empty(cls, metric_count: int) -> Trailer:
-        """Return the trailer of a rank without samples."""
-        return cls(metrics=tuple(ExactSum() for _ in range(metric_count)))
-
     def add_digest(self, digest: int) -> None:
         """Add a digest of `DIGEST_BITS` bits; every rank does, or none."""
         self.digest.add(digest)
@@ -140,19 +130,12 @@ class Trailer:
         total, squares = self.digest.units >> UNIT_BITS, self.digest_squared.units >> UNIT_BITS
         return ranks * squares == total**2
 
-    def add(self, other: Trailer) -> None:
-        """Add another rank's trailer."""
-        for ours, theirs in zip(self._sums(), other._sums(), strict=True):
-            ours.merge(theirs)
-        self.flags = [a + b for a, b in zip(self.flags, other.flags, strict=True)]
-
     def numbers(self, bits: int = NARROW) -> list[float]:
-        """`trailer_numbers(metric_count)` numbers; those of several ranks may be added up."""
-        limbs = [limb for one in self._sums() for limb in one.limbs(bits)]
-        return limbs + [float(flag) for flag in self.flags]
-
-    def _sums(self) -> tuple[ExactSum, ...]:
-        return (self.weight, self.loss, self.digest, self.digest_squared, *self.metrics)
+        """Return `trailer_numbers(metric_count)` numbers; those of several ranks add up."""
+        numbers: list[float] = []
+        for one in (self.weight, self.loss, self.digest, self.digest_squared, *self.metrics):
+            numbers += one.limbs(bits)
+        return numbers + [float(flag) for flag in self.flags]
 
     def report(self, metric_names: Sequence[str]) -> dict[str, Any]:
         """Return the fields of a `BoundaryReport` that all ranks share, from the summed trailer.
@@ -202,6 +185,7 @@ class LossSums:
             is what the engine passes to `add`.
 
     Attributes:
+        micro_steps: added since `begin`.
         first_non_finite, first_bad_weight: micro-steps with the first unusable values of this
             window, as of the last `trailer`.
     """
@@ -212,29 +196,25 @@ class LossSums:
         to_floats: Callable[[Sequence[Any]], Iterable[Sequence[float]]],
     ) -> None:
         self._metric_count, self._to_floats = metric_count, to_floats
-        self._rows: list[Any] = []
         self.begin()
 
     def begin(self) -> None:
         """Begin a window, from nothing."""
-        self._rows.clear()
-        self._before = 0
+        self._rows: list[Any] = []
+        self.micro_steps = 0
         self.first_non_finite: int | None = None
         self.first_bad_weight: int | None = None
-
-    @property
-    def micro_steps(self) -> int:
-        """The number of micro-steps added since `begin`."""
-        return self._before + len(self._rows)
 
     def add(self, row: Any) -> None:
         """Add a micro-step, without waiting for its values."""
         self._rows.append(row)
+        self.micro_steps += 1
 
     def trailer(self) -> Trailer:
         """Return the exact sums since the last trailer, with flags for unusable values."""
-        trailer = Trailer.empty(self._metric_count)
-        for step, (weight, total, *metrics) in enumerate(self._to_floats(self._rows), self._before):
+        trailer = Trailer(metrics=tuple(ExactSum() for _ in range(self._metric_count)))
+        first = self.micro_steps - len(self._rows)
+        for step, (weight, total, *metrics) in enumerate(self._to_floats(self._rows), first):
             if not (math.isfinite(weight) and weight >= 0):
                 trailer.flags[BAD_WEIGHT] = 1
                 if self.first_bad_weight is None:
@@ -248,6 +228,5 @@ class LossSums:
             trailer.loss.add(total)
             for metric, value in zip(trailer.metrics, metrics, strict=True):
                 metric.add(value)
-        self._before += len(self._rows)
         self._rows.clear()
         return trailer

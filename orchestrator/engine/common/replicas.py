@@ -1,4 +1,4 @@
-"""Do all ranks still hold the same weights? Asked in every update, of a part of the model.
+"""Detection of weights that differ between ranks: each update checks a part of the model.
 
 Ranks start alike and apply the same update, so they stay alike; unless something changes weights on
 one of them only. Nothing would show that: gradients are averaged, the loss goes on falling, and
@@ -103,7 +103,7 @@ class Replicas:
         ranks: int,
         joint_digests: Callable[[Sequence[Piece]], list[int]] | None = None,
     ) -> None:
-        self._digests_told = joint_digests or digests
+        self._joint_digests = joint_digests or digests
         self._names, self._digests, self._gather, self._ranks = names, digests, gather, ranks
         self._shares = shares_of(sizes, itemsizes)
         self._update = -1  # the latest
@@ -123,8 +123,11 @@ class Replicas:
         """
         self._update, self._agreed = update, agreed or {}
         if self._ranks > 1:
-            words = [_bits(number) for number in self._agreed.values()]
-            words += self._digests_told(self._share(update))
+            numbers = self._agreed.values()
+            words = list(
+                struct.unpack(f"<{len(numbers)}Q", struct.pack(f"<{len(numbers)}d", *numbers))
+            )
+            words += self._joint_digests(self._shares[update % len(self._shares)])
             trailer.add_digest(folded(words, DIGEST_BITS))
 
     def check(self, totals: Trailer, update: int) -> None:
@@ -141,8 +144,7 @@ class Replicas:
             return
         if self._agreed:
             self._check_agreed(update)
-        pieces = self._share(update)
-        raise self._error(pieces, self._alike[place], f"the step of update {update}")
+        raise self._error(self._shares[place], self._alike[place], f"the step of update {update}")
 
     def check_all(self) -> None:
         """Compare all weights now, between two windows. Collective.
@@ -174,9 +176,6 @@ class Replicas:
                 f"{named_ranks(odd)}, and {ours:.17g} on others; it has to be the same on all ranks"
             )
 
-    def _share(self, update: int) -> list[Piece]:
-        return self._shares[update % len(self._shares)]
-
     def _error(self, pieces: Sequence[Piece], since: int | None, until: str) -> ReplicasDiffer:
         """Return the error, in which all ranks name the same culprits. Collective."""
         rows = self._gather([float(folded([word])) for word in self._digests(pieces)])
@@ -193,10 +192,6 @@ class Replicas:
             "processors and numbers of threads, which decide the last bits",
             odd,
         )
-
-
-def _bits(number: float) -> int:
-    return int.from_bytes(struct.pack("<d", number), "little")
 
 
 def minority_ranks(rows: Sequence[Sequence[float]]) -> list[int]:

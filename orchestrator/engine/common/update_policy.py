@@ -17,7 +17,7 @@ EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_, so that clipping agrees 
 
 
 def averaging_factor(norm: float, divisor: float, clip_norm: float | None) -> tuple[float, float]:
-    """(norm of the averaged gradient, factor to multiply the summed one with).
+    """Return the norm of the averaged gradient, and the factor to multiply the summed one with.
 
     Args:
         norm: of the summed gradient.
@@ -45,26 +45,20 @@ GROW_AFTER = 2000  # windows without overflow; as in torch.amp.GradScaler
 
 
 class LossScale:
-    """The scale of the present window; always 1 where `scales` is false."""
+    """The scale of the present window; always 1 where `scales` is false.
+
+    Attributes:
+        scale: the factor of losses before the backward; 1 but for float16.
+    """
 
     def __init__(self, *, scales: bool) -> None:
         self._scales = scales
-        self._scale = FIRST_SCALE if scales else 1.0
+        self.scale = FIRST_SCALE if scales else 1.0
         self._calm = 0
-
-    @property
-    def scale(self) -> float:
-        """The factor of losses before the backward; 1 but for float16."""
-        return self._scale
-
-    @property
-    def may_overflow(self) -> bool:
-        """True when a gradient that is not finite can be the scale's fault."""
-        return self._scale > 1.0
 
     def overflowed(self) -> None:
         """Halve the scale, after a skipped window."""
-        self._scale, self._calm = max(1.0, self._scale / 2), 0
+        self.scale, self._calm = max(1.0, self.scale / 2), 0
 
     def succeeded(self) -> None:
         """Count an applied window; after many of those, double the scale."""
@@ -72,15 +66,15 @@ class LossScale:
             return
         self._calm += 1
         if self._calm == GROW_AFTER:
-            self._scale, self._calm = min(LARGEST_SCALE, self._scale * 2), 0
+            self.scale, self._calm = min(LARGEST_SCALE, self.scale * 2), 0
 
     def state(self) -> dict[str, float]:
         """Return the state for a checkpoint."""
-        return {"scale": self._scale, "calm": self._calm}
+        return {"scale": self.scale, "calm": self._calm}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load what `state` returned."""
-        self._scale, self._calm = float(state["scale"]), int(state["calm"])
+        self.scale, self._calm = float(state["scale"]), int(state["calm"])
 
 
 # ------------------------------------------------------------------ Policy
@@ -166,7 +160,7 @@ class UpdatePolicy:
         """
         if norm < float("inf"):
             return averaging_factor(norm, weight * self._scale.scale, self._clip_norm)
-        if self._scale.may_overflow:
+        if self._scale.scale > 1.0:  # the scale's fault, perhaps
             self._scale.overflowed()
         elif self._policy == "stop":
             names = named()

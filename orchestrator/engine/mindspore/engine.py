@@ -134,7 +134,7 @@ class MindSporeEngine:
         window = self._window
         if window is None or micro_batch.update != window.update:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
-        with self._clock.compute():
+        with self._clock.compute:
             seed = derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
             seed_everything(seed)
             self._sums.add(self._accumulator.add(batch))
@@ -144,15 +144,15 @@ class MindSporeEngine:
         if window is None:
             raise RuntimeError("a boundary without a window")
         self._hyperparameters.check("inside a window")
-        with self._clock.compute():
+        with self._clock.compute:
             trailer = self._sums.trailer()  # waits for the losses, so the rest is not computing
             trailer.flags[STOP] = int(stop)
             self._replicas.write_digest(trailer, window.update)
-        with self._clock.wait(), self._group.silence.suspended():
+        with self._clock.wait, self._group.silence.suspended():
             buckets = self._accumulator.reduce(trailer.numbers())
         self._group.silence.end()
         scale = self._accumulator.precision.scale
-        with self._clock.optimize():
+        with self._clock.optimize:
             applied = self._stepper.apply(window.update, buckets, len(self._names), self._sums)
         self._window = None
         self._hyperparameters.keep()

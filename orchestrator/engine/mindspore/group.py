@@ -168,11 +168,11 @@ class MindSporeGroup(Member):
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums over ranks of several tensors, one collective each, launched together."""
         self.silence.check("all_reduce_sum")
-        if self._size == 1:
+        if self.size == 1:
             return list(tensors)
         totals: list[Tensor] = []
         for tensor in tensors:
-            self._count(_bytes(tensor), 2 * (self._size - 1) * _bytes(tensor))
+            self._count(_bytes(tensor), 2 * (self.size - 1) * _bytes(tensor))
             totals.append(self._launch_sum(tensor.reshape(-1)).reshape(tensor.shape))
         self.wait(totals, "all_reduce_sum")
         return totals
@@ -180,11 +180,11 @@ class MindSporeGroup(Member):
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Concatenate the ranks' tensors along axis 0; see `Group.all_gather`."""
         self.silence.check("all_gather")
-        every = checked_sizes(tensor.shape, sizes, self._rank, self._size)
-        if self._size == 1:
+        every = checked_sizes(tensor.shape, sizes, self.rank, self.size)
+        if self.size == 1:
             return tensor.copy()
         row = math.prod(tensor.shape[1:])
-        self._count(_bytes(tensor), (self._size - 1) * sum(every) * row * tensor.itemsize)
+        self._count(_bytes(tensor), (self.size - 1) * sum(every) * row * tensor.itemsize)
         gathered = self._launch_gather(tensor, every)
         self.wait([gathered], "all_gather")
         return gathered
@@ -192,11 +192,11 @@ class MindSporeGroup(Member):
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Replace `tensor` by rank `source`'s, in place."""
         self.silence.check("broadcast")
-        if not 0 <= source < self._size:
-            raise ValueError(f"`source` must be a rank below {self._size}, but is {source}")
-        if self._size == 1:
+        if not 0 <= source < self.size:
+            raise ValueError(f"`source` must be a rank below {self.size}, but is {source}")
+        if self.size == 1:
             return
-        self._count(_bytes(tensor), (self._size - 1) * _bytes(tensor))
+        self._count(_bytes(tensor), (self.size - 1) * _bytes(tensor))
         carried, back = self._as_carried(tensor.reshape(-1))
         broadcast: Any = ops.Broadcast(source)
         (result,) = broadcast((carried,))
@@ -206,9 +206,9 @@ class MindSporeGroup(Member):
     def barrier(self) -> None:
         """Return once every rank has called."""
         self.silence.check("barrier")
-        if self._size == 1:
+        if self.size == 1:
             return
-        self._counters.collectives += 1
+        self.counters.collectives += 1
         # MCCL has no barrier of its own.
         self.wait([self._launch_sum(ops.zeros((1,), ms.float32))], "barrier")
 
@@ -223,15 +223,15 @@ class MindSporeGroup(Member):
     # ------------------------------------------------------------------ the parts
 
     def _launch_sum(self, flat: Tensor) -> Tensor:
-        if self._transport != "mccl" or flat.dtype in REDUCED_BY_MCCL:
+        if self.transport != "mccl" or flat.dtype in REDUCED_BY_MCCL:
             reduce: Any = ops.AllReduce()
             return reduce(flat)
         self._say_once(
             f"MCCL has no all-reduce of {flat.dtype}; the ranks' parts are gathered and added in "
             f"the order of ranks instead"
         )
-        parts = self._launch_gather(flat, (flat.shape[0],) * self._size)
-        return parts.reshape(self._size, -1).sum(axis=0).astype(flat.dtype)
+        parts = self._launch_gather(flat, (flat.shape[0],) * self.size)
+        return parts.reshape(self.size, -1).sum(axis=0).astype(flat.dtype)
 
     def _launch_gather(self, tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Equal parts are gathered, so shorter ones travel padded to the longest."""
@@ -254,7 +254,7 @@ class MindSporeGroup(Member):
     def _as_carried(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """`tensor` in a type that the transport carries, and the way back."""
         dtype = tensor.dtype
-        if self._transport != "mccl" or dtype in GATHERED_BY_MCCL:
+        if self.transport != "mccl" or dtype in GATHERED_BY_MCCL:
             return tensor, lambda result: result
         if dtype in (ms.float64, ms.int64):
             # MCCL takes these, but a float64 keeps a float32's digits only and an int64 its lower
@@ -296,9 +296,7 @@ class MindSporeGroup(Member):
             self._watch.check()
             first = str(raised[0]).strip().splitlines()[0]
             if any(word in str(raised[0]).lower() for word in TIMED_OUT):
-                raise PeerLost(f"rank {self._rank}: {operation} did not end: {first}") from raised[
-                    0
-                ]
+                raise PeerLost(f"rank {self.rank}: {operation} did not end: {first}") from raised[0]
             raise raised[0]
 
     def _say_once(self, sentence: str) -> None:

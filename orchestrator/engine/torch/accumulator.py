@@ -18,6 +18,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,21 +29,21 @@ from torch.optim import Optimizer
 from orchestrator.engine.api import AccumulationOptions, BoundaryReport
 from orchestrator.engine.common.micro_steps import Clock
 from orchestrator.engine.common.packed_sums import NEWCOMERS, STOP, LossSums, Trailer
+from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.torch.buffers import (
+    GradHooks,
     GradientBuffers,
     UsedParameters,
     aligned_first,
-    register_grad_hooks,
 )
-from orchestrator.engine.torch.group import BaseGroup
+from orchestrator.engine.torch.group import BaseGroup, gather_numbers
 from orchestrator.engine.torch.model import Precision
-from orchestrator.engine.torch.optimizers import LearningRate, OptimizerStep, check_optimizer
+from orchestrator.engine.torch.optimizers import LearningRate, check_optimizer
 from orchestrator.engine.torch.process_group import group_of_torch
-from orchestrator.engine.torch.reducer import BucketSender, FastReduction, GradientNorm
+from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
 from orchestrator.engine.torch.reproducible import ReproducibleReduction
 from orchestrator.engine.torch.sharding import (
     OptimizerShard,
-    SegmentSender,
     ShardedReduction,
     check_shardable,
     gather_state_on_all,
@@ -76,23 +77,6 @@ def reduction_for(
     Raises:
         ConfigError: options that do not go together, or a bucket that is too small for a number.
     """
-    _check_options(options)
-    order, overlap, bucket_bytes = options.order, options.overlap, options.bucket_bytes
-    if options.shard_optimizer and group.size > 1:
-        order = aligned_first(parameters, order)
-        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
-        segments = SegmentSender(buffers, group, bucket_bytes)
-        return ShardedReduction(buffers, group, segments, overlap=overlap)
-    if options.reduction == "reproducible":
-        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
-        return ReproducibleReduction(buffers, group)
-    buffers = GradientBuffers(parameters, metric_count=len(options.metric_names), order=order)
-    sender = BucketSender(buffers, group, bucket_bytes, WIRES[options.wire])
-    return FastReduction(buffers, group, sender, overlap=overlap)
-
-
-def _check_options(options: AccumulationOptions) -> None:
-    """Refuse options without a reduction."""
     reduction, wire = options.reduction, options.wire
     if wire not in WIRES:
         raise ConfigError(f"there is no engine.wire={wire}{did_you_mean(wire, WIRES)}")
@@ -100,16 +84,24 @@ def _check_options(options: AccumulationOptions) -> None:
         raise ConfigError(
             f"there is no accumulation.reduction={reduction}{did_you_mean(reduction, _REDUCTIONS)}"
         )
-    if wire != "own" and reduction != "fast":
-        raise ConfigError(
-            f"engine.wire={wire} is for accumulation.reduction=fast, not for {reduction}"
-        )
-    if options.shard_optimizer and reduction != "fast":
-        raise ConfigError(
-            f"engine.shard_optimizer=true is for accumulation.reduction=fast, not for {reduction}"
-        )
+    for name, wanted in (
+        (f"engine.wire={wire}", wire != "own"),
+        ("engine.shard_optimizer=true", options.shard_optimizer),
+    ):
+        if wanted and reduction != "fast":
+            raise ConfigError(f"{name} is for accumulation.reduction=fast, not for {reduction}")
     if options.shard_optimizer and wire != "own":
         raise ConfigError(f"engine.shard_optimizer=true is for engine.wire=own, not for {wire}")
+    order, overlap, bucket_bytes = options.order, options.overlap, options.bucket_bytes
+    if options.shard_optimizer and group.size > 1:
+        order = aligned_first(parameters, order)
+        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
+        return ShardedReduction(buffers, group, bucket_bytes, overlap=overlap)
+    if reduction == "reproducible":
+        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
+        return ReproducibleReduction(buffers, group)
+    buffers = GradientBuffers(parameters, metric_count=len(options.metric_names), order=order)
+    return FastReduction(buffers, group, bucket_bytes, wire=WIRES[wire], overlap=overlap)
 
 
 # ------------------------------------------------------------------ Accumulator
@@ -153,9 +145,11 @@ class Accumulator:
         self.precision = Precision(options.precision, trained[0][1].device)
         self._rate = LearningRate(optimizer)
         self._sums = LossSums(len(options.metric_names), to_floats)
-        self._used = UsedParameters(len(trained), group)
-        self._step = OptimizerStep(self.optimizer, group, self.precision, self._used, options)
+        self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
+        self._stepping = False  # the optimizer may step now
+        self._step_guard = _refuse_other_steps(self)
         self._reduction = reduction_for(trained, group, options)
+        self._used = UsedParameters(self.buffers.used, group)
         if options.shard_optimizer:
             check_shardable(optimizer, trained)
         self._shard = None
@@ -172,7 +166,7 @@ class Accumulator:
         self.newcomers_wait = False  # this rank knows of some, and every rank's report will say so
         self._mark = group.mark()
         self.clock = Clock()
-        self._hooks = register_grad_hooks(self, trained)
+        self._hooks = GradHooks(self, trained)
         _living.add(self)
 
     def begin_window(
@@ -232,7 +226,7 @@ class Accumulator:
         self._window.begin(update, self._sums.micro_steps)
         if learning_rate is not None:
             self._rate.set(finite_float("learning_rate", learning_rate))
-        self._reduction.begin(leaves=leaves)
+        self._reduction.begin(leaves)
         self._sums.begin()
         self._used.begin()
         self._mark = self.group.mark()
@@ -255,25 +249,25 @@ class Accumulator:
                 parameter was frozen or unfrozen since the window's first micro-step.
         """
         with self._window.within("backward()"):
-            self._need_window("backward()")
-            if self._tracker is not None:
-                last, leaf = self._tracker.next_step("backward()", last=last, leaf=leaf)
-            with self.clock.compute():
-                row = self._row(loss)
+            last, leaf = self._expect_step("backward()", last=last, leaf=leaf)
+            with self.clock.compute:
+                row = self._checked_row(loss)
                 with self._window.micro_step(last=last):
                     self._sums.add(row)
-                    self._back_propagate(loss, last=last, leaf=leaf)
+                    self._back_propagate(loss.total, last=last, leaf=leaf)
             if self._tracker is not None:
-                self._tracker.count()
+                self._tracker.computed += 1
 
-    def _back_propagate(self, loss: Loss, *, last: bool, leaf: int | None) -> None:
-        self.buffers.check_before_backward()
+    def _back_propagate(self, total: Tensor, *, last: bool, leaf: int | None) -> None:
+        self._reduction.buffers.check_before_backward()
         report_each = self._reduction.before_backward(last=last, leaf=leaf)
+        buffers = self._reduction.buffers
+        self._hooks.counts = buffers.versions if buffers.begun() and not report_each else None
         factor = self.precision.scale / self._expected
-        counted = self.buffers.begun and not report_each
-        with self._hooks.counting(self.buffers.versions if counted else None):
-            (loss.total if factor == 1.0 else loss.total * factor).backward()
-        self._used.mark(*self.buffers.store_late())
+        try:
+            (total if factor == 1.0 else total * factor).backward()
+        finally:
+            self._hooks.counts = None
         self._reduction.after_backward()
 
     def record(self, loss: Loss) -> None:
@@ -287,33 +281,36 @@ class Accumulator:
             JobError: the backward ran before the window began.
         """
         with self._window.within("record()"):
-            self._need_window("record()")
+            self._expect_step("record()", last=False, leaf=None)
+            if self.options.reduction != "fast":
+                raise ConfigError(
+                    "record() is for reduction='fast'; with 'reproducible' each chunk's gradient "
+                    "is kept apart, by backward()"
+                )
+            row = self._checked_row(loss)
+            self._window.record()
+            if self._expected != 1.0:
+                raise ValueError("record() is for windows without `expected_weight`")
+            self._sums.add(row)
             if self._tracker is not None:
-                self._tracker.next_step("record()", last=False, leaf=None)
-            self._record(loss)
-            if self._tracker is not None:
-                self._tracker.count()
+                self._tracker.computed += 1
 
-    def _record(self, loss: Loss) -> None:
-        if not self._reduction.records:
-            raise ConfigError(
-                "record() is for reduction='fast'; with 'reproducible' each chunk's gradient is "
-                "kept apart, by backward()"
-            )
-        row = self._row(loss)
-        self._window.record()
-        if self._expected != 1.0:
-            raise ValueError("record() is for windows without `expected_weight`")
-        self._sums.add(row)
+    def _expect_step(self, call: str, *, last: bool, leaf: int | None) -> tuple[bool, int | None]:
+        """Begin a window if need be; return `last` and `leaf`, which `run.windows` knows itself."""
+        if self._tracker is not None:
+            return self._tracker.next_step(call, last=last, leaf=leaf)
+        if not self._window.open:
+            self._window.refuse_stray_backward(call)
+            self._begin()
+        return last, leaf
 
-    def _row(self, loss: Loss) -> list[Any]:
+    def _checked_row(self, loss: Loss) -> list[Any]:
         """Check a micro-step and return its weight, total and metrics; nothing is computed yet."""
         names = self.options.metric_names
         metrics = checked_loss(loss, names)
         values = [loss.weight, loss.total, *(metrics[name] for name in names)]
-        row = [value.detach() if isinstance(value, Tensor) else value for value in values]
         self._checks.micro_step(self._window.update, first=not self._sums.micro_steps)
-        return row
+        return [value.detach() if isinstance(value, Tensor) else value for value in values]
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         """Reduce once, divide by the weight, clip once, step once. Collective.
@@ -328,81 +325,102 @@ class Accumulator:
             ReplicasDiffer: on all ranks alike, when their parameters are not the same any more.
             PeerLost: another rank went away.
         """
+        tracker = self._tracker
         with self._window.within("boundary()"):
-            self._need_window("boundary()")
-            if self._tracker is None:
-                self._window.end()
-                return self._boundary(stop=stop)
-            self._tracker.require_complete()
+            if tracker is not None:
+                tracker.require_complete()
+                stop = stop or tracker.stop()
+            elif not self._window.open:
+                self._window.refuse_stray_backward("boundary()")
+                self._begin()
             self._window.end()
-            report = self._boundary(stop=stop or self._tracker.stop())
-            self._tracker.ended(report)
+            report = self._boundary(stop=stop)
+            if tracker is not None:
+                tracker.ended(report)
             return report
-
-    def _need_window(self, call: str) -> None:
-        if self._tracker is not None:
-            self._tracker.require_window(call)
-        elif not self._window.open:
-            self._window.refuse_stray_backward(call)
-            self._begin()
 
     def _boundary(self, *, stop: bool) -> BoundaryReport:
         scale, update, norm_of_sum = self.precision.scale, self._window.update, GradientNorm()
+        agreed = {  # numbers of this window that have to be the same on all ranks
+            "the number of the update": update,
+            "expected_weight": self._expected,
+            "the learning rate": self._rate.of_first_group(),
+        }
         with self._window.failing_alone():
-            with self.clock.compute():  # the device may still be at it
+            with self.clock.compute:  # the device may still be at it
                 self._checks.end(update)
                 trailer = self._sums.trailer()
-            with self.clock.wait():
+            with self.clock.wait:
                 trailer.flags[STOP] = int(stop)
                 trailer.flags[NEWCOMERS] = int(self.newcomers_wait)
                 self._used.flag(trailer)
-                self._checks.write_digests(trailer, update, self._told())
-                totals = self._reduction.finish(trailer, norm_of_sum.add)
-        with self.clock.wait():
-            self._checks.compare(totals, update)
-        summed = self._shard or self.buffers
-        with self.clock.optimize():
-            norm, applied = self._step.prepare(
-                update, totals, norm_of_sum, summed, self._sums, divided_by=self._expected
-            )
-            if applied:
-                with self._step.stepping(summed):
-                    self.optimizer.step()
-        if self._shard is not None and applied:
-            with self.clock.wait():
-                self._shard.gather_weights()
-        return self._report(totals, gradient_norm=norm, applied=applied, loss_scale=scale)
-
-    def _told(self) -> dict[str, float]:
-        """Return the arguments of this window that have to be the same on all ranks."""
-        return {
-            "the number of the update": self._window.update,
-            "expected_weight": self._expected,
-            "the learning rate": self._rate.of_first_group,
-        }
-
-    def _report(self, totals: Trailer, **what_became_of_it: Any) -> BoundaryReport:
+                self._checks.write_digests(trailer, update, agreed)
+                totals = self._reduction.finish(trailer, norm_of_sum)
+        with self.clock.wait:
+            self._checks.replicas.check(totals, update)
+        with self.clock.optimize:
+            norm = self._step(update, totals, norm_of_sum)
         sent = self.group.since(self._mark)
+        shared = totals.report(self.options.metric_names)
+        seconds: dict[str, Any] = self.clock.seconds()
         return BoundaryReport(
-            update=self._window.update,
+            update=update,
+            applied=norm is not None,
+            gradient_norm=norm,
+            loss_scale=scale,
             micro_steps=self._sums.micro_steps,
             collectives=sent.collectives,
             exchanges=self._used.exchanges,
             bytes_on_wire=sent.bytes_on_wire,
-            **totals.report(self.options.metric_names),
-            **self.clock.seconds(),
-            **what_became_of_it,
+            **shared,
+            **seconds,
         )
+
+    def _step(self, update: int, totals: Trailer, norm_of_sum: GradientNorm) -> float | None:
+        """Average and clip the summed gradient, and let the optimizer step.
+
+        Collective where it refuses, or where the set of used parameters changed.
+
+        Returns:
+            The averaged gradient's norm; None where the update is skipped.
+        """
+        summed = self._shard or self._reduction.buffers
+        if not self._policy.losses_usable(update, totals, self._sums):
+            return None
+        weight = totals.weight.value / self._expected
+        found = self._policy.factor(update, weight, norm_of_sum.value(), summed.non_finite)
+        if found is None:
+            return None
+        norm, factor = found
+        if factor != 1.0:
+            for gradient in summed.gradients:
+                gradient.mul_(factor)
+        unused = self._used.unused(totals)
+        if len(unused) == len(self._used.mine):
+            raise JobError(
+                f"no gradient reached any parameter in update {update}, on any rank: were the "
+                "losses computed by another model, or by a copy of this one?"
+            )
+        summed.detach(unused)
+        self._stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._stepping = False
+        summed.attach()
+        self.precision.succeeded()
+        if self._shard is not None:
+            with self.clock.wait:
+                self._shard.gather_weights()
+        return norm
 
     # ------------------------------------------------------------------ between windows
 
     def gradient_ready(self, parameter: int) -> None:
-        """For the hooks of this accumulator's parameters."""
-        if not self._window.accepts(parameter):
-            return
-        self.buffers.take(parameter)
-        self._used.mark(parameter)
-        self._reduction.ready(parameter)
+        """Take in a parameter's gradient, for its hook."""
+        if self._window.accepts(parameter):
+            self._reduction.buffers.take(parameter)
+            self._reduction.ready(parameter)
 
     @property
     def buffers(self) -> GradientBuffers:
@@ -413,11 +431,11 @@ class Accumulator:
 
     def parameter_count(self) -> int:
         """Return the trained real numbers, shared ones counted once."""
-        return self.buffers.numbers()
+        return sum(gradient.numel() for gradient in self.buffers.gradients)
 
     def gradient_bytes(self) -> int:
         """Return the memory of all gradient buffers that were made."""
-        return self._reduction.buffers_made * self.buffers.bytes_of_all()
+        return self._reduction.buffers_made * sum(flat.nbytes for flat in self.buffers.flats)
 
     @property
     def sharded(self) -> bool:
@@ -465,7 +483,7 @@ class Accumulator:
         Raises:
             ReplicasDiffer: on all ranks alike.
         """
-        self._checks.all_weights()
+        self._checks.replicas.check_all()
 
     def track_windows(self, handed: MicroBatchTracker) -> None:
         """Take all windows from `run.windows` from now on. Not collective.
@@ -508,7 +526,7 @@ class Accumulator:
         """Remove the hooks from model and optimizer, so that another accumulator can be built."""
         _living.discard(self)
         self._window.close()
-        self._step.close()
+        self._step_guard.remove()
         self._hooks.remove()
 
     def release_shard(self) -> None:
@@ -519,6 +537,21 @@ class Accumulator:
             self._shard.release()
         elif self.options.shard_optimizer:
             self.optimizer.state.clear()
+
+
+def _refuse_other_steps(accumulator: Accumulator) -> Any:
+    """Make the optimizer refuse others' steps while `accumulator` lives; return the handle."""
+    weak = weakref.ref(accumulator)
+
+    def before(*_: Any) -> None:
+        living = weak()
+        if living is not None and not living._stepping:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            raise JobError(
+                "optimizer.step() was called, but the optimizer steps at the boundary: call "
+                "accumulator.boundary() instead, which reduces, divides, clips and steps once"
+            )
+
+    return accumulator.optimizer.register_step_pre_hook(before)
 
 
 _living: weakref.WeakSet[Accumulator] = weakref.WeakSet()

@@ -1,12 +1,11 @@
-"""Flat gradient buffers: layout, accumulation into them, gradient hooks, used parameters."""
+"""Flat gradient buffers: layout, accumulation, gradient hooks, used parameters."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from orchestrator.engine.common.packed_sums import USES_ALL, USES_CHANGED, Trailer
-from orchestrator.engine.torch.group import BaseGroup, bytes_of, version_of
+from orchestrator.engine.torch.group import BaseGroup, version_of
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.wire import bucket_count, trailer_numbers
 
@@ -36,13 +35,8 @@ class Place:
     count: int
 
 
-@dataclass(slots=True)
-class BufferPlan:
-    """Plan of one buffer: its parameters in their order."""
-
-    device: torch.device
-    dtype: torch.dtype
-    members: list[tuple[str, Tensor]] = field(default_factory=list[tuple[str, Tensor]])
+Plan = tuple[torch.device, torch.dtype, list[int]]
+"""One buffer: where it is, its type, and its parameters' numbers in their order."""
 
 
 def named_parameters(
@@ -79,7 +73,7 @@ def real_numbers(tensor: Tensor) -> int:
 
 def buffer_plans(
     parameters: Sequence[tuple[str, Tensor]], *, trailer: bool, order: Sequence[int] | None = None
-) -> list[BufferPlan]:
+) -> list[Plan]:
     """Return the buffers for `parameters`.
 
     Args:
@@ -97,21 +91,23 @@ def buffer_plans(
         raise ValueError(
             f"`order` must hold each number below {len(parameters)} once, but is {list(order)}"
         )
-    plans: dict[tuple[torch.device, torch.dtype], BufferPlan] = {}
-    for name, parameter in (parameters[number] for number in order):
+    plans: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number in order:
+        name, parameter = parameters[number]
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise JobError(
                 f"parameter {name} is {parameter.dtype}; gradients need a floating dtype"
             )
         dtype = parameter.real.dtype if parameter.is_complex() else parameter.dtype
-        key = (parameter.device, dtype)
-        plans.setdefault(key, BufferPlan(*key)).members.append((name, parameter))
-    for plan in plans.values():  # pairs of reals have to begin at even places
-        plan.members.sort(key=lambda member: not member[1].is_complex())
+        plans.setdefault((parameter.device, dtype), []).append(number)
+    for members in plans.values():  # pairs of reals have to begin at even places
+        members.sort(key=lambda number: not parameters[number][1].is_complex())
     # The trailer's buffer comes last, because the trailer is what is known last.
-    ordered = sorted(plans.values(), key=lambda plan: plan.dtype in _EXACT)
-    if trailer and ordered[-1].dtype not in _EXACT:
-        ordered.append(BufferPlan(ordered[-1].device, torch.float32))
+    ordered: list[Plan] = sorted(
+        ((*key, members) for key, members in plans.items()), key=lambda plan: plan[1] in _EXACT
+    )
+    if trailer and ordered[-1][1] not in _EXACT:
+        ordered.append((ordered[-1][0], torch.float32, []))
     return ordered
 
 
@@ -196,6 +192,8 @@ class GradientBuffers:
         pad_to: each buffer is allocated in multiples of this; the padding is never reduced as
             gradient and stays zero.
         order: see `buffer_plans`.
+        used: 1 is written there for each parameter that gets a gradient; one for all sets of
+            buffers of a model.
 
     Attributes:
         flats: the buffers, padding included. The trailer ends the payload of the last one.
@@ -213,30 +211,32 @@ class GradientBuffers:
         metric_count: int | None = 0,
         pad_to: int = 1,
         order: Sequence[int] | None = None,
+        used: bytearray | None = None,
     ) -> None:
         self.metric_count, self.pad_to, self.order = metric_count, pad_to, order
         self.parameters = list(parameters)
+        self.used = bytearray(len(self.parameters)) if used is None else used
         trailer = 0 if metric_count is None else trailer_numbers(metric_count)
         plans = buffer_plans(self.parameters, trailer=trailer > 0, order=order)
         self.flats: list[Tensor] = []
         self.payloads: list[Tensor] = []
         self.gradients: list[Tensor] = []
-        place_of: dict[int, Place] = {}
-        for number, plan in enumerate(plans):
+        places: dict[int, Place] = {}
+        for buffer, (device, dtype, members) in enumerate(plans):
             start = 0
-            for name, parameter in plan.members:
+            for number in members:
+                name, parameter = self.parameters[number]
                 count = real_numbers(parameter)
-                place_of[id(parameter)] = Place(name, parameter, number, start, count)
+                places[number] = Place(name, parameter, buffer, start, count)
                 start += count
-            last = number == len(plans) - 1
-            length = start + (trailer if last else 0)
+            length = start + (trailer if buffer == len(plans) - 1 else 0)
             padded = -(-length // pad_to) * pad_to
-            flat = torch.zeros(padded, dtype=plan.dtype, device=plan.device)
+            flat = torch.zeros(padded, dtype=dtype, device=device)
             self.flats.append(flat)
             self.payloads.append(flat[:length])
             self.gradients.append(flat[:start])
         self.trailer = self.payloads[-1][self.gradients[-1].numel() :]
-        self.places = [place_of[id(parameter)] for _, parameter in self.parameters]
+        self.places = [places[number] for number in range(len(self.parameters))]
         # A view by `.data` has a version of its own, which writing in the flat buffer leaves alone.
         self.views = [
             view_of(self.flats[place.buffer], place, place.start).data for place in self.places
@@ -248,9 +248,13 @@ class GradientBuffers:
         self._checked = False  # in this backward, what is in no view's place was None before it
 
     def clone_layout(self) -> GradientBuffers:
-        """Further buffers of the same layout, zero."""
+        """Return further buffers of the same layout, zero."""
         return GradientBuffers(
-            self.parameters, metric_count=self.metric_count, pad_to=self.pad_to, order=self.order
+            self.parameters,
+            metric_count=self.metric_count,
+            pad_to=self.pad_to,
+            order=self.order,
+            used=self.used,
         )
 
     def begin(self) -> None:
@@ -262,13 +266,12 @@ class GradientBuffers:
             parameter.grad = None
         self.versions[:], self._checked = map(version_of, self.views), False
 
-    @property
     def begun(self) -> bool:
-        """A backward has brought gradients since `begin`; later ones add where those are."""
+        """Return whether a backward has brought gradients since `begin`; later ones add there."""
         return 1 in self._filled
 
     def check_before_backward(self) -> None:
-        """Before a backward: every `.grad` is its view, or None.
+        """Check before a backward that every `.grad` is its view, or None.
 
         A `.grad` of None (after `zero_grad(set_to_none=True)`) takes nothing away from what was
         accumulated.
@@ -277,7 +280,7 @@ class GradientBuffers:
             JobError: another tensor is in its place.
         """
         before = map(_GRADIENT, self._tensors)
-        if not all(map(is_, before, self.views if self.begun else repeat(None))):
+        if not all(map(is_, before, self.views if self.begun() else repeat(None))):
             for number, (parameter, view) in enumerate(zip(self._tensors, self.views, strict=True)):
                 if parameter.grad is not None and parameter.grad is not view:
                     raise self._foreign_write(number)
@@ -317,21 +320,17 @@ class GradientBuffers:
             view.add_(found)
         else:
             raise self._foreign_write(number)
-        self._filled[number] = 1
+        self._filled[number] = self.used[number] = 1
         self.versions[number] = version_of(view)
         parameter.grad = view
 
-    def store_late(self) -> list[int]:
-        """After a backward: every gradient that came is in its place, and nothing else was written.
-
-        Returns:
-            The parameters whose gradients were put there now: they came in a backward that was
-            only counted, and had none before.
+    def store_late(self) -> None:
+        """Put gradients in their places that came in a backward which was only counted, and check
+        that nothing else was written.
 
         Raises:
             JobError: one is not a backward's, or a backward with `create_graph=True` replaced it.
         """
-        late: list[int] = []
         if not all(map(is_, map(_GRADIENT, self._tensors), self.views)):
             for number, (parameter, view) in enumerate(zip(self._tensors, self.views, strict=True)):
                 found = parameter.grad
@@ -344,11 +343,9 @@ class GradientBuffers:
                 if not came or (found is not None and found.requires_grad):
                     raise self._foreign_write(number)
                 self.take(number)
-                late.append(number)
         self._checked = False
         if list(map(version_of, self.views)) != self.versions:
             self.verify()
-        return late
 
     def verify(self) -> None:
         """Raise `JobError` unless the last to write in each view was a backward."""
@@ -362,7 +359,9 @@ class GradientBuffers:
             )
 
     def complete(self) -> None:
-        """`store_late`, then zeros for parameters without a gradient, so buffers can be summed."""
+        """Check as `store_late`, and write zeros where no gradient came, so buffers can be
+        summed.
+        """
         self.store_late()
         self.verify()
         if 0 in self._filled:
@@ -399,20 +398,12 @@ class GradientBuffers:
             self.parameters[number][1].grad = None
 
     def non_finite(self) -> list[str]:
-        """Name the parameters whose gradient holds NaN or infinity. Not collective."""
+        """Return the parameters whose gradient holds NaN or infinity. Not collective."""
         return [
             name
             for (name, _), view in zip(self.parameters, self.views, strict=True)
             if not bool(torch.isfinite(view).all())
         ]
-
-    def bytes_of_all(self) -> int:
-        """Return the memory of the buffers, trailer and padding included."""
-        return sum(bytes_of(flat) for flat in self.flats)
-
-    def numbers(self) -> int:
-        """Return the real numbers of all gradients."""
-        return sum(gradient.numel() for gradient in self.gradients)
 
 
 def view_of(flat: Tensor, place: Place, start: int = 0) -> Tensor:
@@ -441,78 +432,56 @@ _OWNERS: Any = WeakTensorKeyDictionary()
 """By parameter a weak reference to the accumulator whose hook it has."""
 
 
-@dataclass(slots=True)
 class GradHooks:
-    """The gradient hooks of one accumulator.
+    """The gradient hooks of one accumulator: they call `owner.gradient_ready(number)`.
+
+    Args:
+        owner: the accumulator, held weakly: hooks on a model keep no accumulator alive.
+        named: its parameters.
 
     Attributes:
         counts: while set, hooks count gradients there, by parameter, instead of calling the owner.
-    """
-
-    parameters: Sequence[Tensor]
-    handles: list[Any] = field(default_factory=list[Any])
-    counts: list[int] | None = None
-
-    @contextmanager
-    def counting(self, counts: list[int] | None) -> Generator[None]:
-        """Count gradients in `counts` meanwhile; with None the owner is called for each."""
-        self.counts = counts
-        try:
-            yield
-        finally:
-            self.counts = None
-
-    def remove(self) -> None:
-        """Remove the hooks, so that another accumulator may register its own."""
-        for handle in self.handles:
-            handle.remove()
-        for parameter in self.parameters:
-            _OWNERS.pop(parameter, None)
-
-
-def register_grad_hooks(owner: Any, named: Sequence[tuple[str, Tensor]]) -> GradHooks:
-    """Call `owner.gradient_ready(number)` for every gradient, as long as `owner` lives.
-
-    Args:
-        owner: an accumulator, held weakly: hooks on a model keep no accumulator alive.
-        named: its parameters.
 
     Raises:
-        ConfigError: one of them has the hook of another accumulator.
+        ConfigError: a parameter has the hook of another accumulator.
     """
-    _refuse_owned(named)
-    weak_owner = weakref.ref(owner)
-    hooks = GradHooks([parameter for _, parameter in named])
-    for parameter in hooks.parameters:
-        _OWNERS[parameter] = weak_owner
 
-    def hook_of(number: int) -> Callable[[Tensor], None]:
+    def __init__(self, owner: Any, named: Sequence[tuple[str, Tensor]]) -> None:
+        def owned() -> list[str]:
+            return [name for name, p in named if p in _OWNERS and _OWNERS[p]() is not None]
+
+        if owned():
+            gc.collect()  # an accumulator without references may only wait for collection
+        if names := owned():
+            raise ConfigError(
+                f"parameter {names[0]} belongs to another accumulator: one model has one, and each "
+                "parameter's gradient is reduced once. close() the other one first"
+            )
+        self.counts: list[int] | None = None
+        self._owner = weakref.ref(owner)
+        self._parameters = [parameter for _, parameter in named]
+        for parameter in self._parameters:
+            _OWNERS[parameter] = self._owner
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook_of(number))
+            for number, parameter in enumerate(self._parameters)
+        ]
+
+    def _hook_of(self, number: int) -> Callable[[Tensor], None]:
         def ready(_: Tensor) -> None:
-            if hooks.counts is not None:
-                hooks.counts[number] += 1
-            elif (living := weak_owner()) is not None:
-                living.gradient_ready(number)
+            if self.counts is not None:
+                self.counts[number] += 1
+            elif (owner := self._owner()) is not None:
+                owner.gradient_ready(number)
 
         return ready
 
-    hooks.handles += [
-        parameter.register_post_accumulate_grad_hook(hook_of(number))
-        for number, parameter in enumerate(hooks.parameters)
-    ]
-    return hooks
-
-
-def _refuse_owned(named: Sequence[tuple[str, Tensor]]) -> None:
-    def owned() -> list[str]:
-        return [name for name, p in named if p in _OWNERS and _OWNERS[p]() is not None]
-
-    if owned():
-        gc.collect()  # an accumulator without references may only wait for collection
-    if names := owned():
-        raise ConfigError(
-            f"parameter {names[0]} belongs to another accumulator: one model has one, and each "
-            "parameter's gradient is reduced once. close() the other one first"
-        )
+    def remove(self) -> None:
+        """Remove the hooks, so that another accumulator may register its own."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter in self._parameters:
+            _OWNERS.pop(parameter, None)
 
 
 # ------------------------------------------------------------------ Unused parameters
@@ -525,34 +494,21 @@ def _refuse_owned(named: Sequence[tuple[str, Tensor]]) -> None:
 class UsedParameters:
     """The sets of used parameters of one rank and, by agreement, of all.
 
-    Args:
-        count: how many parameters there are.
-        group: the ranks.
+    Attributes:
+        mine: 1 for each parameter that had a gradient on this rank in this window.
+        exchanges: collectives of this window in which ranks exchanged their sets.
     """
 
-    def __init__(self, count: int, group: BaseGroup) -> None:
-        self._group = group
-        self.count = count
-        self._mine = bytearray(count)
-        self._all = bytes([1]) * count
+    def __init__(self, mine: bytearray, group: BaseGroup) -> None:
+        self.mine, self._group = mine, group
         self._exchanged: bytes | None = None
         self._unused_anywhere: list[int] = []
-        self.exchanges = 0  # in this window
+        self.exchanges = 0
 
     def begin(self) -> None:
         """Begin a window: no parameter is used yet."""
         self.exchanges = 0
-        self._mine[:] = bytes(len(self._mine))
-
-    def mark(self, *parameters: int) -> None:
-        """Mark parameters that had a gradient."""
-        for parameter in parameters:
-            self._mine[parameter] = 1
-
-    def flag(self, trailer: Trailer) -> None:
-        """Say in the trailer what the others have to know."""
-        trailer.flags[USES_ALL] = int(bytes(self._mine) == self._all)
-        trailer.flags[USES_CHANGED] = int(bytes(self._mine) != self._exchanged)
+        self.mine[:] = bytes(len(self.mine))
 
     def unused(self, totals: Trailer) -> list[int]:
         """Return the numbers of the parameters that no rank used. Collective; silent unless sets
@@ -561,9 +517,14 @@ class UsedParameters:
         if totals.flags[USES_ALL]:
             return []
         if totals.flags[USES_CHANGED]:
-            self._exchanged = bytes(self._mine)
-            counts = torch.tensor(list(self._mine), dtype=torch.int32, device=self._group.device)
+            self._exchanged = bytes(self.mine)
+            counts = torch.tensor(list(self.mine), dtype=torch.int32, device=self._group.device)
             self._group.all_reduce_sum(counts)
             self.exchanges = int(self._group.size > 1)
             self._unused_anywhere = [n for n, count in enumerate(counts.tolist()) if not count]
         return self._unused_anywhere
+
+    def flag(self, trailer: Trailer) -> None:
+        """Write into the trailer what the other ranks need for `unused`."""
+        trailer.flags[USES_ALL] = int(0 not in self.mine)
+        trailer.flags[USES_CHANGED] = int(bytes(self.mine) != self._exchanged)

@@ -22,7 +22,7 @@ from orchestrator.engine.common.job_checks import Hyperparameters, checked_figur
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.grad_cache import CoupledWindows
-from orchestrator.engine.torch.group import BaseGroup, bytes_of, gather_numbers
+from orchestrator.engine.torch.group import BaseGroup, gather_numbers
 from orchestrator.engine.torch.model import (
     Precision,
     advice,
@@ -134,7 +134,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum({(t.device, t.data_ptr(), t.numel()): bytes_of(t) for t in tensors}.values())
+    return sum({(t.device, t.data_ptr(), t.numel()): t.nbytes for t in tensors}.values())
 
 
 # ------------------------------------------------------------------ Snapshots
@@ -342,7 +342,7 @@ class TorchEngine:
             self._coupled.micro_step(batch, micro_batch)
             return
         self._done += 1
-        with self._clock.compute():
+        with self._clock.compute:
             seed_everything(
                 derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
             )

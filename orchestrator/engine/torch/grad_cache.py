@@ -139,7 +139,7 @@ class CoupledWindows:
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Embed one micro-batch without a graph, and keep it for the boundary. Silent."""
-        with self._clock.compute(), torch.no_grad():
+        with self._clock.compute, torch.no_grad():
             rows = self._rows(batch, micro_batch)
         self._kept.append(_Kept(batch, micro_batch, rows))
 
@@ -150,12 +150,12 @@ class CoupledWindows:
             JobError: the job's methods do not give what the contract says.
         """
         mine = torch.cat([kept.rows for kept in self._kept]) if self._kept else self._no_rows()
-        with self._clock.wait(), self._group.silence.suspended():
+        with self._clock.wait, self._group.silence.suspended():
             rows = self._group.all_gather(mine, window.samples_per_rank or None)
-        with self._clock.compute():
+        with self._clock.compute:
             loss, gradient = self._loss(rows.requires_grad_(), window)
         for number, kept in enumerate(self._kept):
-            with self._clock.compute():
+            with self._clock.compute:
                 surrogate = self._replayed(kept, gradient)
             first = kept.micro_batch.start == 0
             metrics = loss.metrics if first else dict.fromkeys(self._names, 0.0)

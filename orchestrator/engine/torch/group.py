@@ -19,16 +19,6 @@ version_of = attrgetter("_version")
 """Return how often a tensor was written in place. torch has no public name for it."""
 
 
-def bytes_of(tensor: Tensor) -> int:
-    """Size of its numbers."""
-    return tensor.numel() * tensor.element_size()
-
-
-def reals_of(tensor: Tensor) -> int:
-    """Return the real numbers for each of its entries."""
-    return 2 if tensor.is_complex() else 1
-
-
 def flatten(tensor: Tensor) -> Tensor:
     """Return the numbers as a contiguous real vector: a view where the strides allow, else a
     copy.
@@ -111,14 +101,9 @@ class BaseGroup(Member, ABC):
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(rank=rank, size=size, generation=generation, transport=transport)
-        self._device = torch.device(device)
+        self.device = torch.device(device)
         self.kept: object = None  # what has to live as long as the group: its store
         self.node = "this node"  # until the rendezvous sets its name
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors handed to the transport have to live."""
-        return self._device
 
     def transport_collectives(self) -> int | None:
         """Return the collectives by the transport's own count, or None when it keeps none."""
@@ -144,10 +129,10 @@ class BaseGroup(Member, ABC):
         Collectives are matched in the order in which they are started.
         """
         self.silence.check("all_reduce_sum")
-        if self._size == 1:
+        if self.size == 1:
             return CompletedWork()
         flat = flatten(tensor)
-        self._count(bytes_of(tensor), 2 * (self._size - 1) * bytes_of(tensor))
+        self._count(tensor.nbytes, 2 * (self.size - 1) * tensor.nbytes)
         work = self._start_sum(flat)
         if flat.data_ptr() == tensor.data_ptr():
             return work
@@ -167,22 +152,21 @@ class BaseGroup(Member, ABC):
             ValueError: `tensor` has no axis 0, or is not of the size that `sizes` says.
         """
         self.silence.check("all_gather")
-        sizes = checked_sizes(tensor.shape, sizes, self._rank, self._size)
-        if self._size == 1:
+        sizes = checked_sizes(tensor.shape, sizes, self.rank, self.size)
+        if self.size == 1:
             return tensor.clone(memory_format=torch.contiguous_format)
-        row = math.prod(tensor.shape[1:])
         out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
-        self._count(bytes_of(tensor), (self._size - 1) * bytes_of(out))
+        self._count(tensor.nbytes, (self.size - 1) * out.nbytes)
         # Transports gather equal parts, so shorter ones travel padded to the longest.
-        longest = max(sizes) * row
+        reals = math.prod(tensor.shape[1:]) * (2 if tensor.is_complex() else 1)
         mine = flatten(tensor)
-        if sizes[self._rank] < max(sizes):
-            mine = torch.cat([mine, mine.new_zeros((longest * reals_of(tensor)) - mine.numel())])
+        if sizes[self.rank] < max(sizes):
+            mine = torch.cat([mine, mine.new_zeros(max(sizes) * reals - mine.numel())])
         parts = [torch.empty_like(mine) for _ in sizes]
         self._start_gather(parts, mine).wait()
         target, place = flatten(out), 0
         for part, size in zip(parts, sizes, strict=True):
-            count = size * row * reals_of(tensor)
+            count = size * reals
             target[place : place + count].copy_(part[:count])
             place += count
         return out
@@ -190,10 +174,10 @@ class BaseGroup(Member, ABC):
     def gather_into(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
         """Fill `parts[q]` with rank q's `tensor`; all contiguous, real, of one size. No copies."""
         self.silence.check("all_gather")
-        if self._size == 1:
+        if self.size == 1:
             parts[0].copy_(tensor)
             return
-        self._count(bytes_of(tensor), (self._size - 1) * self._size * bytes_of(tensor))
+        self._count(tensor.nbytes, (self.size - 1) * self.size * tensor.nbytes)
         self._start_gather(list(parts), tensor).wait()
 
     def gather_in_place_async(self, tensor: Tensor) -> Work:
@@ -204,10 +188,10 @@ class BaseGroup(Member, ABC):
                 number, holds what the others are to get. Leave it alone until `wait()`.
         """
         self.silence.check("all_gather")
-        if self._size == 1:
+        if self.size == 1:
             return CompletedWork()
-        pieces = list(tensor.chunk(self._size))
-        self._count(bytes_of(pieces[self._rank]), (self._size - 1) * bytes_of(tensor))
+        pieces = list(tensor.chunk(self.size))
+        self._count(pieces[self.rank].nbytes, (self.size - 1) * tensor.nbytes)
         return self._start_gather_in_place(tensor, pieces)
 
     def reduce_scatter_sum_async(self, out: Tensor, tensor: Tensor) -> Work:
@@ -219,9 +203,9 @@ class BaseGroup(Member, ABC):
                 until `wait()`; what `tensor` holds then, outside of `out`, is not said.
         """
         self.silence.check("reduce_scatter_sum")
-        if self._size == 1:
+        if self.size == 1:
             return CompletedWork(after=lambda: out.copy_(tensor))
-        self._count(bytes_of(tensor), (self._size - 1) * bytes_of(tensor))
+        self._count(tensor.nbytes, (self.size - 1) * tensor.nbytes)
         return self._start_reduce_scatter(out, tensor)
 
     def all_to_all(self, received: Tensor, tensor: Tensor, *, counts: Sequence[int]) -> None:
@@ -233,22 +217,22 @@ class BaseGroup(Member, ABC):
             counts: how many numbers each of the R ranks sends here (0 for those that send nothing).
         """
         self.silence.check("all_to_all")
-        if self._size == 1:
+        if self.size == 1:
             received.copy_(tensor)
             return
-        self._count(bytes_of(tensor), (self._size - 1) * bytes_of(tensor))
-        sent = [tensor.numel() // self._size] * self._size
+        self._count(tensor.nbytes, (self.size - 1) * tensor.nbytes)
+        sent = [tensor.numel() // self.size] * self.size
         self._start_exchange(received, tensor, list(counts), sent).wait()
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Replace `tensor` by rank `source`'s, in place. Same shape and dtype on all ranks."""
         self.silence.check("broadcast")
-        if not 0 <= source < self._size:
-            raise ValueError(f"`source` must be a rank below {self._size}, but is {source}")
-        if self._size == 1:
+        if not 0 <= source < self.size:
+            raise ValueError(f"`source` must be a rank below {self.size}, but is {source}")
+        if self.size == 1:
             return
         flat = flatten(tensor)
-        self._count(bytes_of(tensor), (self._size - 1) * bytes_of(tensor))
+        self._count(tensor.nbytes, (self.size - 1) * tensor.nbytes)
         self._start_broadcast(flat, source).wait()
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(unflatten(flat, tensor))
@@ -256,8 +240,8 @@ class BaseGroup(Member, ABC):
     def barrier(self) -> None:
         """Return once every rank has called."""
         self.silence.check("barrier")
-        if self._size > 1:
-            self._counters.collectives += 1
+        if self.size > 1:
+            self.counters.collectives += 1
             self._start_barrier().wait()
 
     # ------------------------------------------------------------------ the transport's part
@@ -269,7 +253,7 @@ class BaseGroup(Member, ABC):
     def _start_gather_in_place(self, tensor: Tensor, pieces: list[Tensor]) -> Work:
         """`pieces` are views of `tensor`; a transport may want the one or the other."""
         del tensor
-        return self._start_gather(pieces, pieces[self._rank])
+        return self._start_gather(pieces, pieces[self.rank])
 
     @abstractmethod
     def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work: ...

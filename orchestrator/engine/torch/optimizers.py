@@ -1,13 +1,10 @@
-"""Optimizers from the configuration, learning rates, and the one optimizer step of an update."""
+"""Optimizers from the configuration, and their learning rates."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +12,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from orchestrator.engine.api import AccumulationOptions
-from orchestrator.engine.common.packed_sums import LossSums, Trailer
-from orchestrator.engine.common.update_policy import UpdatePolicy
-from orchestrator.engine.torch.buffers import GradientBuffers, UsedParameters
-from orchestrator.engine.torch.group import BaseGroup, gather_numbers
-from orchestrator.engine.torch.model import Precision
-from orchestrator.engine.torch.reducer import GradientNorm
-from orchestrator.engine.torch.sharding import OptimizerShard
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
 BY_NAME: dict[str, Callable[..., Optimizer]] = {
@@ -80,9 +69,10 @@ def _can_fuse(parameters: Sequence[Tensor]) -> bool:
 
 
 def check_optimizer(optimizer: Any, spelled: str) -> Optimizer:
-    """`optimizer`, if it can step on accumulated dense gradients, or else `ConfigError`."""
-    several = _several(optimizer)
-    if several:
+    """Return `optimizer`, or raise `ConfigError` if it cannot step on accumulated gradients."""
+    values: Any = optimizer.values() if isinstance(optimizer, Mapping) else ()
+    values = optimizer if isinstance(optimizer, (list, tuple)) else values
+    if several := sum(isinstance(value, Optimizer) for value in values):
         raise ConfigError(
             f"{spelled} gives {several} optimizers, and an accumulator has one, which steps "
             "at its boundary. Where there are several, each with its loss (generator and "
@@ -96,14 +86,6 @@ def check_optimizer(optimizer: Any, spelled: str) -> Optimizer:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(f"{spelled} takes sparse gradients only; here they are dense: use adam")
     return optimizer
-
-
-def _several(given: Any) -> int:
-    """Return how many optimizers are in a mapping or a list."""
-    values: list[Any] = list(given.values()) if isinstance(given, Mapping) else []
-    if isinstance(given, (list, tuple)):
-        values = list(given)
-    return sum(isinstance(value, Optimizer) for value in values)
 
 
 def _imported(dotted: str) -> Callable[..., Any]:
@@ -150,9 +132,8 @@ class LearningRate:
         base = float(optimizer.defaults.get("lr") or 0.0)
         self._ratios = [float(group["lr"]) / base for group in optimizer.param_groups if base]
 
-    @property
     def of_first_group(self) -> float:
-        """Its rate now; 0 where it has none, or keeps it on a device, where a look would wait."""
+        """Return its rate; 0 if it has none, or keeps it on a device, where a look would wait."""
         rate = self._optimizer.param_groups[0].get("lr", 0.0)
         return 0.0 if isinstance(rate, Tensor) else float(rate)
 
@@ -188,115 +169,3 @@ def hyperparameters_of(optimizer: Optimizer) -> Callable[[], dict[tuple[int, str
         }
 
     return read
-
-
-# ------------------------------------------------------------------ Step
-
-
-class OptimizerStep:
-    """The end of an update: average, clip, and let the optimizer step.
-
-    Args:
-        optimizer: steps on the averaged gradient.
-        group: the ranks.
-        precision: its loss scale is taken out; an overflow halves it.
-        used: which parameters had a gradient.
-        options: the accumulator's.
-
-    Raises:
-        ConfigError: a setting that cannot be used.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        group: BaseGroup,
-        precision: Precision,
-        used: UsedParameters,
-        options: AccumulationOptions,
-    ) -> None:
-        self._precision, self._used = precision, used
-        self._policy = UpdatePolicy(options, precision, partial(gather_numbers, group))
-        self._steps = False  # a step of ours runs
-        self._guard = _refuse_other_steps(self, optimizer)
-
-    @property
-    def steps(self) -> bool:
-        """True if the optimizer may step now."""
-        return self._steps
-
-    def close(self) -> None:
-        """Leave the optimizer to others."""
-        self._guard.remove()
-
-    def prepare(
-        self,
-        update: int,
-        totals: Trailer,
-        norm_of_sum: GradientNorm,
-        summed: GradientBuffers | OptimizerShard,
-        sums: LossSums,
-        *,
-        divided_by: float,
-    ) -> tuple[float | None, bool]:
-        """Average and clip, unless something is not finite. Gives the averaged gradient's norm, and
-        whether the optimizer is to step.
-
-        Collective where it refuses, or where the set of used parameters changed.
-
-        Args:
-            update: its number, for messages.
-            totals: of all ranks.
-            norm_of_sum: of the summed gradient.
-            summed: the gradient; afterwards the averaged and clipped one.
-            sums: where this rank's micro-steps went wrong.
-            divided_by: what losses were divided by before their backward.
-
-        Raises:
-            NonFiniteError, JobError: see `Accumulator.boundary`.
-        """
-        if not self._policy.losses_usable(update, totals, sums):
-            return None, False
-        found = self._policy.factor(
-            update, totals.weight.value / divided_by, norm_of_sum.value(), summed.non_finite
-        )
-        if found is None:
-            return None, False
-        norm, factor = found
-        if factor != 1.0:
-            for gradient in summed.gradients:
-                gradient.mul_(factor)
-        unused = self._used.unused(totals)
-        if len(unused) == self._used.count:
-            raise JobError(
-                f"no gradient reached any parameter in update {update}, on any rank: were the "
-                "losses computed by another model, or by a copy of this one?"
-            )
-        summed.detach(unused)
-        return norm, True
-
-    @contextmanager
-    def stepping(self, summed: GradientBuffers | OptimizerShard) -> Generator[None]:
-        """Let the optimizer step on what was prepared."""
-        self._steps = True
-        try:
-            yield
-        finally:
-            self._steps = False
-        summed.attach()
-        self._precision.succeeded()
-
-
-def _refuse_other_steps(step: OptimizerStep, optimizer: Optimizer) -> Any:
-    """Have `optimizer` refuse to be stepped by others as long as `step` lives; gives the handle."""
-    itself = weakref.ref(step)
-
-    def before(*_: Any) -> None:
-        living = itself()
-        if living is not None and not living.steps:
-            raise JobError(
-                "optimizer.step() was called, but the optimizer steps at the boundary: call "
-                "accumulator.boundary() instead, which reduces, divides, clips and steps once"
-            )
-
-    return optimizer.register_step_pre_hook(before)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp, group, is_available, is_initialized
 
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.engine.torch.group import BaseGroup, Work, bytes_of, sum_into
+from orchestrator.engine.torch.group import BaseGroup, Work, sum_into
 from orchestrator.errors import ConfigError, PeerLost
 from orchestrator.rundir.program_link import WORLD as RUN_RANKS
 
@@ -227,7 +227,7 @@ class ExchangedSums:
             self._under_way.popleft().wait()
         pieces = tensor.chunk(self._size)
         mine = pieces[self._rank]
-        needed = (self._size - 1) * bytes_of(mine)
+        needed = (self._size - 1) * mine.nbytes
         room = self._rooms.pop()
         if room.numel() < needed:
             room = torch.empty(needed, dtype=torch.uint8, device=tensor.device)
@@ -352,7 +352,7 @@ class TorchGroup(BaseGroup):
 
     def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
         # Equally large on all ranks, so all choose alike.
-        if self.transport == "gloo" and bytes_of(flat) >= _DIRECT_BYTES:
+        if self.transport == "gloo" and flat.nbytes >= _DIRECT_BYTES:
             if parts[self.rank].data_ptr() != flat.data_ptr():
                 parts[self.rank].copy_(flat)
             return self._start_pairwise("all_gather", parts, [flat] * self.size)

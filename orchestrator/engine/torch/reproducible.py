@@ -15,8 +15,8 @@ equal kernels on all ranks; the engine compares versions and threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -26,6 +26,7 @@ from orchestrator.engine.api import MicroBatch
 from orchestrator.engine.common.packed_sums import WIDE, Trailer
 from orchestrator.engine.torch.buffers import GradientBuffers
 from orchestrator.engine.torch.group import BaseGroup
+from orchestrator.engine.torch.reducer import GradientNorm
 from orchestrator.errors import PlanError
 
 Range = tuple[int, int]
@@ -132,65 +133,40 @@ class _Node:
     buffers: GradientBuffers
 
 
-@dataclass(slots=True)
-class _Pool:
-    """Free buffers; more are made when there are none."""
-
-    first: GradientBuffers
-    free: list[GradientBuffers] = field(default_factory=list[GradientBuffers])
-    made: int = 1
-
-    def take(self) -> GradientBuffers:
-        if self.free:
-            return self.free.pop()
-        self.made += 1
-        return self.first.clone_layout()
-
-
 class ReproducibleReduction:
     """The reduction of reproducible mode; see the module.
 
     Args:
         buffers: without a trailer, padded to a multiple of the ranks.
         group: the ranks.
+
+    Attributes:
+        buffers: the leaf's gradient during a backward, to which `.grad` is attached; the sum after
+            `finish`.
+        buffers_made: sets of gradient buffers that exist.
     """
 
     def __init__(self, buffers: GradientBuffers, group: BaseGroup) -> None:
         self._group = group
-        self._pool = _Pool(buffers)
-        self._current = buffers  # what `.grad` is attached to
+        self.buffers, self.buffers_made = buffers, 1
+        self._free: list[GradientBuffers] = []
         self._spent = False  # the current ones belong to a node, or to the pool, already
         self._stack: list[_Node] = []
         self._leaves: int | None = None
         self._owned: Range = _NO_LEAVES
 
-    @property
-    def buffers(self) -> GradientBuffers:
-        """The leaf's gradient during a backward; the sum after `finish`."""
-        return self._current
-
-    @property
-    def buffers_made(self) -> int:
-        """The number of sets of gradient buffers exist."""
-        return self._pool.made
-
-    @property
-    def records(self) -> bool:
-        """False: gradients have to be kept apart, leaf by leaf."""
-        return False
-
-    def begin(self, *, leaves: int | None) -> None:
+    def begin(self, leaves: int | None) -> None:
         """Start without nodes. Without `leaves` they are counted as they come."""
         if leaves is not None and leaves < 1:
             raise ValueError(
                 "begin_window(leaves=...) is the number of the update's leaves over all ranks, 1 "
                 f"or more; it is {leaves}. Without it they are counted as they come"
             )
-        kept = [node.buffers for node in self._stack if node.buffers is not self._current]
-        self._pool.free = [one for one in self._pool.free if one is not self._current] + kept
+        kept = [node.buffers for node in self._stack if node.buffers is not self.buffers]
+        self._free = [one for one in self._free if one is not self.buffers] + kept
         self._stack.clear()
         self._leaves, self._owned, self._spent = leaves, _NO_LEAVES, False
-        self._current.begin()
+        self.buffers.begin()
 
     def before_backward(self, *, last: bool, leaf: int | None) -> bool:
         """Prepare buffers for a leaf. Raises `ValueError` for one out of turn."""
@@ -210,20 +186,26 @@ class ReproducibleReduction:
             )
         self._owned = (leaf if self._owned == _NO_LEAVES else self._owned[0], leaf + 1)
         if self._spent:
-            self._current.verify()
-            self._current, self._spent = self._pool.take(), False
-            self._current.begin()
+            self.buffers.verify()
+            self.buffers, self._spent = self._free_buffers(), False
+            self.buffers.begin()
         return False
 
     def after_backward(self) -> None:
         """Fold the leaf into the nodes that it completes."""
-        self._current.complete()
+        self.buffers.complete()
         self._spent = True
-        node = _Node((self._owned[1] - 1, self._owned[1]), self._current)
+        node = _Node((self._owned[1] - 1, self._owned[1]), self.buffers)
         if self._leaves is None and self._group.rank > 0:
             self._stack.append(node)  # its number is known at the boundary
         else:
             self._fold(node, self._leaves or _UNKNOWN)
+
+    def _free_buffers(self) -> GradientBuffers:
+        if self._free:
+            return self._free.pop()
+        self.buffers_made += 1
+        return self.buffers.clone_layout()
 
     def _fold(self, node: _Node, leaves: int) -> None:
         """Put `node` on the stack, added to its left siblings as long as there are any."""
@@ -231,7 +213,7 @@ class ReproducibleReduction:
             left = self._stack.pop()
             for ours, theirs in zip(left.buffers.flats, node.buffers.flats, strict=True):
                 ours.add_(theirs)
-            self._pool.free.append(node.buffers)
+            self._free.append(node.buffers)
             node = _Node((left.leaves[0], node.leaves[1]), left.buffers)
         self._stack.append(node)
 
@@ -239,23 +221,26 @@ class ReproducibleReduction:
         """Nothing: leaves are folded whole."""
         del parameter
 
-    def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
-        """Sum over ranks along the tree. Collective.
+    def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
+        """Sum over ranks along the tree, and return the summed trailer. Collective.
+
+        Args:
+            norm: takes in the summed gradient.
 
         Raises:
             PlanError: on all ranks alike, when the ranks' leaves are not each of the update's once.
         """
         if self._spent:
-            self._current.store_late()
-            self._current.verify()
+            self.buffers.store_late()
+            self.buffers.verify()
         rows = self._exchange_rows(trailer)
         leaves, owned = self._numbered(rows)
         if wrong := gap_in(owned, leaves):
             raise PlanError(f"of {leaves} leaves of an update, {wrong}: ranks own {owned}")
         if not self._spent:  # a rank without leaves
-            self._pool.free.append(self._current)
+            self._free.append(self.buffers)
         if leaves == 0:  # all ranks know from the weights
-            empty = self._pool.take()
+            empty = self._free_buffers()
             empty.begin()
             empty.complete()
             self._use(empty)
@@ -263,13 +248,11 @@ class ReproducibleReduction:
             self._use(self._sum_along_tree([nodes_of(one, leaves) for one in owned], leaves))
         else:
             self._use(self._stack.pop().buffers)
-        for gradient in self._current.gradients:
-            arrived(gradient)
-        metric_count = len(trailer.metrics)
-        totals = Trailer.empty(metric_count)
-        for row in rows:
-            totals.add(Trailer.of(row[3:], metric_count, WIDE))
-        return totals
+        for gradient in self.buffers.gradients:
+            norm.add(gradient)
+        # Limbs are whole numbers small enough for float64 to add up those of all ranks exactly.
+        totals = [sum(column) for column in zip(*(row[3:] for row in rows), strict=True)]
+        return Trailer.of(totals, len(trailer.metrics), WIDE)
 
     def _numbered(self, rows: list[list[float]]) -> tuple[int, list[Range]]:
         """Return the update's leaves, and those of each rank; this rank's nodes are folded with
@@ -294,7 +277,7 @@ class ReproducibleReduction:
         return ends[-1], owned
 
     def _use(self, buffers: GradientBuffers) -> None:
-        self._current, self._spent = buffers, False
+        self.buffers, self._spent = buffers, False
         buffers.attach()
 
     def _exchange_rows(self, trailer: Trailer) -> list[list[float]]:
@@ -305,10 +288,10 @@ class ReproducibleReduction:
 
     def _sum_along_tree(self, nodes: list[list[Range]], leaves: int) -> GradientBuffers:
         """Exchange the ranks' `nodes` and add them up; give the buffers that hold the sum."""
-        parts: list[dict[Range, Tensor]] = [{} for _ in self._current.flats]
+        parts: list[dict[Range, Tensor]] = [{} for _ in self.buffers.flats]
         received: list[GradientBuffers] = []
         for turn in range(max(map(len, nodes))):
-            into = self._pool.take()
+            into = self._free_buffers()
             received.append(into)
             senders = [ranges[turn] if turn < len(ranges) else None for ranges in nodes]
             mine = self._stack[turn].buffers if turn < len(self._stack) else None
@@ -317,14 +300,14 @@ class ReproducibleReduction:
                     flat, mine.flats[number] if mine else None, senders, parts[number]
                 )
             if mine is not None:
-                self._pool.free.append(mine)
+                self._free.append(mine)
         self._stack.clear()
-        result = self._pool.take()
+        result = self._free_buffers()
         for flat, held in zip(result.flats, parts, strict=True):
             segment = flat.numel() // self._group.size
             total = _total((0, leaves), held)
             self._group.gather_into(flat.split(segment) if segment else [flat], total)
-        self._pool.free += received
+        self._free += received
         return result
 
     def _exchange_node(

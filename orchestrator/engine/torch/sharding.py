@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,7 +31,7 @@ from orchestrator.engine.torch.buffers import (
     view_of,
 )
 from orchestrator.engine.torch.group import BaseGroup, Work, gather_numbers, gather_texts
-from orchestrator.engine.torch.reducer import BucketSender, FastReduction, GradientNorm
+from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
 from orchestrator.engine.torch.start_checks import broadcast_tensors
 from orchestrator.errors import ConfigError, JobError, StateLost
 
@@ -273,59 +273,42 @@ def _guard_state_dict(shard: OptimizerShard, optimizer: Optimizer) -> list[Remov
 # travels in one small gather: each rank's row of exact sums, and the norm of its segments.
 
 
-class SegmentSender(BucketSender):
-    """A `BucketSender` that leaves each rank with the sum of its segments.
+class ShardedReduction(FastReduction):
+    """A `FastReduction` that leaves each rank with the sum of its segments.
 
-    Args:
-        buffers: without a trailer, padded to a multiple of the ranks.
-        group: the ranks.
-        bucket_bytes: size of a bucket, up to rounding to whole segments.
+    The buffers have no trailer, and are padded to a multiple of the ranks.
     """
 
-    def __init__(
-        self, buffers: GradientBuffers, group: BaseGroup, bucket_bytes: int | None
-    ) -> None:
-        super().__init__(buffers, group, bucket_bytes)
-        owned = [segment_of(bucket, group.rank, group.size) for bucket in self.slices]
-        self._segments = [buffers.flats[buffer][start:end] for buffer, start, end in owned]
-        self._gradients = [  # what arrives: the same without padding
-            buffers.gradients[buffer][start:end] for buffer, start, end in owned
-        ]
-
     def _cut(self, bucket_bytes: int | None) -> list[tuple[int, int, int]]:
-        return bucket_slices(self._buffers.flats, bucket_bytes, multiple_of=self._group.size)
+        slices = bucket_slices(self.buffers.flats, bucket_bytes, multiple_of=self._group.size)
+        self._owned = [segment_of(bucket, self._group.rank, self._group.size) for bucket in slices]
+        return slices
+
+    def _gradients_in_buckets(self) -> list[Tensor]:
+        gradients = self.buffers.gradients
+        return [gradients[buffer][start:end] for buffer, start, end in self._owned]
 
     def _start(self, number: int) -> Work:
-        return self._group.reduce_scatter_sum_async(self._segments[number], self._buckets[number])
+        buffer, start, end = self._owned[number]
+        segment = self.buffers.flats[buffer][start:end]
+        return self._group.reduce_scatter_sum_async(segment, self._buckets[number])
 
+    def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
+        """Send the rest, wait for this rank's sums, exchange rows. Collective.
 
-class ShardedReduction(FastReduction):
-    """One reduction for each window, of which every rank keeps its segments."""
-
-    _sender: SegmentSender
-
-    @property
-    def slices(self) -> list[tuple[int, int, int]]:
-        """The buckets, as (buffer, start, end)."""
-        return self._sender.slices
-
-    def finish(self, trailer: Trailer, arrived: Callable[[Tensor], None]) -> Trailer:
-        """Send the rest, wait for this rank's sums, exchange rows.
-
-        `arrived` is called with the norms of the ranks' segments, whose norm is the gradient's.
+        Args:
+            norm: takes in the norms of the ranks' segments, whose norm is the gradient's.
         """
-        self._buffers.complete()
-        self._sender.send_rest()
-        norm = GradientNorm()
-        self._sender.wait(norm.add)
-        row = [*trailer.numbers(WIDE), norm.value()]
+        self.buffers.complete()
+        norm_of_segments = GradientNorm()
+        self._send_rest(norm_of_segments)
+        row = [*trailer.numbers(WIDE), norm_of_segments.value()]
         rows = self._group.all_gather(
             torch.tensor([row], dtype=torch.float64, device=self._group.device)
         )
-        arrived(rows[:, -1])
+        norm.add(rows[:, -1])
         # Limbs are whole numbers small enough for float64 to add up those of all ranks exactly.
-        totals = rows[:, :-1].sum(0).tolist()
-        return Trailer.of(totals, len(trailer.metrics), WIDE)
+        return Trailer.of(rows[:, :-1].sum(0).tolist(), len(trailer.metrics), WIDE)
 
 
 # ------------------------------------------------------------------ State of the whole optimizer

@@ -50,32 +50,23 @@ def averaged_by(total: Tensor) -> str | None:
     >>> averaged_by(x.mean() / 2), averaged_by(x.mean() * 4), averaged_by(x.sum())
     ('mean()', None, None)
     """
-    return _averaged(total.grad_fn, _DEEPEST)
+    return _averaged_by_node(total.grad_fn, _DEEPEST)
 
 
-def _averaged(node: Any, depth: int) -> str | None:
+def _averaged_by_node(node: Any, depth: int) -> str | None:
     if node is None or not depth:
         return None
     name = node.name().partition("Backward")[0]
     if name == "Mean":
-        return "mean()" if _numbers(node) != 1 else None
+        return "mean()" if getattr(node, "_saved_self_sym_numel", None) != 1 else None
     if getattr(node, "_saved_reduction", None) == _MEAN:
         return f"{name}(reduction='mean')"
     if name in _ONLY_PASS or name in _SUMS:
         parts = [part for part, _ in node.next_functions if part is not None]
-    else:
-        parts = []
-    if name in _ONLY_PASS and len(parts) == 1:
-        return _averaged(parts[0], depth - 1)
-    if name in _SUMS and parts:
-        found = [_averaged(part, depth - 1) for part in parts]
-        return found[0] if all(found) else None
+        if parts and (name in _SUMS or len(parts) == 1):
+            found = [_averaged_by_node(part, depth - 1) for part in parts]
+            return found[0] if all(found) else None
     return None
-
-
-def _numbers(node: Any) -> int | None:
-    """Return how many numbers a `mean()` averaged, if known."""
-    return getattr(node, "_saved_self_sym_numel", None)
 
 
 _PLAIN = (int, float)
@@ -108,33 +99,30 @@ def checked_loss(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
     given: Any = loss.metrics
     if type(given) is not dict and not isinstance(given, Mapping):
         raise JobError(f"Loss.metrics must be a dictionary, but is {given!r:.40}")
-    _refuse_value("weight", loss.weight)
+    if type(loss.weight) not in _PLAIN:  # a look at an abstract class takes longer than the rest
+        _refuse_value("weight", loss.weight)
     for name, value in given.items():
-        _refuse_value(f"metrics['{name}']", value)
-    _refuse_mean(loss)
-    check_metric_names(loss.metrics, names)
-    return loss.metrics
-
-
-def _refuse_value(what: str, value: Any) -> None:
-    if type(value) in _PLAIN:  # a look at an abstract class takes longer than all the rest
-        return
-    tensor = isinstance(value, Tensor)
-    if (value.numel() == 1 and not value.is_complex()) if tensor else isinstance(value, Real):
-        return
-    found = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if tensor else repr(value)
-    raise JobError(f"Loss.{what} must be a real number, but is {found}")
-
-
-def _refuse_mean(loss: Loss) -> None:
-    """With a weight of 1 it may be a mean over one sample's numbers, which is that sample's own."""
-    made_by = averaged_by(loss.total)
+        if type(value) not in _PLAIN:
+            _refuse_value(f"metrics['{name}']", value)
+    made_by = averaged_by(total)
+    # With a weight of 1 it may be a mean over one sample's numbers, which is that sample's own.
     if made_by is not None and float(loss.weight) != 1.0:
         raise JobError(
             f"Loss.total is a mean, made by {made_by}, and Loss.weight is {float(loss.weight):g}: "
             "it would be divided twice. Give the sum, with reduction='sum', or multiply the mean "
             "by what it was divided by"
         )
+    if given or names:
+        check_metric_names(given, names)
+    return given
+
+
+def _refuse_value(what: str, value: Any) -> None:
+    tensor = isinstance(value, Tensor)
+    if (value.numel() == 1 and not value.is_complex()) if tensor else isinstance(value, Real):
+        return
+    found = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if tensor else repr(value)
+    raise JobError(f"Loss.{what} must be a real number, but is {found}")
 
 
 def to_floats(rows: Sequence[list[Any]]) -> list[list[float]]:
@@ -147,146 +135,6 @@ def to_floats(rows: Sequence[list[Any]]) -> list[list[float]]:
     stacked = torch.stack([t.reshape(()).to(device, torch.float64) for t in tensors])
     moved = iter(stacked.tolist())
     return [[next(moved) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]
-
-
-# ------------------------------------------------------------------ Changed models
-# After a layer was added or replaced, a state dict loaded with assign=True, or a cast, gradients
-# would go to tensors that no accumulator reduces and no optimizer steps.
-
-
-_VALUES = methodcaller("values")
-
-
-class ModelCheck:
-    """Detects changes in the tree of modules and parameters of one model.
-
-    Args:
-        model: a module; of anything else only the parameters are looked at.
-        trained: its trained parameters, with names.
-    """
-
-    def __init__(self, model: Any, trained: Sequence[tuple[str, Tensor]]) -> None:
-        self._tables: list[tuple[str, Mapping[str, Any], tuple[Any, ...]]] = []
-        if isinstance(model, Module):
-            for name, layer in model.named_modules():
-                for table in (layer._modules, layer._parameters):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # to walk it anew would take longer
-                    if table:
-                        self._tables.append((name, table, tuple(table.values())))
-        self._contents = [table for _, table, _ in self._tables]
-        self._lengths = [len(before) for _, _, before in self._tables]
-        self._values = [value for _, _, before in self._tables for value in before]
-        self._trained = trained
-        self._addresses = [parameter.data_ptr() for _, parameter in trained]
-        self._kinds = [_kind(parameter) for _, parameter in trained]
-
-    def check(self) -> None:
-        """Raise `JobError` if a layer or parameter is another one, or is kept otherwise."""
-        now = chain.from_iterable(map(_VALUES, self._contents))
-        if [*map(len, self._contents)] != self._lengths or not all(map(is_, now, self._values)):
-            self._check_tables()
-        addresses = [parameter.data_ptr() for _, parameter in self._trained]
-        if addresses != self._addresses:
-            self._check_kinds()
-            self._addresses = addresses
-
-    def _check_tables(self) -> None:
-        for name, table, before in self._tables:
-            if len(table) != len(before) or not all(map(is_, table.values(), before)):
-                changed = [key for key, value in table.items() if not _is_one_of(value, before)]
-                where = ".".join(part for part in (name, *changed[:1]) if part)
-                raise JobError(
-                    f"{where or 'the model'} is not what it was when the accumulator was built: a "
-                    "layer or parameter was added, taken away or replaced (by a new head, or "
-                    "load_state_dict(assign=True), say). close() this accumulator and build "
-                    "another one, with an optimizer of the parameters that there are now"
-                )
-
-    def _check_kinds(self) -> None:
-        for (name, parameter), before in zip(self._trained, self._kinds, strict=True):
-            now = _kind(parameter)
-            if now != before:
-                raise JobError(
-                    f"parameter {name} became {_words(now)} after the accumulator was built, when "
-                    f"it was {_words(before)}: its gradients are kept as that. Cast or move a "
-                    "model before its optimizer and accumulator are built"
-                )
-
-
-def _is_one_of(value: Any, values: Sequence[Any]) -> bool:
-    return any(value is one for one in values)
-
-
-_Kind = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
-
-
-def _kind(parameter: Tensor) -> _Kind:
-    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
-
-
-def _words(kind: _Kind) -> str:
-    dtype, device, shape, strides = kind
-    return f"{dtype} on {device} of shape {tuple(shape)} and strides {strides}"
-
-
-# ------------------------------------------------------------------ Changed optimizers
-# Parameters that are added to a group later would be stepped with this rank's own gradient;
-# removed ones would not be stepped. A rate that changes in mid-window belongs to neither update.
-
-
-class OptimizerCheck:
-    """Detects changes in the groups of one optimizer, and in their settings from `keep` on."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._parameters = self._parameters_now()
-        self._kept: list[tuple[int, str, Any]] | None = None
-
-    def check_parameters(self) -> None:
-        """Raise `JobError` if the groups hold other parameters, or there are other groups."""
-        now = self._parameters_now()
-        if len(now) != len(self._parameters) or not all(map(is_, now, self._parameters)):
-            raise JobError(
-                f"the {type(self._optimizer).__name__} has other parameters than when the "
-                "accumulator was built (add_param_group(), say): their gradients would not be "
-                "reduced, or no optimizer would step them. close() this accumulator and build "
-                "another one, with an optimizer of all parameters that there are now"
-            )
-
-    def keep(self) -> None:
-        """Record the settings at a window's first micro-step, until its boundary."""
-        self._kept = self._settings_now()
-
-    def check_settings(self, update: int) -> None:
-        """Raise `JobError` if some changed since `keep`, which counts for one boundary."""
-        kept, self._kept = self._kept, None
-        if kept is None:
-            return
-        for before, after in zip(kept, self._settings_now(), strict=False):
-            if before != after:
-                group, name, _ = before
-                raise JobError(
-                    f"{name} of the optimizer's parameter group {group} was changed in mid-window "
-                    f"of update {update}: it would count for all of its micro-steps, or for none. "
-                    "A scheduler's step() comes after boundary(), once an update"
-                )
-
-    def _parameters_now(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-    def _settings_now(self) -> list[tuple[int, str, Any]]:
-        return [
-            (number, name, _plain(value))
-            for number, group in enumerate(self._optimizer.param_groups)
-            for name, value in group.items()
-            if name != "params"
-        ]
-
-
-def _plain(value: Any) -> Any:
-    """Return a value for `==`; for a tensor its identity and version, without waiting for it."""
-    if not isinstance(value, Tensor):
-        return value
-    return id(value), version_of(value)
 
 
 # ------------------------------------------------------------------ Weights digest
@@ -316,9 +164,7 @@ def replicas_of(named: Sequence[tuple[str, Tensor]], group: BaseGroup) -> Replic
 
 
 def digests_of(parameters: Sequence[Tensor]) -> Callable[[Sequence[Piece]], list[int]]:
-    """Return a function that gives the digest of each of some pieces, as the parameters are
-    then.
-    """
+    """Return a function that computes a digest of each of some pieces from current values."""
 
     def digests(pieces: Sequence[Piece]) -> list[int]:
         sums = [_digest(_bits(parameters, piece)) for piece in pieces]
@@ -368,10 +214,18 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-# ------------------------------------------------------------------ All checks of a window
+# ------------------------------------------------------------------ Checks of a window
+# After a layer was added or replaced, a state dict loaded with assign=True, or a cast, gradients
+# would go to tensors that no accumulator reduces and no optimizer steps. Parameters that are added
+# to an optimizer's group later would be stepped with this rank's own gradient; removed ones would
+# not be stepped. A rate that changes in mid-window belongs to neither update.
 
 
-_TRAINS, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
+_TRAINS, _TRAINING, _VALUES = (
+    attrgetter("requires_grad"),
+    attrgetter("training"),
+    methodcaller("values"),
+)
 _COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
 
 
@@ -397,17 +251,26 @@ class WindowChecks:
         options: AccumulationOptions,
     ) -> None:
         self._trained, self._group, self._silent = trained, group, options.silent
-        self._model_check, self._optimizer_check = (
-            ModelCheck(model, trained),
-            OptimizerCheck(optimizer),
-        )
-        self._replicas = replicas_of(named, group)
+        self._optimizer = optimizer
+        self._stepped = [p for one in optimizer.param_groups for p in one["params"]]
+        self.replicas = replicas_of(named, group)
         self._norms = batch_norms_of(model) if options.advise else {}
         self._advise()
         known = {id(parameter) for _, parameter in trained}
         self._others = [(name, p) for name, p in named if id(p) not in known]
         self._parameters = [parameter for _, parameter in trained]
         self._layers = list(model.modules()) if isinstance(model, Module) else []
+        self._tables: list[tuple[str, Mapping[str, Any], tuple[Any, ...]]] = []
+        for name, layer in model.named_modules() if isinstance(model, Module) else ():
+            for table in (layer._modules, layer._parameters):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # to walk it anew would take longer
+                if table:
+                    self._tables.append((name, table, tuple(table.values())))
+        self._contents = [table for _, table, _ in self._tables]
+        self._lengths = [len(before) for _, _, before in self._tables]
+        self._values = [value for _, _, before in self._tables for value in before]
+        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        self._kinds = [_kind(parameter) for parameter in self._parameters]
+        self._settings: list[tuple[int, str, Any]] = []  # of the optimizer, since the first step
         self._frozen_digest = self._layers_in_training = 0.0  # at this window's start
         self._trains = b""
         self._versions: list[int] = []
@@ -421,22 +284,36 @@ class WindowChecks:
         Raises:
             JobError: model or optimizer are not those that the accumulator was built for.
         """
-        self._model_check.check()
-        self._optimizer_check.check_parameters()
-        self._advise()
-        trains = bytes(map(_TRAINS, self._parameters))
-        self._frozen_digest = float(zlib.crc32(trains)) if 0 in trains else 0.0
-        self._layers_in_training = float(sum(map(_TRAINING, self._layers)))
+        values = chain.from_iterable(map(_VALUES, self._contents))
+        if [*map(len, self._contents)] != self._lengths or not all(map(is_, values, self._values)):
+            self._refuse_changed_tables()
+        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        if addresses != self._addresses:
+            self._refuse_changed_kinds()
+            self._addresses = addresses
+        stepped = [p for one in self._optimizer.param_groups for p in one["params"]]
+        if len(stepped) != len(self._stepped) or not all(map(is_, stepped, self._stepped)):
+            raise JobError(
+                f"the {type(self._optimizer).__name__} has other parameters than when the "
+                "accumulator was built (add_param_group(), say): their gradients would not be "
+                "reduced, or no optimizer would step them. close() this accumulator and build "
+                "another one, with an optimizer of all parameters that there are now"
+            )
         for name, parameter in self._others:
             if parameter.requires_grad:
                 raise JobError(
                     f"parameter {name} began to require gradients after the accumulator was built; "
                     "build another one, so that its gradients are reduced too"
                 )
+        if self._norms:
+            self._advise()
+        trains = bytes(map(_TRAINS, self._parameters))
+        self._frozen_digest = float(zlib.crc32(trains)) if 0 in trains else 0.0
+        self._layers_in_training = float(sum(map(_TRAINING, self._layers)))
         self._versions = list(map(version_of, self._parameters))
-        # Changes through `.data` are not counted; a few numbers of one parameter reveal most.
+        # Changes through `.data` are not counted; the first row of one parameter reveals most.
         name, parameter = self._trained[update % len(self._trained)]
-        self._sampled = name, parameter, _some(parameter).clone()
+        self._sampled = name, parameter, _first_row(parameter).clone()
         self._mark = self._group.mark()
         self._transport_mark = self._group.transport_collectives() or 0
         if self._silent:
@@ -456,10 +333,17 @@ class WindowChecks:
         """
         trains = bytes(map(_TRAINS, self._parameters))
         if first:
-            self._optimizer_check.keep()
-            self._trains = trains
+            self._settings, self._trains = self._settings_now(), trains
         elif trains != self._trains:
-            self._refuse_frozen(trains, update)
+            name, parameter = next(
+                one for one, a, b in zip(self._trained, trains, self._trains, strict=True) if a != b
+            )
+            did = "unfrozen" if parameter.requires_grad else "frozen"
+            raise JobError(
+                f"parameter {name} was {did} in mid-window of update {update}, so it has the "
+                "gradient of some micro-steps only; freeze and unfreeze between boundary() and the "
+                "next one"
+            )
 
     def end(self, update: int) -> None:
         """End the window; collectives are allowed again.
@@ -470,13 +354,18 @@ class WindowChecks:
         """
         self._group.silence.end()
         versions = list(map(version_of, self._parameters))
+        changed = None
         if versions != self._versions:
             pairs = zip(self._trained, versions, self._versions, strict=True)
-            raise _changed(next(one[0] for one, now, before in pairs if now != before), update)
-        if self._sampled is not None:
+            changed = next(one[0] for one, now, before in pairs if now != before)
+        elif self._sampled is not None:
             name, parameter, before = self._sampled
-            if not torch.equal(_some(parameter), before):
-                raise _changed(name, update)
+            changed = None if torch.equal(_first_row(parameter), before) else name
+        if changed is not None:
+            raise JobError(
+                f"parameter {changed} was changed in mid-window of update {update}; weights change "
+                "at boundaries only, by the optimizer"
+            )
         if self._silent and self._group.transport in _COUNTED:
             ours = self._group.since(self._mark).collectives
             theirs = (self._group.transport_collectives() or 0) - self._transport_mark
@@ -485,42 +374,67 @@ class WindowChecks:
                     f"{theirs - ours} collectives ran on this process group in mid-window of "
                     f"update {update}, besides the {ours} of the gradient's own reduction"
                 )
-        self._optimizer_check.check_settings(update)
+        settings, self._settings = self._settings, []
+        for before, after in zip(settings, self._settings_now() if settings else (), strict=False):
+            if before != after:
+                number, name, _ = before
+                raise JobError(
+                    f"{name} of the optimizer's parameter group {number} was changed in mid-window "
+                    f"of update {update}: it would count for all of its micro-steps, or for none. "
+                    "A scheduler's step() comes after boundary(), once an update"
+                )
 
     def write_digests(self, trailer: Trailer, update: int, given: dict[str, float]) -> None:
         """Write digests into the trailer: of the weights, and of this window's arguments."""
-        own = {
-            "the digest of which parameters are frozen": self._frozen_digest,
-            "the number of layers in training mode": self._layers_in_training,
-        }
-        self._replicas.write_digest(trailer, update, given | own)
+        given["the digest of which parameters are frozen"] = self._frozen_digest
+        given["the number of layers in training mode"] = self._layers_in_training
+        self.replicas.write_digest(trailer, update, given)
 
-    def compare(self, totals: Trailer, update: int) -> None:
-        """Check the summed trailer. Raises as `Replicas.check`, on all ranks."""
-        self._replicas.check(totals, update)
+    def _settings_now(self) -> list[tuple[int, str, Any]]:
+        """Return the optimizer's settings; of a tensor its identity and version, which takes no
+        wait for its device.
+        """
+        return [
+            (number, name, (id(value), version_of(value)) if isinstance(value, Tensor) else value)
+            for number, group in enumerate(self._optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params"
+        ]
 
-    def all_weights(self) -> None:
-        """Compare everything, between two windows. Collective; raises `ReplicasDiffer`."""
-        self._replicas.check_all()
+    def _refuse_changed_tables(self) -> None:
+        for name, table, before in self._tables:
+            if len(table) != len(before) or not all(map(is_, table.values(), before)):
+                changed = [k for k, value in table.items() if not any(value is b for b in before)]
+                where = ".".join(part for part in (name, *changed[:1]) if part)
+                raise JobError(
+                    f"{where or 'the model'} is not what it was when the accumulator was built: a "
+                    "layer or parameter was added, taken away or replaced (by a new head, or "
+                    "load_state_dict(assign=True), say). close() this accumulator and build "
+                    "another one, with an optimizer of the parameters that there are now"
+                )
 
-    def _refuse_frozen(self, trains: bytes, update: int) -> None:
-        name, parameter = next(
-            one for one, a, b in zip(self._trained, trains, self._trains, strict=True) if a != b
-        )
-        did = "unfrozen" if parameter.requires_grad else "frozen"
-        raise JobError(
-            f"parameter {name} was {did} in mid-window of update {update}, so it has the gradient "
-            "of some micro-steps only; freeze and unfreeze between boundary() and the next one"
-        )
+    def _refuse_changed_kinds(self) -> None:
+        for (name, parameter), before in zip(self._trained, self._kinds, strict=True):
+            now = _kind(parameter)
+            if now != before:
+                raise JobError(
+                    f"parameter {name} became {_words(now)} after the accumulator was built, when "
+                    f"it was {_words(before)}: its gradients are kept as that. Cast or move a "
+                    "model before its optimizer and accumulator are built"
+                )
 
 
-def _changed(name: str, update: int) -> JobError:
-    return JobError(
-        f"parameter {name} was changed in mid-window of update {update}; weights change at "
-        "boundaries only, by the optimizer"
-    )
-
-
-def _some(parameter: Tensor) -> Tensor:
-    """Return the first row of a parameter, which costs next to nothing to keep."""
+def _first_row(parameter: Tensor) -> Tensor:
     return parameter.detach()[:1] if parameter.dim() else parameter.detach()
+
+
+_Kind = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
+
+
+def _kind(parameter: Tensor) -> _Kind:
+    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
+
+
+def _words(kind: _Kind) -> str:
+    dtype, device, shape, strides = kind
+    return f"{dtype} on {device} of shape {tuple(shape)} and strides {strides}"

@@ -55,7 +55,7 @@ class WindowState:
 
     @contextmanager
     def within(self, call: str) -> Generator[None]:
-        """While `call` runs no other may, neither from a hook nor from another thread.
+        """Refuse other calls while `call` runs, from hooks and other threads alike.
 
         Raises:
             JobError: one runs, or none may any more.
@@ -196,7 +196,7 @@ class WindowState:
         return True
 
     def close(self) -> None:
-        """Nothing may be called any more."""
+        """Refuse all further calls."""
         self._unusable = "this accumulator was closed; build another one for the model"
 
     def _refuse_broken(self) -> None:
@@ -241,17 +241,13 @@ class MicroBatchTracker:
         self.taken = self.computed = 0
         self._leaves = leaves
 
-    def require_window(self, call: str) -> None:
-        """Raise `JobError` where `call` is not within a window."""
-        if self._where is not None:
-            raise JobError(f"{call} came {self._where} of run.windows(): {_HOW}")
-
     def next_step(self, call: str, *, last: bool, leaf: int | None) -> tuple[bool, int | None]:
         """Return (last, leaf) of the micro-step that comes with `call`.
 
         Raises:
-            JobError: it is not the next one, or was said to be another.
+            JobError: it is not the next one, was said to be another, or is in no window.
         """
+        self._require_window(call)
         if self.taken == 0:
             raise JobError(
                 f"{call} came before a micro-batch of update {self._update} was taken: `for "
@@ -276,12 +272,13 @@ class MicroBatchTracker:
             )
         return is_last, its_leaf
 
-    def count(self) -> None:
-        """Count a micro-step."""
-        self.computed += 1
+    def _require_window(self, call: str) -> None:
+        if self._where is not None:
+            raise JobError(f"{call} came {self._where} of run.windows(): {_HOW}")
 
     def require_complete(self) -> None:
         """Raise `JobError` unless every micro-batch of the window was computed."""
+        self._require_window("boundary()")
         if self.computed != self._total:
             raise JobError(
                 f"boundary() came after {self.computed} of the {self._total} micro-batches that "
@@ -303,7 +300,7 @@ class MicroBatchTracker:
             )
 
     def leave(self) -> bool:
-        """No window comes any more. Gives whether this is in the middle of one."""
+        """Return whether this is within a window; no further one comes."""
         within = self._where is None
         self._where = f"after the loop was left in update {self._update}"
         return within

@@ -90,7 +90,7 @@ class NumpyEngine:
         self._group.silence.begin(f"in mid-window of update {window.update}")
 
     def micro_step(self, batch, micro_batch):
-        with self._clock.compute():
+        with self._clock.compute:
             self._seed("step", micro_batch.update, micro_batch.start)
             loss = self._job.loss(self._model, batch)
             check_metric_names(loss.metrics, self._names)
@@ -103,14 +103,14 @@ class NumpyEngine:
         trailer.flags[STOP] = int(stop)
         self._replicas.write_digest(trailer, window.update)
         flat = np.concatenate([self._flat_gradient(), np.float32(trailer.numbers())])
-        with self._clock.wait():
+        with self._clock.wait:
             self._group.silence.end()
             self._group.all_reduce_sum(flat)
         gradient, told = np.split(flat, [self.parameter_count()])
         totals = Trailer.of(told.tolist(), len(self._names))
         self._replicas.check(totals, window.update)
         stepped = None
-        with self._clock.optimize():
+        with self._clock.optimize:
             if self._policy.losses_usable(window.update, totals, self._sums):
                 norm = float(np.linalg.norm(gradient))
                 weight = totals.weight.value
