@@ -35,7 +35,7 @@ from tests.warm_nodes import ROOM, Popen, name_after
 ROOT = Path(__file__).resolve().parent.parent
 PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'third_party' / 'framework'}"
 COMMANDS = ("orchestrator.launch", "orchestrator.__main__")
-TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engine.torch.engine")
+TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engine.torch.framework")
 OURS = ("config.composer", "cli.start", "clusters.local.cluster", "clusters.slurm.cluster",
         "report.compare", "cli.status", "cli.resume")  # fmt: skip
 NAMES = (*COMMANDS, *(f"orchestrator.{name}" for name in OURS))

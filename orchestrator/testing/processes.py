@@ -21,7 +21,9 @@ from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch.rendezvous import form_group
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "orchestrator.testing.torch_groups", __name__])
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "orchestrator.testing.torch_groups", __name__]
+)
 
 
 def spec(rank: int, size: int, folder: Path, *, transport: str = "gloo", **more: Any) -> GroupSpec:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # pyright: ignore[reportUnusedImport]  # once, for all workers
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -213,10 +212,6 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------ Engine
-
-
-# Any optimizer imports torch's compiler at its first step: 1.2 s of CPU time and 70 MiB. Imported
-# here, the process that workers are forked from does it once, and its forks share the memory.
 
 
 def build_engine(job: Job, settings: EngineSettings, group: BaseGroup) -> TorchEngine:
