@@ -10,7 +10,7 @@ from orchestrator.errors import ConfigError
 
 
 def words_so_far(environment: Mapping[str, str], args: Sequence[str], incomplete: str) -> list[str]:
-    """The words of the line up to the cursor, the one to complete last.
+    """Return the words of the line up to the cursor, the one to complete last.
 
     bash takes `=` for the end of a word, so that `job=di` arrives as three.
 
@@ -36,7 +36,7 @@ def words_so_far(environment: Mapping[str, str], args: Sequence[str], incomplete
 
 
 def complete_overrides(args: list[str], incomplete: str) -> list[str]:
-    """Overrides that begin as the last word does: groups, their choices, keys and their values."""
+    """Return overrides that begin as the last word does: groups, choices, keys and values."""
     words = words_so_far(os.environ, args, incomplete)
     try:
         found = _asked_of_hydra(words[1:])

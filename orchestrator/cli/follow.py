@@ -62,7 +62,7 @@ class OutputOptions:
     quiet: bool = False
 
     def foretell(self, warnings: Iterable[str], words: str) -> None:
-        """Of a run that is about to begin; `words` are no warning."""
+        """Print warnings about a run that is about to begin; `words` are no warning."""
         for sentence in () if self.quiet else warnings:
             say(self.console, f"warning: {sentence}", "yellow")
         if words and not self.quiet:
@@ -91,7 +91,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def ending(self, tell: Callable[[str], None]) -> Callable[[str], None]:
-        """`tell`, for what waits and says so: after an interrupt it raises `Interrupted`."""
+        """Return `tell` for a wait that reports: after an interrupt it raises `Interrupted`."""
 
         def tell_or_end(sentence: str) -> None:
             if self.count:
@@ -200,7 +200,7 @@ def settle_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, st
 
 
 def _is_about(folder: RunDir, run: Path) -> bool:
-    """Whether what is being submitted there may be this run; so it is where that is not known."""
+    """Return True if the submission may be of this run, or if that is not known."""
     try:
         note: dict[str, Any] = read_json(folder.submitting, checked=True) or {}
     except RunFolderError:
@@ -209,7 +209,7 @@ def _is_about(folder: RunDir, run: Path) -> bool:
 
 
 def handle_of(run: RunDir) -> Handle:
-    """A run as its cluster finds it again; one that was never handed to any has a launcher.
+    """Return the handle of a run; one that was never handed to a cluster has a launcher.
 
     Raises:
         ClusterError: it is being submitted, or may have been, and nobody answers.
@@ -356,7 +356,7 @@ def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
 
 
 def _said_so(ready: Ready) -> bool:
-    """Whether rank 0 wrote down that the training is over. Of a program nobody does."""
+    """Return True if rank 0 recorded the end of the training. A program records nothing."""
     result = ready.run.read_result() or {}
     return is_program(ready.config.job) or result.get("state") == State.FINISHED.value
 

@@ -44,7 +44,7 @@ OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 
 
 def check_own(run: RunDir) -> None:
-    """Raises `RunFolderError` when the folder is somebody else's.
+    """Raise `RunFolderError` if the folder is another user's.
 
     root's and nobody's pass: nobody but root makes such folders, and it is what file systems say
     that translate owners (NFS, containers).
@@ -59,7 +59,8 @@ def check_own(run: RunDir) -> None:
 
 
 def submission_directory(run: RunDir) -> contextlib.AbstractContextManager[None]:
-    """Stand where the run was submitted: its relative paths and modules are meant from there.
+    """Change to the directory that the run was submitted from: its relative paths and modules are
+    meant from there.
 
     Raises:
         RunFolderError: that folder is gone.
@@ -69,7 +70,7 @@ def submission_directory(run: RunDir) -> contextlib.AbstractContextManager[None]
 
 @contextlib.contextmanager
 def working_directory(home: Path, asked: Path) -> Generator[None]:
-    """`submission_directory` of what lies in `asked`. Raises `RunFolderError` likewise."""
+    """Change to `home`, for what lies in `asked`. Raises `RunFolderError` if it is gone."""
     stood = Path.cwd()
     try:
         os.chdir(home)
@@ -88,9 +89,8 @@ def working_directory(home: Path, asked: Path) -> Generator[None]:
 
 
 def _moved(path: Sequence[str], stood: Path, home: Path) -> list[str]:
-    """Python's path, had it been started at `home`: what it has because somebody stands at `stood`
-    is the other folder's; what names `stood` itself (an installed project, a full path in
-    PYTHONPATH) stays.
+    """Return Python's path as if it had been started at `home`: entries that mean the working
+    directory follow it; full paths stay.
     """
     given = os.environ.get("PYTHONPATH", "")
     relative = bool(given) and not {"", "."}.isdisjoint(given.split(os.pathsep))
@@ -101,7 +101,7 @@ def _moved(path: Sequence[str], stood: Path, home: Path) -> list[str]:
 
 
 def initial_weights(config: Config) -> Path | None:
-    """The weights file that is meant: the one that is named, or the newest sound one of a run.
+    """Return the weights file: the one that is named, or the newest sound one of a run.
 
     Raises:
         ConfigError: there is none, or it is no safetensors file.
@@ -147,7 +147,7 @@ def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str | int]:
 
 
 def refuse_left_behind(run: RunDir, values: Mapping[str, Any]) -> None:
-    """Raises `RunFolderError` when a configuration lacks what a later resume changed.
+    """Raise `RunFolderError` if a configuration lacks what a later resume changed.
 
     Args:
         values: of config.yaml, by section.
@@ -179,7 +179,7 @@ MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
 
 
 def refuse_other_numbers(made: list[Change], run: str, *, program: bool = False) -> None:
-    """Raises `ConfigError` naming every change that makes other numbers, and what can be done."""
+    """Raise `ConfigError` naming every change that makes other numbers, and what can be done."""
     wrong: list[str] = []
     for change in made:
         if change.kind is not Kind.NUMBERS:
@@ -194,7 +194,7 @@ def refuse_other_numbers(made: list[Change], run: str, *, program: bool = False)
 
 
 def anew(run: str, *, program: bool = False) -> str:
-    """What to do instead."""
+    """Return what to do instead."""
     if program:
         return (
             f"a program with other words is a new run; what this one saved stays in "
@@ -207,7 +207,7 @@ def anew(run: str, *, program: bool = False) -> str:
 
 
 def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
-    """Raises `ConfigError` when an update would be of other samples or at another rate.
+    """Raise `ConfigError` if an update would be of other samples or at another rate.
 
     Args:
         old, new: of the run as it was, and as it would be.
@@ -260,7 +260,7 @@ def _samples(plan: Plan, update: int) -> int:
 
 
 def rounding(made: list[Change], old: Plan, new: Plan, config: Config) -> str | None:
-    """A sentence when what follows agrees with the undisturbed run up to rounding only."""
+    """Return a sentence if the rest agrees with the undisturbed run only up to rounding."""
     kept = config.accumulation.reduction == old.modes.reduction == "reproducible"
     same_split = kept or old.split.micro_batches == new.split.micro_batches
     split = [] if same_split else ["another split of the batch"]
@@ -324,7 +324,7 @@ def resumption(
     *,
     to: Config | None = None,
 ) -> Resumption:
-    """What `resume RUN overrides` asks for, checked; nothing is written.
+    """Check what `resume RUN overrides` asks for; nothing is written.
 
     Args:
         config: of the run so far.
@@ -367,7 +367,7 @@ def _shown(value: Any) -> str:
 
 
 def updates_saved(run: RunDir) -> int:
-    """Updates that the newest complete checkpoint holds; 0 without one."""
+    """Return the updates that the newest complete checkpoint holds; 0 without one."""
     saved = complete(run.checkpoints)
     return int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
 
@@ -383,7 +383,7 @@ def _plan(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
 
 
 def _with(old: dict[str, Any], overrides: Sequence[str], config_dir: str | None) -> Config:
-    """The configuration `old` with what was typed. Raises `ConfigError`."""
+    """Return the configuration `old` with the overrides. Raises `ConfigError`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     check_overrides(overrides)

@@ -41,7 +41,7 @@ from orchestrator.rundir.outcome import Ended
 
 
 def new_folder(config: Config) -> Path:
-    """Where a new run goes: `run.dir`, or a folder of its own below `runs/`."""
+    """Return the folder of a new run: `run.dir`, or one below `runs/`."""
     if config.run.dir:
         return Path(os.path.abspath(Path(config.run.dir).expanduser()))  # noqa: PTH100  # keeps links
     name = config.run.name or short_name(config.job)
@@ -61,7 +61,7 @@ DISK_ERRORS = (
 
 
 def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
-    """Everything that can be said before anything is written. Raises `UsageError`.
+    """Check everything that can be checked before anything is written. Raises `UsageError`.
 
     Args:
         new: the run begins; one that goes on has its initial weights in its folder.
@@ -124,7 +124,7 @@ def _cluster(config: Config, output: OutputOptions) -> Cluster:
 
 
 def way_of(cluster: Cluster) -> Callable[[Ready], Ended]:
-    """How a run is placed there: trained here to its end, or queued and left alone.
+    """Return the function that places a run: trains it here to its end, or queues it.
 
     Only the one that is needed is imported: what is drawn while one waits takes time.
     """
@@ -261,7 +261,7 @@ def _as_before_its_end(run: RunDir, admission: Admission) -> None:
 
 
 def config_of(run: RunDir) -> Config:
-    """Raises `RunFolderError` when config.yaml holds what no run was ever started with."""
+    """Read a run's configuration. Raises `RunFolderError` if no run can have started with it."""
     values = run.read_config()
     try:
         return read_config(values)
@@ -270,7 +270,7 @@ def config_of(run: RunDir) -> Config:
 
 
 def _of_checkpoints(run: RunDir, config: Config, contents: bool) -> list[str]:
-    """What is to be said of what the run goes on from, before anything starts.
+    """Return sentences about the checkpoint that the run continues from.
 
     Args:
         contents: read all of it; otherwise only what is quickly read, and the ranks do the rest.
@@ -301,14 +301,12 @@ def _submission(cluster: Cluster, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def plan_and_notes(config: Config) -> dict[str, Any]:
-    """The plan as plan.json has it, and under `notes` what is to be said of it. Raises
-    `UsageError`.
-    """
+    """Return the plan as in plan.json, with `notes` about it. Raises `UsageError`."""
     return with_notes(prepare(config), config)
 
 
 def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
-    """As `plan_and_notes`, of a plan that is made already."""
+    """Return a plan that is made already, with `notes` about it."""
     if isinstance(plan, ProgramPlan):
         return {**plan.to_json(), "notes": notes_of_program(config)}
     found = [*notes(config, check_target(config.job).framework), planned_survival(config).words]
@@ -316,7 +314,7 @@ def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
 
 
 def describe(config: Config) -> tuple[Request, dict[str, Any]]:
-    """What would be handed over, and what the cluster says of it; empty where it says nothing."""
+    """Return the request, and the cluster's answer to it; empty if it has none."""
     cluster = cluster_of(config)
     request = cluster.request(new_folder(config), 0)
     warning: str | None = None

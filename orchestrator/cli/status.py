@@ -44,7 +44,8 @@ from orchestrator.units import plural
 
 
 def expand(paths: Sequence[Path]) -> list[RunDir]:
-    """The runs that paths name: a run, or all runs in a sweep's folder; none given: all in runs/.
+    """Return the runs that paths name: a run, or all in a sweep's folder; without paths all in
+    runs/.
 
     Raises:
         RunFolderError: a path that holds no run.
@@ -60,7 +61,7 @@ def expand(paths: Sequence[Path]) -> list[RunDir]:
 
 
 def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
-    """Where all these runs stand, in their order, and sentences about what could not be asked.
+    """Return the status of all these runs, in their order, and sentences about failed queries.
 
     A run that cannot be read is a row of its own, `private` or `damaged`, and hides no other.
     """
@@ -85,8 +86,8 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
 
 
 def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
-    """What the folder and its launcher's lock say; a run that goes on alone is put down for its
-    cluster to be asked.
+    """Return the status by the folder and its launcher's lock; collect runs of schedulers in
+    `alone`.
     """
     if is_waiting(run):
         new = RunStatus(folder=run.path, state="pending", cluster="local")
@@ -102,7 +103,7 @@ def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
 
 
 def _is_held(run: RunDir, kind: str) -> bool:
-    """Whether a launcher holds it; so it is where the kind is not installed here."""
+    """Return True if a launcher holds the run, or if its cluster's kind is not installed here."""
     try:
         return bool(run.read_submission().get("held", class_of(kind).attended))
     except ConfigError:
@@ -110,7 +111,7 @@ def _is_held(run: RunDir, kind: str) -> bool:
 
 
 def losses_so_far(status: RunStatus, points: int) -> list[float]:
-    """A run's losses from its beginning to now; none where it cannot be read."""
+    """Return a run's losses from its beginning to now; none if it cannot be read."""
     if status.state in UNREADABLE:
         return []
     return loss_curve(RunDir(status.folder).metrics, points)
@@ -202,7 +203,7 @@ STATE_POLL_S = 2.0
 
 
 def log_of(run: RunDir, rank: int | None) -> Path:
-    """The log to show: a rank's, or rank 0's, or before there is one, the batch script's.
+    """Return the log to show: a rank's, or rank 0's, or before there is one, the batch script's.
 
     Raises:
         RunFolderError: the rank has no log.
@@ -218,8 +219,8 @@ def log_of(run: RunDir, rank: int | None) -> Path:
 
 
 def text_of(path: Path, lines: int | None = None) -> Iterator[str]:
-    """A log's text, or its last lines, made harmless, in bounded memory; nothing when there is no
-    such file.
+    """Yield a log's text, or its last lines, made harmless, in bounded memory; nothing without a
+    file.
     """
     harmless = HarmlessStream()
     try:
@@ -231,8 +232,8 @@ def text_of(path: Path, lines: int | None = None) -> Iterator[str]:
 
 
 def follow_log(run: RunDir, rank: int | None, lines: int | None = None) -> Iterator[str]:
-    """A log's text, or its last lines, and what follows as it grows, made harmless, until the run
-    has ended.
+    """Yield a log's text, or its last lines, and its growth, made harmless, until the run has
+    ended.
 
     Raises:
         RunFolderError: whether it has ended cannot be known, since it is damaged or private.

@@ -23,7 +23,7 @@ Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only errors.")]
 
 
 def print_json(value: Any) -> None:
-    """To standard output, as people and programs read it."""
+    """Print JSON to standard output."""
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
@@ -55,7 +55,7 @@ def overview(*, as_json: bool) -> None:
 
 
 def seen() -> str | None:
-    """The SLURM cluster that this machine belongs to, in words; None where there is none."""
+    """Describe the SLURM cluster that this machine belongs to; None if there is none."""
     try:
         answer = SlurmClient().ask("sinfo", "-h", "-o", "%R", timeout_s=PATIENCE_S)
     except NoClient:
@@ -118,7 +118,7 @@ def status(
 
 
 def _is_search_without_runs(asked: list[Path]) -> bool:
-    """Whether one search is asked about whose trials could not begin yet."""
+    """Return True for one search whose trials could not begin yet."""
     from orchestrator.rundir.folder import RunDir
     from orchestrator.rundir.status import find_runs
 
@@ -128,7 +128,7 @@ def _is_search_without_runs(asked: list[Path]) -> bool:
 
 
 def _with_trials(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """The runs as values; where a folder is a search's, each with its trials."""
+    """Add to each run of a search its trials."""
     from orchestrator.report.status_tables import search_of, with_trials
 
     search = search_of(folder)
@@ -136,7 +136,7 @@ def _with_trials(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any
 
 
 def _show_search(folder: Path, console: Console) -> None:
-    """The trials, where a folder is a search's."""
+    """Print the trials, if the folder is a search's."""
     from orchestrator.report.status_tables import print_search, search_of
 
     if found := search_of(folder):
@@ -203,8 +203,8 @@ def cancel(
 
 
 def final_weights(run: Path) -> Path:
-    """The file of a run's newest weights. Raises `RunFolderError` when there is none, or when it is
-    not as it was written: what is left of it would be compared as if it were the run's.
+    """Return the file of a run's newest weights. Raises `RunFolderError` if there is none, or if it
+    is damaged.
     """
     from orchestrator.rundir.checkpoints import WEIGHTS, complete, load
     from orchestrator.rundir.folder import RunDir

@@ -138,7 +138,7 @@ def _is_file(text: str) -> bool:
 
 
 def program_overrides(words: Sequence[str], beside: Sequence[str] = ()) -> tuple[str, str]:
-    r"""What stands after `--`, a program and its arguments, as overrides.
+    r"""RReturn the words after `--`, a program and its arguments, as overrides.
 
     Args:
         beside: the overrides that stand before it.
@@ -164,14 +164,14 @@ def program_overrides(words: Sequence[str], beside: Sequence[str] = ()) -> tuple
 
 
 def literally(word: str) -> str:
-    """A word in Hydra's quotes, so that it comes out as it is: no escapes, no interpolation."""
+    """Quote a word for Hydra, without escapes or interpolation."""
     escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", word)
     escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), escaped)
     return f"'{escaped}'"
 
 
 def key_of(override: str) -> str:
-    """The key of an override, without what says how it is applied.
+    """Return the key of an override, without its prefix.
 
     >>> key_of("++job.width=3"), key_of("~optimizer")
     ('job.width', 'optimizer')
@@ -187,7 +187,7 @@ SCHEDULERS_WORDS = re.compile(
 
 
 def spelled(override: str, *, sweep: bool = False) -> str:
-    """What people type as Hydra takes it.
+    """Translate an override as people type it into Hydra's grammar.
 
     `cluster=slurm` means `+cluster=slurm` (the group is absent from the defaults). A job's keys, an
     optimizer's and options need no `+`: what a class does not take is refused with it in hand.

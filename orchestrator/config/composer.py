@@ -49,7 +49,7 @@ class Composed:
     point_folder: Path
 
     def config(self) -> Config:
-        """Checked against the schema and the rules.
+        """Check the values against the schema and the rules.
 
         Raises:
             ConfigError: unknown keys, wrong types, values that cannot be used.
@@ -61,8 +61,8 @@ class Composed:
 
 
 def expand_home(value: Any) -> Any:
-    """`~/…` in a job's arguments, which are paths then, as the shell would have expanded it; a
-    program's command has been the shell's already.
+    """Expand `~/…` in a job's arguments as the shell would. A program's command has been through a
+    shell already.
     """
     if isinstance(value, dict) and is_program(value):
         return {key: v if key == "command" else expand_home(v) for key, v in value.items()}
@@ -317,7 +317,8 @@ class Composer:
             return self._composed(found, overrides)
 
     def load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
-        """Compose; again without each shipped default that the user's statements replace.
+        """Compose, and compose again without each shipped default that the user's statements
+        replace.
 
         Args:
             overrides: as Hydra takes them.
@@ -342,8 +343,8 @@ class Composer:
         return self.loader.load_configuration(name, given, mode, validate_sweep_overrides=False)
 
     def _gives_way(self, group: str, found: DictConfig, given: Sequence[str]) -> bool:
-        """Whether a shipped file that nobody chose describes another job (or optimizer) than the
-        one that is stated, so that its keys are not meant for it.
+        """Return True if a shipped default describes another job (or optimizer) than the stated
+        one, so that its keys are not meant for it.
         """
         section = OmegaConf.select(found, group)
         if not section or f"~{group}" in given:  # there is no file of the group any more
@@ -391,7 +392,7 @@ class Composer:
 def compose(
     overrides: Sequence[str], config_dir: str | None = None, config_name: str = PRIMARY
 ) -> Config:
-    """Compose and check, as a launch would. Raises `ConfigError`."""
+    """Compose the configuration of a run, or what all points of a sweep have in common."""
     check_overrides(overrides)
     line = CommandLine(overrides=tuple(overrides), config_dir=config_dir, config_name=config_name)
     return Composer(line).compose().config()
@@ -416,7 +417,7 @@ class Points:
         self.folder: Path | None = None
 
     def __call__(self, _: DictConfig) -> Any:
-        """Raises always: a point alone is nothing that could be run."""
+        """Raise always: a single point cannot be run."""
         raise ConfigError("points of a sweep are placed by the launcher 'orchestrator' alone")
 
     def launch_points(
@@ -466,7 +467,7 @@ def drive(composer: Composer, launch: Launch) -> Any:
 
 
 def points_of(composer: Composer) -> list[Point]:
-    """The points of the sweep that `composer` composes, or why one cannot be composed."""
+    """Return the points of the sweep, or why one cannot be composed."""
     found: list[Point] = []
 
     def collect(points: Sequence[Point], _: int) -> Sequence[JobReturn]:

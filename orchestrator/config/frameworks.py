@@ -18,7 +18,7 @@ EXTRAS = {"tensorboard": "torch", "mlflow": "mlflow", "wandb": "wandb"}  # of tr
 
 
 def notes(config: Config, framework: str | None) -> list[str]:
-    """What will happen on the nodes that a plan does not show: sentences for `plan`."""
+    """Return sentences for `plan` about what happens on the nodes."""
     cluster, transport = config.cluster, config.transport
     found: list[str] = []
     if framework == "mindspore":

@@ -346,8 +346,8 @@ def check_program(program: Program) -> None:
 
 
 def copied_script(program: Program) -> Path | None:
-    """The script that a copy of the code has to hold; None for modules, binaries and what belongs
-    to the machine.
+    """Return the script that a copy of the code has to hold; None for modules, binaries and
+    programs of the machine.
     """
     script = script_of(program)
     if script is None or str(script.parent) in os.get_exec_path():
@@ -357,19 +357,19 @@ def copied_script(program: Program) -> Path | None:
 
 
 def runs_here(program: Program) -> bool:
-    """Whether what is run is a file or module of the user's, and not one that PATH finds."""
+    """Return True if the program is a file or module of the user's, not one found on PATH."""
     return program.is_module or os.sep in program.target or Path(program.target).exists()
 
 
 def script_of(program: Program) -> Path | None:
-    """The file that is run, where it is one of the user's; None for modules and what PATH finds."""
+    """Return the user's file that is run; None for modules and programs on PATH."""
     if program.is_module or not runs_here(program):
         return None
     return Path(os.path.abspath(Path(program.target).expanduser()))  # noqa: PTH100  # keeps links
 
 
 def is_this_python(word: str) -> bool:
-    """Whether a program's name means the Python that runs this.
+    """Return True if a program's name means the running Python.
 
     >>> is_this_python(sys.executable), is_this_python("train.py")
     (True, False)
@@ -394,7 +394,7 @@ def _check_module(name: str) -> None:
 
 
 def _check_python(spelled: str, path: Path) -> None:
-    """Whether it is Python at all, as every rank would find out."""
+    """Check that a script is Python, as every rank would find out."""
     try:
         with warnings.catch_warnings(
             action="ignore"
@@ -407,7 +407,7 @@ def _check_python(spelled: str, path: Path) -> None:
 
 
 def _check_executable(spelled: str, path: Path) -> None:
-    """A script in another language, or a binary: the kernel decides, so its rules are checked."""
+    """Check a script in another language, or a binary, by the kernel's rules."""
     with path.open("rb") as file:
         first = file.readline(256)
     if not first.startswith((b"#!", ELF)):
@@ -422,7 +422,7 @@ def _check_executable(spelled: str, path: Path) -> None:
 
 
 def _check_interpreter(spelled: str, line: str) -> None:
-    """Args: line: what follows #!, as the kernel reads it."""
+    """Check the interpreter that a script names; `line` is the text after #!."""
     wanted, _, rest = line.strip(" \t").partition(" ")
     if wanted.endswith("\r") or rest.endswith("\r"):
         raise JobError(

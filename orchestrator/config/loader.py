@@ -31,7 +31,7 @@ from orchestrator.errors import ConfigError
 
 
 def dense_parameters(layers: Sequence[int]) -> int:
-    """Numbers in the weights and biases of dense layers of these sizes.
+    """Count the weights and biases of dense layers of these sizes.
 
     >>> dense_parameters([2, 3, 1])
     13
@@ -40,7 +40,7 @@ def dense_parameters(layers: Sequence[int]) -> int:
 
 
 def transformer_parameters(width: int, layers: int, context: int, tokens: int = 256) -> int:
-    """Numbers in a transformer with biases, tied embeddings and learned places.
+    """Count the parameters of a transformer with biases, tied embeddings and learned positions.
 
     >>> transformer_parameters(64, 2, 128)
     124672
@@ -49,7 +49,7 @@ def transformer_parameters(width: int, layers: int, context: int, tokens: int = 
 
 
 def sum_of(*numbers: int) -> int:
-    """The sum.
+    """Return the sum.
 
     >>> sum_of(1, 2, 4)
     7
@@ -58,7 +58,7 @@ def sum_of(*numbers: int) -> int:
 
 
 def when_null(value: Any, then: Any, otherwise: Any) -> Any:
-    """`then` where a key is null, else `otherwise` (OmegaConf has no conditional of its own)."""
+    """Return `then` if a key is null, else `otherwise`: OmegaConf has no conditional."""
     return then if value is None else otherwise
 
 
@@ -110,7 +110,9 @@ OURS = (SHIPPED, "hydra", "schema")
 
 
 def config_folder() -> Path:
-    """The folder with the shipped configuration: in an installed wheel, or beside the package."""
+    """Return the folder with the shipped configuration: in an installed wheel, or next to the
+    package.
+    """
     package = Path(__file__).resolve().parents[1]
     for candidate in (package / "conf", package.parent / "conf"):
         if (candidate / "config.yaml").is_file():
@@ -135,7 +137,7 @@ class UsersFirst(ConfigSearchPathImpl):
 
 
 def search_path(config_dir: str | None) -> UsersFirst:
-    """Hydra's own configuration, the user's folder, the shipped one, and the schema."""
+    """Return Hydra's own configuration, the user's folder, the shipped one, and the schema."""
     path = UsersFirst()
     path.append("hydra", "pkg://hydra.conf")
     path.append(SHIPPED, f"file://{config_folder()}")
@@ -192,7 +194,7 @@ class Loader(ConfigLoaderImpl):
         super().__init__(search_path(config_dir))
 
     def origin(self, primary: str, overrides: Sequence[str], group: str) -> Origin:
-        """Who chose what is in a group, and whether the user's files say something of it."""
+        """Find who chose the file of a group, and whether the user's files mention it."""
         parsed, files = self._parse_overrides_and_create_caching_repo(primary, list(overrides))
         listed = create_defaults_list(
             repo=files,
@@ -219,7 +221,7 @@ class Loader(ConfigLoaderImpl):
         return Origin(default=default, stated=stated)
 
     def swept(self, overrides: Sequence[str]) -> list[Override]:
-        """All of them, parsed. Raises `ConfigError` for a sweep over what all its points share."""
+        """Parse all overrides. Raises `ConfigError` for a sweep over what all its points share."""
         parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
         for override in parsed:
             section = override.key_or_group.replace("/", ".").partition(".")[0]
@@ -250,8 +252,8 @@ class Loader(ConfigLoaderImpl):
             raise ConfigError(f"{key} has no value to sweep over: the sweep would have no point")
 
     def sweep_name(self, overrides: Sequence[str], line: CommandLine) -> str:
-        """What a sweep's folder is called: by the keys that are swept over, and a digest of all
-        else that was typed but for what leaves its points as they are.
+        """Return the name of a sweep's folder: the swept keys, and a digest of all else that was
+        typed and matters to its points.
         """
         parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
         swept = sorted({o.key_or_group for o in parsed if o.is_sweep_override()})

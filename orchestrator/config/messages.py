@@ -61,7 +61,7 @@ def _dotted_keys(schema: Any = Config, prefix: str = "") -> Iterator[str]:
 
 
 def no_such_key(key: str) -> str:
-    """A sentence about a key that the schema does not have: the nearest one, wherever it is.
+    """Return a sentence about an unknown key, with the nearest one of any section.
 
     >>> no_such_key("accumulation.stpes")
     "there is no key 'accumulation.stpes'; did you mean 'steps'?"

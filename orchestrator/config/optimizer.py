@@ -22,7 +22,7 @@ CLASSES = {"sgd": "torch.optim.SGD", "adam": "torch.optim.Adam", "adamw": "torch
 
 
 def optimizer_problems(optimizer: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for all that is wrong. An empty section leaves the optimizer to the job."""
+    """Yield a sentence for each error. An empty section leaves the optimizer to the job."""
     target, name = optimizer.get("_target_"), optimizer.get("name")
     if not optimizer:
         return
@@ -73,7 +73,7 @@ def _arguments(optimizer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def chosen(own: Any, optimizer: Mapping[str, Any], job: str) -> Any:
-    """The optimizer that a job gave, in an engine; None where the configuration's is to be built.
+    """Return the optimizer that a job gave; None if the configuration's is to be built.
 
     Args:
         own: what the job's `optimizer(model)` gave.
@@ -97,7 +97,7 @@ def chosen(own: Any, optimizer: Mapping[str, Any], job: str) -> Any:
 
 
 def described(optimizer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What steps the weights, for environment.json and result.json.
+    """Return what steps the weights, for environment.json and result.json.
 
     Args:
         settings: the configuration's `optimizer`, empty where the job builds its own.

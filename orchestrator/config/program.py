@@ -80,12 +80,12 @@ class Program:
 
 
 def is_program(job: Mapping[str, Any]) -> bool:
-    """Whether a `job` section names a program in the place of a class."""
+    """Return True if a `job` section names a program instead of a class."""
     return job.get("_target_") is None and "command" in job
 
 
 def short_name(job: Mapping[str, Any]) -> str:
-    """What a run is called where nobody named it: its class's name, or its program's.
+    """Return the default name of a run: its class's or its program's.
 
     >>> short_name({"_target_": "jobs.digits.Digits"}), short_name({"command": ["a/train.py"]})
     ('digits', 'train')
@@ -96,19 +96,19 @@ def short_name(job: Mapping[str, Any]) -> str:
 
 
 def target_of(job: Mapping[str, Any]) -> str | Program:
-    """What a section names: a class, by its dotted name, or a program."""
+    """Return the class, by its dotted name, or the program that a section names."""
     return program_of(job) if is_program(job) else str(job["_target_"])
 
 
 def program_of(job: Mapping[str, Any]) -> Program:
-    """The program of a section that `program_problems` finds nothing wrong with."""
+    """Return the program of a valid section."""
     values: dict[str, Any] = {key: job[key] for key in KEYS if job.get(key) is not None}
     values["command"] = tuple(map(str, job["command"]))
     return Program(**values)
 
 
 def rendered(arguments: Mapping[str, Any], style: str) -> Iterator[str]:
-    """Arguments as a command line has them; see `Program.argument_style`.
+    """Yield arguments as a command line has them; see `Program.argument_style`.
 
     A name in a name has a dot (`optim.lr`). true is the name alone and false is nothing, but in
     bare style `name=true`; null is nothing. Raises `ConfigError` for what has no such form.
@@ -158,7 +158,7 @@ def _text(value: Any) -> str:
 
 
 def program_problems(config: Any, defaults: Any) -> list[str]:
-    """What is wrong with a program's section, and what is stated beside it in vain.
+    """Return the errors of a program's section, and of keys that mean nothing to a program.
 
     Args:
         config, defaults: a whole `Config`, and one that nobody has changed.
@@ -201,7 +201,7 @@ def _wrong_command(command: Any) -> list[str]:
 
 
 def _wrong_first(word: str, *, alone: bool) -> str:
-    """What is wrong with what a command begins with; "" when nothing is."""
+    """Return the error in the first word of a command; "" if there is none."""
     if word == "-m":
         return "job.command=[-m] names no module; write -m package.module" if alone else ""
     if not word or word.startswith("-"):
@@ -216,7 +216,7 @@ def _wrong_first(word: str, *, alone: bool) -> str:
 
 
 def _in_vain(config: Any, defaults: Any) -> Iterator[str]:
-    """Keys of ours that say how we train, and are not as they come."""
+    """Yield keys about our training that are not at their defaults."""
     stated, usual = asdict(config), asdict(defaults)
     for section in MEANINGLESS:
         value, plain = stated[section], usual[section]

@@ -115,7 +115,7 @@ test checks that it is current.
 
 
 def keys(schema: Any = Config, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
-    """Every key by its dotted name, sections opened."""
+    """Yield every key by its dotted name."""
     for item in fields(schema):
         section = item.default_factory
         if section is not MISSING and is_dataclass(section):

@@ -30,8 +30,8 @@ MOST_PACKED = 4096
 
 
 def packing(pack: Any) -> int | None:
-    """How many points share an allocation: 0 for as many as its nodes have room for; None: each has
-    one of its own. Raises `ConfigError`.
+    """Return how many points share an allocation: 0 for as many as its nodes have room for, None
+    for one each. Raises `ConfigError`.
     """
     if isinstance(pack, bool):
         return 0 if pack else None
@@ -44,7 +44,7 @@ def packing(pack: Any) -> int | None:
 
 
 def pack_problems(config: Config) -> Iterator[str]:
-    """A sentence for each thing that is wrong."""
+    """Yield a sentence for each error about `sweep.pack`."""
     if packing(config.sweep.pack) is None:
         return
     asked, cluster = f"sweep.pack={str(config.sweep.pack).lower()}", config.cluster
@@ -97,7 +97,7 @@ SMALL_IS_GOOD = ("loss", "seconds")
 
 
 def search_problems(sweep: SweepConfig) -> Iterator[str]:
-    """A sentence for each thing that is wrong."""
+    """Yield a sentence for each error about a search."""
     if sweep.search == "none":
         yield from _search_keys_without_search(sweep)
         return
@@ -116,7 +116,7 @@ def search_problems(sweep: SweepConfig) -> Iterator[str]:
 
 
 def _search_keys_without_search(sweep: SweepConfig) -> Iterator[str]:
-    """Of a search, where there is none."""
+    """Yield a sentence for each key of a search if there is none."""
     plain = SweepConfig()
     for name in OF_A_SEARCH:
         if getattr(sweep, name) != getattr(plain, name):
@@ -149,7 +149,7 @@ class Survival:
 
 
 def planned_survival(config: Config) -> Survival:
-    """What was asked for; where nothing was, on wherever it can be had on more than one node.
+    """Return `run.survive`; by default on, wherever it is available on more than one node.
 
     The job's source is read for that. Raises `JobError` as `check_target` does.
     """
@@ -171,7 +171,7 @@ def _survival_text(config: Config) -> str:
 
 
 def with_survival(config: Config, *, on: bool) -> Config:
-    """The same, where whoever reads it needs not ask again."""
+    """Return the configuration with `run.survive` resolved."""
     return replace(config, run=replace(config.run, survive=on))
 
 
@@ -200,18 +200,18 @@ def _survive_with_job(config: Config, facts: TargetFacts) -> Iterator[str]:
 
 
 def survive_problems(config: Config) -> Iterator[str]:
-    """What was asked for and cannot be had, whatever the job is written for."""
+    """Yield the errors about `run.survive` for any framework."""
     if config.run.survive:
         yield from _survive_refusals(config)
 
 
 def survive_problems_on_torch(config: Config) -> Iterator[str]:
-    """The same of a job for torch."""
+    """Return the errors about `run.survive` for a job for torch."""
     return _survive_on_torch(config) if config.run.survive else iter(())
 
 
 def survive_problems_on_mindspore(config: Config) -> Iterator[str]:
-    """The same of a job for MindSpore."""
+    """Return the errors about `run.survive` for a job for MindSpore."""
     return _survive_on_mindspore() if config.run.survive else iter(())
 
 
@@ -262,7 +262,7 @@ def _survive_on_mindspore() -> Iterator[str]:
 
 
 def replacement_problems(config: Config) -> Iterator[str]:
-    """What `run.max_replacements` cannot be had with."""
+    """Yield the errors about `run.max_replacements`."""
     if not config.run.max_replacements:
         return
     told = f"run.max_replacements={config.run.max_replacements}"
@@ -291,7 +291,7 @@ def check(config: Config) -> None:
 
 
 def at_once(parallel: Any) -> int | None:
-    """How many points `sweep.parallel` asks for at once; None: `auto`. Raises `ConfigError`."""
+    """Return how many points `sweep.parallel` asks for; None: `auto`. Raises `ConfigError`."""
     if parallel == "auto":
         return None
     if isinstance(parallel, int) and not isinstance(parallel, bool) and 1 <= parallel <= 10_000:

@@ -34,13 +34,13 @@ class Bound:
     most: float | None = None
 
     def too_much(self, dotted: str, value: Any) -> str | None:
-        """A sentence when `value` is more than `most`."""
+        """Return a sentence if `value` is more than `most`."""
         if self.most is None or not isinstance(value, int | float) or value <= self.most:
             return None
         return f"{dotted} must be at most {self.most:g}, but is {value}; try {dotted}={self.most:g}"
 
     def refusal(self, dotted: str, value: Any) -> str | None:
-        """A sentence when `value` is no choice, or too little."""
+        """Return a sentence if `value` is no choice, or too little."""
         if self.seam is not None:
             return self.seam.refusal(value)
         if self.choice and value not in self.choice:
@@ -59,13 +59,13 @@ FREE = Bound()
 
 
 def choice(*allowed: str, default: str | None = None) -> Any:
-    """A field that is one of these words; the first, where nobody says otherwise."""
+    """Define a field that is one of these words; the first by default."""
     bound = Bound(choice=allowed)
     return field(default=allowed[0] if default is None else default, metadata={"bound": bound})
 
 
 def registered(seam: Seam, default: str) -> Any:
-    """A field that is the name of one of ours, or of an installed package's."""
+    """Define a field that is the name of one of ours, or of an installed package's."""
     bound = Bound(choice=(*seam.besides, *seam.ours), seam=seam)
     return field(default=default, metadata={"bound": bound})
 
@@ -77,13 +77,13 @@ def number(
     above: int | None = None,
     most: float | None = None,
 ) -> Any:
-    """A field that is a number from `least`, or above `above`, to `most`."""
+    """Define a number from `least`, or above `above`, to `most`."""
     bound = Bound(least=least, above=above, most=most)
     return field(default=default, metadata={"bound": bound})
 
 
 def bounds_of(schema: Any, prefix: str = "") -> dict[str, Bound]:
-    """The bound of each field of a schema, by its dotted name; fields without one are left out."""
+    """Return the bound of each field that has one, by its dotted name."""
     found: dict[str, Bound] = {}
     for item in fields(schema):
         if "bound" in item.metadata:
@@ -94,7 +94,7 @@ def bounds_of(schema: Any, prefix: str = "") -> dict[str, Bound]:
 
 
 def beyond(values: Mapping[str, Any], bounds: Mapping[str, Bound]) -> list[str]:
-    """A sentence for every value of a configuration that is beyond what can be meant.
+    """Return a sentence for every value that is beyond all reason.
 
     >>> beyond({"train": {"seed": 2**64}}, {})
     ['train.seed must lie between -(2**63 - 1) and 2**63 - 1, but is 18446744073709551616']
@@ -108,7 +108,7 @@ def beyond(values: Mapping[str, Any], bounds: Mapping[str, Bound]) -> list[str]:
 
 
 def value_of(config: Any, dotted: str) -> Any:
-    """What stands at `engine.wire`, say, in dataclasses."""
+    """Return the value of a dotted key in dataclasses."""
     for part in dotted.split("."):
         config = getattr(config, part)
     return config
@@ -119,14 +119,14 @@ _LEAVES = frozenset({int, str, float, bool, type(None)})
 
 
 def plain(config: Any) -> Any:
-    """As `asdict` has it, but lists and tables are the configuration's own, and only to be read."""
+    """Convert like `asdict`, but share lists and tables, which are only to be read."""
     if type(config) in _LEAVES or not is_dataclass(config):
         return config
     return {name: plain(value) for name, value in vars(config).items()}
 
 
 def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every plain value in nested dicts and lists, with its dotted name."""
+    """Yield every plain value in nested dicts and lists, with its dotted name."""
     if type(values) in _LEAVES:
         yield prefix, values
     elif isinstance(values, Mapping):
@@ -148,7 +148,7 @@ def _too_large(dotted: str, value: Any) -> str | None:
 
 
 def _odd(dotted: str, value: Any) -> str | None:
-    """What no file name, shell or terminal can take; odd but harmless signs are let be."""
+    """Return a sentence for characters that no file name, shell or terminal can take."""
     if not isinstance(value, str) or value.isprintable():
         return None
     for sign in value:
@@ -386,7 +386,7 @@ CHOICES = {dotted: bound.choice for dotted, bound in BOUNDS.items() if bound.cho
 
 
 def node_range(nodes: Any) -> tuple[int, int]:
-    """The (least, most) nodes that `cluster.nodes` asks for: an int, or `{min: a, max: b}`.
+    """Return the (least, most) nodes of `cluster.nodes`: an int, or `{min: a, max: b}`.
 
     >>> node_range(3), node_range({"min": 2, "max": 4})
     ((3, 3), (2, 4))
@@ -405,7 +405,7 @@ def node_range(nodes: Any) -> tuple[int, int]:
 
 
 def gpu_count(gpus: Any) -> int:
-    """How many GPUs `cluster.gpus_per_node` asks of a node: 4, `a100:4` or `a100:2,h100:1`.
+    """Return the GPUs of `cluster.gpus_per_node`: 4, `a100:4` or `a100:2,h100:1`.
 
     >>> gpu_count(None), gpu_count(4), gpu_count("a100:4"), gpu_count("a100:2,h100:1")
     (0, 4, 4, 3)

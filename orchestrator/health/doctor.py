@@ -69,7 +69,7 @@ Check = Callable[[], Iterable[Finding]]
 
 
 def findings_of(checks: Iterable[Check]) -> Iterator[Finding]:
-    """What the checks find, in their order."""
+    """Yield the findings of the checks, in their order."""
     for check in checks:
         yield from check()
 
@@ -93,7 +93,7 @@ COMMAND_S = 10.0
 
 
 def packages() -> Iterator[Finding]:
-    """Python and what runs depend on, beside the versions that were tested."""
+    """Report Python and the packages that runs depend on, with the tested versions."""
     yield Finding(about="Python", found=f"{platform.python_version()} on {platform.platform()}")
     for name, tested in TESTED.items():
         version = _version(name)
@@ -126,7 +126,7 @@ def _version(name: str) -> str | None:
 
 
 def _release(version: str) -> str:
-    """Its first two numbers.
+    """Return the first two numbers of a version.
 
     >>> _release("2.13.0+cu128")
     '2.13'
@@ -135,7 +135,7 @@ def _release(version: str) -> str:
 
 
 def limits() -> Iterator[Finding]:
-    """Processors, memory, and limits of this shell that ranks inherit."""
+    """Report processors, memory, and limits of this shell that ranks inherit."""
     cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
     yield Finding(
         about="machine",
@@ -165,7 +165,7 @@ def limits() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """GPUs and NPUs, their drivers and toolkits."""
+    """Report GPUs and NPUs, their drivers and toolkits."""
     gpus = sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
     npus = sorted(path for path in Path("/dev").glob("davinci*") if path.name[7:].isdigit())
     if not gpus and not npus:
@@ -217,7 +217,7 @@ def _toolkits(home: Path) -> Iterator[str]:
 
 
 def _version_file(path: Path) -> str | None:
-    """The first number with dots in a file of versions."""
+    """Return the first number with dots in a file of versions."""
     try:
         found = re.search(r"\d+(\.[\w]+)+", path.read_text("utf-8", "replace"))
     except OSError:  # there is none, which is what is told
@@ -226,7 +226,7 @@ def _version_file(path: Path) -> str | None:
 
 
 def _said(*command: str) -> str | None:
-    """What a command of the machine answers; None when it does not, or is not there."""
+    """Return the output of a command; None if it fails or does not exist."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=COMMAND_S, check=False
@@ -237,7 +237,7 @@ def _said(*command: str) -> str | None:
 
 
 def file_system(folder: Path) -> Iterator[Finding]:
-    """Where runs are written: can it be written, has it room, is it one that nodes share?"""
+    """Report on the file system of runs: is it writable, has it room, do nodes share it?"""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(there, os.W_OK):
         yield Finding(
@@ -270,7 +270,7 @@ NAME_IT = "cluster.interface=eth0, say: gloo, NCCL and HCCL are told of it, on e
 
 
 def network() -> Iterator[Finding]:
-    """Interfaces with an address, which would be taken, and variables that say otherwise."""
+    """Report interfaces with an address, the default one, and variables that change it."""
     there = interfaces()
     told = ", ".join(f"{name} {' '.join(found)}" for name, found in there.items())
     yield Finding(about="network", found=f"interfaces: {told}")
@@ -318,7 +318,7 @@ def _variables(env: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Interfaces that are up, with their addresses."""
+    """Return the interfaces that are up, with their addresses."""
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
     return {
         name: [e.address for e in entries if e.family == socket.AF_INET]
@@ -329,7 +329,8 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def nccl_choice(there: Mapping[str, object]) -> str | None:
-    """NCCL's own order (its documentation of NCCL_SOCKET_IFNAME): ib first, docker and lo last.
+    """Choose in NCCL's own order (its documentation of NCCL_SOCKET_IFNAME): ib first, docker and lo
+    last.
 
     >>> nccl_choice(["docker0", "lo", "eth1", "eth0"]), nccl_choice(["eth0", "ib0"])
     ('eth0', 'ib0')
@@ -433,7 +434,7 @@ HURTING = (
 
 
 def slurm(slurm_conf: str | None = None) -> Iterator[Finding]:
-    """What the cluster says of itself; one note on a machine without any.
+    """Report the cluster's settings; one note on a machine without SLURM.
 
     Args:
         slurm_conf: of another cluster than the machine's own.
@@ -467,7 +468,7 @@ def slurm(slurm_conf: str | None = None) -> Iterator[Finding]:
 
 
 def read_settings(shown: str) -> dict[str, str]:
-    r"""`scontrol show config` as values.
+    r"""RParse `scontrol show config`.
 
     >>> read_settings("KillWait                = 30 sec\nClusterName = one\n")
     {'KillWait': '30 sec', 'ClusterName': 'one'}
@@ -477,7 +478,7 @@ def read_settings(shown: str) -> dict[str, str]:
 
 
 def from_settings(settings: Settings) -> Iterator[Finding]:
-    """The cluster's name, version and limits, and each setting that hurts."""
+    """Report the cluster's name, version and limits, and each setting that hurts."""
     version = settings.get("SLURM_VERSION", "unknown")
     tested = version.startswith(f"{TESTED_SLURM}.")
     yield Finding(
@@ -542,7 +543,7 @@ def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[Findi
 
 
 def trial_findings(run: RunDir, exit_code: int) -> Iterator[Finding]:
-    """What the run in this folder says of the nodes that it was on."""
+    """Report what a trial run measured of its nodes."""
     plan, result = run.read_plan(), run.read_result() or {}
     where = f"{plural(plan.get('ranks') or 0, 'rank')} on {plural(plan.get('nodes') or 0, 'node')}"
     if exit_code:

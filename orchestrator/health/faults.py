@@ -120,7 +120,7 @@ class Connection:
 
 
 def connections(pid: int) -> list[Connection]:
-    """Those of a process, and where it listens; none of one that has ended."""
+    """Return the connections of a process, and where it listens; none of one that has ended."""
     try:
         found = psutil.Process(pid).net_connections("tcp")
     except psutil.NoSuchProcess:
@@ -156,7 +156,7 @@ def change(connection: Connection, way: Way) -> None:
 
 
 def check_lending(those: Iterable[Connection] = ()) -> None:
-    """Whether this kernel lends sockets of ours, and each of `those`.
+    """Check that this kernel lends our own sockets, and each of `those`.
 
     Raises:
         UsageError: it does not; says what is missing.
@@ -249,7 +249,7 @@ class FaultInjector:
         self.renew()
 
     def renew(self) -> None:
-        """What has been connected since is deaf as well."""
+        """Silence connections made since, too."""
         if self._alone:
             listening = [one for one in self._all(self._alone) if one.there is None]
             self._deafen([*self._outward(self._alone), *listening])
@@ -274,8 +274,8 @@ class FaultInjector:
     # ------------------------------------------------------------------ the disk
 
     def fill(self, ranks: Iterable[int]) -> None:
-        """From now on none of them can write to a file, as where a disk is full, until `lift`: a
-        limit of the kernel's (RLIMIT_FSIZE), under which every write ends with an error.
+        """Let no rank write to a file, as on a full disk, until `lift`: a limit of the kernel's
+        (RLIMIT_FSIZE), under which every write ends with an error.
         """
         pids = self._of(ranks)
         for pid in [*pids, *_agents_of(pids)]:
@@ -298,14 +298,14 @@ class FaultInjector:
 
 
 def _of_all(pids: Iterable[int]) -> list[Connection]:
-    """Of these processes, of what they have started, and of their agents."""
+    """Return the connections of these processes, their descendants and their agents."""
     pids = list(pids)
     every = [one for pid in pids for one in (pid, *descendants(pid))] + _agents_of(pids)
     return [connection for pid in every for connection in connections(pid)]
 
 
 def _agents_of(pids: Iterable[int]) -> list[int]:
-    """The agents whose workers these processes are."""
+    """Return the agents whose workers these processes are."""
     found: set[int] = set()
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -319,7 +319,7 @@ RENEW_S = 0.02
 
 
 def ranks_here(run: str) -> Mapping[int, int]:
-    """The ranks of a run on this node that live, and are not stopped, with their processes."""
+    """Return the ranks of a run on this node that live and are not stopped, and their pids."""
     job, node = os.environ["SLURM_JOB_ID"], os.environ["SLURMD_NODENAME"]
     found: dict[int, int] = {}
     for process in psutil.process_iter(["cmdline", "ppid"]):

@@ -279,7 +279,7 @@ class LocalInjector:
     def processes(
         self,
     ) -> tuple[dict[int, tuple[psutil.Process, str]], dict[str, psutil.Process]]:
-        """Its living ranks, by their numbers, with their simulated nodes; and these, by name."""
+        """Return the living ranks with their simulated nodes, and the agents by node."""
         ranks: dict[int, tuple[psutil.Process, str]] = {}
         nodes: dict[str, psutil.Process] = {}
         for process in psutil.process_iter(["name", "cmdline", "status"]):
@@ -379,7 +379,7 @@ class SlurmInjectors:
         return [given for one in self._answers() for given in one["gives"]]
 
     def close(self) -> None:
-        """What lasts is lifted, where the nodes still hear it."""
+        """End the injectors, and with them the faults that last."""
         if self._process.poll() is None:
             cast("Any", self._process.stdin).close()
             try:
@@ -392,7 +392,7 @@ class SlurmInjectors:
                 pipe.close()
 
     def _answers(self) -> list[dict[str, Any]]:
-        """One line of each node."""
+        """Return one answer of each node."""
         pipe, found = cast("Any", self._process.stdout), list[dict[str, Any]]()
         deadline = time.monotonic() + ANSWER_S
         with selectors.DefaultSelector() as selector:
@@ -451,7 +451,7 @@ class SlurmRun(RehearsedRun):
         return str(handle["job_id"])
 
     def _ask(self) -> Job | None:
-        """The job, as squeue knew it a moment ago; one that waits for a person is let go."""
+        """Return the job as squeue knew it a moment ago; release it if it is held."""
         if time.monotonic() - self._looked > LOOK_S:
             try:
                 self._job = queued(self._client, [self._id]).get(self._id)
@@ -515,7 +515,7 @@ class SlurmRun(RehearsedRun):
             raise ConfigError(f"{fault.kind}: {self._injectors.refused}; leave it out by --only")
 
     def _ends_soon(self) -> bool:
-        """Whether a command failed since the job is over, or all but that."""
+        """Return True if a command failed because the job is over, or nearly so."""
         deadline = time.monotonic() + SOON_S
         while not self.ended and time.monotonic() < deadline:
             time.sleep(LOOK_S)

@@ -21,7 +21,7 @@ Chart = dict[str, Any]
 
 
 def theme(shade: str) -> dict[str, Any]:
-    """Vega's configuration for `light` or `dark`."""
+    """Return Vega's configuration for `light` or `dark`."""
     ink, line = INK[shade]
     text = {"labelColor": ink, "titleColor": ink, "labelFontSize": 12, "titleFontSize": 12}
     return {
@@ -38,7 +38,7 @@ def theme(shade: str) -> dict[str, Any]:
 
 
 def spec_of(values: Sequence[Any], **rest: Any) -> dict[str, Any]:
-    """A chart of these values, as wide as its place on the page."""
+    """Return a chart of these values, as wide as its place on the page."""
     return {
         "width": "container", "height": 240, "autosize": {"type": "fit-x", "contains": "padding"},
         "data": {"values": values}, **rest,
@@ -48,7 +48,7 @@ def spec_of(values: Sequence[Any], **rest: Any) -> dict[str, Any]:
 def chart_of(
     name: str, title: str, spec: dict[str, Any], says: str, key: Mapping[str, Any] | None = None
 ) -> Chart:
-    """A chart: `says` for who cannot see it, `key`: names of its colours and dashes."""
+    """Return a chart. `says`: its alternative text; `key`: names of its colours and dashes."""
     return {
         "id": name,
         "title": title,
@@ -67,7 +67,7 @@ TITLES = {"typical": "a typical update", "slowest": "the slowest update"}
 
 
 def window_charts(run: Mapping[str, Any]) -> list[Chart]:
-    """A chart for each window of which all ranks' times are known, no window twice."""
+    """Return a chart for each window with the times of all ranks, no window twice."""
     windows = {window["update"]: window for window in run["timeline"]}
     return [_chart(window) for window in windows.values()]
 
@@ -104,7 +104,7 @@ def _segments(rank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _says(window: Mapping[str, Any]) -> str:
-    """In words: who came last, and for how long the others waited at the most."""
+    """Describe which rank came last, and for how long the others waited at most."""
     waits = {rank["name"]: rank["seconds"]["waiting for others"] for rank in window["ranks"]}
     last = min(waits, key=waits.__getitem__)
     return f"{last} came last; others waited up to {max(waits.values()):.3g} s for it"
@@ -124,8 +124,8 @@ MOST_TOLD = 8
 
 
 def charts(data: Mapping[str, Any]) -> list[Chart]:
-    """The page's charts: `id`, `title`, `says` (for who cannot see it), `spec`, and `key` (names of
-    its colours and dashes).
+    """Return the page's charts: `id`, `title`, `says` (alternative text), `spec`, and `key` (names
+    of its colours and dashes).
     """
     runs = [run for run in data["runs"] if run["series"]]
     if not runs:
@@ -162,7 +162,7 @@ def _by_run(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _key(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What stands beside a chart whose lines are runs."""
+    """Return the legend of a chart whose lines are runs."""
     names = [run["name"] for run in runs]
     if len(names) > len(DASHES):
         return {"lines": [], "course": f"from {names[0]} (dark) to {names[-1]} (bright)"}
@@ -201,7 +201,7 @@ def _curve(runs: Sequence[Mapping[str, Any]], x: str, title: str) -> Chart:
 
 
 def _rules(marks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A line across a curve where a run went on, and one with a cross where it failed."""
+    """Return a line where a run continued, and one with a cross where it failed."""
     at: dict[str, Any] = {"x": {"field": "x", "type": "quantitative"}}
     told = [{"field": name} for name in ("run", "what", "why", "update")]
     rule = {"type": "rule", "strokeDash": [2, 3], "strokeWidth": 1.5, "color": MARKED}
@@ -226,7 +226,7 @@ def _told(mark: Mapping[str, Any]) -> str:
 
 
 def _course(runs: Sequence[Mapping[str, Any]]) -> str:
-    """In words what a curve shows."""
+    """Describe what a curve shows."""
     told: list[str] = []
     for run in runs[:8]:
         losses = [loss for loss in run["series"]["loss"] if loss is not None]

@@ -50,8 +50,8 @@ class Comparison:
     tensors: Mapping[str, TensorComparison]
 
     def as_dict(self) -> dict[str, Any]:
-        """What `compare --json` prints. An infinite difference is `Infinity`, as Python reads it:
-        null would pass for small in too many scripts.
+        """Return what `compare --json` prints. An infinite difference is `Infinity`, as Python
+        reads it: null would pass for small in too many scripts.
         """
         return asdict(self)
 
@@ -121,7 +121,7 @@ def _compare(a: Tensor, b: Tensor) -> TensorComparison:
 
 
 def _distances(a: Array, b: Array, same: Array) -> tuple[float, float]:
-    """(largest |a-b|, largest finite |b|) of one piece; `same` marks equal bits."""
+    """Return (largest |a-b|, largest finite |b|) of one piece; `same` marks equal bits."""
     if a.dtype.kind in "iu" and b.dtype == a.dtype:
         # Unsigned arithmetic wraps, so this is exact where a float64 or an int64 would not be.
         above, below = np.maximum(a, b).astype(np.uint64), np.minimum(a, b).astype(np.uint64)
@@ -148,7 +148,7 @@ def _relative(difference: float, value: float) -> float:
 
 
 def differing(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> dict[str, str]:
-    """What differs, by name, as "this against that"; nothing where one of them is not known.
+    """Return what differs, by name, as "this against that"; nothing if one of them is unknown.
 
     >>> differing({"framework": {"torch": "2.13.0"}}, {"framework": {"torch": "2.12.0"}})
     {'torch': '2.13.0 against 2.12.0'}
@@ -164,7 +164,7 @@ def differing(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> dict[
 
 
 def warnings_of(now: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[str]:
-    """A sentence when a run goes on with something else than it was begun with."""
+    """Return a sentence if a run continues in another environment than before."""
     found = differing(now, before)
     if not found:
         return []

@@ -29,7 +29,7 @@ INSTALL = "pip install 'cluster-orchestrator[report]'"
 
 
 def library() -> Any:
-    """The module that has the drawing library. Raises `UsageError` with what to install."""
+    """Import the drawing library. Raises `UsageError` with what to install."""
     try:
         import vl_convert
     except ModuleNotFoundError as error:
@@ -39,17 +39,17 @@ def library() -> Any:
 
 @cache
 def _script() -> str:
-    """Vega, Vega-Lite and vega-embed as one script, 0.9 MB."""
+    """Return Vega, Vega-Lite and vega-embed as one script, 0.9 MB."""
     return _in_script(library().javascript_bundle())
 
 
 def _in_script(text: str) -> str:
-    """`text` such that it cannot end the script element that it stands in."""
+    """Escape text that would end the script element around it."""
     return re.sub("</(script)", r"<\\/\1", text, flags=re.IGNORECASE).replace("<!--", "<\\!--")
 
 
 def html_of(data: dict[str, Any], *, refresh_s: int | None = None) -> str:
-    """The page as text.
+    """Return the page as text.
 
     Args:
         refresh_s: seconds after which a browser asks for it again; None: never.
@@ -88,7 +88,7 @@ def _variables(colours: Iterable[str]) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that no HTML parser sees markup in."""
+    """Return JSON in which no HTML parser sees markup."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -99,12 +99,14 @@ COLUMNS = 2
 
 
 def json_of(data: Mapping[str, Any]) -> str:
-    """Everything, as the page has it."""
+    """Return everything, as the page has it."""
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def csv_of(data: Mapping[str, Any]) -> str:
-    """A line a run: what varies, how it ended, then raw figures (seconds, bytes, counts)."""
+    """Return a line for each run: what varies, how it ended, then raw figures (seconds, bytes,
+    counts).
+    """
     keys = list(dict.fromkeys(key for run in data["runs"] for key in run["overrides"]))
     figures = [figure["key"] for figure in data["figures"]]
     text = io.StringIO()
@@ -130,7 +132,7 @@ def _inert(value: Any) -> Any:
 
 
 def markdown_of(data: Mapping[str, Any]) -> str:
-    """The table of runs, what is to be said of it, and the commands."""
+    """Return the table of runs, the remarks, and the commands."""
     titles = [figure["title"] for figure in data["figures"]]
     head = ["no.", "run", "state", *titles, *data["metrics"], "weights differ by"]
     lines = [f"# {_plain(data['title'])}", "", _row(head), _row(["---"] * len(head))]
@@ -162,7 +164,7 @@ def _plain(value: Any) -> str:
 
 
 def png_of(data: Mapping[str, Any]) -> bytes:
-    """All charts in one picture, on white. Raises `UsageError` when there is none to draw."""
+    """Return all charts in one picture, on white. Raises `UsageError` if there are none."""
     from orchestrator.errors import UsageError
 
     drawn = [
@@ -210,7 +212,7 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://{self.host}/{self.token}/"
 
     def page(self) -> bytes:
-        """The page, at most `FRESH_S` old."""
+        """Return the page, at most `FRESH_S` old."""
         if self._page is None or time.monotonic() - self._page[0] > FRESH_S / 2:
             self._page = (time.monotonic(), self._make().encode())
         return self._page[1]
@@ -240,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(page)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as inherited
-        """Nothing: who looks is no news."""
+        """Log nothing."""
 
 
 TO_A_FILE = ("html", "png")  # the others go to standard output unless a file is named

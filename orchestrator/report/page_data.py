@@ -56,7 +56,7 @@ DIGITS = 6
 def timeline(
     windows: Sequence[Mapping[str, Any]], nodes: Mapping[int, str], failed: int | None
 ) -> list[dict[str, Any]]:
-    """Each window with the ranks that are drawn, and for each of them when its parts begin.
+    """Return each window with the ranks that are drawn, and when their parts begin.
 
     Args:
         nodes: of ranks, as far as known.
@@ -106,7 +106,7 @@ def _rank(rank: int, measured: Sequence[float], reduction: float) -> dict[str, A
 
 
 def _drawn(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All of them; of very many those that came last, and others evenly spaced."""
+    """Return all ranks; of very many the last to come, and others evenly spaced."""
     if len(ranks) <= MOST_RANKS:
         return list(ranks)
     half = MOST_RANKS // 2
@@ -125,7 +125,7 @@ WORDS = ("token", "secret", "password", "passwd", "passphrase", "api_key", "apik
 
 
 def shown(key: str, value: Any) -> str:
-    """A value as text, unless its key's name says that it is a secret.
+    """Return a value as text, unless its key's name says that it is a secret.
 
     >>> shown("job.api_key", "x"), shown("job.width", 3)
     ('(hidden)', '3')
@@ -135,7 +135,7 @@ def shown(key: str, value: Any) -> str:
 
 
 def hidden(override: str) -> str:
-    """An override without its value, where that is a secret."""
+    """Return an override, without its value if that is a secret."""
     key, equals, value = override.partition("=")
     return f"{key}{equals}{shown(key, value)}"
 
@@ -225,8 +225,8 @@ def facts_of(path: Path) -> Facts:
 
 
 def _told_apart(runs: Sequence[RunFacts]) -> list[RunFacts]:
-    """Runs whose names are no others': those that would share one, as where they differ in a key of
-    `run` alone, have their folders' names in it. Charts know their lines by names.
+    """Return the runs with unique names: those that share one get their folders' names added.
+    Charts identify their lines by names.
     """
     shared = Counter(run.name for run in runs)
     places = names([run.cell for run in runs])
@@ -264,13 +264,13 @@ def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, st
 
 
 def _simulated(plan: Mapping[str, Any]) -> dict[int, str]:
-    """The nodes of ranks on a local cluster, which have no files of their own."""
+    """Return the nodes of ranks on a local cluster, which record none."""
     ranks, nodes = plan.get("ranks") or 0, plan.get("nodes") or 1
     return {rank: f"node{rank * nodes // ranks}" for rank in range(ranks)}
 
 
 def differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
-    """Keys of the configuration that are not the same in all runs, with each run's value."""
+    """Return the keys that differ between runs, with each run's value."""
     if not runs:
         return {}
     first, *others = runs
@@ -312,15 +312,13 @@ FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
 
 
 def data_of(facts: Facts) -> dict[str, Any]:
-    """The page's data. Nothing in it is a secret by the name of its key, and no text in it does
-    anything to a terminal.
-    """
+    """Return the page's data, without secrets and without escape sequences."""
     return sayable(_data_of(facts))
 
 
 def sayable(value: Any) -> Any:
-    r"""A value without escape sequences in any text, names of metrics, hosts and folders included;
-    and without numbers that JSON cannot say.
+    r"""RRemove escape sequences from all texts, names of metrics, hosts and folders included, and
+    numbers that JSON does not have.
 
     >>> sayable({"\x1b[2Jloss": [1.5, float("nan"), "\x07x"]})
     {'loss': [1.5, None, 'x']}
@@ -436,7 +434,7 @@ def thinned(records: Sequence[Record], most: int) -> Sequence[Record]:
 
 
 def _rows(updates: Sequence[Record]) -> list[dict[str, Any]]:
-    """What curves are drawn of, update by update."""
+    """Return the values of the curves, update by update."""
     began = updates[0]["time"] - (updates[0].get("update_s") or 0) if updates else 0.0
     samples, rows = 0, list[dict[str, Any]]()
     for record in updates:
@@ -457,7 +455,7 @@ def _rows(updates: Sequence[Record]) -> list[dict[str, Any]]:
 def _marks(
     updates: Sequence[Record], rows: Sequence[Mapping[str, Any]], state: str, why: str
 ) -> list[dict[str, Any]]:
-    """Where on its curves a run went on after a failure or a stop, and where it failed."""
+    """Return where on its curves a run continued after a failure or a stop, and where it failed."""
     places = ("update", "samples", "elapsed_s")
     begun = [
         ("restart", number)
@@ -485,7 +483,7 @@ def _evaluations(records: Sequence[Record]) -> dict[str, list[Any]]:
 
 
 def rounded(value: Any) -> Any:
-    """A number in six digits; None where it is not finite, which JSON cannot say.
+    """Round a number to six digits; return None if it is not finite, which JSON does not have.
 
     >>> rounded(1.23456789), rounded(float("nan")), rounded(7)
     (1.23457, None, 7)
@@ -497,7 +495,9 @@ def rounded(value: Any) -> Any:
 
 
 def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
-    """What a run was computed with, flat, without what repeats elsewhere (the optimizer, diffs)."""
+    """Return the environment of a run as flat texts, without what repeats elsewhere (the optimizer,
+    diffs).
+    """
     packages = environment.get("packages") or {}
     framework, git = environment.get("framework") or {}, environment.get("git") or {}
     rows = {
@@ -512,8 +512,8 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _command(submission: Mapping[str, Any]) -> str:
-    """The command that makes the run again, in a folder of its own: without what chose the folder,
-    or the point among others.
+    """Return the command that repeats the run in a folder of its own: without overrides that choose
+    the folder, or the point among others.
     """
     stated = submission.get("overrides") or []
     words = [hidden(word) for word in stated if not ELSEWHERE.match(word)]

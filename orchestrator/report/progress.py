@@ -55,7 +55,7 @@ class Moment:
 
 
 def plain_line(moment: Moment) -> str:
-    """The line without bar and dots, for logs and pipes.
+    """Return the line without bar and dots, for logs and pipes.
 
     >>> plain_line(Moment(updates=2, total=9, loss=0.5, samples_per_second=80.0))
     'update 2/9  loss 0.5000  80.0 samples/s'
@@ -64,7 +64,7 @@ def plain_line(moment: Moment) -> str:
 
 
 def live_line(moment: Moment, console: Console) -> Text:
-    """The line with bar and micro-step dots, at most one cell narrower than the console.
+    """Return the line with bar and micro-step dots, at most one cell narrower than the console.
 
     The last column stays free: some terminals break the line when it is written to.
     """
@@ -87,7 +87,7 @@ def live_line(moment: Moment, console: Console) -> Text:
 
 
 def _candidates(moment: Moment) -> Iterator[tuple[list[Text], bool]]:
-    """What the line can hold, richest first, and whether that needs room for a bar as well."""
+    """Yield what the line can hold, richest first, and whether that needs a bar as well."""
     position = Text(_position(moment), style="bold")
     loss, rate, left = (Text(part) for part in _figures(moment))
     dots, figures = _dots(moment), _micro_figures(moment)
@@ -110,7 +110,7 @@ def _position(moment: Moment) -> str:
 
 
 def _figures(moment: Moment) -> tuple[str, str, str]:
-    """Loss, rate and time left; empty where not known."""
+    """Return loss, rate and time left; empty where not known."""
     loss = "" if moment.loss is None else f"loss {format_number(moment.loss)}"
     speed = moment.samples_per_second
     rate = "" if speed is None else format_rate(speed)
@@ -123,7 +123,7 @@ def _figures(moment: Moment) -> tuple[str, str, str]:
 
 
 def _dots(moment: Moment) -> Text:
-    """One dot per micro-step of the window; when too many to count by eye, a few and figures."""
+    """Return a dot for each micro-step of the window; of many a few, and figures."""
     if moment.micro_steps_done is None or moment.micro_steps == 1:
         return Text("")
     total = moment.micro_steps
@@ -144,7 +144,7 @@ def _micro_figures(moment: Moment) -> Text:
 
 
 def _bar(moment: Moment, room: int) -> Text | None:
-    """The bar, when the end is known and there is room for one that says something."""
+    """Return the bar, if the end is known and there is room for a useful one."""
     if moment.total is None or moment.total <= 0 or room < BAR_CELLS[0]:
         return None
     width = min(room, BAR_CELLS[1])
@@ -318,7 +318,7 @@ class Progress:
         )
 
     def _details(self, record: Record) -> str:
-        """Everything that one record says, as one line."""
+        """Return everything in one record as one line."""
         if "evaluation" in record:
             values = (f"{k} {format_number(v)}" for k, v in record["evaluation"].items())
             return f"held-out after update {record['update'] + 1}: {', '.join(values)}"
@@ -344,8 +344,8 @@ class Progress:
 
 
 def _is_live(console: Console) -> bool:
-    """Whether a line can be redrawn. FORCE_COLOR makes a file look like a terminal to rich, so the
-    stream itself is asked too: a log with cursor movements in it helps nobody.
+    """Return True if a line can be redrawn. FORCE_COLOR makes a file look like a terminal to rich,
+    so the stream itself is asked too: cursor movements spoil a log.
     """
     return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
 

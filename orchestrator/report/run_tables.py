@@ -105,7 +105,7 @@ def _wire(plan: Mapping[str, Any]) -> str:
 
 
 def _learning_rate(plan: Mapping[str, Any]) -> str:
-    """First, highest and last, or one number when it stays as it is."""
+    """Return the first, highest and last rate, or one number if it is constant."""
     if plan.get("learning_rate_first") is None:
         return "the job's own: learning_rate(update)"
     marks = [
@@ -125,7 +125,7 @@ def _known(plan: Mapping[str, Any], key: str, why_not: str) -> str:
 
 
 def _rank_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """One row for the ranks that do the same, the busiest ranks as they come."""
+    """Return one row for the ranks that do the same, the busiest ranks as they come."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, sizes in enumerate(plan.get("micro_batches") or []):
         groups.setdefault(tuple(sizes), []).append(rank)
@@ -137,7 +137,7 @@ def _rank_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _work(sizes: Sequence[int]) -> str:
-    """A rank's samples of one update and their micro-batches.
+    """Return a rank's samples of one update and their micro-batches.
 
     >>> _work([7, 6]), _work([8] * 64), _work([4] * 9 + [3]), _work([])
     ('13 samples = 7+6', '512 samples = 64×8', '39 samples = 9×4 + 1×3', 'idle')
@@ -155,7 +155,7 @@ def _work(sizes: Sequence[int]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks as ranges.
+    """Return ranks as ranges.
 
     >>> _ranks([0]), _ranks([0, 1, 2, 5]), _ranks(list(range(192)))
     ('rank 0', 'ranks 0–2, 5', 'ranks 0–191')
@@ -190,7 +190,7 @@ class Compilation:
         return self.plain_step_s / self.step_s
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Label, value and style of each row in the closing table."""
+        """Return label, value and style of each row in the closing table."""
         of = plural(self.updates, "update")
         found = [("compilation", f"{format_seconds(self.seconds)}, in {of}", "")]
         if self.step_s:
@@ -204,7 +204,7 @@ class Compilation:
 
 
 def compilation(updates: Sequence[Record]) -> Compilation | None:
-    """The figures of a run; None when nothing was compiled.
+    """Return the figures of a run; None if nothing was compiled.
 
     >>> first = {"compile_s": 2.0, "plain_step_s": 0.03, "compute_s": 1.0, "micro_steps": 4}
     >>> later = [{"compute_s": 0.008, "micro_steps": 4}] * 3
@@ -277,7 +277,7 @@ def _rows(
     updates: Sequence[Record],
     plan: Mapping[str, Any],
 ) -> list[tuple[str, str, str]]:
-    """Label, value and style of each row; what is not known is left out where nobody misses it."""
+    """Return label, value and style of each row; unknown values are mostly left out."""
     planned_updates = plan.get("updates")
     of = "" if planned_updates is None else f" of {format_count(planned_updates)}"
     rows = [
@@ -318,7 +318,7 @@ def _rows(
 def _rows_of_program(
     result: Mapping[str, Any], summary: Summary, program: Mapping[str, Any]
 ) -> list[tuple[str, str, str]]:
-    """What is known of a program: how it ended, and what it reported itself, if anything."""
+    """Return what is known of a program: how it ended, and what it reported itself."""
     rows = [
         ("state", summary.state, STATE_STYLES.get(summary.state, "bold")),
         ("program", " ".join(map(str, program["words"])), ""),
@@ -335,7 +335,9 @@ def _rows_of_program(
 
 
 def _skipped(updates: Sequence[Record]) -> list[tuple[str, str, str]]:
-    """Updates that changed no weight, because of an overflow or by `train.on_non_finite=skip`."""
+    """Count updates that changed no weight, because of an overflow or by
+    `train.on_non_finite=skip`.
+    """
     count = sum(1 for r in updates if r.get("applied") is False)
     if not count:
         return []
@@ -345,8 +347,8 @@ def _skipped(updates: Sequence[Record]) -> list[tuple[str, str, str]]:
 
 
 def _survived(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Who went away while the others went on, each time redoing the update under way; who came
-    back.
+    """Return which ranks were lost while the others continued, each time redoing the current
+    update, and which came back.
     """
     notes, joined = result.get("survived") or [], result.get("joined") or []
     if not notes:
@@ -365,7 +367,7 @@ def _survived(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _restarts(
     notes: Sequence[Mapping[str, Any]], *, program: bool = False
 ) -> list[tuple[str, str, str]]:
-    """How often the run began again, what was done twice for it, and why, the latest last."""
+    """Return the restarts, the updates done twice for them, and their causes, the latest last."""
     if not notes:
         return []
     lost = sum(note["lost_updates"] for note in notes)
@@ -387,7 +389,9 @@ def _restarts(
 def _collectives(
     summary: Summary, updates: Sequence[Record], planned: int | None, plan: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Measured against planned. A run that talked more than it should must not look well."""
+    """Compare measured with planned collectives. A run that talked more than planned must not look
+    well.
+    """
     measured = [r for r in updates if r.get("collectives") is not None]
     if not measured:
         return format_count(summary.collectives_per_update), ""
@@ -459,6 +463,6 @@ def suspect_node(culprit: Mapping[str, Any], folder: Path) -> str | None:
 
 
 def log_lines(tail: str | Sequence[str] | None, most: int = LOG_LINES) -> list[str]:
-    """The last `most` lines of a log's tail, whether it was kept as text or as lines."""
+    """Return the last `most` lines of a log's tail, kept as text or as lines."""
     lines = (tail or "").splitlines() if isinstance(tail, str | None) else list(tail)
     return [line.rstrip("\r\n") for line in lines][-most:]

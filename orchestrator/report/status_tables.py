@@ -51,7 +51,7 @@ NONE = "–"
 
 
 def short_name(folder: Path, here: Path) -> str:
-    """A folder as seen from here.
+    """Return a folder as seen from here.
 
     >>> short_name(Path("/a/runs/x"), Path("/a")), short_name(Path("/b/x"), Path("/a"))
     ('runs/x', '/b/x')
@@ -60,7 +60,7 @@ def short_name(folder: Path, here: Path) -> str:
 
 
 def updates_done(run: RunStatus) -> str:
-    """Updates done, of how many where that is known; a program need not say."""
+    """Return the updates done, of how many if that is known; a program need not say."""
     if run.program and not run.updates:
         return NONE
     of = f"/{format_count(run.total)}" if run.total is not None else ""
@@ -86,7 +86,7 @@ def _cells(run: RunStatus, here: Path) -> list[str]:
 
 
 def remark(run: RunStatus) -> str | None:
-    """What does not fit a column: the reason of its state, or of its latest restart."""
+    """Return what does not fit a column: the reason of its state, or of its latest restart."""
     if run.reason:
         said = run.reason.replace(f"{run.folder}/", "").replace(str(run.folder), "it")
         return f"{run.culprit}: {said}" if run.culprit else said
@@ -122,7 +122,7 @@ def print_status(runs: Sequence[RunStatus], console: Console, here: Path) -> Non
 def _lines(
     runs: Sequence[RunStatus], rows: Sequence[Sequence[str]], console: Console
 ) -> list[Text]:
-    """A line for each run, below the headings; columns in which nothing stands are left out.
+    """Return a line for each run, below the headings; empty columns are left out.
 
     No rich table: that takes half a second for a sweep of a thousand points.
     """
@@ -149,7 +149,7 @@ def _lines(
 
 
 def _print_block(run: RunStatus, cells: Sequence[str], console: Console) -> None:
-    """One run where the table is too wide: its name, and below it what is known of it."""
+    """Print one run where the table is too wide: its name, and below it the figures."""
     say(console, cells[0], "bold")
     facts = [literal(run.state, console, STATE_STYLES.get(run.state, ""))]
     for heading, cell in zip(HEADINGS[2:], cells[2:], strict=True):
@@ -167,7 +167,7 @@ def _print_block(run: RunStatus, cells: Sequence[str], console: Console) -> None
 
 
 def packed(facts: Sequence[Text], width: int) -> list[Text]:
-    """Facts side by side, as many to a line as fit; none is ever broken.
+    """Join facts side by side, as many to a line as fit; none is ever broken.
 
     >>> [line.plain for line in packed([Text("ab"), Text("cd"), Text("ef")], 7)]
     ['ab  cd', 'ef']
@@ -189,7 +189,7 @@ WARNINGS_SHOWN = 5
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A character for each value, from the lowest to the highest of them.
+    """Return a character for each value, from the lowest to the highest.
 
     >>> sparkline([4.0, 2.0, 1.0, float("nan"), 1.0]), sparkline([3.0, 3.0]), sparkline([])
     ('█▃▁×▁', '▁▁', '')
@@ -204,7 +204,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def points_wanted(console: Console) -> int:
-    """How many points of the loss's course there is room for."""
+    """Return how many points of the loss curve fit."""
     return max(8, min(SPARKS, console.width - LABEL_CELLS))
 
 
@@ -275,7 +275,7 @@ FIRST = 20  # of the trials with a value; the others are in search.json
 
 
 def search_of(folder: Path) -> dict[str, Any] | None:
-    """What a search wrote down for people in its folder; None where the folder is of none.
+    """Return the table that a search wrote in its folder; None if the folder is of no search.
 
     Raises:
         RunFolderError: it is damaged.
@@ -294,7 +294,7 @@ def search_of(folder: Path) -> dict[str, Any] | None:
 
 
 def words_of(search: Mapping[str, Any], number: int) -> str:
-    """One sentence about a trial that has ended."""
+    """Return one sentence about a trial that has ended."""
     trial = search["trials"][number]
     words = f"trial {number}: "
     if trial["value"] is not None:
@@ -338,9 +338,9 @@ def print_search(search: Mapping[str, Any], console: Console) -> None:
 def with_trials(
     rows: Sequence[Mapping[str, Any]], search: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Runs of a search as values, each with the `trials` that it answers: number, state, value,
-    parameters. One that was drawn again has the first's run; one that could not be a run is a row
-    of its own, which has no folder.
+    """Add to each run of a search the `trials` that it answers: number, state, value, parameters. A
+    repeated point has the first's run; a trial that could not start is a row of its own, without a
+    folder.
     """
     of_run: dict[str | None, list[dict[str, Any]]] = {}
     for trial in search["trials"]:
@@ -355,7 +355,7 @@ def with_trials(
 
 
 def told_in_words(search: Mapping[str, Any]) -> list[str]:
-    """How many trials came to what, and which is the best, as sentences."""
+    """Return the outcomes of all trials, and the best one, as sentences."""
     found = [_counted(search)]
     if search["best"] is not None:
         best = search["trials"][search["best"]]
@@ -391,7 +391,7 @@ def _value(trial: Mapping[str, Any]) -> str:
 
 
 def _short(override: str) -> str:
-    """An override as its key's last part and a value that can be read.
+    """Shorten an override to its key's last part and a readable value.
 
     >>> _short("optimizer.lr=0.012345678901")
     'lr=0.0123457'

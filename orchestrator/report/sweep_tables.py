@@ -98,7 +98,7 @@ def print_sweep(cells: Sequence[SweptRun], console: Console) -> None:
 
 
 def names(cells: Sequence[SweptRun]) -> list[str]:
-    """What a point is called wherever one speaks of it: its folder, as in `logs SWEEP/POINT`."""
+    """Return the name of each point: its folder's, as in `logs SWEEP/POINT`."""
     found = [cell.folder.name for cell in cells]
     return found if len({*found}) == len(found) else [str(cell.folder) for cell in cells]
 
@@ -198,7 +198,7 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[_Column]:
 
 
 def broken(text: str, width: int) -> list[str]:
-    """`text` in lines, broken after spaces and commas; inside a word only if it fills a line.
+    """Break text into lines after spaces and commas; inside a word only if it fills a line.
 
     >>> broken("1: accumulation={global_batch:32,steps:1}", 36)
     ['1: accumulation={global_batch:32,', '   steps:1}']
@@ -220,7 +220,7 @@ def broken(text: str, width: int) -> list[str]:
 
 
 def short_key(key: str, keys: Sequence[str]) -> str:
-    """The last part of a key, when no other swept key ends in the same."""
+    """Return the last part of a key, if no other swept key ends in the same."""
     last = key.rsplit(".", 1)[-1]
     return last if [k.rsplit(".", 1)[-1] for k in keys].count(last) == 1 else key
 
@@ -292,7 +292,7 @@ def print_time_and_memory(pairs: Sequence[Pair], console: Console) -> None:
 
 
 def verdict(pair: Pair) -> str:
-    """What the figures say, in one sentence: time of an update and of a sample, and memory."""
+    """Compare time of an update and of a sample, and memory, in one sentence."""
     one, many = pair.one.summary, pair.many.summary
     k = f"K={pair.many.plan.get('micro_steps', '?')}"
     unfinished = [cell for cell in (pair.one, pair.many) if not cell.finished]
@@ -309,7 +309,7 @@ def verdict(pair: Pair) -> str:
 
 
 def _change(what: str, ratio: float | None) -> str:
-    """Up, down or about the same, with the figure that says so.
+    """Return up, down or about the same, with the figure that says so.
 
     >>> _change("peak memory", 0.4), _change("time", 1.01), _change("time", None)
     ('peak memory down (0.40×)', 'time about the same (1.01×)', 'time unknown')
@@ -391,7 +391,7 @@ def _per_thousand(figures: Summary) -> float | None:
 
 
 def _talks(figures: Summary) -> float | None:
-    """Collectives that 1000 samples cost."""
+    """Return the collectives that 1000 samples cost."""
     if figures.collectives_per_update is None or not figures.samples:
         return None
     return 1000 * figures.collectives_per_update * figures.updates / figures.samples
@@ -404,7 +404,7 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 def swept_run(
     run: RunDir, overrides: Mapping[str, str], *, result: Mapping[str, Any] | None = None
 ) -> SweptRun:
-    """A run folder as a point.
+    """Read a run folder as a point.
 
     Args:
         overrides: those that vary in the sweep, key to value.
@@ -422,7 +422,7 @@ def swept_run(
 
 
 def only_varying(all_overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    """Of each point's overrides those whose value is not the same in all points (all of them, when
+    """Return of each point the overrides whose value is not the same in all points (all of them, if
     there is one point).
 
     >>> only_varying([["+a=1", "b=1"], ["+a=2", "b=1"]])
@@ -435,7 +435,8 @@ def only_varying(all_overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]
 
 
 def accumulation_pairs(cells: Sequence[SweptRun]) -> list[Pair]:
-    """Points that show what accumulation does: K = 1 beside the largest K, all else being equal.
+    """Return points that show what accumulation does: K = 1 and the largest K, all else being
+    equal.
 
     One pair at equal micro-batch and one at equal global batch, where the sweep has them.
     """
@@ -455,14 +456,14 @@ def accumulation_pairs(cells: Sequence[SweptRun]) -> list[Pair]:
 
 
 def _alike(one: SweptRun, other: SweptRun, figure: Callable[[SweptRun], int]) -> bool:
-    """Whether two points have the same figure and differ in their accumulation only."""
+    """Return True if two points have the same figure and differ in their accumulation only."""
     differing = {k for k, v in other.overrides.items() if one.overrides.get(k) != v}
     alike = all(key.split(".")[0] == "accumulation" for key in differing)
     return alike and one.plan["ranks"] == other.plan["ranks"] and figure(one) == figure(other)
 
 
 def timed_beside(cells: Sequence[SweptRun]) -> str | None:
-    """A sentence about points that were timed while others computed; None where there are none."""
+    """Return a sentence about points that were timed while others computed, if any."""
     spans = sorted(
         (*span, name)
         for name, cell in zip(names(cells), cells, strict=True)
@@ -487,7 +488,7 @@ def timed_beside(cells: Sequence[SweptRun]) -> str | None:
 
 
 def _spans(cell: SweptRun) -> Iterator[tuple[float, float]]:
-    """From when to when it made updates, in seconds since 1970; for each attempt."""
+    """Yield the begin and end of the updates of each attempt, in seconds since 1970."""
     attempts: dict[int, list[tuple[float, float]]] = {}
     for update in cell.updates:
         if update.get("time") and update.get("update_s"):
@@ -508,7 +509,7 @@ OF_THE_PLAN = {
 
 
 def remarks(cells: Sequence[SweptRun]) -> list[str]:
-    """What has to be known to read times, and the differences from the first finished point."""
+    """Return remarks on times, and on differences from the first finished point."""
     beside = timed_beside(cells)
     return [*([beside] if beside else []), *_of_weights(cells)]
 
@@ -548,7 +549,7 @@ def _of_weights(cells: Sequence[SweptRun]) -> list[str]:
 def _causes(
     one: SweptRun, other: SweptRun, before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[str]:
-    """What makes two points compute something else; empty where only the split differs."""
+    """Return why two points compute different numbers; empty if only the split differs."""
     keys = [
         change.key
         for change in changes(before, after)
@@ -559,6 +560,6 @@ def _causes(
 
 
 def _magnifies(config: Mapping[str, Any]) -> bool:
-    """Whether rounding grows in this optimizer, so that weights differ more."""
+    """Return True if rounding grows in this optimizer, so that weights differ more."""
     optimizer, train = config.get("optimizer", {}), config.get("train", {})
     return "adam" in str(optimizer).lower() and train.get("precision") != "float64"

@@ -55,7 +55,7 @@ def while_somebody_reads() -> Generator[None]:
 
 
 def harmless(text: object) -> str:
-    r"""`text` without escape sequences and control characters (line feeds stay, tabs are expanded).
+    r"""RRemove escape sequences and control characters (line feeds stay, tabs are expanded).
 
     >>> harmless("\x1b[31mred\x1b[0m [bold]x\r\n\tback\x08")
     'red [bold]x\n        back'
@@ -77,7 +77,7 @@ class HarmlessStream:
         self._line = ""
 
     def feed(self, content: bytes) -> str:
-        """What is whole by now: lines, or a part of one that is very long."""
+        """Return the lines that are complete by now, or a part of one that is very long."""
         self._line += self._decode.decode(content)
         end = self._line.rfind("\n") + 1
         if len(self._line) - end > LONGEST_LINE:
@@ -86,13 +86,13 @@ class HarmlessStream:
         return harmless(whole)
 
     def rest(self) -> str:
-        """The last line, which has no end."""
+        """Return the last line, which has no end."""
         rest, self._line = self._line + self._decode.decode(b"", final=True), ""
         return harmless(rest)
 
 
 def legible(text: object, console: Console) -> str:
-    """`text` made harmless and made of characters that the console's stream can carry."""
+    """Return harmless text in characters that the console's stream can carry."""
     if (plain := str(text)).isascii() and plain.isprintable():  # a table has thousands of these
         return plain
     clean = harmless(text)
@@ -103,7 +103,7 @@ def legible(text: object, console: Console) -> str:
 
 
 def literal(text: object, console: Console, style: str = "") -> Text:
-    """`text` as a rich `Text`: brackets stay brackets, only `style` is applied."""
+    """Return text as a rich `Text`: brackets stay brackets, only `style` is applied."""
     return Text(legible(text, console), style=style)
 
 
@@ -132,7 +132,7 @@ def print_error(error: OrchestratorError, *, verbose: bool = False) -> int:
 
 
 def command(verb: str, *paths: Path) -> str:
-    """A command of ours as it must be typed, with paths quoted for the shell.
+    """Return a command of ours as it must be typed, with paths quoted for the shell.
 
     >>> command("resume", Path("runs/my run"))
     "python -m orchestrator resume 'runs/my run'"

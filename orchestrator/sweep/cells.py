@@ -44,7 +44,7 @@ NO_NAMES = ("", ".", "..")
 
 
 def made_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """What a point would be made of now: its place in the sweep, and digests of all it depends on.
+    """Return what a point consists of now: its overrides, and digests of all it depends on.
 
     Args:
         overrides: that tell it from the sweep's other points.
@@ -61,7 +61,7 @@ def made_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
 def why_changed(
     run: RunDir, before: Mapping[str, Any], now: Mapping[str, Any], config: Config
 ) -> str | None:
-    """What differs between a cell as it ran and as it is asked for; None where nothing does."""
+    """Return how a cell differs from what it was when it ran; None if it does not."""
     causes: list[str] = []
     if before.get("config") != now["config"]:
         old, new = _counted(run.read_config()), _counted(plain(config))
@@ -82,8 +82,8 @@ def why_changed(
 
 
 def _counted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a result depends on, by dotted key. Sections that older runs lack are at their
-    defaults.
+    """Return the values that a result depends on, by dotted key; those that are not set are left
+    out.
     """
     return {k: v for k, v in flat(values) if not _starts(k) and v not in (None, {}, [])}
 
@@ -102,8 +102,8 @@ _codes: dict[Any, dict[str, str]] = {}
 
 
 def _code(config: Config) -> dict[str, str]:
-    """Digests of the source folders that a job's copy would hold, by folder; read once a command,
-    so that all points are made of one state of it.
+    """Return digests of the source folders that a job's copy would hold. They are read once a
+    command, so that all points are made of the same code.
     """
     target = target_of(config.job)
     key = target if isinstance(target, str) else target.command
@@ -113,8 +113,8 @@ def _code(config: Config) -> dict[str, str]:
 
 
 def _paths(config: Config) -> Iterator[tuple[str, Path]]:
-    """What the job may read that is there: its arguments that name it; of a program's command the
-    files, for folders are mostly what it writes into; and the initial weights.
+    """Yield the paths that the job may read: its arguments, of a program's command only files
+    (folders are mostly outputs), and the initial weights.
     """
     for key, value in flat(config.job):
         texts: list[Any] = value if isinstance(value, list) else [value]
@@ -131,8 +131,8 @@ def _paths(config: Config) -> Iterator[tuple[str, Path]]:
 
 
 def _there(texts: Sequence[Any]) -> Iterator[Path]:
-    """Those that are names of something; not what is no name at all, as a sentence with a slash in
-    it, or may not be looked at.
+    """Yield the texts that are paths of something; skip those that are no path, or that may not be
+    read.
     """
     for text in texts:
         if not isinstance(text, str) or text in NO_NAMES:
@@ -144,7 +144,9 @@ def _there(texts: Sequence[Any]) -> Iterator[Path]:
 
 
 def _stamp(path: Path) -> str:
-    """A digest of a file's, or a folder's files', names, sizes and times: contents may be large."""
+    """Return a digest of the names, sizes and times of a file or a folder's files: contents may be
+    large.
+    """
     whole = hashlib.sha256()
     for file in islice(_files(path), MOST_FILES):
         facts = file.stat()
@@ -164,7 +166,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 @cache
 def _versions() -> tuple[tuple[str, str], ...]:
-    """Of Python and the packages that compute, as they are installed here."""
+    """Return the versions of Python and of the packages that compute."""
     found = [("python", ".".join(map(str, sys.version_info[:3])))]
     for name in PACKAGES:
         try:
@@ -208,7 +210,7 @@ class Cell:
 
 
 def cells_of(points: Sequence[Point], *, force: bool = False) -> list[Cell]:
-    """Each point with what is to be done with it. Reads only; asks the scheduler once.
+    """Return a cell for each point. Reads only; asks the scheduler once.
 
     Args:
         force: also those that are done.
@@ -242,9 +244,7 @@ def cells_of(points: Sequence[Point], *, force: bool = False) -> list[Cell]:
 
 
 def _known(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, dict[str, Any]]]:
-    """The cells that lie in these folders, by what tells them apart, each with what it was made
-    of.
-    """
+    """Return the cells in these folders by the overrides that identify them, with notes."""
     found: dict[tuple[str, ...], tuple[RunDir, dict[str, Any]]] = {}
     for sweep in sweeps:
         for name in names_in(sweep) if sweep.is_dir() else ():
@@ -263,7 +263,7 @@ def _known(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, dict[str, A
 def _placed(
     point: Point, known: Mapping[tuple[str, ...], tuple[RunDir, Any]], taken: set[Path]
 ) -> Point:
-    """The point in the folder that its cell has already, or in one that no other cell has."""
+    """Return the point in the folder that its cell has already, or in a folder that no cell has."""
     folder = point.folder
     if point.of in known:
         folder = known[point.of][0].path
@@ -300,8 +300,8 @@ def _cell(
 
 
 def _unknown(point: Point, run: RunDir, now: Mapping[str, Any]) -> Cell:
-    """A folder that is in the way, and is no cell: only what a start of ours left half-written, or
-    damaged, makes room.
+    """Return the cell of a folder without a record of its own. A folder that a start of ours left
+    half-written, or damaged, is replaced.
     """
     if not run.path.exists():
         return Cell(point=point, do=Do.BEGIN, why="new", made_of=now)

@@ -70,8 +70,8 @@ class Room:
         self._taken: list[Place] = []
 
     def has(self, share: Share | None) -> bool:
-        """Whether there is room for a run now; what is larger than the machine waits until it has
-        it to itself.
+        """Return True if there is room for a run now. One larger than the machine waits until it is
+        alone.
         """
         if not self._taken:
             return True
@@ -90,7 +90,7 @@ class Room:
         return place
 
     def give_back(self, place: Place, result: Mapping[str, Any] | None = None) -> None:
-        """A run has ended.
+        """Free the place of a run that has ended.
 
         Args:
             result: its result.json, which says how much memory its ranks needed.
@@ -102,13 +102,13 @@ class Room:
             self._rank_bytes, self._measured = max(known, *peaks), True
 
     def at_once(self, shares: Sequence[Share | None]) -> int:
-        """How many of such runs it holds at once, the small ones first."""
+        """Return how many of such runs fit at once, the small ones first."""
         able = sorted((s for s in shares if s), key=lambda s: (s.gpus, s.cores, s.ranks))
         most = min(len(able), self.most or len(able))
         return next((n for n in range(most, 1, -1) if self._holds(able[:n])), 1)
 
     def remark(self, shares: Sequence[Share | None]) -> str | None:
-        """What is to be said where `most` is more than this machine is made for."""
+        """Return a warning if `most` is more than this machine can hold."""
         able = [s for s in shares if s]
         wanted = min(self.most or 1, len(able))
         if wanted < 2:
@@ -139,7 +139,7 @@ class Room:
         )
 
     def _gpus_of(self, share: Share | None) -> int:
-        """How many a run uses: none where there are fewer than it has ranks."""
+        """Return how many GPUs a run uses: none if there are fewer than it has ranks."""
         return share.gpus if share and share.gpus <= len(self._machine.gpus) else 0
 
 
@@ -173,7 +173,7 @@ class _Running:
 
 
 def share_of(cell: Cell) -> Share | None:
-    """What a point takes of this machine; None where nothing may run beside it."""
+    """Return what a point takes of this machine; None if no other may run at the same time."""
     return cluster_of(cell.point.config).share
 
 
@@ -215,7 +215,7 @@ class LocalQueue:
         return [held.cell for held in self._running]
 
     def has_room(self, cell: Cell) -> bool:
-        """Whether a point could start now; none can after an interrupt."""
+        """Return True if a point could start now. After an interrupt none can."""
         return not self.interrupts.count and self._room.has(self._share(cell))
 
     def start(self, cell: Cell) -> bool:
@@ -262,7 +262,7 @@ class LocalQueue:
                 os.kill(held.pid, signal.SIGINT)
 
     def _pass_on(self) -> None:
-        """What this process was told, to all points: theirs is not the terminal's process group."""
+        """Pass interrupts on to all points, which are not in the terminal's process group."""
         count = min(self.interrupts.count, len(PASSED_ON))
         if count and not self._passed_on and not self._terminal:
             self._say_stopping()
@@ -327,7 +327,7 @@ def _died(run: RunDir, status: int) -> str:
 def _hold(
     cell: Cell, output: OutputOptions, place: Place, link: int, mask: set[int], *, own: bool
 ) -> int:
-    """All that the process of a point does: hold the run to its end, and say how it ended.
+    """Run a point in a process of its own to its end, and report how it ended.
 
     Args:
         link: a pipe. What was said before the run began goes there as a JSON line, and at the end,
@@ -368,7 +368,7 @@ class _Screen:
         self.output = replace(output, console=Console(width=output.console.width))
 
     def move_to(self, run: RunDir) -> None:
-        """The run's folder is there: go on in it, and hand on what was said until now."""
+        """Continue in the log of the run's folder, and hand on the output so far."""
         sys.stdout.flush()
         self._before.seek(0)
         said = self._before.read()
@@ -452,8 +452,8 @@ def _names(cells: Sequence[Cell]) -> dict[Path, str]:
 
 
 def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None:
-    """As `sweep.parallel` says; `auto` is one where points differ in what sets their speed, for
-    then it is their times that are compared.
+    """Return the number in `sweep.parallel`; with `auto`, 1 if points differ in what sets their
+    speed, since their times are compared.
     """
     first, *others = configs
     asked = at_once(first.sweep.parallel)
@@ -471,9 +471,7 @@ def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None
 
 
 def _work(cell: Cell) -> float:
-    """How much a point computes, so that the long ones begin first and none is left over alone:
-    samples, or epochs where the number of samples is not known yet.
-    """
+    """Estimate how much a point computes (samples or epochs): the long ones begin first."""
     plan = cell.point.plan
     if isinstance(plan, ProgramPlan):
         return 0.0

@@ -48,14 +48,14 @@ class Point:
 
 
 def telling(override: str) -> bool:
-    """Whether it tells a point from another by itself."""
+    """Return True if an override alone tells a point from another."""
     return key_of(override).split(".")[0] not in NOT_TELLING
 
 
 def checked(
     found: Sequence[Composed | ConfigError], first: int = 0, *, apart: bool = False
 ) -> list[Point]:
-    """The points of a sweep, each with a folder of its own.
+    """Return the points of a sweep, each with a folder of its own.
 
     Args:
         first: the number of the first.
@@ -83,8 +83,8 @@ def checked(
 
 
 def _telling(overrides: Sequence[str], shared: Collection[str]) -> list[str]:
-    """Overrides that tell a cell from another: of where and how it is run, those alone that not all
-    points share.
+    """Return the overrides that identify a cell. Those of where and how it runs count only if the
+    points differ in them.
     """
     return sorted(o.lstrip("+") for o in overrides if telling(o) or o not in shared)
 
@@ -98,7 +98,7 @@ def _place(point: Point, item: Composed, *, apart: bool) -> None:
 
 
 def trial_point(item: Composed | ConfigError, number: int) -> Point:
-    """A point that a search asks for, with a folder of its own. Raises `UsageError`."""
+    """Return a point that a search draws, with a folder of its own. Raises `UsageError`."""
     point = _point(item, number)
     assert isinstance(item, Composed)  # noqa: S101  # an error was raised
     _place(point, item, apart=True)
@@ -108,7 +108,7 @@ def trial_point(item: Composed | ConfigError, number: int) -> Point:
 def _each(
     found: Sequence[Composed | ConfigError], first: int, wrong: dict[str, list[int]]
 ) -> Iterator[Point]:
-    """Those that can be; what is wrong with the others is put into `wrong`."""
+    """Yield the valid points; put the errors of the others into `wrong`."""
     for number, item in enumerate(found, first):
         try:
             yield _point(item, number)
@@ -139,7 +139,7 @@ def _refuse_at_once(config: Config) -> None:
 
 
 def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:
-    """Points that are one and the same, which would be computed twice and shown as two."""
+    """Yield points that are the same, which would be computed and shown twice."""
     alike: dict[str, list[int]] = {}
     for point in points:
         values = json.dumps(plain(point.config), sort_keys=True, default=str)
@@ -150,7 +150,7 @@ def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:
 
 
 def told(wrong: dict[str, list[int]], first: int, count: int) -> Iterator[str]:
-    """What is wrong with which points, as sentences."""
+    """Yield the errors of points as sentences."""
     last = first + count - 1
     yield f"nothing was started, for the sweep cannot run to its end (points {first} to {last}):"
     for sentence, numbers in wrong.items():

@@ -52,7 +52,7 @@ class Axis:
         return self.key.lstrip("+")
 
     def text(self, value: Any) -> str:
-        """A drawn value as an override; of `texts`, their number is drawn where they have an order.
+        """Return a drawn value as an override; where `texts` have an order, their number is drawn.
 
         >>> Axis(key="+a", texts=("1", "3"), ordered=True).text(1), Axis(key="b", high=1).text(0.5)
         ('+a=3', 'b=0.5')
@@ -99,7 +99,7 @@ class Space:
     fixed: tuple[str, ...]
 
     def overrides(self, drawn: Mapping[str, Any]) -> list[str]:
-        """Those of a trial; `drawn`: a value for each axis, by its key."""
+        """Return the overrides of a trial; `drawn`: a value for each axis, by its key."""
         return [*self.fixed, *(axis.text(drawn[axis.key]) for axis in self.axes)]
 
     @property
@@ -152,7 +152,7 @@ class Space:
 
 
 def space_of(parsed: Sequence[Override]) -> Space:
-    """The space that overrides describe. Raises `ConfigError` for all that cannot be drawn."""
+    """Return the space that overrides describe. Raises `ConfigError` if it cannot be drawn from."""
     wrong: list[str] = []
     axes: list[Axis] = []
     swept = [override for override in parsed if override.is_sweep_override()]

@@ -65,7 +65,7 @@ class NoSuchFigure(RunFailed):
 
 
 def returned(cell: Cell, point: Any) -> JobReturn:
-    """The point's `sweep.objective` where it has finished; a `RunFailed` where it has not.
+    """Return the point's `sweep.objective` if it has finished; else a `RunFailed`.
 
     Args:
         point: as it was composed.
@@ -96,8 +96,8 @@ def returned(cell: Cell, point: Any) -> JobReturn:
 
 
 def measured(run: RunDir, objective: str) -> float:
-    """What a finished run measured. Raises `RunFailed` where that is no finite number, and its
-    `NoSuchFigure` where there is none of this name.
+    """Return what a finished run measured. Raises `RunFailed` if that is no finite number, and
+    `NoSuchFigure` if there is none of this name.
     """
     result = run.read_result() or {}
     found = {**(result.get("metrics") or {}), **{k: result.get(k) for k in ("loss", "seconds")}}
@@ -116,7 +116,7 @@ def measured(run: RunDir, objective: str) -> float:
 def ready_of(
     cell: Cell, output: OutputOptions, interrupts: Interrupts | None = None
 ) -> Generator[Ready | None]:
-    """A cell's run made ready: a new one, or one that goes on from where it was."""
+    """Make a cell's run ready: a new one, or one that continues."""
     point = cell.point
     if cell.do is Do.GO_ON:
         with resumed(cell.run.path, output, to=point.config, interrupts=interrupts) as ready:
@@ -163,7 +163,7 @@ def submit(
 
 
 def _made_ready(cells: Sequence[Cell], quiet: OutputOptions, interrupts: Interrupts) -> list[Ready]:
-    """All of them, on the disk; or none, and why is raised."""
+    """Write all runs to the disk, or none and raise why."""
     made: list[Ready] = []
     wrong: dict[str, list[int]] = {}
     sweeps = {cell.run.path.parent for cell in cells}

@@ -140,7 +140,7 @@ class Sweep:
         self._locked.add(folder)
 
     def _say(self, cells: Sequence[Cell]) -> None:
-        """What will not be run, and what is run again, where there is anything to say of it."""
+        """Print which points are skipped and which run again, unless all are new."""
         if self._output.quiet or all(cell.why == "new" for cell in cells):
             return
         for cell in cells:
@@ -188,7 +188,7 @@ class Sweep:
         return EXIT_FAILED if EXIT_FAILED in failed else max(failed, default=0)
 
     def _refusal(self, path: Path) -> dict[str, Any] | None:
-        """What stands for the result of a point that could not start."""
+        """Return a substitute for the result of a point that could not start."""
         if path not in self._refused:
             return None
         culprit = Culprit(rank=None, node="launcher", cause=self._refused[path])
@@ -226,7 +226,7 @@ def resume_sweep(
 
 
 def _cell(status: RunStatus, number: int, overrides: Sequence[str], config_dir: str | None) -> Cell:
-    """A point as its folder tells it, and what is to be done with it."""
+    """Return the cell of a point as its folder describes it."""
     run = RunDir(status.folder)
     if status.state in ("damaged", "private"):
         raise RunFolderError(

@@ -27,7 +27,7 @@ STYLES = {Do.NOTHING: "green", Do.WAIT: "cyan", Do.GO_ON: "yellow", Do.BEGIN: "y
 
 
 def cells_and_plans(composer: Composer) -> list[tuple[Cell, dict[str, Any]]]:
-    """Each point of a sweep: what a launch would do with it, and its plan with notes.
+    """Return each point of a sweep as a cell, with its plan and notes.
 
     Raises:
         ConfigError: what is wrong with any of them, what a launch would refuse, or a search, whose
@@ -45,9 +45,7 @@ def cells_and_plans(composer: Composer) -> list[tuple[Cell, dict[str, Any]]]:
 
 
 def foretold(cells: Sequence[Cell]) -> list[str]:
-    """What places say of all points together that would be submitted, or why they refuse them: as
-    sentences, for a plan is shown in either case.
-    """
+    """Return the clusters' answers about all points that would be submitted, refusals included."""
     asked: dict[str, tuple[Cluster, Request]] = {}  # one for points that ask for the same
     kinds: dict[str, list[tuple[Cluster, Request]]] = {}
     for cell in cells:
@@ -71,7 +69,7 @@ def foretold(cells: Sequence[Cell]) -> list[str]:
 
 
 def row_of(cell: Cell) -> dict[str, Any]:
-    """One row as values. `seconds`, `gpu_hours`: None where they are not known."""
+    """Return one row as values. `seconds`, `gpu_hours`: None where they are not known."""
     return {
         "folder": str(cell.run.path),
         "do": cell.do.value,
@@ -83,7 +81,7 @@ def row_of(cell: Cell) -> dict[str, Any]:
 
 
 def print_cells(cells: Sequence[Cell], console: Console) -> None:
-    """A row for each point, and what those that are to run take together."""
+    """Print a row for each point, and the total cost of those that are to run."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("run", "point", "", "because", "nodes", "time at most", "GPU-hours"):
         right = heading in ("nodes", "time at most", "GPU-hours")
