@@ -18,6 +18,7 @@ from slurm.layout import Layout
 from slurm.polling import wait_until
 
 _KILL_SECONDS = 30
+_RANK = re.compile(r"rank (\d+)")
 _STEP_TITLE = re.compile(r"slurmstepd: \[(\d+)\.(\w+)\]")
 
 
@@ -104,12 +105,12 @@ def _task(process: psutil.Process, at: Layout) -> Task | None:
     node, job = environment.get("SLURMD_NODENAME"), environment.get("SLURM_JOB_ID")
     if node is None or job is None or environment.get("SLURM_CONF") != str(at.slurm_conf):
         return None
-    rank = environment.get("SLURM_PROCID")
+    rank = _RANK.fullmatch(process.name())  # the agent of a node names its workers
     step = environment.get("SLURM_STEP_ID")
     return Task(
         pid=process.pid,
         node=node,
         job=int(job),
         step=step,
-        rank=None if step is None or rank is None else int(rank),
+        rank=None if rank is None else int(rank[1]),
     )

@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import random
+import re
 import resource
 import select
 import socket
@@ -233,19 +234,12 @@ class FaultInjector:
     def silence(self, ends: Ends, alone: Iterable[int]) -> None:
         """Make whatever has one of these `ends` deaf, and all that leads to or from the ranks that
         are `alone`, where they listen included: until `lift`, and what is new after each `renew`.
-
-        A question and its answer are quicker than any `renew`. So what listens beside the other
-        ranks, their witnesses, hears nobody either: only who has lost them asks there.
         """
         self._alone = set(alone)
         pairs = [(tuple(here), tuple(there)) for here, there in ends]  # JSON knows lists only
         ours = {*pairs, *((there, here) for here, there in pairs)}
-        found = self._find()
-        every = _of_all(found.values())
-        others = [pid for rank, pid in found.items() if rank not in self._alone]
-        beside = _of_all(pid for other in others for pid in descendants(other))
-        asked = [one for one in beside if one.there is None]
-        self._deafen([*asked, *(one for one in every if (one.here, one.there) in ours)])
+        every = _of_all(self._find().values())
+        self._deafen(one for one in every if (one.here, one.there) in ours)
         self.renew()
 
     def renew(self) -> None:
@@ -310,32 +304,35 @@ def _agents_of(pids: Iterable[int]) -> list[int]:
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
             parent = psutil.Process(pid).parent()
-            if parent is not None and parent.name().startswith("node"):
+            if parent is not None:
                 found.add(parent.pid)
     return sorted(found)
 
 
 RENEW_S = 0.02
+RANK_NAME = re.compile(r"rank (\d+)")  # as agents name their workers
 
 
 def ranks_here(run: str) -> Mapping[int, int]:
-    """Return the ranks of a run on this node that live and are not stopped, and their pids."""
+    """Return the ranks of a run on this node that live and are not stopped: rank -> pid."""
     job, node = os.environ["SLURM_JOB_ID"], os.environ["SLURMD_NODENAME"]
     found: dict[int, int] = {}
-    for process in psutil.process_iter(["cmdline", "ppid"]):
+    for process in psutil.process_iter(["cmdline", "name"]):
         words = process.info["cmdline"] or []
-        if not any(word.endswith("node_entry.py") for word in words) or "rank" not in words:
+        name = RANK_NAME.fullmatch(process.info["name"])
+        if name is None or not any(word.endswith("node_entry.py") for word in words):
             continue
         try:
             environment, state = process.environ(), process.status()
+            parent = process.parent()
         except psutil.Error:  # it has ended, or is somebody else's
             continue
         ours = (environment.get("SLURM_JOB_ID"), environment.get("SLURMD_NODENAME"))
         alive = state not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
-        if ours == (job, node) and alive and any(word.startswith(run) for word in words):
-            rank = int(environment["SLURM_PROCID"])
-            if found.get(rank) != process.info["ppid"]:  # no fork of a rank's
-                found[rank] = process.pid
+        its_fork = parent is not None and parent.name() == name[0]
+        of_run = ours == (job, node) and any(word.startswith(run) for word in words)
+        if of_run and alive and not its_fork:
+            found[int(name[1])] = process.pid
     return found
 
 
