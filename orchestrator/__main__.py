@@ -326,10 +326,10 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
     if not found.sweeps:
         _show_plan_of_one(found.config(), console, as_json=as_json)
         return
-    from orchestrator.sweep.tables import cells_and_plans, foretold, print_cells, row_of
+    from orchestrator.sweep.tables import cells_and_plans, cluster_answers, print_cells, row_of
 
     made = cells_and_plans(composer)
-    sentences = foretold([cell for cell, _ in made])
+    sentences = cluster_answers([cell for cell, _ in made])
     if as_json:
         print_json([
             {"overrides": list(cell.point.overrides), "cell": row_of(cell), **plan}

@@ -245,7 +245,7 @@ class Composer:
             return self.loader.sweep_name(self.overrides, self.line)
 
     def compose(self) -> Composed:
-        """The configuration of a run, or what all points of a sweep have in common.
+        """Compose the configuration of a run, or what all points of a sweep share.
 
         Raises:
             ConfigError: what cannot be composed, in words.
@@ -292,7 +292,7 @@ class Composer:
     def points(
         self, overrides: Sequence[Sequence[str]], first: int = 0
     ) -> list[Composed | ConfigError]:
-        """These points of the sweep that `compose` found, or why one cannot be composed.
+        """Compose points of the sweep; return the error of one that cannot be.
 
         Args:
             first: the number of the first.

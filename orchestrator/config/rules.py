@@ -128,6 +128,10 @@ def _search_keys_without_search(sweep: SweepConfig) -> Iterator[str]:
 
 SURVIVE = "run.survive=true is not available with"
 RESTARTS = "run.max_restarts=3"
+SURVIVE_ON_MINDSPORE = (
+    f"{SURVIVE} MindSpore, whose ranks end when a peer is gone; try {RESTARTS}, which begins again "
+    "from the newest checkpoint"
+)
 ON = (
     "a rank or a node that is lost does not end the run: the others redo its update and go on "
     "(run.survive)"
@@ -192,27 +196,11 @@ def _survive_with_job(config: Config, facts: TargetFacts) -> Iterator[str]:
         if facts.talks_in_window:
             yield f"{SURVIVE} talks_in_window: nobody could break those collectives off"
     elif facts.framework == "mindspore":
-        yield from _survive_on_mindspore()
+        yield SURVIVE_ON_MINDSPORE
     elif facts.framework is None:
         yield UNKNOWN
     else:
         yield f"{SURVIVE} {facts.framework}; try {RESTARTS}"
-
-
-def survive_problems(config: Config) -> Iterator[str]:
-    """Yield the errors about `run.survive` for any framework."""
-    if config.run.survive:
-        yield from _survive_refusals(config)
-
-
-def survive_problems_on_torch(config: Config) -> Iterator[str]:
-    """Return the errors about `run.survive` for a job for torch."""
-    return _survive_on_torch(config) if config.run.survive else iter(())
-
-
-def survive_problems_on_mindspore(config: Config) -> Iterator[str]:
-    """Return the errors about `run.survive` for a job for MindSpore."""
-    return _survive_on_mindspore() if config.run.survive else iter(())
 
 
 def _survive_refusals(config: Config) -> Iterator[str]:
@@ -252,13 +240,6 @@ def _survive_on_torch(config: Config) -> Iterator[str]:
             f"{SURVIVE} transport={config.transport}, whose collectives cannot be left when a peer "
             f"is gone; try transport=gloo, or {RESTARTS} in its place"
         )
-
-
-def _survive_on_mindspore() -> Iterator[str]:
-    yield (
-        f"{SURVIVE} MindSpore, whose ranks end when a peer is gone; try {RESTARTS}, which begins "
-        "again from the newest checkpoint"
-    )
 
 
 def replacement_problems(config: Config) -> Iterator[str]:
@@ -360,7 +341,8 @@ def _any_job(config: Config) -> Iterator[str]:
             "run.max_restarts needs cluster.requeue=true: on SLURM a run begins again by being "
             "handed back to the queue"
         )
-    yield from survive_problems(config)
+    if config.run.survive:
+        yield from _survive_refusals(config)
     yield from replacement_problems(config)
     if is_program(config.job):
         yield from program_problems(config, Config())
@@ -413,7 +395,8 @@ def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
         yield from _narrow_wire(config)
     if config.engine.shard_optimizer:
         yield from _shards(config)
-    yield from survive_problems_on_torch(config)
+    if config.run.survive:
+        yield from _survive_on_torch(config)
     plain = EngineConfig()
     for key in ("mode", "jit_level", "style"):
         if getattr(config.engine, key) != getattr(plain, key):
@@ -443,7 +426,8 @@ def _shards(config: Config) -> Iterator[str]:
 
 
 def _mindspore(config: Config, *, coupled: bool) -> Iterator[str]:
-    yield from survive_problems_on_mindspore(config)
+    if config.run.survive:
+        yield SURVIVE_ON_MINDSPORE
     if config.train.precision == "bfloat16" and config.transport not in ("hccl", "nccl"):
         yield (
             "train.precision=bfloat16 cannot be computed by MindSpore on a CPU; try "

@@ -365,11 +365,11 @@ class SlurmInjectors:
         self.refused = next((one["refused"] for one in said if one["refused"]), "")
 
     def nodes_of_ranks(self) -> Mapping[int, str]:
-        """The ranks that lived when it was started, with their nodes."""
+        """Return the ranks that lived when it was started, with their nodes."""
         return self._where
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Raises `ClusterError` where not all nodes answer."""
+        """Call a method on each node. Raises `ClusterError` if not all answer."""
         pipe = cast("Any", self._process.stdin)
         try:
             pipe.write(json.dumps({"word": method, "what": arguments}).encode() + b"\n")
@@ -432,7 +432,7 @@ class SlurmRun(RehearsedRun):
         return SlurmClient(self._spec.config.cluster.slurm_conf)
 
     def _start(self, module: str, *words: str) -> None:
-        """Raises `RunFailed` where it is not queued."""
+        """Run a command that queues a job. Raises `RunFailed` if it does not."""
         super()._start(module, *words)
         assert self._command is not None  # noqa: S101  # it was started
         if self._command.wait():

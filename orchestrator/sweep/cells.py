@@ -26,11 +26,11 @@ from orchestrator.rundir.files import make_folder, names_in
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
 from orchestrator.snapshot import digests_of_code
-from orchestrator.sweep.points import Point, told
+from orchestrator.sweep.points import Point, describe_errors
 
 CELL = "cell"  # in submission.json
 # Sections and keys that say where, when and how long to wait: a result does not depend on them.
-NOT_MADE_OF = (
+IRRELEVANT_KEYS = (
     "run", "sweep", "budget", "facts", "tracker", "cluster.partition", "cluster.account",
     "cluster.qos", "cluster.exclude", "cluster.reservation", "cluster.comment",
     "cluster.memory_gib", "cluster.time_min", "cluster.signal_ahead_s", "cluster.requeue",
@@ -90,7 +90,7 @@ def _counted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _starts(key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in NOT_MADE_OF)
+    return any(key == name or key.startswith(f"{name}.") for name in IRRELEVANT_KEYS)
 
 
 def _digest(value: Any) -> str:
@@ -179,13 +179,13 @@ def _versions() -> tuple[tuple[str, str], ...]:
 REPLACED = ".replaced"  # where cells go that are begun anew, in the sweep's folder
 
 
-class Do(Enum):
+class Action(Enum):
     """What is to be done with a point."""
 
     NOTHING = "done"
     WAIT = "in progress"
-    GO_ON = "to go on"
-    BEGIN = "to run"
+    RESUME = "to go on"
+    START = "to run"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,7 +199,7 @@ class Cell:
     """
 
     point: Point
-    do: Do
+    action: Action
     why: str
     made_of: Mapping[str, Any]
     old: Path | None = None
@@ -227,11 +227,11 @@ def cells_of(points: Sequence[Point], *, force: bool = False) -> list[Cell]:
     wrong: dict[str, list[int]] = {}
     found: list[Cell] = []
     with read_once():  # of data, too: thousands of points may share it
-        made = [made_of(point.config, point.of) for point in placed]
+        made = [made_of(point.config, point.identity) for point in placed]
     for point, now in zip(placed, made, strict=True):
-        before = known.get(point.of, (None, {}))[1]
+        before = known.get(point.identity, (None, {}))[1]
         cell = _cell(point, standing.get(point.folder), before, now, force=force)
-        if cell.do is Do.WAIT and (cell.why.startswith("changed") or force):
+        if cell.action is Action.WAIT and (cell.why.startswith("changed") or force):
             sentence = (
                 f"it is in progress as it was ({standing[point.folder].state}), and to be run anew "
                 f"({cell.why}); cancel it first, or let it end"
@@ -239,7 +239,7 @@ def cells_of(points: Sequence[Point], *, force: bool = False) -> list[Cell]:
             wrong.setdefault(sentence, []).append(point.number)
         found.append(cell)
     if wrong:
-        raise ConfigError("\n".join(told(wrong, points[0].number, len(points))))
+        raise ConfigError("\n".join(describe_errors(wrong, points[0].number, len(points))))
     return found
 
 
@@ -265,10 +265,10 @@ def _placed(
 ) -> Point:
     """Return the point in the folder that its cell has already, or in a folder that no cell has."""
     folder = point.folder
-    if point.of in known:
-        folder = known[point.of][0].path
+    if point.identity in known:
+        folder = known[point.identity][0].path
     number = point.number
-    while point.of not in known and folder in taken:
+    while point.identity not in known and folder in taken:
         number += 1
         folder = point.folder.parent / str(number)
     taken.add(folder)
@@ -287,16 +287,17 @@ def _cell(
     run = RunDir(point.folder)
     if not before or status is None:
         return _unknown(point, run, now)
-    anew = Cell(point=point, do=Do.BEGIN, why="", made_of=now, old=run.path)
+    anew = Cell(point=point, action=Action.START, why="", made_of=now, old=run.path)
     if status.state == "damaged":
         return replace(anew, why=f"its folder is damaged: {status.reason}")
     changed = why_changed(run, before, now, point.config)
     cell = replace(anew, why=f"changed: {changed}" if changed else status.state)
     if status.state not in OVER:
-        return replace(cell, do=Do.WAIT, old=None)
+        return replace(cell, action=Action.WAIT, old=None)
     if changed or force or not status.attempts:
         return cell
-    return replace(cell, do=Do.NOTHING if status.state == "finished" else Do.GO_ON, old=None)
+    action = Action.NOTHING if status.state == "finished" else Action.RESUME
+    return replace(cell, action=action, old=None)
 
 
 def _unknown(point: Point, run: RunDir, now: Mapping[str, Any]) -> Cell:
@@ -304,7 +305,7 @@ def _unknown(point: Point, run: RunDir, now: Mapping[str, Any]) -> Cell:
     half-written, or damaged, is replaced.
     """
     if not run.path.exists():
-        return Cell(point=point, do=Do.BEGIN, why="new", made_of=now)
+        return Cell(point=point, action=Action.START, why="new", made_of=now)
     begun = run.lock.exists() and run.attempts.is_dir()
     try:
         sound = run.config.exists() and bool(run.read_config()) and run.submission.exists()
@@ -313,8 +314,9 @@ def _unknown(point: Point, run: RunDir, now: Mapping[str, Any]) -> Cell:
         sound = False
     if begun and not sound:
         why = "its folder is half-written"
-        return Cell(point=point, do=Do.BEGIN, why=why, made_of=now, old=run.path)
-    return Cell(point=point, do=Do.BEGIN, why="new", made_of=now)  # its start says what is there
+        return Cell(point=point, action=Action.START, why=why, made_of=now, old=run.path)
+    # Its start says what is in the folder.
+    return Cell(point=point, action=Action.START, why="new", made_of=now)
 
 
 def make_room(cell: Cell) -> None:
@@ -348,7 +350,7 @@ def gpu_hours(point: Point) -> float | None:
 
 def refuse_beyond(cells: Sequence[Cell]) -> None:
     """Raise `ConfigError` where what is to run costs more than `budget.gpu_hours`, or might."""
-    todo = [cell.point for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
+    todo = [cell.point for cell in cells if cell.action in (Action.START, Action.RESUME)]
     limit = cells[0].point.config.budget.gpu_hours if cells else None
     if limit is None:
         return

@@ -20,7 +20,8 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.plan.program import ProgramPlan
 
-NOT_TELLING = ("run", "sweep", "budget")  # sections that tell no cell from another by themselves
+# Sections that do not tell a cell from another.
+NOT_IDENTIFYING = ("run", "sweep", "budget")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +29,14 @@ class Point:
     """One run of a sweep, checked, with its folder.
 
     Attributes:
-        of: what tells it from the sweep's other points, whatever it is made of.
+        identity: the overrides that tell it from the sweep's other points.
     """
 
     number: int
     overrides: tuple[str, ...]
     config: Config
     plan: Plan | ProgramPlan
-    of: tuple[str, ...] = ()
+    identity: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
@@ -47,9 +48,9 @@ class Point:
         return Path(str(self.config.run.dir))
 
 
-def telling(override: str) -> bool:
+def identifies(override: str) -> bool:
     """Return True if an override alone tells a point from another."""
-    return key_of(override).split(".")[0] not in NOT_TELLING
+    return key_of(override).split(".")[0] not in NOT_IDENTIFYING
 
 
 def checked(
@@ -71,7 +72,7 @@ def checked(
     if not wrong and not apart:
         wrong = dict(_equal(points))
     if wrong:
-        raise ConfigError("\n".join(told(wrong, first, len(found))))
+        raise ConfigError("\n".join(describe_errors(wrong, first, len(found))))
     stated = Counter(point.config.run.dir for point in points)
     for item, point in zip(found, points, strict=True):
         assert isinstance(item, Composed)  # noqa: S101  # errors were raised above
@@ -79,14 +80,14 @@ def checked(
     shared = set[str]().union(*(point.overrides for point in points))
     if not apart:  # otherwise nobody knows what later ones share
         shared.intersection_update(*(point.overrides for point in points))
-    return [replace(point, of=tuple(_telling(point.overrides, shared))) for point in points]
+    return [replace(p, identity=tuple(_identifying(p.overrides, shared))) for p in points]
 
 
-def _telling(overrides: Sequence[str], shared: Collection[str]) -> list[str]:
+def _identifying(overrides: Sequence[str], shared: Collection[str]) -> list[str]:
     """Return the overrides that identify a cell. Those of where and how it runs count only if the
     points differ in them.
     """
-    return sorted(o.lstrip("+") for o in overrides if telling(o) or o not in shared)
+    return sorted(o.lstrip("+") for o in overrides if identifies(o) or o not in shared)
 
 
 def _place(point: Point, item: Composed, *, apart: bool) -> None:
@@ -102,7 +103,7 @@ def trial_point(item: Composed | ConfigError, number: int) -> Point:
     point = _point(item, number)
     assert isinstance(item, Composed)  # noqa: S101  # an error was raised
     _place(point, item, apart=True)
-    return replace(point, of=tuple(_telling(point.overrides, point.overrides)))
+    return replace(point, identity=tuple(_identifying(point.overrides, point.overrides)))
 
 
 def _each(
@@ -149,7 +150,7 @@ def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:
             yield "they are equal; leave all but one of them out", numbers
 
 
-def told(wrong: dict[str, list[int]], first: int, count: int) -> Iterator[str]:
+def describe_errors(wrong: dict[str, list[int]], first: int, count: int) -> Iterator[str]:
     """Yield the errors of points as sentences."""
     last = first + count - 1
     yield f"nothing was started, for the sweep cannot run to its end (points {first} to {last}):"

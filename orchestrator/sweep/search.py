@@ -52,9 +52,9 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail
 from orchestrator.rundir.outcome import State, describe_culprit, write_end
 from orchestrator.rundir.status import ENDED_STATES, find_runs
-from orchestrator.sweep.cells import REPLACED, Cell, Do, cells_of, made_of, refuse_trials_beyond
+from orchestrator.sweep.cells import REPLACED, Action, Cell, cells_of, made_of, refuse_trials_beyond
 from orchestrator.sweep.local import LocalQueue, PointEnded, Room
-from orchestrator.sweep.points import Point, telling, trial_point
+from orchestrator.sweep.points import Point, identifies, trial_point
 from orchestrator.sweep.search_space import Axis, Space, space_of
 from orchestrator.sweep.submission import NoSuchFigure, alone_in, measured, submit
 from orchestrator.units import plural
@@ -97,7 +97,7 @@ class Search:
         return {
             **{axis.key: axis.to_json() for axis in self.space.axes},
             **{f"sweep.{name}": getattr(self.sweep, name) for name in OF_A_SEARCH},
-            **{key_of(o): o for o in self.space.fixed if telling(o)},
+            **{key_of(o): o for o in self.space.fixed if identifies(o)},
         }
 
     def point(self, number: int, drawn: Mapping[str, Any]) -> Point:
@@ -493,11 +493,11 @@ class Searcher:
         """Follow, evaluate or start a trial that has no result yet, as its folder requires."""
         reported = max(self._trials()[number].intermediate_values, default=-1)
         trial = Trial(number=number, cell=cell, metrics=Tail(cell.run.metrics), reported=reported)
-        if cell.do is Do.WAIT:
+        if cell.action is Action.WAIT:
             trial.stopping = cell.run.cancel.exists()
             self._running[cell.run.path] = trial
             self._runs.follow(cell)
-        elif cell.do is Do.NOTHING or cell.why == "failed":
+        elif cell.action is Action.NOTHING or cell.why == "failed":
             self._evaluate(trial)
         else:
             self._waiting.append(trial)
@@ -505,7 +505,7 @@ class Searcher:
     def _end_pruned(self, trial: FrozenTrial, cell: Cell) -> None:
         """Stop the run of a trial that an earlier start has pruned, if it has not ended yet."""
         why = {"why": trial.user_attrs.get(WHY, "")}
-        if cell.do is Do.WAIT:
+        if cell.action is Action.WAIT:
             self._running[cell.run.path] = Trial(
                 number=trial.number, cell=cell, metrics=Tail(cell.run.metrics), over=True
             )
@@ -557,7 +557,7 @@ class Searcher:
             if isinstance(found, str):
                 self._tell(len(trials), TrialState.FAIL, found)
             elif isinstance(found, Cell):
-                if found.do is not Do.BEGIN:  # of a trial that the journal has lost
+                if found.action is not Action.START:  # of a trial that the journal has lost
                     self._folders[len(trials)] = found.run.path
                 self._take_up(len(trials), found)
                 self._start_waiting()
@@ -574,8 +574,8 @@ class Searcher:
             point = self._search.point(number, drawn)
             if point.folder.exists():
                 return drawn, cells_of([point])[0]
-            made = made_of(point.config, point.of)
-            return drawn, Cell(point=point, do=Do.BEGIN, why="new", made_of=made)
+            made = made_of(point.config, point.identity)
+            return drawn, Cell(point=point, action=Action.START, why="new", made_of=made)
         except UsageError as error:
             return drawn, str(error)
 

@@ -33,8 +33,8 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import ENDED_STATES
-from orchestrator.sweep.cells import CELL, Cell, Do, make_room
-from orchestrator.sweep.points import told
+from orchestrator.sweep.cells import CELL, Action, Cell, make_room
+from orchestrator.sweep.points import describe_errors
 from orchestrator.units import plural
 
 
@@ -118,7 +118,7 @@ def ready_of(
 ) -> Generator[Ready | None]:
     """Make a cell's run ready: a new one, or one that continues."""
     point = cell.point
-    if cell.do is Do.GO_ON:
+    if cell.action is Action.RESUME:
         with resumed(cell.run.path, output, to=point.config, interrupts=interrupts) as ready:
             yield ready
         return
@@ -189,7 +189,7 @@ def _made_ready(cells: Sequence[Cell], quiet: OutputOptions, interrupts: Interru
 def _refuse(wrong: dict[str, list[int]], cells: Sequence[Cell]) -> None:
     numbers = [cell.point.number for cell in cells]
     if wrong:
-        raise ConfigError("\n".join(told(wrong, min(numbers), len(numbers))))
+        raise ConfigError("\n".join(describe_errors(wrong, min(numbers), len(numbers))))
 
 
 def _refuse_interrupted(interrupts: Interrupts) -> None:

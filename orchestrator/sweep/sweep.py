@@ -36,7 +36,7 @@ from orchestrator.report.sweep_tables import (
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
-from orchestrator.sweep.cells import Cell, Do, cells_of, refuse_beyond
+from orchestrator.sweep.cells import Action, Cell, cells_of, refuse_beyond
 from orchestrator.sweep.points import Point, checked
 from orchestrator.sweep.submission import alone_in, returned, submit
 from orchestrator.units import plural
@@ -99,7 +99,7 @@ class Sweep:
         self._stopped: int | None = None
 
     def launch(self, found: Sequence[Composed | ConfigError], first: int) -> Sequence[JobReturn]:
-        """Do what is to be done with these points: submitted together, or run here in a queue.
+        """Action what is to be done with these points: submitted together, or run here in a queue.
 
         Args:
             first: the number of the first.
@@ -108,25 +108,25 @@ class Sweep:
         for folder in {point.folder.parent for point in points}:
             self.hold(folder)
         force = any(point.config.sweep.force for point in points)
-        once = {point.of: point for point in reversed(points)} if self._search else {}
-        cells = cells_of([p for p in points if once.get(p.of, p) is p], force=force)
+        once = {point.identity: point for point in reversed(points)} if self._search else {}
+        cells = cells_of([p for p in points if once.get(p.identity, p) is p], force=force)
         self.place(cells)
         if self._search:
-            of = {cell.point.of: cell for cell in cells}
-            cells = [of[point.of] for point in points]
+            of = {cell.point.identity: cell for cell in cells}
+            cells = [of[point.identity] for point in points]
         return [returned(cell, found) for cell, found in zip(cells, found, strict=True)]
 
     def place(self, cells: Sequence[Cell]) -> None:
-        """Do what is to be done with each. Raises what refuses them, before any is started."""
+        """Action what is to be done with each. Raises what refuses them, before any is started."""
         refuse_beyond(cells)
         self._say(cells)
         ran = {cell.run.path for cell in cells}  # a search may ask for a point again
         self.cells = [c for c in self.cells if c.run.path not in ran] + list(cells)
-        todo = [cell for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
+        todo = [cell for cell in cells if cell.action in (Action.START, Action.RESUME)]
         alone = [c for c in todo if not class_for(c.point.config).attended]
         if alone:
             submit(alone, self._output, wait=self._search)
-        waiting = [c for c in cells if c in alone or c.do is Do.WAIT]
+        waiting = [c for c in cells if c in alone or c.action is Action.WAIT]
         self._queued += [] if self._search else [cell.run.path for cell in waiting]
         here = [cell for cell in todo if cell not in alone]
         if here and self._stopped is None:
@@ -144,7 +144,8 @@ class Sweep:
         if self._output.quiet or all(cell.why == "new" for cell in cells):
             return
         for cell in cells:
-            say(self._output.console, f"{cell.point.words}: {cell.do.value} ({cell.why})", "dim")
+            text = f"{cell.point.words}: {cell.action.value} ({cell.why})"
+            say(self._output.console, text, "dim")
 
     def _run_here(self, cells: Sequence[Cell]) -> None:
         """Run points on this machine to their ends."""
@@ -234,11 +235,11 @@ def _cell(status: RunStatus, number: int, overrides: Sequence[str], config_dir: 
             f"such a point anew"
         )
     config = config_of(run)
-    do = Do.WAIT
+    action = Action.WAIT
     if status.state in OVER:
         asked = resumption(run, config, overrides, config_dir)
         trained = status.state == "finished" and not (asked.total or 0) > status.updates
-        do, config = (Do.NOTHING, config) if trained else (Do.GO_ON, asked.config)
+        action, config = (Action.NOTHING, config) if trained else (Action.RESUME, asked.config)
     config = replace(config, run=replace(config.run, dir=str(run.path)))
     point = Point(
         number=int(run.path.name) if run.path.name.isdigit() else number,
@@ -246,4 +247,4 @@ def _cell(status: RunStatus, number: int, overrides: Sequence[str], config_dir: 
         config=config,
         plan=prepare(config, new=False),
     )
-    return Cell(point=point, do=do, why=status.state, made_of={})
+    return Cell(point=point, action=action, why=status.state, made_of={})

@@ -19,11 +19,16 @@ from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import literal, say
-from orchestrator.sweep.cells import Cell, Do, cells_of, gpu_hours, refuse_beyond, seconds_of
+from orchestrator.sweep.cells import Action, Cell, cells_of, gpu_hours, refuse_beyond, seconds_of
 from orchestrator.sweep.points import checked
 from orchestrator.units import UNKNOWN, format_number, format_seconds, plural
 
-STYLES = {Do.NOTHING: "green", Do.WAIT: "cyan", Do.GO_ON: "yellow", Do.BEGIN: "yellow"}
+STYLES = {
+    Action.NOTHING: "green",
+    Action.WAIT: "cyan",
+    Action.RESUME: "yellow",
+    Action.START: "yellow",
+}
 
 
 def cells_and_plans(composer: Composer) -> list[tuple[Cell, dict[str, Any]]]:
@@ -44,13 +49,13 @@ def cells_and_plans(composer: Composer) -> list[tuple[Cell, dict[str, Any]]]:
         return [(c, with_notes(c.point.plan, c.point.config)) for c in cells]
 
 
-def foretold(cells: Sequence[Cell]) -> list[str]:
+def cluster_answers(cells: Sequence[Cell]) -> list[str]:
     """Return the clusters' answers about all points that would be submitted, refusals included."""
     asked: dict[str, tuple[Cluster, Request]] = {}  # one for points that ask for the same
     kinds: dict[str, list[tuple[Cluster, Request]]] = {}
     for cell in cells:
         config = cell.point.config
-        if cell.do not in (Do.BEGIN, Do.GO_ON) or class_for(config).attended:
+        if cell.action not in (Action.START, Action.RESUME) or class_for(config).attended:
             continue
         key = repr(config.cluster)
         if key not in asked:
@@ -72,7 +77,7 @@ def row_of(cell: Cell) -> dict[str, Any]:
     """Return one row as values. `seconds`, `gpu_hours`: None where they are not known."""
     return {
         "folder": str(cell.run.path),
-        "do": cell.do.value,
+        "do": cell.action.value,
         "why": cell.why,
         "nodes": node_range(cell.point.config.cluster.nodes)[1],
         "seconds": seconds_of(cell.point),
@@ -90,18 +95,18 @@ def print_cells(cells: Sequence[Cell], console: Console) -> None:
     for cell, overrides in zip(cells, varying, strict=True):
         row = row_of(cell)
         words = " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in overrides.items())
-        todo = cell.do in (Do.BEGIN, Do.GO_ON)
+        todo = cell.action in (Action.START, Action.RESUME)
         table.add_row(
             literal(cell.run.path.name, console),
             literal(words, console),
-            literal(cell.do.value, console, STYLES[cell.do]),
+            literal(cell.action.value, console, STYLES[cell.action]),
             literal(cell.why, console),
             str(row["nodes"]),
             format_seconds(row["seconds"]) if todo else "",
             _hours(row["gpu_hours"]) if todo else "",
         )
     console.print(table)
-    left = [cell for cell in cells if cell.do in (Do.BEGIN, Do.GO_ON)]
+    left = [cell for cell in cells if cell.action in (Action.START, Action.RESUME)]
     hours = [gpu_hours(cell.point) for cell in left]
     known = sum(h for h in hours if h is not None) if None not in hours else None
     say(console, f"{plural(len(left), 'point')} of {len(cells)} to run, {_hours(known)} GPU-hours")

@@ -16,7 +16,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import State, write_end
 from orchestrator.sweep import cells as content
-from orchestrator.sweep.cells import REPLACED, Do, cells_of, refuse_beyond
+from orchestrator.sweep.cells import REPLACED, Action, cells_of, refuse_beyond
 from orchestrator.sweep.points import checked
 from orchestrator.sweep.submission import ready_of
 
@@ -83,28 +83,28 @@ def ended_as(state):
 
 
 HAPPENED = [  # to a point, what is done with it then, and why; is what lay there kept?
-    (lambda _: None, Do.NOTHING, "finished", False),
-    (lambda run: shutil.rmtree(run.path), Do.BEGIN, "new", False),
-    (lambda run: run.submission.unlink(), Do.BEGIN, "half-written", True),
-    (lambda run: run.plan.write_text("{"), Do.BEGIN, "damaged", True),
-    (of_another_version, Do.BEGIN, "torch (was 0.1)", True),
-    (lambda run: run.result.unlink(), Do.GO_ON, "lost", False),
-    (ended_as(State.FAILED), Do.GO_ON, "failed", False),
-    (ended_as(State.STOPPED), Do.GO_ON, "stopped", False),
+    (lambda _: None, Action.NOTHING, "finished", False),
+    (lambda run: shutil.rmtree(run.path), Action.START, "new", False),
+    (lambda run: run.submission.unlink(), Action.START, "half-written", True),
+    (lambda run: run.plan.write_text("{"), Action.START, "damaged", True),
+    (of_another_version, Action.START, "torch (was 0.1)", True),
+    (lambda run: run.result.unlink(), Action.RESUME, "lost", False),
+    (ended_as(State.FAILED), Action.RESUME, "failed", False),
+    (ended_as(State.STOPPED), Action.RESUME, "stopped", False),
 ]
 
 
 def test_what_happened_to_a_point_decides_what_is_done_with_it_and_with_no_other(sweep):
     over = (f"train.seed=range(1,{len(HAPPENED) + 1})",)
-    sweep.run([cell for cell in sweep.cells(over=over) if cell.do is Do.BEGIN])
+    sweep.run([cell for cell in sweep.cells(over=over) if cell.action is Action.START])
     begun = sweep.cells(over=over)
     for cell, (happen, *_) in zip(begun, HAPPENED, strict=True):
         happen(cell.run)
     for cell, (_, do, why, _) in zip(sweep.cells(over=over), HAPPENED, strict=True):
-        assert (cell.do, why in cell.why) == (do, True), (cell.why, why)
-        if do is not Do.NOTHING:
+        assert (cell.action, why in cell.why) == (do, True), (cell.why, why)
+        if do is not Action.NOTHING:
             sweep.run([cell])
-    assert {cell.do for cell in sweep.cells(over=over)} == {Do.NOTHING}
+    assert {cell.action for cell in sweep.cells(over=over)} == {Action.NOTHING}
     kept = {f"{c.run.path.name}-0" for c, (*_, k) in zip(begun, HAPPENED, strict=True) if k}
     assert {path.name for path in (sweep.folder / REPLACED).iterdir()} == kept
 
@@ -114,7 +114,7 @@ def test_code_and_data_that_changed_are_named_and_run_again(sweep):
     assert {cell.why for cell in sweep.cells()} == {"changed: files of job.data"}
     sweep.edit("# another line\n")
     for cell in sweep.cells():
-        assert cell.do is Do.BEGIN
+        assert cell.action is Action.START
         assert cell.why == f"changed: code in {sweep.code}, files of job.data"
 
 
@@ -145,7 +145,7 @@ def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrot
     assert {cell.why for cell in cells()} == {"finished"}
     for file in files:
         file.write_text("changed\n")
-    assert {cell.do for cell in cells()} == {Do.BEGIN}
+    assert {cell.action for cell in cells()} == {Action.START}
     [why] = {cell.why for cell in cells()}
     assert sorted(why.removeprefix("changed: files of ").split(", files of ")) == sorted((
         "data.csv", "data.csv in job.arguments.all", "job.arguments.folder",
@@ -155,23 +155,23 @@ def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrot
 
 def test_where_and_how_a_point_is_run_is_no_change_unless_that_is_what_is_compared(sweep):
     elsewhere = ("run.max_restarts=3", "sweep.parallel=1", "budget.gpu_hours=1")
-    assert [cell.do for cell in sweep.cells(*elsewhere)] == [Do.NOTHING] * 2
+    assert [cell.action for cell in sweep.cells(*elsewhere)] == [Action.NOTHING] * 2
     over = ("run.max_restarts=0,1",)
     compared = sweep.cells(over=over)
     assert len({cell.run.path for cell in compared}) == 2
-    assert [cell.do for cell in compared] == [Do.BEGIN] * 2
+    assert [cell.action for cell in compared] == [Action.START] * 2
     sweep.run(compared)
     again = sweep.cells(over=over)
-    assert [cell.do for cell in again] == [Do.NOTHING] * 2
+    assert [cell.action for cell in again] == [Action.NOTHING] * 2
     assert [cell.run.path for cell in again] == [cell.run.path for cell in compared]
 
 
 def test_values_more_leave_the_other_points_where_they_are_and_force_runs_all(sweep):
     cells = sweep.cells(over=("train.seed=7,2,1",))
-    assert [cell.do for cell in cells] == [Do.BEGIN, Do.NOTHING, Do.NOTHING]
+    assert [cell.action for cell in cells] == [Action.START, Action.NOTHING, Action.NOTHING]
     assert [cell.run.path.name for cell in cells] == ["2", "1", "0"]
     forced = sweep.cells(force=True)
-    assert [cell.do for cell in forced] == [Do.BEGIN] * 2
+    assert [cell.action for cell in forced] == [Action.START] * 2
     sweep.run(forced)
     assert {path.name for path in (sweep.folder / REPLACED).iterdir()} == {"0-0", "1-0"}
 
@@ -180,7 +180,7 @@ def test_a_point_that_changed_while_it_is_in_progress_is_refused(sweep):
     run = sweep.run_of(1)
     run.result.unlink()
     with held(run):
-        assert [cell.do for cell in sweep.cells()] == [Do.NOTHING, Do.WAIT]
+        assert [cell.action for cell in sweep.cells()] == [Action.NOTHING, Action.WAIT]
         sweep.edit("# another line\n")
         with pytest.raises(ConfigError, match="point 1: it is in progress as it was"):
             sweep.cells()
@@ -202,6 +202,6 @@ def test_a_budget_counts_only_what_is_to_run_and_wants_to_know_how_long_that_tak
     cells = sweep.cells(*asked)
     with pytest.raises(ConfigError, match="the 2 points that are to run take 16 GPU-hours"):
         refuse_beyond(cells)
-    refuse_beyond([replace(cells[0], do=Do.NOTHING), cells[1]])
+    refuse_beyond([replace(cells[0], action=Action.NOTHING), cells[1]])
     with pytest.raises(ConfigError, match=r"is not known; set facts\.update_s"):
         refuse_beyond(sweep.cells(*asked, "cluster.time_min=null"))
