@@ -88,11 +88,11 @@ class Seam:
     def make(self, name: str, base: type[Base], *arguments: Any) -> Base:
         """An object of the class that `name` stands for. Raises `ConfigError`."""
         chosen: Any = self.load(name, base)
-        with self.told(name, "at its start"):
+        with self.wrap_errors(name, "at its start"):
             return chosen(*arguments)
 
     @contextlib.contextmanager
-    def told(self, name: str, doing: str) -> Generator[None]:
+    def wrap_errors(self, name: str, doing: str) -> Generator[None]:
         """Whatever somebody else's class raises becomes one sentence that names its package.
 
         Raises:

@@ -119,12 +119,12 @@ class Answer:
         return self.code != 0 and any(phrase in text for phrase in DOWN)
 
     @property
-    def knows_no_such_job(self) -> bool:
+    def reports_unknown_job(self) -> bool:
         """Whether the scheduler itself said that there is no such job."""
         return self.code != 0 and "invalid job id" in self.err.lower()
 
     @property
-    def homeless(self) -> bool:
+    def no_slurm_conf(self) -> bool:
         """Whether there is no slurm.conf to be found, here or on the network."""
         return self.code != 0 and "could not establish a configuration source" in self.err.lower()
 
@@ -140,7 +140,7 @@ def explained(words: str) -> str:
     return f"the scheduler refuses it: {words}" + (f"\n{meaning}" if meaning else "")
 
 
-class Asked:
+class PendingCommand:
     """A command under way."""
 
     def __init__(self, argv: tuple[str, ...], environment: Mapping[str, str]) -> None:
@@ -216,9 +216,9 @@ class SlurmClient:
             raise NoClient(f"there is no {command[0]} on this machine: {ELSEWHERE}")
         return command
 
-    def start(self, *command: str) -> Asked:
+    def start(self, *command: str) -> PendingCommand:
         """Begin a command without waiting for its answer."""
-        return Asked(self._argv(command), self.environment(command[0]))
+        return PendingCommand(self._argv(command), self.environment(command[0]))
 
     def ask(
         self,
@@ -245,7 +245,7 @@ class SlurmClient:
         except subprocess.TimeoutExpired as error:
             raise SchedulerDown(f"{command[0]} did not answer within {timeout_s:g} s") from error
         answer = Answer(done.returncode, done.stdout, done.stderr)
-        if answer.homeless:
+        if answer.no_slurm_conf:
             raise NoClient(f"this machine has {command[0]}, but belongs to no cluster: {ELSEWHERE}")
         if answer.down:
             raise SchedulerDown(f"the scheduler does not answer: {answer.words}")
@@ -268,7 +268,7 @@ class SlurmClient:
 QUEUE_FORMAT = "%i|%T|%N|%L|%M|%S|%r|%o"
 ACCOUNT_FORMAT = "JobID,State,ExitCode,NodeList,Start,End"
 # Columns of one job and their widths: a name or a comment can hold any text, a column only its own.
-STANDING = {
+JOB_FIELDS = {
     "State": 24, "RestartCnt": 12, "Requeue": 8, "PreemptTime": 24, "EndTime": 24, "exit_code": 12,
     "Reason": 64,
 }  # fmt: skip
@@ -357,7 +357,7 @@ def read_queue(answer: Answer) -> dict[str, Job]:
     Raises:
         SchedulerDown: it is no answer. Only a scheduler that answers can say that a job is gone.
     """
-    _heed(answer)
+    _require_answer(answer)
     jobs: dict[str, Job] = {}
     for line in answer.out.splitlines() if answer.code == 0 else ():
         job, state, nodes, left, _, start, reason, command = line.split("|", 7)
@@ -368,9 +368,9 @@ def read_queue(answer: Answer) -> dict[str, Job]:
     return jobs
 
 
-def _heed(answer: Answer) -> None:
+def _require_answer(answer: Answer) -> None:
     """Raises `SchedulerDown` unless it is the scheduler's word on jobs, be it "I know of none"."""
-    if answer.code and not answer.knows_no_such_job:
+    if answer.code and not answer.reports_unknown_job:
         raise SchedulerDown(f"the scheduler gave no answer: {answer.words}")
 
 
@@ -446,7 +446,7 @@ def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> lis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
+class JobStatus:
     """One job as its own batch script and ranks need to know it. Times: seconds since 1970.
 
     Attributes:
@@ -477,16 +477,16 @@ class Standing:
         return ending or self.state == "CANCELLED"
 
 
-def read_standing(text: str) -> Standing | None:
-    """One line of squeue's answer to `standing_command`; None when it is empty."""
+def read_job_status(text: str) -> JobStatus | None:
+    """One line of squeue's answer to `job_status_command`; None when it is empty."""
     line = next((line for line in text.splitlines() if line.strip()), None)
     if line is None:
         return None
     values: dict[str, str] = {}
-    for name, width in STANDING.items():
+    for name, width in JOB_FIELDS.items():
         values[name], line = line[:width].strip(), line[width:]
     status = int(values["exit_code"] or 0)  # as `wait` gives it
-    return Standing(
+    return JobStatus(
         state=values["State"],
         restarts=int(values["RestartCnt"] or 0),
         requeue=values["Requeue"] not in ("0", "no"),
@@ -498,16 +498,16 @@ def read_standing(text: str) -> Standing | None:
     )
 
 
-def standing_command(job: str) -> tuple[str, ...]:
-    columns = ",".join(f"{name}:{width}" for name, width in STANDING.items())
+def job_status_command(job: str) -> tuple[str, ...]:
+    columns = ",".join(f"{name}:{width}" for name, width in JOB_FIELDS.items())
     return ("squeue", "-h", "-a", "-r", "-t", "all", "-j", job, "-O", columns)
 
 
-def standing(client: SlurmClient, job: str) -> Standing | None:
+def job_status(client: SlurmClient, job: str) -> JobStatus | None:
     """How a job stands; None when the controller knows it no more. Raises `SchedulerDown`."""
-    answer = client.ask(*standing_command(job))
-    _heed(answer)
-    return read_standing(answer.out) if answer.code == 0 else None
+    answer = client.ask(*job_status_command(job))
+    _require_answer(answer)
+    return read_job_status(answer.out) if answer.code == 0 else None
 
 
 EXITED = re.compile(r"Exited with exit code (\d+)")

@@ -1,10 +1,10 @@
-"""The agent: the one process that owns a node's workers.
+"""The agent: the process that owns a node's workers.
 
-It starts the node's workers, watches them, and follows the coordinator, which is the most senior
-agent that lives (`coordinator.py`); where that one goes away, the next one takes its place. A
-worker never talks to another node's agent, only to its own.
+It starts and watches the node's workers and follows the coordinator, the most senior live agent
+(`coordinator.py`). When the coordinator fails, the next agent in seniority takes over. A worker
+connects only to its own node's agent.
 
-The loop has one thread: an agent forks, and a fork has only the thread that forked.
+The loop has one thread: an agent forks, and a fork keeps only the thread that forked.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Agent:
     """Agent of one node.
 
     Args:
-        control: a pipe whose end means that the launcher is gone, or wants all processes ended;
-            None on a cluster whose scheduler sees to that.
-        report: a pipe for an outcome that the disk has no room for.
-        on_beat: called once a second; returns whether a newer attempt has taken this one's place.
-        settle: called by the coordinator once the outcome is written, with whether the first node's
-            agent is gone; does what the batch script would do, where that is gone, too.
+        control: a pipe that closes when the launcher ends or wants all processes ended; None on a
+            cluster whose scheduler does that.
+        report: a pipe for the outcome when the disk is full.
+        on_beat: called once a second; returns whether a newer attempt has replaced this one.
+        settle: called by the coordinator after the outcome is written, with whether the first
+            node's agent is lost; replaces a lost batch script.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Agent:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._strangers: set[Link] = set()
         self._followers: dict[int, Link] = {}
-        self._early: dict[int, list[dict[str, Any]]] = {}  # of followers, before this coordinates
+        self._early: dict[int, list[dict[str, Any]]] = {}  # before this agent coordinates
         self._up: Link | None = None
         self._began = time.monotonic()
         self._tried_since = 0.0
-        self._gone: set[tuple[int, int]] = set()  # (incarnation, index) of agents that are gone
+        self._gone: set[tuple[int, int]] = set()  # (incarnation, index) of lost agents
         self._coordinator: Coordinator | None = None
         self._stop: str | None = None
         self._over = False
@@ -100,7 +100,7 @@ class Agent:
         publish_agent(spec, int(self._listener.getsockname()[1]))
 
     def _close_in_fork(self) -> None:
-        """In a new worker: let go of all that is the agent's."""
+        """Release the agent's resources in a new worker."""
         for descriptor in (*self._pipe, self._control, self._report_to):
             if descriptor is not None:
                 os.close(descriptor)
@@ -113,7 +113,7 @@ class Agent:
     # ------------------------------------------------------------------ the loop
 
     def serve(self) -> None:
-        """Be the node until the coordinator says that all is over.
+        """Run the node until the coordinator ends the attempt.
 
         Raises:
             BecomeWorker: in each worker that is forked.
@@ -146,7 +146,7 @@ class Agent:
             self._settle(self._coordinator.agents[0].gone)
 
     def _report_unwritten(self, outcome: dict[str, Any] | None) -> None:
-        """Give the launcher an outcome that the disk had no room for; it fits a pipe's buffer."""
+        """Send the launcher an outcome that the disk had no space for; it fits a pipe's buffer."""
         if outcome is None or self._report_to is None or self._is_over():
             return
         culprit = outcome["culprit"]
@@ -156,12 +156,12 @@ class Agent:
         os.write(self._report_to, json.dumps(outcome).encode())
 
     def _pause_s(self) -> float:
-        """How long to wait for events: not beyond the moment of a decision."""
+        """Return how long to wait for events, at most until the next decision."""
         settling = self._coordinator is not None and self._coordinator.settling
         return SETTLE_S / 2 if settling else LOOK_S
 
     def _handle_signals(self) -> None:
-        """Stop signals are handled here alone; workers ignore them, and are told."""
+        """Handle stop signals here only; workers ignore them and receive a message."""
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in STOP_SIGNALS:
@@ -202,7 +202,7 @@ class Agent:
             if link.rank is not None:
                 link.send()
             elif now - link.heard > self._spec.silence_s:
-                self._close(link)  # it has not said who it is
+                self._close(link)  # it has not identified itself
         if self._up is not None and now - self._up.heard > max(
             self._spec.silence_s, LEAST_SILENCE_S
         ):
@@ -220,7 +220,7 @@ class Agent:
             self._up.send(**event)
 
     def _state_of_workers(self) -> list[dict[str, Any]]:
-        """Return what a new coordinator has to know of this node's workers."""
+        """Return what a new coordinator needs to know of this node's workers."""
         found: list[dict[str, Any]] = []
         for worker in self._workers.all.values():
             events: list[dict[str, Any]] = [
@@ -266,7 +266,7 @@ class Agent:
         return sorted((one for one in found if one is not None), key=lambda one: one.seniority)
 
     def _follow(self) -> None:
-        """Be connected to the coordinator, or be the coordinator."""
+        """Connect to the coordinator, or become the coordinator."""
         if self._coordinator is not None or self._up is not None:
             return
         mine = self._spec.incarnation, self._spec.index
@@ -274,7 +274,7 @@ class Agent:
         candidates = [one for one in self._others() if one.seniority not in self._gone]
         senior = [one for one in candidates if one.seniority < mine]
         first_node_unknown = not self._gone and self._spec.index and not senior
-        if first_node_unknown and now - self._began < self._spec.join_s:  # it has not begun yet
+        if first_node_unknown and now - self._began < self._spec.join_s:  # it has not started yet
             time.sleep(RETRY_S)
             return
         if not senior:
@@ -347,7 +347,7 @@ class Agent:
     def _accept(self, listener: socket.socket) -> None:
         try:
             link = Link(listener.accept()[0])
-        except OSError:  # it has gone again, or no descriptor is left
+        except OSError:  # it has closed again, or no descriptor is left
             link = None
         if self._strangers and (link is None or len(self._strangers) >= MAX_STRANGERS):
             self._close(min(self._strangers, key=lambda one: one.heard))
@@ -382,12 +382,12 @@ class Agent:
         if self._coordinator is not None:
             self._from_follower(link.rank, message)
             return
-        # It has lost the agents before this one. This one will, too, or the other is cut off.
+        # The peer has lost the agents before this one. This one will, too, or the peer is cut off.
         self._early.setdefault(link.rank, []).append(message)
         newest = GenerationRecord(self._run.attempt(self._spec.attempt)).newest()
         if "workers" in message and newest is not None:
-            told = {"generation": newest["generation"], "members": newest["members"]}
-            link.send(command="tell", rank=None, message=told)
+            newer = {"generation": newest["generation"], "members": newest["members"]}
+            link.send(command="tell", rank=None, message=newer)
 
     def _from_follower(self, index: int, message: dict[str, Any]) -> None:
         assert self._coordinator is not None  # noqa: S101  # called where there is one

@@ -1,9 +1,9 @@
-"""The coordinator: decides for all agents; takes events, and gives commands.
+"""The coordinator: decides for all agents; receives events and sends commands.
 
-It is told of every start and end of a worker and of every agent that comes or goes, and decides who
-is in the next generation, which workers are started again, and how the attempt ended. All that must
-outlive it is in the attempt's folder: the record of generations, and at last `outcome.json`. What
-else it knows comes with each agent's first message, so any agent can take over.
+It receives every start and end of a worker and of an agent, and decides the members of the next
+generation, which workers are restarted, and how the attempt ended. State that must outlive it is in
+the attempt's folder: the record of generations, and finally `outcome.json`. Everything else
+arrives with each agent's first message, so any agent can take over.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from orchestrator.agent.node_spec import NodeSpec, agent_file
+from orchestrator.agent.positions import Positions
 from orchestrator.agent.replacements import Replacements
-from orchestrator.agent.root_cause import TAKEN_AWAY, Behind, End, blame
-from orchestrator.agent.standing import Standing
+from orchestrator.agent.root_cause import TAKEN_AWAY, End, Straggler, blame
 from orchestrator.lifecycle.signs.node_watch import BEAT_S, FENCED, FINISHED, STOPPED
 from orchestrator.lifecycle.survival.links import refuses
 from orchestrator.lifecycle.survival.members import member_of, process_of, rank_of
@@ -46,13 +46,13 @@ NEVER_CAME = "its agent did not come within {} s (cluster.rendezvous_timeout_s)"
 
 @dataclass(slots=True)
 class WorkerState:
-    """One rank's newest process, as far as the coordinator knows.
+    """State of one rank's newest process, as the coordinator knows it.
 
     Attributes:
-        state: expected until its agent has come.
-        waits: a newcomer that asks to be let in.
+        state: "expected" until its agent has connected.
+        waits: a new worker that asks to join.
         begun: it is ready to train; ready: it is at a boundary of this generation, after so many
-            updates, and waits for newcomers.
+            updates, and waits for new workers.
     """
 
     rank: int
@@ -62,12 +62,12 @@ class WorkerState:
     begun: bool = False
     code: dict[str, str] = field(default_factory=dict[str, str])
     ready: tuple[int, int] | None = None
-    told_quiet: bool = False
+    quiet_reported: bool = False
 
 
 @dataclass(slots=True)
 class AgentState:
-    """One node's agent. `heard`: when, by the coordinator's clock; None before it came."""
+    """State of one node's agent. `heard`: monotonic time; None before it connected."""
 
     index: int
     heard: float | None = None
@@ -75,12 +75,12 @@ class AgentState:
 
 
 class Coordinator:
-    """Decides for one attempt.
+    """Coordinator of one attempt.
 
     Args:
         spec: of the node whose agent this is.
-        gone: agents that are known to be gone when this one takes over.
-        clock: gives seconds that only grow.
+        gone: indices of the agents already lost when this one takes over.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class Coordinator:
         self._members: list[int] = newest["members"] if newest else list(range(spec.ranks))
         for member in self._members:
             self.workers[rank_of(member, spec.ranks)].process = process_of(member, spec.ranks)
-        self._gone: set[int] = set()  # members that are lost since the newest generation
+        self._gone: set[int] = set()  # members lost since the newest generation
         self._noticed = 0.0
         self._beyond_reach: tuple[float, bool] = (0.0, False)
         self._looked_for_room = 0.0
-        self._told_newcomers = False
+        self._announced_newcomers = False
         self._over = False  # a worker has ended in order, or failed: no generation follows
         self._replacements = Replacements(self._run, spec, self._record, clock)
-        self._standing = Standing(self._run, spec, clock)
+        self._positions = Positions(self._run, spec, clock)
         self._words: dict[int, str] = {}
         self._ends: list[End] = []
         self._losses: list[tuple[End, list[int]]] = []
@@ -124,7 +124,7 @@ class Coordinator:
             self._lose_agent(index)
 
     def commands(self) -> list[tuple[int | None, dict[str, Any]]]:
-        """Take the commands that were decided: (index of the agent, None for all; what)."""
+        """Return and clear the pending commands: (agent index, None for all; message)."""
         found, self._commands = self._commands, []
         return found
 
@@ -138,10 +138,10 @@ class Coordinator:
     # ------------------------------------------------------------------ agents
 
     def joined(self, index: int, workers: Iterable[Mapping[str, Any]]) -> None:
-        """Take in an agent that came, perhaps again, with the workers that it has or had."""
+        """Register an agent that connected, perhaps again, with its workers."""
         agent = self.agents[index]
         known = {worker["rank"]: worker for worker in workers}
-        # A node that was started again has none of the workers that it had.
+        # A restarted node has none of its earlier workers.
         self._lose_ranks(
             index,
             [
@@ -165,14 +165,14 @@ class Coordinator:
         self.agents[index].heard = self._clock()
 
     def forgive(self, seconds: float) -> None:
-        """Discount a time in which this process stood still and could hear no agent."""
+        """Discount a period in which this process was suspended and could not receive."""
         for agent in self.agents.values():
             agent.heard = agent.heard + seconds if agent.heard is not None else None
         self._noticed += seconds if self._noticed else 0.0
         self._began += seconds
 
     def disconnected(self, index: int) -> None:
-        """Lose an agent whose link is closed: it ended, or follows another coordinator."""
+        """Handle an agent whose link is closed: it ended, or follows another coordinator."""
         if not self.agents[index].gone:
             self._lose_agent(index)
 
@@ -183,15 +183,15 @@ class Coordinator:
         self._lose_ranks(index, ranks, cause)
 
     def _lose_ranks(self, index: int, ranks: list[int], cause: str = GONE) -> None:
-        """Lose workers together with their agent, for a reason that names the node."""
+        """Mark workers as lost together with their agent, with a cause that names the node."""
         if not ranks:
             return
         node = self._spec.name_of(index)
         self._causes.setdefault(node, cause)
         for rank in ranks:
             self.workers[rank].state, self.workers[rank].waits = "ended", False
-            self._standing.ended(rank)
-        status = -signal.SIGKILL  # to the others it is as if it had been killed
+            self._positions.ended(rank)
+        status = -signal.SIGKILL  # the others treat it as killed
         end = End(
             time=self._clock(), node=node, log=self._spec.log_of(index), rank=None, status=status
         )
@@ -200,11 +200,11 @@ class Coordinator:
     # ------------------------------------------------------------------ events
 
     def take(self, index: int, event: Mapping[str, Any]) -> None:
-        """Take what an agent reports of one of its workers."""
+        """Handle an agent's event about one of its workers."""
         self.heard(index)
         kind, worker = event["event"], self.workers[event["rank"]]
         node = self._spec.name_of(index)
-        self._standing.take(node, event)
+        self._positions.take(node, event)
         if kind == "started":
             self._replacements.know(worker.rank, event["process"])
             self.workers[worker.rank] = WorkerState(worker.rank, event["process"], "alive")
@@ -213,37 +213,37 @@ class Coordinator:
                 worker.state, worker.waits = "ended", False
                 self._ended(index, event)
         elif kind == "silent":
-            self._lose(self._standing.silent(node, event), stalled=bool(event["asleep"]))
+            self._lose(self._positions.silent(node, event), stalled=bool(event["asleep"]))
         elif kind == "quiet":
             self._wait_for_quiet(worker, node, event["silent_s"])
         elif kind == "begins":
             worker.begun, worker.code = True, event["code"]
         elif kind == "joins":
             worker.waits = True
-            self._told_newcomers = False
+            self._announced_newcomers = False
         elif kind == "ready":
             worker.ready = event["generation"], event["updates"]
         elif kind == "leaving":
             self._end_in_order()
 
     def _wait_for_quiet(self, worker: WorkerState, node: str, silent_s: float) -> None:
-        """Wait for a worker whose code holds the interpreter, up to `hang_s`."""
+        """Wait up to `hang_s` for a worker whose code holds the interpreter."""
         if not self._survived:
             return
         if silent_s > self._spec.hang_s:
-            self._lose(self._standing.quiet(worker.rank, node))
-        elif silent_s > self._spec.silence_s and not worker.told_quiet:
-            worker.told_quiet = True
+            self._lose(self._positions.quiet(worker.rank, node))
+        elif silent_s > self._spec.silence_s and not worker.quiet_reported:
+            worker.quiet_reported = True
             self._warn(
                 worker.rank,
                 f"rank {worker.rank} has said nothing for {silent_s:.0f} s, but its process lives, "
                 "perhaps in code that holds Python's interpreter; the others wait for it",
             )
         elif silent_s <= self._spec.silence_s:
-            worker.told_quiet = False
+            worker.quiet_reported = False
 
     def _ended(self, index: int, event: Mapping[str, Any]) -> None:
-        """One worker ended. Without its last word that is a failure, whatever its status."""
+        """Handle a worker's end. Without its final message it is a failure, whatever its status."""
         rank, word = event["rank"], event["word"]
         self._words[rank] = word
         if event["failure"] is not None and word != FENCED:
@@ -286,7 +286,7 @@ class Coordinator:
         return worker.state != "ended" and self._member(worker.rank) in self._members
 
     def _end_in_order(self) -> None:
-        """Form no further generation and start no worker again, since a worker has ended."""
+        """Form no further generation and restart no worker, since a worker has ended."""
         if not self._over:
             self._over = True
             self._replacements.stop()
@@ -296,7 +296,7 @@ class Coordinator:
                     self._command(self._spec.node_of(worker.rank), "kill", rank=worker.rank)
 
     def _failed(self, end: End) -> None:
-        """Note a failure; give the other workers a moment to write down theirs."""
+        """Record a failure; give the other workers a moment to write theirs."""
         if self._killed:
             return
         self._end_in_order()
@@ -307,20 +307,20 @@ class Coordinator:
             self._give_up_at = self._clock() + GRACE_S
 
     def _lose(self, culprit: Culprit, *, stalled: bool = False) -> None:
-        """Give up a worker that hangs: the others go on without it, or the attempt fails.
+        """Give up a worker that hangs: the others continue without it, or the attempt fails.
 
         Args:
             stalled: it was stopped, or sleeps in the kernel, which is not the job's fault.
         """
         assert culprit.rank is not None  # noqa: S101  # only workers hang
         if self._survived:
-            cause = self._standing.told(culprit).cause
+            cause = self._positions.describe(culprit).cause
             self._warn(culprit.rank, f"{cause}; it is ended, and the others go on without it")
             self._command(self._spec.node_of(culprit.rank), "kill", rank=culprit.rank)
         elif self._culprit is None and not self._ends:
             self._culprit, self._stalled = culprit, stalled
             self._command(None, "where", stacks=True)
-            self._give_up_at = self._clock() + self._standing.answer_s
+            self._give_up_at = self._clock() + self._positions.answer_s
             self._end_in_order()
 
     def _warn(self, rank: int, sentence: str) -> None:
@@ -331,7 +331,7 @@ class Coordinator:
 
     @property
     def _survived(self) -> bool:
-        """Whether the others go on when a worker is gone: they have begun to train."""
+        """Return whether the others continue without a lost worker: they have begun to train."""
         return self._spec.survive and self._generation >= 0
 
     def _member(self, rank: int) -> int:
@@ -339,17 +339,17 @@ class Coordinator:
 
     @property
     def settling(self) -> bool:
-        """Whether a loss waits for further ones."""
+        """Return whether a loss waits for further ones."""
         return bool(self._gone)
 
     def tick(self) -> None:
-        """Take the decisions whose time has come."""
+        """Take the decisions that are due."""
         if self.outcome is not None:
             return
         now = self._clock()
         for agent in self.agents.values():
             self._look_at(agent, now)
-        for culprit in self._standing.too_long_frozen(survived=self._survived):
+        for culprit in self._positions.too_long_frozen(survived=self._survived):
             self._lose(culprit, stalled=True)
         if not self._over:
             self._first_generation()
@@ -371,7 +371,7 @@ class Coordinator:
         return all(end.rank in secondary for end in self._ends)
 
     def _awaits_agent(self, now: float) -> bool:
-        """Return whether an agent is silent, and may be lost: its node would be to blame."""
+        """Return whether an agent is silent, and may be lost: its node would be the root cause."""
         return any(
             not agent.gone and agent.heard is not None and now - agent.heard > LEAST_SILENCE_S
             for agent in self.agents.values()
@@ -383,7 +383,7 @@ class Coordinator:
         return agent.heard is not None and not agent.gone
 
     def _look_at(self, agent: AgentState, now: float) -> None:
-        """Lose an agent that is silent, or that does not come."""
+        """Mark an agent as lost that is silent or did not connect in time."""
         if agent.gone:
             return
         if agent.heard is not None:
@@ -402,13 +402,13 @@ class Coordinator:
         return known is not None and refuses(known.peer, REACH_S)
 
     def _first_generation(self) -> None:
-        """All workers are ready to train: from now on losses are survived."""
+        """Publish the first generation once all workers are ready; later losses are survived."""
         if self._generation >= 0 or not all(worker.begun for worker in self.workers.values()):
             return
         self._publish(0, self._members, code=self.workers[0].code)
 
     def _next_generation(self, now: float) -> None:
-        """Go on without the members that are gone."""
+        """Publish a generation without the lost members."""
         left = [member for member in self._members if member not in self._gone]
         if not self._gone or not left or now - self._noticed < SETTLE_S or not self._all_known():
             return
@@ -421,12 +421,13 @@ class Coordinator:
         self._publish(self._generation + 1, left, gone=gone)
 
     def _all_known(self) -> bool:
-        """Whether every other agent has come to this one, or is gone."""
+        """Return whether every other agent has connected or is lost."""
         return all(agent.gone or agent.heard is not None for agent in self.agents.values())
 
     def _is_smaller_half(self, left: int) -> bool:
-        """Whether the others may be about to go on without this side: more workers are only beyond
-        reach, and not known to have died, than it has itself. Looked at once a loss.
+        """Return whether the unreachable workers, not known to have died, outnumber this side's.
+
+        They may be about to continue without it. Checked once per loss.
         """
         noticed, found = self._beyond_reach
         if noticed != self._noticed:
@@ -451,14 +452,14 @@ class Coordinator:
         ]  # fmt: skip
 
     def _grow(self, now: float) -> None:
-        """Let newcomers in at a boundary, once every member is there and waits for them."""
+        """Admit new workers at a boundary, once every member waits there for them."""
         newcomers = self._newcomers()
         if not newcomers or self._gone or self._generation < 0:
             return
-        if not self._told_newcomers and now - self._looked_for_room > ROOM_S:
+        if not self._announced_newcomers and now - self._looked_for_room > ROOM_S:
             self._looked_for_room = now
             if self._record.has_room():  # else the members would wait at the boundary in vain
-                self._told_newcomers = True
+                self._announced_newcomers = True
                 leader = rank_of(self._members[0], self._spec.ranks)
                 self._to_worker(leader, newcomers=True)
         states = [self.workers[rank_of(m, self._spec.ranks)] for m in self._members]
@@ -470,17 +471,17 @@ class Coordinator:
             )
 
     def _publish(self, number: int, members: list[int], **more: Any) -> None:
-        """Where there is no room for it, it is tried again at the next tick."""
+        """Publish a generation; without disk space, retry at the next tick."""
         found = self._record.proposed(number, members, **more, time=time.time())
         if found is not None:
             self._accept(found)
 
     def _accept(self, found: Mapping[str, Any]) -> None:
-        """Adopt the generation that is on record, and tell all workers."""
+        """Adopt the recorded generation and send it to all workers."""
         self._generation, self._members = found["generation"], list(found["members"])
         self._gone &= set(self._members)
         self._noticed = self._clock() if self._gone else 0.0
-        self._told_newcomers, self._looked_for_room = False, 0.0
+        self._announced_newcomers, self._looked_for_room = False, 0.0
         for worker in self.workers.values():
             worker.waits = worker.waits and self._member(worker.rank) not in self._members
         self._to_worker(None, **self._newest_message())
@@ -491,7 +492,7 @@ class Coordinator:
     # ------------------------------------------------------------------ the end
 
     def _perhaps_over(self) -> None:
-        """All workers have ended, and none will be started again: write down what that means."""
+        """Write the outcome once all workers have ended and none will be restarted."""
         if any(worker.state != "ended" for worker in self.workers.values()):
             return
         if self._replacements.pending:
@@ -503,12 +504,12 @@ class Coordinator:
         path = self._run.outcome(self._spec.attempt)
         try:
             write_json(path, self.outcome)
-        except OSError as error:  # a full disk: the launcher is told by its agents' output
+        except OSError as error:  # a full disk: the agents' output informs the launcher
             print(f"the outcome could not be written: {error}", flush=True)
         self._command(None, "end")
 
     def _lost_words(self, culprit: Culprit | None) -> str | None:
-        """Say what was lost, where that is no fault of the job's: a scheduler starts it again."""
+        """Describe a loss that is not the job's fault, which a scheduler restarts; else ""."""
         if culprit is None:
             return None
         if culprit.rank is None:
@@ -517,21 +518,21 @@ class Coordinator:
         return f"{who}: {culprit.cause}" if self._stalled else None
 
     def _settled(self) -> tuple[State, Culprit | None]:
-        """Finished is what every worker said; nothing else is."""
+        """Return the outcome: finished only if every worker said so."""
         words = set(self._words.values())
         blamed = [
             end for end, _ in to_blame(self._losses, lambda one: one[1], self._record.losses())
         ]
         ends = [*self._ends, *blamed]
         culprit = self._culprit
-        if culprit is None and ends and (self._ends or not words):  # without words: all are gone
-            behind: list[Behind] = list(self._standing.behind.values())
-            told = [*self._run.failures(self._spec.attempt), *self._failures]
+        if culprit is None and ends and (self._ends or not words):  # without messages all are lost
+            behind: list[Straggler] = list(self._positions.behind.values())
+            records = [*self._run.failures(self._spec.attempt), *self._failures]
             done = [rank for rank, word in self._words.items() if word == FINISHED]
-            culprit = blame(self._run, told, ends, behind, done)
+            culprit = blame(self._run, records, ends, behind, done)
             if culprit.rank is None:
                 culprit = replace(culprit, cause=self._causes[culprit.node])
-        culprit = culprit and self._standing.told(culprit)
+        culprit = culprit and self._positions.describe(culprit)
         if culprit is not None or not words <= {FINISHED, STOPPED} or not words:
             return State.FAILED, culprit
         return (State.STOPPED if STOPPED in words else State.FINISHED), None

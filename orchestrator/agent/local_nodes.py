@@ -1,10 +1,9 @@
-"""The parent of agents: one process imports what workers need, forks agents, and starts an agent
-again that was killed, where workers may be replaced.
+"""The agents' parent: it imports what workers need, forks agents, and restarts a killed agent.
 
 `python -m orchestrator.agent.local_nodes RUN` with an order on standard input is the parent of all
-simulated nodes of this machine. All processes below it end with the launcher, however that ends:
-the agents see the end of a pipe that the launcher holds, and the kernel kills each process whose
-parent is gone. Elsewhere each node has a parent of its own (`node.py`).
+simulated nodes of this machine. All processes below it end with the launcher: the agents see the
+launcher's pipe close, and the kernel kills each process whose parent has ended. Elsewhere each
+node has its own parent (`node.py`). An agent is restarted only where workers may be replaced.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ LOOK_S = 0.1
 
 
 class NodeProcesses:
-    """The agents of some nodes, as their parent has them.
+    """The agents of some nodes, as seen by their parent.
 
     Args:
-        agent_of: makes a node's agent, in the process that is to be it.
-        control: a pipe whose end means that the launcher is gone, and all have to end; None where
-            a scheduler sees to that.
+        agent_of: returns a node's agent, in the process that will run it.
+        control: a pipe that closes when the launcher ends, after which all processes end; None
+            where a scheduler does that.
 
     Attributes:
-        status: 1 once an agent was killed and not started again; else 0.
+        status: 1 once an agent was killed and not restarted; else 0.
     """
 
     def __init__(
@@ -61,13 +60,13 @@ class NodeProcesses:
         self._agent_of, self._control = agent_of, control
         self._run = RunDir(self._specs[0].run)
         self._left = self._specs[0].replacements
-        self._pids: dict[int, int] = {}  # of the agents that run: pid -> place in the list
-        self._again: dict[int, float] = {}  # when to start an agent again
+        self._pids: dict[int, int] = {}  # of running agents: pid -> index in the list
+        self._again: dict[int, float] = {}  # when to restart an agent
         self._stop: int | None = None
         self.status = 0
 
     def serve(self) -> int | None:
-        """Have agents until all have ended. Returns the rank in the process of a worker."""
+        """Run agents until all have ended. Return the rank in a worker's process."""
         adopt_orphans()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in STOP_SIGNALS:
@@ -88,7 +87,7 @@ class NodeProcesses:
             if wake in ready:
                 os.read(wake, 4096)
             now = time.monotonic()
-            if self._control is None:  # its scheduler ends what does not end by itself
+            if self._control is None:  # its scheduler ends what remains
                 pass
             elif kill_at is None and (self._control in ready or self._is_over()):
                 kill_at = now + END_S
@@ -103,21 +102,21 @@ class NodeProcesses:
             if kill_at is not None and now >= kill_at:
                 for pid in self._pids:
                     os.kill(pid, signal.SIGKILL)  # not reaped, so the pid is its own
-        kill_descendants()  # of an agent that was killed, what its workers had started
+        kill_descendants()  # what a killed agent's workers had started
         return None
 
     def _is_over(self) -> bool:
         return read_json(self._run.outcome(self._specs[0].attempt)) is not None
 
     def _pass_on(self, number: int, frame: Any) -> None:
-        """Pass a stop signal on to the agents, which alone act on it."""
+        """Forward a stop signal to the agents, which alone act on it."""
         del frame
         self._stop = number
         for pid in list(self._pids):
             os.kill(pid, number)
 
     def _start(self, index: int) -> int | None:
-        """Fork an agent. Returns the rank in the process of one of its workers."""
+        """Fork an agent. Return the rank in a worker's process."""
         pid = branch()
         if not pid:
             return self._become(index)
@@ -127,7 +126,7 @@ class NodeProcesses:
         return None
 
     def _become(self, index: int) -> int:
-        """Be an agent, to the end of this process; return the rank in that of a worker."""
+        """Run an agent until this process ends; return the rank in a worker's process."""
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         spec = self._specs[index]
@@ -141,7 +140,7 @@ class NodeProcesses:
         return leave(0)
 
     def _reap(self, now: float) -> None:
-        """Collect agents that ended. One that was killed is started again, where it may be."""
+        """Collect ended agents; restart a killed one where that is allowed."""
         while self._pids:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
@@ -160,10 +159,10 @@ class NodeProcesses:
 def _live(order: dict[str, Any]) -> int:
     """Run this process, or the agent or worker that it becomes; return the exit status."""
     run = RunDir(Path(order["nodes"][0]["spec"]["run"]))
-    faulthandler.register(signal.SIGQUIT)  # when an import hangs, the launcher asks where
+    faulthandler.register(signal.SIGQUIT)  # when an import hangs, the launcher requests the stack
     preload(run)
     faulthandler.unregister(signal.SIGQUIT)
-    gc.freeze()  # what was imported is no garbage; to look at it again would copy its pages
+    gc.freeze()  # imported objects are no garbage; collecting them would copy their pages
     if os.getppid() != order["launcher"]:
         return 1
     control, report = int(order["control"]), int(order["report"])

@@ -1,8 +1,8 @@
 """One node of a run, where a scheduler or a plug-in starts a process on each node.
 
 `python -m orchestrator.agent.node RUN --attempt N`, with SLURM's variables of the node in the
-environment. The process imports the framework once, and is the parent of the node's agent, which it
-starts again where the agent is killed and workers may be replaced (`local_nodes.py`).
+environment. The process imports the framework once and is the parent of the node's agent, which it
+restarts if it is killed and workers may be replaced (`local_nodes.py`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ LOOK_S = 1.0
 
 
 def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str]) -> NodeSpec:
-    """Return what the agent of this node is told: the shape of the job comes from the environment.
+    """Return the node's spec; the job's shape comes from the environment.
 
     Raises:
-        UsageError: a variable is missing, or the node has no address that other nodes reach.
+        UsageError: a variable is missing, or other nodes cannot reach the node.
     """
     place = Topology.from_env({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", **env})
     cluster, survive = config.cluster, bool(config.run.survive)
@@ -67,7 +67,7 @@ def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str])
 
 
 def worker_environment(spec: NodeSpec) -> dict[str, str]:
-    """Return the variables that say of the job what would hold if each worker were a task."""
+    """Return SLURM's job variables, as if each worker were a task."""
     width, ranks = spec.ranks_per_node, spec.ranks
     each = f"{width}(x{spec.nodes})" if spec.nodes > 1 else str(width)
     return {
@@ -84,10 +84,10 @@ def worker_environment(spec: NodeSpec) -> dict[str, str]:
 
 
 def be_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = Agent) -> int:
-    """Be this node to its end, or one of its workers; return the exit status.
+    """Run this node, or one of its workers, to the end; return the exit status.
 
     Args:
-        agent_of: makes the node's agent.
+        agent_of: returns the node's agent.
     """
     run = RunDir(path)
     config = read_config(run.existing().read_config())
@@ -105,7 +105,7 @@ def be_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = Ag
 
 
 def _import_framework(run: RunDir, hang_s: float) -> None:
-    """Import what workers need. If that hangs, write the stack to the node's log, and end."""
+    """Import what workers need. If that hangs, write the stack to the node's log, and exit."""
     done = threading.Event()
     standstill = Standstill(Patience(notice_s=hang_s, most_s=hang_s, hang_s=hang_s))
 
@@ -125,8 +125,8 @@ def _import_framework(run: RunDir, hang_s: float) -> None:
     watch.start()
     preload(run)
     done.set()
-    watch.join()  # a fork must not happen beside another thread
-    gc.freeze()  # what was imported is no garbage; to look at it again would copy its pages
+    watch.join()  # a fork must not run with another thread alive
+    gc.freeze()  # imported objects are no garbage; collecting them would copy their pages
 
 
 def main() -> None:
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--attempt", type=int, default=0)
     arguments = parser.parse_args()
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until there is an agent to act on them
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the agent can handle them
     with ending() as end:
         die_with(os.getppid())
         end.code = be_node(arguments.run, arguments.attempt)

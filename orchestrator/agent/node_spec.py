@@ -1,4 +1,4 @@
-"""One node of an attempt, as its agent knows it; and the files by which agents find each other."""
+"""One node of an attempt as its agent sees it, and the files by which agents find each other."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ SECRET = "agents-secret"  # noqa: S105  # the name of a file
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeSpec:
-    """What an agent is told.
+    """Parameters of one node's agent.
 
     Attributes:
         index, names: this node's number, and the names of all nodes.
         address: of this node, which the other nodes reach.
         incarnation: how many agents this node had before in this attempt.
-        silence_s: for how long an agent or a stopped worker may be silent where the others would go
-            on without it.
-        heartbeat_s: the same where the run fails of it (`cluster.heartbeat_timeout_s`).
+        silence_s: for how long an agent or a stopped worker may be silent if the others would
+            continue without it.
+        heartbeat_s: the same if the run would fail (`cluster.heartbeat_timeout_s`).
         hang_s: for how long a worker may sleep in the kernel, or hold the interpreter.
         join_s: for how long agents wait for each other at the start.
-        replacements: how many processes may be started again.
+        replacements: how many processes may be restarted.
         cpus_per_rank: CPUs that each worker is bound to; 0: workers are not bound.
     """
 
@@ -65,7 +65,7 @@ class NodeSpec:
         return self.names[index]
 
     def log_of(self, index: int) -> Path:
-        """Return the path of a node's log, which its agent and its workers' first words go to."""
+        """Return the path of a node's log, for its agent and its workers' early output."""
         return RunDir(self.run).node_log(f"node{index}")
 
     def ranks_of(self, index: int) -> range:
@@ -75,7 +75,7 @@ class NodeSpec:
         return rank // self.ranks_per_node
 
     def again(self) -> NodeSpec:
-        """Return the spec of the agent that takes this one's place."""
+        """Return the spec of the agent that replaces this one."""
         return replace(self, incarnation=self.incarnation + 1)
 
     def to_json(self) -> dict[str, Any]:
@@ -90,14 +90,14 @@ class NodeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentFile:
-    """Where an agent listens, and how many agents its node had before."""
+    """An agent's listening address, and how many agents its node had before."""
 
     peer: Peer
     incarnation: int
 
     @property
     def seniority(self) -> tuple[int, int]:
-        """Agents coordinate in this order: an agent that was started again comes last."""
+        """Return the key by which agents coordinate: a restarted agent comes last."""
         return self.incarnation, self.peer.node
 
 
@@ -126,9 +126,9 @@ def agent_file(run: RunDir, attempt: int, index: int) -> AgentFile | None:
 
 
 def secret_of(run: RunDir, attempt: int) -> str:
-    """Return the secret that authenticates the agents of an attempt; the first caller makes it.
+    """Return the secret that authenticates an attempt's agents; the first caller creates it.
 
-    Like the record of generations: exactly one `link` succeeds, on network file systems too.
+    As with the record of generations, exactly one `link` succeeds, on network file systems too.
     """
     path = run.attempt(attempt) / SECRET
     if not path.exists():

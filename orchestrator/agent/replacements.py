@@ -1,7 +1,7 @@
-"""Which lost workers are started again, and when (`run.max_replacements`).
+"""Which lost workers are restarted, and when (`run.max_replacements`).
 
-The new process asks those that train to let it in, at a boundary. None is started where none could
-let it in: at the run's end, or when no worker that trains is left.
+The new process asks the training workers to join at a boundary. None is started where none could
+admit it: at the run's end, or when no worker still trains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_IN_VAIN = 2
 
 
 def max_replacements(run: RunConfig) -> int:
-    """How many there may be, where workers survive."""
+    """Return how many replacements are allowed, where workers survive."""
     return DEFAULT if run.max_replacements is None else run.max_replacements
 
 
@@ -47,13 +47,11 @@ class Replacements:
         self._due: dict[int, float] = {}
 
     def know(self, rank: int, process: int) -> None:
-        """Note that `rank` has, or had, a process of that number."""
+        """Record that `rank` has, or had, a process of that number."""
         self._latest[rank] = max(self._latest[rank], process)
 
     def lost(self, rank: int) -> str:
-        """Schedule the next process of a rank that is lost; or return why there is none, where a
-        person would expect one.
-        """
+        """Schedule a lost rank's next process; return why none is started, if unexpected."""
         self._in_vain[rank] = self._in_vain[rank] + 1 if self._was_in_vain(rank) else 0
         if self._over or not self._spec.replacements:
             return ""
@@ -66,7 +64,7 @@ class Replacements:
         return ""
 
     def _was_in_vain(self, rank: int) -> bool:
-        """Whether this process, one of those that were started later, has done no update."""
+        """Return whether this replacement process has completed no update."""
         if not self._latest[rank]:
             return False
         member = str(member_of(rank, self._latest[rank], self._spec.ranks))
@@ -80,7 +78,7 @@ class Replacements:
         """Return the ranks to be started now, each with the number of its process.
 
         Args:
-            can_start: whether there is an agent that can start a rank.
+            can_start: whether an agent can start a rank.
         """
         now = self._clock()
         ready = sorted(rank for rank, at in self._due.items() if now >= at and can_start(rank))
@@ -92,10 +90,10 @@ class Replacements:
 
     @property
     def pending(self) -> bool:
-        """Whether a process will be started."""
+        """Return whether a process will be started."""
         return bool(self._due)
 
     def stop(self) -> None:
-        """Start no more."""
+        """Start no more processes."""
         self._over = True
         self._due.clear()

@@ -1,4 +1,4 @@
-"""Who failed first, and why: from the exit statuses, what the ranks wrote down, and their logs."""
+"""Who failed first, and why: from exit statuses, the ranks' failure records, and their logs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ LAST_WORD = "error: "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """A rank, or a whole node (rank None), that ended as it should not.
+    """An abnormal end of a rank, or of a whole node (rank None).
 
     Attributes:
-        time: by a clock that all ends share.
+        time: by a clock shared by all ends.
         log: of the node.
-        status: as of `subprocess`; 0 of a rank that ended without its last word.
-        out_of_memory: the kernel killed processes of the node for want of memory meanwhile.
+        status: as of `subprocess`; 0 of a rank that ended without its final message.
+        out_of_memory: the kernel killed processes of the node for lack of memory meanwhile.
     """
 
     time: float
@@ -50,8 +50,8 @@ class End:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Behind:
-    """A rank that had not come to where others waited. `since`: when it came where it stood."""
+class Straggler:
+    """A rank that has not reached where the others wait. `since`: when it reached its place."""
 
     since: float
     node: str
@@ -61,9 +61,9 @@ class Behind:
     stack: tuple[str, ...] = ()
 
 
-def behind_of(rank: int, node: str, said: Mapping[str, Any]) -> Behind:
-    """From what the rank said of itself; see `lifecycle/signs/signs_of_life.py`."""
-    return Behind(
+def read_straggler(rank: int, node: str, said: Mapping[str, Any]) -> Straggler:
+    """Parse a rank's own report; see `lifecycle/signs/signs_of_life.py`."""
+    return Straggler(
         rank=rank,
         node=node,
         since=said["since"],
@@ -74,7 +74,7 @@ def behind_of(rank: int, node: str, said: Mapping[str, Any]) -> Behind:
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
-    """Return the last lines of a text file; none when there is no such file."""
+    """Return the last lines of a text file; [] when there is no such file."""
     try:
         text = read_end(path, TAIL_BYTES).decode("utf-8", errors="replace")
     except FileNotFoundError:
@@ -84,25 +84,25 @@ def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
 
 def blame(
     run: RunDir,
-    told: Sequence[Mapping[str, Any]],
+    records: Sequence[Mapping[str, Any]],
     ends: Sequence[End],
-    behind: Sequence[Behind] = (),
+    behind: Sequence[Straggler] = (),
     finished: Sequence[int] = (),
 ) -> Culprit:
     """Return the culprit of a failed attempt: never a rank that only waited for another.
 
     Args:
-        told: what failing ranks said of their failures.
-        ends: who was seen to end, at least one.
-        behind: who stood still meanwhile.
-        finished: ranks that had done their part.
+        records: failing ranks' own reports of their failures.
+        ends: observed ends, at least one.
+        behind: ranks that stood still meanwhile.
+        finished: ranks that had completed.
 
-    A rank that was killed, or left without a word, wrote nothing; its peers fail an instant later
-    because of it, and so do those of one that hangs, at their time-out. Those failures are marked
-    secondary. So the first that ended is blamed, unless its own failure is secondary, and another's
-    is not: one that failed of itself, else one that ended without a word, else one that is behind.
+    A killed rank, or one that ended without a message, wrote nothing. Its peers fail an instant
+    later, as do those of a hanging rank, at their timeout; those failures are marked secondary.
+    So the first end is blamed, unless its failure is secondary and another's is not: one that
+    failed by itself, else one that ended without a message, else one that is behind.
     """
-    failures = {f["rank"]: f for f in told}
+    failures = {f["rank"]: f for f in records}
     ordered = sorted(ends, key=lambda end: end.time)
     first = ordered[0]
     own = None if first.rank is None else failures.get(first.rank)
@@ -115,47 +115,47 @@ def blame(
     if wordless:
         return _of_end(run, wordless[0])
     if behind:
-        return of_behind(run, min(behind, key=lambda one: one.since))
+        return blame_straggler(run, min(behind, key=lambda one: one.since))
     if own is None:
         return _of_end(run, first)
-    return replace(beside_finished(from_failure(run, own), finished), hangs=not finished)
+    return replace(add_finished_peers(from_failure(run, own), finished), hangs=not finished)
 
 
-def told_with_waits(culprit: Culprit, waits: Mapping[int, str]) -> Culprit:
-    """One that hangs, with what another waited for; where it waited itself, nobody was behind.
+def add_waits(culprit: Culprit, waits: Mapping[int, str]) -> Culprit:
+    """Add what other ranks waited for to a hanging culprit's cause.
 
     Args:
-        waits: of ranks: for how long, where and for what; "" of one that did not wait.
+        waits: each rank's wait: how long, where and for what; "" if it did not wait.
 
     >>> hung = Culprit(rank=1, node="node0", cause="it hangs", hangs=True)
-    >>> told_with_waits(hung, {0: "9 s at the boundary of update 3", 2: "", 3: "8 s at …"}).cause
+    >>> add_waits(hung, {0: "9 s at the boundary of update 3", 2: "", 3: "8 s at …"}).cause
     'it hangs; rank 0 waited for it 9 s at the boundary of update 3, and so did 1 more'
-    >>> told_with_waits(hung, {0: "9 s for bucket 1", 1: "9 s for bucket 2"}).cause[:60]
+    >>> add_waits(hung, {0: "9 s for bucket 1", 1: "9 s for bucket 2"}).cause[:60]
     'it hangs; no rank was behind: rank 0 waited 9 s for bucket 1'
     """
-    waited = {rank: told for rank, told in sorted(waits.items()) if told}
+    waited = {rank: wait for rank, wait in sorted(waits.items()) if wait}
     if not culprit.hangs or not waited:
         return culprit
     first, more = next(iter(waited)), len(waited) - 1
-    told = f"rank {first} waited for it {waited[first]}" + f", and so did {more} more" * (more > 0)
+    note = f"rank {first} waited for it {waited[first]}" + f", and so did {more} more" * (more > 0)
     if culprit.rank in waited:
-        each = [f"rank {rank} waited {said}" for rank, said in waited.items()][:MOST_NAMED]
-        told = f"no rank was behind: {'; '.join(each)}. {IN_A_CIRCLE}"
-    return replace(culprit, cause=f"{culprit.cause}; {told}")
+        each = [f"rank {rank} waited {wait}" for rank, wait in waited.items()][:MOST_NAMED]
+        note = f"no rank was behind: {'; '.join(each)}. {IN_A_CIRCLE}"
+    return replace(culprit, cause=f"{culprit.cause}; {note}")
 
 
-def beside_finished(culprit: Culprit, finished: Sequence[int]) -> Culprit:
-    """One that lost a peer, where ranks that had done their part are the only ones that can be."""
+def add_finished_peers(culprit: Culprit, finished: Sequence[int]) -> Culprit:
+    """Explain a lost peer by the ranks that had finished, if no other rank can be the peer."""
     if not finished:
         return culprit
     named = ", ".join(map(str, sorted(finished)[:MOST_NAMED]))
     more = f" and {len(finished) - MOST_NAMED} others" if len(finished) > MOST_NAMED else ""
-    told = f"{culprit.cause}; rank {named}{more} had ended before, with exit code 0"
-    return replace(culprit, cause=told)
+    cause = f"{culprit.cause}; rank {named}{more} had ended before, with exit code 0"
+    return replace(culprit, cause=cause)
 
 
 def _gave_up(run: RunDir, end: End) -> bool:
-    """Whether a rank's last line says that it lost a peer while it was stuck in the framework."""
+    """Return whether a rank's last line reports a lost peer while it was stuck in the framework."""
     last = () if end.rank is None else tail(run.rank_log(end.rank), 1)
     return bool(last) and last[0].startswith(LAST_WORD)
 
@@ -175,7 +175,7 @@ def _of_end(run: RunDir, end: End) -> Culprit:
     return Culprit(rank=end.rank, node=end.node, cause=cause, log_tail=log)
 
 
-def of_behind(run: RunDir, one: Behind) -> Culprit:
+def blame_straggler(run: RunDir, one: Straggler) -> Culprit:
     """Blame a rank for which the others waited in vain."""
     cause = f"the others waited in vain: it was still at {one.where}, {one.at}"
     log = tail(run.rank_log(one.rank))

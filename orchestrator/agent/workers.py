@@ -1,9 +1,9 @@
 """The worker processes of one node: started, watched, restarted and ended by their agent.
 
 Workers are children of the agent, so their ends come from `waitpid`. Whether one is stopped,
-computing or asleep comes from `/proc`; where it is in its training it says itself, in a line a
+computing or asleep comes from `/proc`. Each worker reports its position in training in a line a
 second over a socket pair (`signs_of_life.Life` is the other end). A worker whose code holds
-Python's interpreter cannot send that line, but its processor time still shows that it lives.
+Python's interpreter cannot send that line, but its processor time still shows that it is alive.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class BecomeWorker(BaseException):  # control flow, not an error
 
 @dataclass(slots=True)
 class Worker:
-    """One worker process of this node.
+    """Worker process of this node.
 
     Attributes:
         process: how many processes had this rank before.
-        said: its newest message of each kind that the coordinator has to know.
+        said: its newest message of each kind that the coordinator needs.
         status: exit status as of `subprocess`; None while it runs.
-        ended: when it ended, by the monotonic clock.
+        ended: monotonic time of its end.
     """
 
     rank: int
@@ -76,15 +76,15 @@ class Worker:
 
 
 class Workers:
-    """All workers of one node.
+    """Workers of one node.
 
     Args:
         ranks: of the node.
         silence_s: for how long a worker may give no sign of life, and use no processor.
-        hang_s: the same for one that sleeps in the kernel; and for how long one that holds the
-            interpreter may be waited for where the others would go on without it.
+        hang_s: the same for one that sleeps in the kernel, and for one that holds the interpreter
+            if the others would continue without it.
         selector: of the agent's loop; each key's data is called with the socket.
-        report: takes an event about a worker.
+        report: called with each event about a worker.
         cpus_per_rank: CPUs that each worker is bound to; 0: workers are not bound.
     """
 
@@ -107,7 +107,7 @@ class Workers:
         self._before_fork: list[Callable[[], None]] = []
 
     def on_fork(self, close: Callable[[], None]) -> None:
-        """Call `close` in each new worker: it must not hold what belongs to the agent."""
+        """Call `close` in each new worker, to release what belongs to the agent."""
         self._before_fork.append(close)
 
     @property
@@ -144,7 +144,7 @@ class Workers:
         self._report({"event": "started", "rank": rank, "process": process, "pid": pid})
 
     def _become(self, rank: int, process: int, link: socket.socket) -> None:
-        """In the fork: leave the agent behind. Stop signals are the agent's to act on."""
+        """Run in the fork: release the agent's state and ignore stop signals."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in STOP_SIGNALS:
@@ -168,9 +168,9 @@ class Workers:
         raise BecomeWorker(rank)
 
     def _bind(self, rank: int) -> None:
-        """Bind this worker to its share of the CPUs, where the node gives just what all need.
+        """Bind this worker to its share of the CPUs, if the node has exactly what all need.
 
-        Where it gives more, or as many as there are to several nodes, the kernel places better.
+        With more CPUs, or with CPUs shared by several nodes, the kernel places better.
         """
         share, place = self._cpus_per_rank, self._ranks.index(rank)
         if share and len(self._cpus) == len(self._ranks) * share:
@@ -179,7 +179,7 @@ class Workers:
     # ------------------------------------------------------------------ watch
 
     def _hear(self, ours: socket.socket) -> None:
-        """Take what a worker says of itself."""
+        """Handle a message of a worker."""
         worker = next(one for one in self.all.values() if one.link.socket is ours)
         messages = worker.link.receive()
         if messages is None:
@@ -231,7 +231,7 @@ class Workers:
                 self._report({"event": event, "rank": worker.rank, "seen": self._seen(worker.rank)})
                 continue
             while worker.link.socket.fileno() >= 0 and _readable(worker.link.socket):
-                self._hear(worker.link.socket)  # its last words
+                self._hear(worker.link.socket)  # its final messages
             worker.status, worker.ended = os.waitstatus_to_exitcode(status), time.monotonic()
             worker.frozen = False
             if worker.status == -signal.SIGKILL:
@@ -256,7 +256,7 @@ class Workers:
         }
 
     def report_places(self, *, stacks: bool) -> None:
-        """Report where each worker was last; with `stacks`, have them write their stacks."""
+        """Report each worker's last position; with `stacks`, have them write their stacks."""
         for worker in self.alive:
             self._report({"event": "seen", "rank": worker.rank, "seen": self._seen(worker.rank)})
             if stacks and catches(worker.pid):  # without the handler the signal would end it
@@ -265,7 +265,7 @@ class Workers:
     def _seen(self, rank: int) -> dict[str, Any]:
         return asdict(self._watch.ranks[rank].seen)
 
-    # ------------------------------------------------------------------ tell and end
+    # ------------------------------------------------------------------ send and end
 
     def send(self, ranks: Iterable[int] | None = None, **message: Any) -> None:
         """Send a message to these workers, or to all."""
@@ -274,7 +274,7 @@ class Workers:
                 worker.link.send(**message)
 
     def kill(self, rank: int) -> None:
-        """Kill one worker, which the others go on without."""
+        """Kill one worker; the others continue without it."""
         worker = self.all.get(rank)
         if worker is not None and worker.status is None:  # not reaped, so the pid is its own
             os.kill(worker.pid, signal.SIGKILL)
@@ -285,7 +285,7 @@ class Workers:
 
 
 def cpus_in_order() -> list[int]:
-    """Return the CPUs that this process may use; those of one core, and of one socket, together."""
+    """Return the CPUs that this process may use, grouped by core and socket."""
 
     def place(cpu: int) -> tuple[int, int, int]:
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
@@ -302,7 +302,7 @@ def cpus_in_order() -> list[int]:
 
 
 def kills_for_memory() -> int:
-    """Return how many processes of this control group the kernel has killed for want of memory."""
+    """Return how many processes of this control group the kernel has killed for lack of memory."""
     try:
         group = Path("/proc/self/cgroup").read_text("ascii").strip().rpartition("::")[2]
         events = Path(f"/sys/fs/cgroup{group}/memory.events").read_text("ascii")

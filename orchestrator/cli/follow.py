@@ -329,7 +329,7 @@ def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
     Returns:
         How it ended, whether at once by request, and by whose fault.
     """
-    with CLUSTERS.told(ready.config.cluster.kind, "to start the ranks"):
+    with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to start the ranks"):
         handle = ready.cluster.submit(ready.cluster.request(ready.run.path, number))
     stopping = False
 
@@ -364,7 +364,7 @@ def _said_so(ready: Ready) -> bool:
 def submit(ready: Ready) -> Ended:
     """Queue the run and return, or follow it when `run.watch` says so."""
     run, output, cluster = ready.run, ready.output, ready.cluster
-    with CLUSTERS.told(ready.config.cluster.kind, "to submit the run"):
+    with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to submit the run"):
         handle = cluster.submit(ready.request)
     if not output.quiet:
         say(output.console, f"{handle.title} is queued", "bold green")

@@ -111,7 +111,7 @@ def _admitted(
     cluster: Cluster, run: RunDir, attempt: int, output: OutputOptions
 ) -> tuple[Request, Admission]:
     """Ask the cluster before anything is written. Raises `ConfigError`, `ClusterError`."""
-    with CLUSTERS.told(cluster.config.cluster.kind, "to say whether the run can be placed"):
+    with CLUSTERS.wrap_errors(cluster.config.cluster.kind, "to say whether the run can be placed"):
         request = cluster.request(run.path, attempt)
         admission = cluster.check(request)
     for sentence in admission.warnings:

@@ -286,7 +286,7 @@ class Held(Handle):
 def cluster_of(config: Config, tell: Callable[[str], None] = lambda _: None) -> Cluster:
     """The cluster that `cluster.kind` names. Raises `ConfigError`."""
     chosen = class_for(config)
-    with CLUSTERS.told(config.cluster.kind, "at its start"):
+    with CLUSTERS.wrap_errors(config.cluster.kind, "at its start"):
         return chosen(config, tell)
 
 

@@ -1,1 +1,1 @@
-"""What a rank and those who watch it know of its life: signs, stops, checkpoints, the fence."""
+"""Lifecycle of a rank: signs of life, stops, checkpoints and eviction."""

@@ -1,8 +1,8 @@
-"""Which of a node's addresses the other nodes can reach.
+"""The address of a node that the other nodes can reach.
 
-A node's own name is no answer: Debian and Ubuntu map it to 127.0.1.1, on each node its own. The
-names of *other* nodes do mean something here, and so does the address that the step was started
-from; the kernel knows from which of our addresses a packet to them would leave. Nothing is sent.
+A node's own name does not help: Debian and Ubuntu map it to 127.0.1.1 on each node. The names of
+*other* nodes resolve, and so does the address that the step was started from; the kernel knows
+from which local address a packet to them would leave. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ INTERFACE_VARIABLE = "ORCHESTRATOR_INTERFACE"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 FABRIC_VARIABLES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 STEP_CAME_FROM = "SLURM_LAUNCH_NODE_IPADDR"
-ASKED = 4  # other nodes whose names are looked up, at the most
+ASKED = 4  # other nodes whose names are resolved, at most
 
 
 def own_address(env: Mapping[str, str], *, node: str, node_index: int, nodes: int) -> str:
-    """An IP address of this node that the job's other nodes reach.
+    """Return an IP address of this node that the job's other nodes reach.
 
-    `ORCHESTRATOR_NODE_ADDRESS` where a launcher gives it; that of `cluster.interface`, or of
-    GLOO_SOCKET_IFNAME; that of the route to another node; or else what the node's name means, which
-    is right for nodes that are all this machine.
+    `ORCHESTRATOR_NODE_ADDRESS` if a launcher sets it; that of `cluster.interface`, or of
+    GLOO_SOCKET_IFNAME; that of the route to another node; or else what the node's name resolves
+    to, which is right for nodes that are all this machine.
 
     Raises:
-        UsageError: there is no such interface, or no name that means an address.
+        UsageError: the interface does not exist, or no name resolves.
     """
     if env.get(ADDRESS_VARIABLE):
         return env[ADDRESS_VARIABLE]
@@ -46,9 +46,9 @@ def own_address(env: Mapping[str, str], *, node: str, node_index: int, nodes: in
 
 
 def _elsewhere(env: Mapping[str, str], node: str, node_index: int) -> Iterator[str]:
-    """Addresses that are not this node's own loopback, the likeliest first."""
+    """Return addresses that are not this node's own loopback, the likeliest first."""
     names = [name for name in node_names(env) if name != node]
-    # Everybody meets on node 0; it looks towards its neighbour.
+    # All nodes meet on node 0, which looks for the route to its neighbour.
     for name in names[:ASKED] if node_index else names[: ASKED + 1]:
         yield from _resolved(name)
     if env.get(STEP_CAME_FROM):
@@ -56,7 +56,7 @@ def _elsewhere(env: Mapping[str, str], node: str, node_index: int) -> Iterator[s
 
 
 def node_names(env: Mapping[str, str]) -> Sequence[str]:
-    """The job's nodes in SLURM's order; () without a list."""
+    """Return the job's nodes in SLURM's order; () without a list."""
     listed = env.get("SLURM_JOB_NODELIST")
     if not listed:
         return ()
@@ -66,7 +66,7 @@ def node_names(env: Mapping[str, str]) -> Sequence[str]:
 
 
 def _resolved(name: str) -> list[str]:
-    """A name's addresses, IPv4 first; [] when it means nothing here."""
+    """Return a name's addresses, IPv4 first; [] if it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError):
@@ -79,11 +79,11 @@ def is_loopback(address: str) -> bool:
 
 
 def source_towards(target: str) -> str | None:
-    """Our address on the way to `target`; None when that never leaves this machine's loopback."""
+    """Return our address on the route to `target`; None if that is this machine's loopback."""
     try:
         family = socket.AF_INET6 if ":" in target else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))  # of a datagram socket: only the route is looked up
+            probe.connect((target, 9))  # of a datagram socket: only the route is resolved
             own = str(probe.getsockname()[0])
     except OSError:
         return None  # no route
@@ -91,7 +91,11 @@ def source_towards(target: str) -> str | None:
 
 
 def address_of_interface(names: str, node: str) -> str:
-    """The address of the first interface that `names` (patterns with commas) fits. `UsageError`."""
+    """Return the address of the first interface that matches `names` (patterns with commas).
+
+    Raises:
+        UsageError: no interface matches, or it has no address.
+    """
     import psutil
 
     there = {
@@ -115,7 +119,7 @@ def address_of_interface(names: str, node: str) -> str:
 
 
 def _meaning_of(node: str) -> str:
-    """What the node's name means to itself, or else the host's name."""
+    """Return what the node's name, or else the host's name, resolves to."""
     for name in (node, socket.gethostname()):
         found = _resolved(name)
         if found:
@@ -128,17 +132,17 @@ def _meaning_of(node: str) -> str:
 
 
 def interface_variables(env: Mapping[str, str], address: str) -> dict[str, str]:
-    """What tells frameworks to use the same network, where the environment does not say another.
+    """Return variables that point frameworks at the same network, unless the environment does.
 
-    NCCL and HCCL find fabrics by themselves, so they are told only what a person stated.
+    NCCL and HCCL find fabrics by themselves, so they get only what the user configured.
     """
     own = interface_of(address)
-    told = FABRIC_VARIABLES if env.get(INTERFACE_VARIABLE) else (GLOO_INTERFACE,)
-    return {name: own for name in told if own and not env.get(name)}
+    variables = FABRIC_VARIABLES if env.get(INTERFACE_VARIABLE) else (GLOO_INTERFACE,)
+    return {name: own for name in variables if own and not env.get(name)}
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address; None where none has."""
+    """Return the network interface that has this address; None if there is none."""
     import psutil
 
     here = address.partition("%")[0]

@@ -1,6 +1,4 @@
-"""Forks: what nodes and ranks of this machine are, and who holds a point of a sweep; and how such
-processes end.
-"""
+"""Forks for nodes and ranks of this machine and for a sweep's points, and their exit."""
 
 from __future__ import annotations
 
@@ -17,15 +15,16 @@ from orchestrator.lifecycle.prctl import die_with
 
 @dataclass(slots=True)
 class Ending:
-    """With which status a process ends."""
+    """Exit status of a process."""
 
     code: int = 1
 
 
 @contextlib.contextmanager
 def ending() -> Generator[Ending]:
-    """The rest of this process, and of every `fork` of it that comes back to the end of this: none
-    lives on after it. The status is 1 when something is raised, which its log then has.
+    """End this process, and every fork that escapes the block, at the end of the block.
+
+    The status is 1 when the block raises; the log then has the traceback.
     """
     end = Ending()
     try:
@@ -39,8 +38,9 @@ def ending() -> Generator[Ending]:
 
 @contextlib.contextmanager
 def this_process_alone() -> Generator[None]:
-    """Who comes out of it is who went in. A fork that somebody else's code made, and did not end
-    (`os.fork`, then `sys.exit` or an exception), ends here, and speaks for nobody.
+    """Exit any forked child that escapes this block.
+
+    Other code may fork and not end the child (`os.fork`, then `sys.exit` or an exception).
     """
     mine = os.getpid()
     try:
@@ -54,7 +54,7 @@ def this_process_alone() -> Generator[None]:
 
 
 def _status_of(error: BaseException) -> int:
-    """As Python would end with it; what it says is said."""
+    """Return the exit status that Python would give, and print the error as it would."""
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         return (error.code or 0) & 0xFF
     traceback.print_exception(error)
@@ -62,8 +62,10 @@ def _status_of(error: BaseException) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once: a group of a lost peer would wait in its destructor for operations
-    that can never end (architecture.md, at its end), so interpreter shutdown is skipped.
+    """End this process at once, without interpreter shutdown.
+
+    A group with a lost peer would wait in its destructor for operations that can never end
+    (architecture.md, at its end).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -71,7 +73,7 @@ def leave(code: int) -> NoReturn:
 
 
 def branch() -> int:
-    """`os.fork`, within `ending`: the child has a session of its own, and dies with this process.
+    """Fork within `ending`: the child has its own session, and dies with this process.
 
     Returns:
         The child's pid; in the child 0.
@@ -85,7 +87,7 @@ def branch() -> int:
 
 
 def fork(be: Callable[[], int]) -> int:
-    """A child that does nothing but `be`, which gives its exit status; give its pid."""
+    """Fork a child that only calls `be`, which returns its exit status; return its pid."""
     pid = branch()
     if not pid:
         with ending() as end:

@@ -1,4 +1,4 @@
-"""What the kernel is told of a process: when it has to die, whom it inherits, what it is called."""
+"""Kernel settings of a process: its parent-death signal, orphan adoption and name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def die_with(parent: int | None, by: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel signal this process when its parent ends; with None, no longer.
 
     Args:
-        parent: its pid, so that a parent that has ended already is noticed.
+        parent: its pid, to detect a parent that has already ended.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, 0 if parent is None else by, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
@@ -24,10 +24,10 @@ def die_with(parent: int | None, by: signal.Signals = signal.SIGKILL) -> None:
 
 
 def name_process(name: str) -> None:
-    """What `ps -o comm` and `top` call this process; the kernel keeps 15 bytes."""
+    """Set the name of this process in `ps -o comm` and `top`; the kernel keeps 15 bytes."""
     _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """What descendants leave behind becomes this process's child."""
+    """Make orphaned descendants children of this process."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

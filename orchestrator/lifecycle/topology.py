@@ -1,7 +1,7 @@
-"""Who am I? The one place that reads the environment in which a rank was started.
+"""A rank's identity. The one module that reads the environment in which a rank was started.
 
-SLURM sets these variables; the local cluster sets the same ones for its simulated nodes, so the two
-cannot be told apart from here on.
+SLURM sets these variables; the local cluster sets the same ones for its simulated nodes, so all
+code after this treats both alike.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLACE_VARIABLES = {
     "nodes": "SLURM_JOB_NUM_NODES",
 }
 BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
-# Node and folder in which the batch script goes on with the ranks' copy of the code after them.
+# Node and folder in which the batch script continues with the ranks' copy of the code.
 BATCH_COPY_VARIABLE = "ORCHESTRATOR_BATCH_COPY"
 COPIES_VARIABLE = "ORCHESTRATOR_COPIES"
 """Each folder whose code was copied at submission, and its copy, as JSON; for programs."""
@@ -50,10 +50,10 @@ class Topology:
         node: the node's name.
         address: an IP address of the node that the other nodes reach.
         job_id: the scheduler's (or the local launcher's) id of the run.
-        restarts: how often the scheduler started this job before.
-        replaces: how many processes had this rank's place before in this attempt.
-        base_attempt: the run's attempt that this job's first start was; None when no scheduler
-            placed it.
+        restarts: how often the scheduler restarted this job.
+        replaces: how many processes had this rank before in this attempt.
+        base_attempt: the run's attempt that this job's first start was; None without a
+            scheduler.
     """
 
     rank: int
@@ -70,12 +70,12 @@ class Topology:
 
     @property
     def scheduled(self) -> bool:
-        """Whether a scheduler placed this rank, which can start the job again by itself."""
+        """Return whether a scheduler placed this rank, and can restart the job by itself."""
         return self.base_attempt is not None
 
     @property
     def attempt(self) -> int:
-        """This start's number among all of the run. For scheduled ranks."""
+        """Return this start's number among all of the run. For scheduled ranks."""
         return (self.base_attempt or 0) + self.restarts
 
     @classmethod

@@ -207,7 +207,7 @@ def _submit(made: Sequence[Ready], most: int | None) -> None:
     for kind in sorted({ready.config.cluster.kind for ready in made}):
         members = [(r.cluster, r.request) for r in made if r.config.cluster.kind == kind]
         try:
-            with CLUSTERS.told(kind, "to submit the points"):
+            with CLUSTERS.wrap_errors(kind, "to submit the points"):
                 class_of(kind).submit_all(members, most)
         except ClusterError as error:
             queued = [r for r in made if r.run.handle.exists()]

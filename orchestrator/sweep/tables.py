@@ -65,7 +65,7 @@ def cluster_answers(cells: Sequence[Cell]) -> list[str]:
     said: list[str] = []
     for kind, placed in kinds.items():
         try:
-            with CLUSTERS.told(kind, "to be asked about the points"):
+            with CLUSTERS.wrap_errors(kind, "to be asked about the points"):
                 most = at_once(cells[0].point.config.sweep.parallel)
                 said += class_of(kind).foresee_all(placed, most)
         except ClusterError as error:

@@ -26,7 +26,7 @@ from orchestrator.lifecycle.signs.signs_of_life import Life, link_to_agent
 from orchestrator.lifecycle.signs.standstill import Patience
 from orchestrator.lifecycle.stopping.deadline import Deadline, Notice
 from orchestrator.lifecycle.stopping.departure import (
-    ask_standing,
+    ask_job_status,
     depart,
     goes_on,
     leave_without,
@@ -374,7 +374,7 @@ class Attendance:
     @cached_property
     def _deadline(self) -> Deadline:
         notice = Notice.read(self._run.read_submission(), self._ahead_s)
-        return Deadline(self._stop, notice, lambda: ask_standing(self._topology.job_id))
+        return Deadline(self._stop, notice, lambda: ask_job_status(self._topology.job_id))
 
     def allow_result(self) -> None:
         """Raises `Superseded` when result.json is another attempt's to write."""

@@ -45,7 +45,7 @@ from orchestrator.lifecycle.signs.node_watch import (
     STOPPED,
 )
 from orchestrator.lifecycle.signs.processes import descendants, state_of
-from orchestrator.lifecycle.signs.stacks import told_by
+from orchestrator.lifecycle.signs.stacks import describe_processes
 from orchestrator.lifecycle.stopping.stop_signals import STOP_SIGNALS, StopFlag
 from orchestrator.lifecycle.topology import OUTER_UMASK_VARIABLE, Topology
 from orchestrator.rundir.files import write_json
@@ -437,7 +437,7 @@ class _Parent:
         try:
             joining.look(pid)
         except RankHangs as error:
-            asked = told_by([pid, *descendants(pid)], self._log)
+            asked = describe_processes([pid, *descendants(pid)], self._log)
             raise RankHangs(f"{error}{asked}") from error
 
     def depart(self) -> None:

@@ -22,7 +22,7 @@ from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import BoundaryReport, Engine, Window
 from orchestrator.errors import ConfigError, RunFolderError
-from orchestrator.lifecycle.stopping.departure import why_restarted
+from orchestrator.lifecycle.stopping.departure import restart_reason
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.plan.plan import Plan
 from orchestrator.plugins import TRACKERS
@@ -95,7 +95,7 @@ def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) ->
     queued = topology.scheduled and not run.read_submission().get("held")
     why = RESUMED
     if topology.restarts or not queued:  # else somebody has submitted it once more
-        why = why_restarted(run, attempt) or (NO_WORD if queued else why)
+        why = restart_reason(run, attempt) or (NO_WORD if queued else why)
     place = read_progress(run.progress(attempt - 1))
     behind = place is not None and place.update >= updates
     return {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.agent.root_cause import TAIL_BYTES, Behind, End, behind_of, blame, tail
+from orchestrator.agent.root_cause import TAIL_BYTES, End, Straggler, blame, read_straggler, tail
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 
@@ -86,15 +86,15 @@ def test_who_left_without_a_word_is_named_and_never_who_waited(begun, status, la
     """The one that waited may be seen first, and may have written of it first."""
     written(begun, 0, 1.0, secondary=True, cause="PeerLost: rank 0 lost a peer")
     ends = [seen("node0", 0, 1, 1.0), seen("node1", 1, status, later)]
-    culprit = blame(begun, begun.failures(0), ends, [standing(2, 0.5)])
+    culprit = blame(begun, begun.failures(0), ends, [straggler(2, 0.5)])
     assert culprit.rank == 1
     if status in (0, 3):
         assert f"exited with code {status} before its training had ended" in culprit.cause
 
 
-def standing(rank, since):
-    return Behind(rank=rank, node=f"node{rank}", since=since, where="micro-step 1 of 2 of update 3",
-                  at="in loss (job.py, line 3)", stack=("in loss",))  # fmt: skip
+def straggler(rank, since):
+    return Straggler(rank=rank, node=f"node{rank}", since=since, at="in loss (job.py, line 3)",
+                     where="micro-step 1 of 2 of update 3", stack=("in loss",))  # fmt: skip
 
 
 def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
@@ -104,7 +104,7 @@ def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
         "update 1\nerror: rank 1 went away\n"
     )  # stuck in a framework, and told so
     ends = [seen("node0", 0, 1, 1.0), seen("node3", 3, 1, 2.0)]
-    culprit = blame(begun, begun.failures(0), ends, [standing(2, 8.0), standing(1, 7.0)])
+    culprit = blame(begun, begun.failures(0), ends, [straggler(2, 8.0), straggler(1, 7.0)])
     assert (culprit.rank, culprit.log_tail) == (1, ("in loss",))
     assert "the others waited in vain: it was still at micro-step 1 of 2" in culprit.cause
     assert blame(begun, begun.failures(0), ends).rank == 0
@@ -112,9 +112,9 @@ def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
 
 def test_what_a_rank_says_of_where_it_stands_is_taken_as_it_is():
     said = {"since": 7.5, "where": "micro-step 1 of 2", "at": "in loss", "stack": ["a", "b"]}
-    expected = Behind(since=7.5, node="n1", rank=3, where="micro-step 1 of 2", at="in loss",
+    expected = Straggler(since=7.5, node="n1", rank=3, where="micro-step 1 of 2", at="in loss",
                       stack=("a", "b"))  # fmt: skip
-    assert behind_of(3, "n1", said) == expected
+    assert read_straggler(3, "n1", said) == expected
 
 
 def test_the_first_in_time_is_blamed_whatever_the_order_in_which_they_are_told(begun):
@@ -154,7 +154,7 @@ def test_of_a_long_log_the_last_lines_are_told_whatever_bytes_they_hold(tmp_path
 def test_who_stood_still_without_a_stack_is_told_by_its_log(begun):
     written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
     begun.rank_log(1).write_text("epoch 1\n")
-    behind = Behind(since=1.0, node="n1", rank=1, where="update 3", at="in loss")
+    behind = Straggler(since=1.0, node="n1", rank=1, where="update 3", at="in loss")
     culprit = blame(begun, begun.failures(0), [seen("node0", 0, 1, 1.0)], [behind])
     assert (culprit.rank, culprit.node, culprit.log_tail) == (1, "n1", ("epoch 1",))
     assert culprit.cause.endswith("it was still at update 3, in loss")

@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
-from orchestrator.lifecycle.stopping.departure import goes_on, why_restarted
+from orchestrator.lifecycle.stopping.departure import goes_on, restart_reason
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
@@ -177,9 +177,9 @@ def test_a_stop_ends_the_run_only_if_it_was_cancelled_or_may_not_be_requeued(run
 
 
 def test_the_reason_of_a_restart_is_the_node_that_failed_or_what_was_left_behind(run):
-    assert why_restarted(run, 0) is None
-    assert why_restarted(run, 1) is None
+    assert restart_reason(run, 0) is None
+    assert restart_reason(run, 1) is None
     write_json(run.departure(0), {"why": "preempted"})
-    assert why_restarted(run, 1) == "preempted"
+    assert restart_reason(run, 1) == "preempted"
     run.srun_log(1).write_text("srun: error: Node failure on n3\nsrun: Job step aborted\n")
-    assert why_restarted(run, 2) == "node n3 failed"
+    assert restart_reason(run, 2) == "node n3 failed"

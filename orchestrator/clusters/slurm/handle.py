@@ -30,8 +30,8 @@ from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import describe_stop, write_end
 from orchestrator.slurm_client import (
-    Asked,
     Job,
+    PendingCommand,
     SchedulerDown,
     SlurmClient,
     accounted,
@@ -220,7 +220,7 @@ class SlurmHandle(Handle):
         self.client = client_of(run, handle.get("slurm_conf"))
         self.job: Job | None = None
         self.silent_since: datetime | None = None
-        self._asked: Asked | None = None
+        self._asked: PendingCommand | None = None
         submitted = handle.get("time")
         just_submitted = isinstance(submitted, float) and time.time() - submitted < FRESH_S
         # The first question is due at once, or when squeue can know the job.

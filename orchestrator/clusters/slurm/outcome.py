@@ -29,7 +29,7 @@ from orchestrator.config.program import is_program
 from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.lifecycle.stopping.deadline import reason
-from orchestrator.lifecycle.stopping.departure import ask_for_requeue, left_now
+from orchestrator.lifecycle.stopping.departure import ask_for_requeue, departure_note
 from orchestrator.lifecycle.survival.links import refuses
 from orchestrator.rundir.checkpoints import Fence, read_newest
 from orchestrator.rundir.files import read_json, write_json
@@ -41,12 +41,12 @@ from orchestrator.slurm_client import (
     ALIVE,
     STOP_CODES,
     Job,
+    JobStatus,
     SchedulerDown,
     SlurmClient,
-    Standing,
+    job_status,
     own_job_id,
     queued,
-    standing,
 )
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
@@ -56,14 +56,14 @@ LONGEST_PAUSE_S = 30.0
 FRUITLESS = 10
 
 
-def ask_job(client: SlurmClient, job_id: str) -> Standing | None:
+def ask_job(client: SlurmClient, job_id: str) -> JobStatus | None:
     """What the controller says of this job. Waits for as long as it does not answer: without it
     nobody else could use these nodes either, and what is known would be lost.
     """
     pause = 1.0
     while True:
         try:
-            return standing(client, job_id)
+            return job_status(client, job_id)
         except SchedulerDown as error:
             print(f"{error}; asking again in {pause:g} s", flush=True)  # noqa: T201  # batch.log
             time.sleep(pause)
@@ -112,11 +112,11 @@ def finish(
         write_end(run, State.STOPPED, cancelled_by_scheduler())
         return False
     if departure is None and (why := _cut_short(run, attempt, code, told)):
-        departure = left_now(why)
+        departure = departure_note(why)
     outcome = read_outcome(run, attempt)
     cut_off = outcome is not None and outcome.state is not State.FINISHED
     if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
-        departure = {**(departure or left_now(script_gone)), "why": script_gone}
+        departure = {**(departure or departure_note(script_gone)), "why": script_gone}
     return conclude(
         run,
         attempt,
@@ -180,7 +180,7 @@ def settle_without_script(run: RunDir, attempt: int, why: str) -> None:
 def conclude(
     run: RunDir,
     attempt: int,
-    job: Standing,
+    job: JobStatus,
     *,
     departure: dict[str, Any] | None,
     culprit: Callable[[], Culprit],
@@ -226,7 +226,7 @@ def conclude(
 
 
 def _note(
-    run: RunDir, attempt: int, departure: dict[str, Any], job: Standing, restarts: int
+    run: RunDir, attempt: int, departure: dict[str, Any], job: JobStatus, restarts: int
 ) -> None:
     """Why the attempt left, where the scheduler knows that better than its ranks."""
     why = departure.get("why")
@@ -314,7 +314,7 @@ def dismiss_held(run: RunDir, job: Job) -> str | None:
 def _settle(run: RunDir, seen: Job) -> str | None:
     handle = read_handle(run)
     client = client_of(run, handle.get("slurm_conf"))
-    job = standing(client, seen.id) if str(handle["job_id"]) == seen.id else None
+    job = job_status(client, seen.id) if str(handle["job_id"]) == seen.id else None
     list(run.path.iterdir())  # a file system of a network then looks for a result once more
     if job is None or job.state in ALIVE or run.read_result() is not None:
         return None
@@ -344,12 +344,12 @@ def _settle(run: RunDir, seen: Job) -> str | None:
     )
 
 
-def _of_killed_script(run: RunDir, attempt: int, job: Standing) -> dict[str, Any] | None:
+def _of_killed_script(run: RunDir, attempt: int, job: JobStatus) -> dict[str, Any] | None:
     """The departure where nothing but the batch script failed, by a signal: SLURM then ends the
     ranks, and they may have had no time.
     """
     if lost := _cut_short(run, attempt, 0, ""):
-        return left_now(lost)
+        return departure_note(lost)
     if not job.exit_signal or job.state != "FAILED" or run.failures(attempt):
         return None
     return {"why": "its batch script was killed", "updates": None, "time": time.time()}
@@ -378,7 +378,8 @@ def start_again(sweep: Path, first: int, again: Sequence[str], killed: Sequence[
             run,
             attempt,
             job,
-            departure=run.read(run.departure(attempt)) or left_now("its batch script was killed"),
+            departure=run.read(run.departure(attempt))
+            or departure_note("its batch script was killed"),
             culprit=lambda run=run: culprit_of(run, attempt, KILLED),
             again=lambda: None,
         )

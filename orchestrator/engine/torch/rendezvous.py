@@ -336,7 +336,7 @@ def form_group(spec: GroupSpec) -> BaseGroup:
         verdict = await_verdict(spec, store, me, until)
     raise_for_verdict(spec, verdict)
     transport = str(verdict["transport"])
-    with TRANSPORTS.told(transport, "to form a group"):
+    with TRANSPORTS.wrap_errors(transport, "to form a group"):
         group = _formed(transport, spec, PrefixStore(f"group-{spec.generation}", store.below))
     group.kept, group.node = store, spec.node
     return group

@@ -145,7 +145,7 @@ def choose(everyone: Sequence[Presence]) -> str:
 def _lacking(name: str, everyone: Sequence[Presence]) -> str:
     """Return what the transport lacks; an error in it becomes one that all ranks get."""
     try:
-        with TRANSPORTS.told(name, "to say whether these ranks can use it"):
+        with TRANSPORTS.wrap_errors(name, "to say whether these ranks can use it"):
             return transport_of(name).lacking(everyone)
     except ConfigError as error:
         raise TransportError(str(error)) from error

@@ -1,1 +1,1 @@
-"""How a rank shows that it lives and gets somewhere, and how others on and off its node see it."""
+"""Signs of life and progress of a rank, and how others on and off its node see them."""

@@ -17,5 +17,5 @@ def write_beat(path: Path, beat: int) -> None:
             os.pwrite(descriptor, f"{beat:<{BEAT_BYTES}}".encode("ascii"), 0)
         finally:
             os.close(descriptor)
-    except OSError as error:  # a full disk: nobody is judged by this file alone
+    except OSError as error:  # a full disk: the heartbeat file alone decides nothing
         print(f"no heartbeat could be written: {error.strerror}", flush=True)

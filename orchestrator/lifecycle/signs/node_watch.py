@@ -1,10 +1,9 @@
-"""What is known on a node of its ranks: who lives, who stands still, who said its last word.
+"""What a node knows of its ranks: which are alive, which stand still, how they ended.
 
-Each rank sends a line a second through a socket (`signs_of_life.py`); here they are read, by the
-supervisor of a simulated node, or by the first rank of a real one. No files, and nothing but the
-standard library, for a supervisor has to start at once.
+Each rank sends a line a second through a socket (`signs_of_life.py`); the agent reads them here.
+It uses no files and nothing but the standard library, so that an agent starts fast.
 
-A sign of life is a line, or, when none comes, processor time: code that computes without letting
+A sign of life is a line or, without one, processor time: code that computes without letting
 Python's other threads run (a compiler, say) is slow, not dead.
 """
 
@@ -36,11 +35,11 @@ FINISHED, STOPPED, FAILED, FENCED = "finished", "stopped", "failed", "fenced"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """Where a rank was, by its own words of the last second.
+    """Position of a rank, from its report of the last second.
 
     Attributes:
         at: "at micro-step 2 of 8 of update 3, in forward (train.py, line 31)".
-        waits: "9 s at the boundary of update 3, for bucket 1 of 2"; "" where it waits for nobody.
+        waits: "9 s at the boundary of update 3, for bucket 1 of 2"; "" if it does not wait.
         stack: of its main thread, innermost first: file, line, function.
     """
 
@@ -53,14 +52,14 @@ class Seen:
         stack = tuple((file, line, name) for file, line, name in said["stack"])
         return cls(at=said["at"], waits=said["waits"], stack=stack)
 
-    def told(self, cause: str) -> str:
-        """`cause`, and where it was seen last."""
+    def locate(self, cause: str) -> str:
+        """Return `cause` with the rank's last position appended."""
         return f"{cause}; it was last seen {self.at}" if self.at else cause
 
 
 @dataclass(slots=True)
 class Neighbour:
-    """One rank, as its node knows it. `heard`: when, by this process's own clock; 0 before."""
+    """State of one rank, as its node knows it. `heard`: monotonic time; 0 before."""
 
     pid: int
     heard: float = 0.0
@@ -70,16 +69,16 @@ class Neighbour:
     failure: dict[str, Any] | None = None
     behind: dict[str, Any] | None = None
     seen: Seen = Seen()
-    told: bool = False
+    reported: bool = False
     unread: bytes = b""
 
 
 class NodeWatch:
-    """The ranks of one node.
+    """Watch over the ranks of one node.
 
     Args:
-        silence_s: after how long without a sign of life a rank counts as lost.
-        hang_s: the same of one that sleeps in the kernel: a disk may be slow.
+        silence_s: without a sign of life for this long, a rank counts as lost.
+        hang_s: the same for a rank that sleeps in the kernel: a disk may be slow.
     """
 
     def __init__(
@@ -93,9 +92,9 @@ class NodeWatch:
         self.ranks[rank] = Neighbour(pid=pid)
 
     def hear(self, rank: int, content: bytes) -> list[dict[str, Any]]:
-        """Take what came from a rank; give the lines that say more than that it lives."""
+        """Parse data received from a rank; return the messages other than plain heartbeats."""
         neighbour = self.ranks[rank]
-        neighbour.heard, neighbour.told = self._clock(), False
+        neighbour.heard, neighbour.reported = self._clock(), False
         *lines, neighbour.unread = (neighbour.unread + content).split(b"\n")
         news = [json.loads(line) for line in lines if line]
         for line in news:
@@ -103,9 +102,9 @@ class NodeWatch:
         return news
 
     def hear_message(self, rank: int, line: Mapping[str, Any]) -> None:
-        """Take one line that a rank said."""
+        """Handle one message of a rank."""
         neighbour = self.ranks[rank]
-        neighbour.heard, neighbour.told = self._clock(), False
+        neighbour.heard, neighbour.reported = self._clock(), False
         neighbour.said = neighbour.heard
         neighbour.word = line.get("word", neighbour.word)
         neighbour.failure = line.get("failure", neighbour.failure)
@@ -114,16 +113,17 @@ class NodeWatch:
             neighbour.seen = Seen.from_json(seen)
 
     def silent_s(self, rank: int) -> float:
-        """Seconds since a rank's last line, whatever its processor time says; 0 before its first,
-        and after its last.
+        """Return seconds since a rank's last message, ignoring its processor time.
+
+        0 before its first message and after its last.
         """
         one = self.ranks[rank]
         return self._clock() - one.said if one.said and not one.word else 0.0
 
     def silent(self) -> list[int]:
-        """Ranks that have just become lost: no line and no processor time for `silence_s`.
+        """Return ranks newly lost: no message and no processor time for `silence_s`.
 
-        Time during which this process itself stood still does not count: they may have, too.
+        Time during which this process itself was suspended does not count.
         """
         now = self._clock()
         paused = max(0.0, now - self._looked - 3 * BEAT_S)
@@ -132,12 +132,12 @@ class NodeWatch:
         for rank, one in self.ranks.items():
             one.heard += paused if one.heard else 0.0
             one.said += paused if one.said else 0.0
-            if one.word or one.told or not one.heard or now - one.heard < 2 * BEAT_S:
+            if one.word or one.reported or not one.heard or now - one.heard < 2 * BEAT_S:
                 continue
             letter, used_s = stat_of(one.pid)
             if letter == "t" or used_s - one.used_s > AT_WORK * (now - one.heard):
                 one.heard, one.used_s = now, used_s
             elif now - one.heard > (self._hang_s if letter == "D" else self._silence_s):
-                one.told = True
+                one.reported = True
                 lost.append(rank)
         return lost

@@ -1,18 +1,18 @@
-"""A rank's signs of life, and its own judgement of whether it still gets anywhere.
+"""A rank's signs of life, and its own judgement of whether it makes progress.
 
-A thread sends a line a second to whoever watches this node (`node_watch.py`), and looks where the
-main thread stands. What follows is the same everywhere:
+A thread sends a line a second to the node's agent (`node_watch.py`) and checks where the main
+thread is. The reaction is the same everywhere:
 
 | the main thread | then |
 |---|---|
-| waits for other ranks | nothing: who waits is never at fault |
-| stands at one place for `notice_s`, or three times what was usual | it is said, with its stack |
-| and neither it nor its children use a processor for `hang_s` | the rank fails, as one that hangs |
-| stands for `notice_s`, and one of its children is stopped (SIGSTOP) | the same, at once |
+| waits for other ranks | nothing: a waiting rank is never at fault |
+| is at one place for `notice_s`, or three times the usual time | it is reported, with its stack |
+| and neither it nor its children use a processor for `hang_s` | the rank fails as hanging |
+| is at one place for `notice_s`, with a stopped child (SIGSTOP) | the same, at once |
 
-The places are those of the loop: a micro-step (data and forward and backward), a boundary, what
-comes after it. Marking one costs an assignment; no system call is made on the main thread. Each
-line says where that is, so that it is known of a rank that can say nothing any more (`Seen`).
+The places are those of the loop: a micro-step (data, forward and backward), a boundary, and what
+follows it. Marking one costs an assignment; the main thread makes no system call. Each line holds
+the place, so that it is known even after the rank cannot report any more (`Seen`).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from orchestrator.lifecycle.signs.processes import asleep_in, descendants, proce
 from orchestrator.lifecycle.signs.stacks import (
     answer_when_asked,
     as_lines,
+    describe_processes,
     in_words,
     main_stack,
-    told_by,
 )
 from orchestrator.lifecycle.signs.standstill import Patience, Standstill
 from orchestrator.rundir.warnings import warn
@@ -52,11 +52,11 @@ def link_to_agent() -> socket.socket | None:
 
 
 class Life:
-    """One rank's. `begin` first of all, `say` as the last word.
+    """Signs of life of one rank. Call `begin` first and `say` at the end.
 
     Args:
-        log: that this rank's output goes to, in the run folder's `logs`.
-        link: to whoever watches; None when nobody does.
+        log: this rank's log, in the run folder's `logs`.
+        link: to the agent; None without one.
         on_hang: called from the thread, with a sentence and the stack, when this rank hangs; it
             ends the process.
     """
@@ -79,19 +79,19 @@ class Life:
 
     @property
     def has_agent(self) -> bool:
-        """Whether an agent of ours watches this process, and tells it what to do."""
+        """Return whether an agent of ours watches and commands this process."""
         return self._link is not None
 
     def on_message(self, take: Callable[[dict[str, Any]], None]) -> None:
-        """Call `take`, from the thread that reads, with each message of the agent."""
+        """Call `take`, from the reading thread, with each message of the agent."""
         self._on_message.append(take)
 
     def on_beat(self, look: Callable[[], None]) -> None:
-        """Call `look` once a second, from the thread that beats."""
+        """Call `look` once a second, from the heartbeat thread."""
         self._on_beat.append(look)
 
     def send_event(self, event: str, **values: Any) -> None:
-        """Tell the agent what its coordinator has to know."""
+        """Send the agent an event for the coordinator."""
         self._send({"event": event, **values})
 
     def _read(self, link: socket.socket) -> None:
@@ -102,8 +102,9 @@ class Life:
                     take(message)
 
     def begin(self) -> Life:
-        """Start. From now on SIGQUIT writes the stacks of all threads to the log, whatever holds
-        the interpreter.
+        """Start the heartbeat. SIGQUIT now writes all threads' stacks to the log.
+
+        This works even while code holds the interpreter.
         """
         answer_when_asked()
         self.at("the start (imports, the job's own)")
@@ -119,11 +120,11 @@ class Life:
         return self
 
     def expect(self, patience: Patience) -> None:
-        """Judge from now on."""
+        """Start judging progress."""
         self._standstill = Standstill(patience)
 
     def at(self, words: str, *numbers: int, waits: bool = False) -> None:
-        """The main thread is at a place. `words` has a `%d` for each number.
+        """Mark where the main thread is. `words` has a `%d` for each number.
 
         Args:
             waits: it may wait for others there without marking it (accelerators' collectives do).
@@ -131,12 +132,12 @@ class Life:
         self._place = (time.monotonic(), words, numbers, waits)
 
     def say(self, word: str, failure: dict[str, Any] | None = None) -> None:
-        """The last word: how this rank ended. Without it, it counts as lost."""
+        """Send the final message: how this rank ended. Without it, the rank counts as lost."""
         self._over.set()
         self._send({"word": word, "failure": failure})
 
     def tell_behind(self, said: dict[str, Any] | None) -> None:
-        """Tell whoever watches that this rank is behind, or (None) no more."""
+        """Report that this rank is behind, or (None) no longer."""
         self._send({"behind": said})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -159,7 +160,7 @@ class Life:
                 self._look(self._standstill)
 
     def seen(self) -> Seen:
-        """Where this rank is. From any thread."""
+        """Return where this rank is. Callable from any thread."""
         now, (came, words, numbers, may_wait) = time.monotonic(), self._place
         where, stack, waits = words % numbers, tuple(main_stack()), ""
         wait = waiting.under_way() or ((came, "") if may_wait and numbers else None)
@@ -176,7 +177,7 @@ class Life:
         if news == "moves":
             self._send({"behind": None})
             print("note: it moves on", flush=True)
-        if standstill.told:
+        if standstill.reported:
             stack = main_stack()
             at, lines = in_words(stack), as_lines(stack)
             message = {"where": where, "since": since, "at": at, "stack": lines}
@@ -207,5 +208,5 @@ class Life:
         self._on_hang(sentence + self._beside_it(), "\n".join(as_lines(stack)))
 
     def _beside_it(self) -> str:
-        """Where the processes are that fetch samples for this one, where it has some."""
-        return told_by(descendants(os.getpid()), self._log)
+        """Describe where this rank's loader processes are, if it has any."""
+        return describe_processes(descendants(os.getpid()), self._log)

@@ -1,11 +1,10 @@
-"""Where a process is in its Python code, in words: of this one's main thread, or of one that was
-asked from outside.
+"""Where a process is in its Python code: this one's main thread, or that of another process.
 
-SIGQUIT asks: every rank, and every process that fetches its samples, has a handler for it
-(`answer_when_asked`) that writes the stacks of all threads to the rank's log, whatever holds the
-interpreter. No scheduler sends it of itself, and jobs have no use for it: USR1 and USR2 are
-SLURM's and people's, TERM and INT ask for a stop. A process that is stopped, or sleeps in the
-kernel, cannot answer: of that one it is known what it said within the second before.
+SIGQUIT requests a dump: every rank and loader process has a handler (`answer_when_asked`) that
+writes the stacks of all threads to the rank's log, even while code holds the interpreter. No
+scheduler sends it by itself, and jobs do not use it: USR1 and USR2 are used by SLURM and people,
+TERM and INT request a stop. A process that is stopped, or sleeps in the kernel, cannot answer: for
+it the report of the last second counts.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class Frame(NamedTuple):
-    """One call of a stack."""
+    """Frame of a stack."""
 
     file: str
     line: int
@@ -48,17 +47,17 @@ class Frame(NamedTuple):
 
     @property
     def own(self) -> bool:
-        """Whether it is the job's: neither Python's, nor of what is installed, nor of ours."""
+        """Return whether it is the job's own: not Python's, an installed package's, or ours."""
         return not self.file.startswith(_NOT_OWN) and _INSTALLED.search(self.file) is None
 
 
 def answer_when_asked() -> None:
-    """From now on `ASKS` has this process write its stacks to standard error, and go on."""
+    """Install the handler: `ASKS` has this process write its stacks to standard error."""
     faulthandler.register(ASKS, file=sys.stderr, all_threads=True)
 
 
 def main_stack() -> list[Frame]:
-    """That of this process's main thread, innermost first. Reads no file."""
+    """Return the stack of the main thread, innermost first. Reads no file."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # it has no public name
     found: list[Frame] = []
     while frame is not None and len(found) < MOST_FRAMES:
@@ -69,7 +68,7 @@ def main_stack() -> list[Frame]:
 
 
 def as_lines(stack: Sequence[Frame]) -> list[str]:
-    """For people: the most recent call last, with the text of each line where it can be read."""
+    """Format for people: the most recent call last, with each line's text if readable."""
     found: list[str] = []
     for file, line, name in reversed(stack):
         found.append(f'  File "{file}", line {line}, in {name}')
@@ -79,7 +78,7 @@ def as_lines(stack: Sequence[Frame]) -> list[str]:
 
 
 def in_words(stack: Sequence[Frame]) -> str:
-    """Where that is: in which line of the job's own, and in what that waits or works.
+    """Describe the place: the line of the job's own code, and the function called from it.
 
     >>> in_words([Frame("/home/me/train.py", 31, "load_batch"), Frame("/home/me/train.py", 9, "f")])
     'in load_batch (/home/me/train.py, line 31)'
@@ -100,7 +99,7 @@ def in_words(stack: Sequence[Frame]) -> str:
 
 
 def catches(pid: int) -> bool:
-    """Whether a process has a handler for `ASKS`; without one it would end of it."""
+    """Return whether a process has a handler for `ASKS`, which would kill it otherwise."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -110,10 +109,9 @@ def catches(pid: int) -> bool:
 
 
 def ask(pids: Iterable[int], log: Path) -> dict[int, list[Frame]]:
-    """Have processes write their stacks, one after the other, to the log that all of them share;
-    give those of their main threads.
+    """Have processes write their stacks, one by one, to their shared log; return the main threads'.
 
-    A process that has no handler, or does not answer within `STACK_S`, has none.
+    A process without a handler, or without an answer within `STACK_S`, has none.
     """
     found: dict[int, list[Frame]] = {}
     for pid in filter(catches, pids):
@@ -128,14 +126,14 @@ def ask(pids: Iterable[int], log: Path) -> dict[int, list[Frame]]:
     return found
 
 
-def told_by(pids: Iterable[int], log: Path) -> str:
-    """Where processes are that can be asked, as words that go on a sentence."""
+def describe_processes(pids: Iterable[int], log: Path) -> str:
+    """Describe where the processes are that can be asked, to append to a sentence."""
     found = [(pid, in_words(stack)) for pid, stack in ask(pids, log).items() if stack]
     return "".join(f"; its process {pid} is {words}" for pid, words in found[:MOST_TOLD])
 
 
 def of_main_thread(said: str) -> list[Frame]:
-    """The main thread's stack in the last dump of a log: it is the dump's last."""
+    """Return the main thread's stack in the last dump of a log, where it comes last."""
     threads = list(_THREAD.finditer(said))
     if not threads:
         return []

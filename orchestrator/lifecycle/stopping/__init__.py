@@ -1,1 +1,1 @@
-"""How a rank is asked to stop, how long that may take, and how it says why it left."""
+"""How a rank is stopped, the time limit of the stop, and the record of why it left."""

@@ -1,9 +1,10 @@
-"""How long a stop may take: from the signal to the kill, by the scheduler's own word where it has
-one, else by the shortest that the kind of signal allows.
+"""Deadline of a stop: from the signal to the kill, by the scheduler's answer or the configuration.
+
+Without an answer, the shortest time that the kind of signal allows holds.
 
 - The job is no longer RUNNING (requeued, cancelled, a node set down, its time over): KillWait.
-- PreemptTime is set: GraceTime (the partition's or the QOS's; EndTime tells), then KillWait.
-- SIGTERM, although it runs on (scancel --full, an srun that gives up): KillWait.
+- PreemptTime is set: GraceTime (the partition's or the QOS's; see EndTime), then KillWait.
+- SIGTERM while it still runs (scancel --full, an srun that gives up): KillWait.
 - Another signal: until EndTime, which is the time limit, then KillWait; without a limit, never.
 """
 
@@ -23,8 +24,8 @@ LATE_S = 90.0
 """SLURM sends its notice of a time limit up to a minute early, and minds limits twice a minute."""
 
 
-class Standing(Protocol):
-    """What is asked of the scheduler, see `orchestrator.slurm_client.Standing`."""
+class JobStatus(Protocol):
+    """What the deadline reads of a scheduler's job; see `orchestrator.slurm_client.JobStatus`."""
 
     @property
     def state(self) -> str: ...
@@ -43,11 +44,11 @@ KILL_WAIT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """What the controller's configuration gives, in seconds.
+    """Stop times from the controller's configuration, in seconds.
 
     Attributes:
         kill_wait_s: KillWait, between SIGTERM and SIGKILL.
-        preempt_s: GraceTime of the job's partition, before that; None when it is not preempted.
+        preempt_s: GraceTime of the job's partition, before that; None without preemption.
         ahead_s: before a time limit.
     """
 
@@ -57,7 +58,7 @@ class Notice:
 
     @classmethod
     def read(cls, submission: dict[str, Any], ahead_s: float) -> Notice:
-        """From submission.json, where the launcher noted it."""
+        """Read the times that the launcher wrote to submission.json."""
         return cls(
             kill_wait_s=float(submission.get("kill_wait_s", KILL_WAIT_S)),
             preempt_s=submission.get("preempt_grace_s"),
@@ -66,19 +67,19 @@ class Notice:
 
     @property
     def shortest_s(self) -> float:
-        """Of the stops that are to be reckoned with: a time limit, and preemption."""
+        """Return the shortest of the expected stops: a time limit, and preemption."""
         if self.preempt_s is None:
             return self.ahead_s
         return min(self.ahead_s, self.preempt_s + self.kill_wait_s)
 
 
 def killed_at(
-    stop: StopFlag, job: Standing | None, notice: Notice, now: float, clock: float
+    stop: StopFlag, job: JobStatus | None, notice: Notice, now: float, clock: float
 ) -> float | None:
-    """When the kill comes, by the clock of `stop`; None when none will come.
+    """Return when the kill comes, by the clock of `stop`; None if none will come.
 
     Args:
-        job: the scheduler's word after the latest signal; None when it has not answered.
+        job: the scheduler's answer after the latest signal; None before it.
         now, clock: the same moment in seconds since 1970, and by the clock of `stop`.
     """
     term = stop.times.get(signal.SIGTERM)
@@ -95,18 +96,18 @@ def killed_at(
     return None if job.ends_at is None else clock + job.ends_at - now + notice.kill_wait_s
 
 
-def reason(job: Standing, now: float, ahead_s: float, restarts: int = 0) -> str | None:
-    """Why the scheduler wants the job to stop; None when it does not show.
+def reason(job: JobStatus, now: float, ahead_s: float, restarts: int = 0) -> str | None:
+    """Return why the scheduler wants the job to stop; None if it does not show.
 
     Args:
-        ahead_s: how long before a time limit the ranks are told.
-        restarts: how often the job had been started again when this start of it began.
+        ahead_s: how long before a time limit the ranks are signalled.
+        restarts: how often the job had been restarted when this start began.
     """
     if job.preempted_at is not None:
         return "preempted"
     if job.restarts > restarts:
         return "requeued (scontrol requeue, or a node that was set down)"
-    # Of a job that has ended, or is about to, the time of its end is no limit.
+    # The end time of an ended or ending job is no limit.
     left_s = job.ends_at - now if job.ends_at and job.state == "RUNNING" else None
     if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + LATE_S):
         return "near its time limit"
@@ -114,20 +115,21 @@ def reason(job: Standing, now: float, ahead_s: float, restarts: int = 0) -> str 
 
 
 class Deadline:
-    """Rank 0's question to the scheduler, asked once for each new signal and not waited for long.
+    """Rank 0's query to the scheduler, once for each new signal, with a bounded wait.
 
     Args:
-        ask: gives the job's standing; may raise, or never return.
+        ask: returns the job's status; may raise, or never return.
     """
 
-    def __init__(self, stop: StopFlag, notice: Notice, ask: Callable[[], Standing | None]) -> None:
+    def __init__(self, stop: StopFlag, notice: Notice, ask: Callable[[], JobStatus | None]) -> None:
         self._stop, self._notice, self._ask = stop, notice, ask
         self._asked_for = 0
-        self._job: Standing | None = None
+        self._job: JobStatus | None = None
 
     def grace_s(self) -> float | None:
-        """Seconds between the first signal and the kill; before any, the shortest that there may
-        be; None when no kill will come.
+        """Return seconds between the first signal and the kill; None if no kill will come.
+
+        Before any signal, the shortest possible time.
         """
         if not self._stop.received:
             return self._notice.shortest_s
@@ -135,12 +137,12 @@ class Deadline:
         return None if end is None else end - self._stop.time
 
     def why(self, restarts: int) -> str:
-        """What the stop is for: the scheduler's reason where it gives one, else the signal."""
+        """Return the reason for the stop: the scheduler's if it gives one, else the signal."""
         job = self._heard()
         known = reason(job, time.time(), self._notice.ahead_s, restarts) if job else None
         return known or self._stop.words
 
-    def _heard(self) -> Standing | None:
+    def _heard(self) -> JobStatus | None:
         if self._stop.received != self._asked_for:
             self._asked_for, self._job = self._stop.received, None
             thread = threading.Thread(target=self._look, name="deadline", daemon=True)

@@ -1,9 +1,8 @@
-"""How an attempt ends although its run goes on: preempted, near its time limit, a node lost.
+"""Departure: the end of an attempt whose run continues (preemption, time limit, lost node).
 
 All ranks agree to stop at a boundary, or rank 0 alone leaves inside a window. Rank 0 writes a
-checkpoint and `departure.json`, everybody ends cleanly, and the batch script, once srun has ended,
-hands the job back to the queue (`clusters.slurm.outcome`). So no rank needs SLURM's
-commands, which a container may not have.
+checkpoint and `departure.json`, all ranks end cleanly, and after srun the batch script requeues
+the job (`clusters.slurm.outcome`). So no rank needs SLURM's commands, which a container may lack.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import ClusterError, NoWayOn
-from orchestrator.lifecycle.stopping.deadline import Standing
+from orchestrator.lifecycle.stopping.deadline import JobStatus
 from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.checksums import to_json_text
 from orchestrator.rundir.files import read_end, write_json
@@ -29,20 +28,19 @@ NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 
 
 def requeues(requeue: bool | None, allocation: str) -> bool:
-    """Whether the scheduler starts a run again: not in an allocation that is the person's own."""
+    """Return whether the scheduler restarts a run: not in the user's own allocation."""
     return requeue is not False and allocation == "new"
 
 
 def goes_on(run: RunDir, topology: Topology, *, requeue: bool) -> bool:
-    """Whether a stop means "start again later" rather than the end of the run."""
+    """Return whether a stop means "restart later" rather than the end of the run."""
     return topology.scheduled and requeue and not run.cancel.exists()
 
 
 def depart(run: RunDir, attempt: int, why: str, updates: int | None) -> None:
-    """Rank 0: note that this attempt ended by an agreed stop, after `updates` updates.
+    """Record on rank 0 that this attempt ended by an agreed stop, after `updates` updates.
 
-    Where a note says already why it ends (a silent node, perhaps this one while it stood still),
-    that is the reason, and what followed is not.
+    An existing note (a silent node, perhaps this one while suspended) keeps its reason.
     """
     earlier: dict[str, Any] = run.read(run.departure(attempt)) or {}
     write_json(
@@ -50,8 +48,8 @@ def depart(run: RunDir, attempt: int, why: str, updates: int | None) -> None:
     )
 
 
-def why_restarted(run: RunDir, attempt: int) -> str | None:
-    """What ended the attempt before this one; None when it left no word of it."""
+def restart_reason(run: RunDir, attempt: int) -> str | None:
+    """Return what ended the attempt before this one; None if it left no note."""
     before = [int(p.name) for p in run.attempts.iterdir() if p.name.isdigit()]
     last = max((number for number in before if number < attempt), default=None)
     if last is None:
@@ -67,27 +65,27 @@ def why_restarted(run: RunDir, attempt: int) -> str | None:
     return f"node {failed[1]} failed" if failed else None
 
 
-def left_now(why: str) -> dict[str, Any]:
-    """The note of an attempt that ends without a word on how far it came."""
+def departure_note(why: str) -> dict[str, Any]:
+    """Return the note of an attempt that ends without its number of updates."""
     return {"why": why, "updates": None, "time": time.time()}
 
 
-def ask_standing(job_id: str) -> Standing | None:
-    """How the scheduler sees this job. Raises `ClusterError` when it cannot be asked."""
-    from orchestrator.slurm_client import standing
+def ask_job_status(job_id: str) -> JobStatus | None:
+    """Return how the scheduler sees this job. Raises `ClusterError` when it cannot be asked."""
+    from orchestrator.slurm_client import job_status
 
-    return standing(scheduler(), job_id)
+    return job_status(scheduler(), job_id)
 
 
 def scheduler() -> SlurmClient:
-    """SLURM's commands, for those who need them. Raises `ClusterError` where there are none."""
+    """Return a client for SLURM's commands. Raises `ClusterError` where there are none."""
     from orchestrator.slurm_client import SlurmClient
 
     return SlurmClient()
 
 
-def first_to_leave(run: RunDir, attempt: int, value: dict[str, Any]) -> bool:
-    """Note why an attempt ends, unless somebody has: whether nobody had."""
+def note_departure(run: RunDir, attempt: int, value: dict[str, Any]) -> bool:
+    """Note why an attempt ends; return whether this was the first note."""
     path = run.departure(attempt)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -99,19 +97,20 @@ def first_to_leave(run: RunDir, attempt: int, value: dict[str, Any]) -> bool:
 
 
 def leave_without(run: RunDir, attempt: int, error: NoWayOn) -> bool:
-    """What is left of the ranks ends. Whether the job goes back to the queue for it: where whole
-    nodes are gone, as it would had nobody survived.
+    """End the remaining ranks; return whether the job is requeued for it.
+
+    It is where whole nodes are lost, as it would be without survivors.
     """
     if not error.nodes or run.cancel.exists():
         return False
     names = ", ".join(map(node_name, error.nodes))
     why = f"node{'s' * (len(error.nodes) > 1)} {names} went away; {error}"
-    first_to_leave(run, attempt, left_now(why))
+    note_departure(run, attempt, departure_note(why))
     return True
 
 
 def node_name(index: int) -> str:
-    """Name of a node of this job, by its index in SLURM's own list."""
+    """Return the name of a node of this job, by its index in SLURM's list."""
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     names = list(SlurmJobEnvironment().hostnames)
@@ -119,7 +118,7 @@ def node_name(index: int) -> str:
 
 
 def ask_for_requeue(client: SlurmClient, job_id: str) -> None:
-    """`scontrol requeue` until it is accepted. Raises `ClusterError` when it never is."""
+    """Retry `scontrol requeue` until it is accepted. Raises `ClusterError` if it never is."""
     from orchestrator.slurm_client import SchedulerDown
 
     for attempt in range(REQUEUE_TRIES):

@@ -15,14 +15,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopFlag:
-    """Set by a stop signal; read by the loop.
+    """Flag set by a stop signal and read by the loop.
 
     Attributes:
         signal: the latest one, None before any.
         time: by `time.monotonic`, when the first one came; 0 before.
         times: when the first of each kind came.
         received: how many came.
-        asked: it was asked for in another way than by a signal.
+        asked: a stop was requested other than by a signal.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,14 @@ class StopFlag:
 
     @property
     def words(self) -> str:
-        """For people."""
+        """Describe the signal for people."""
         return "asked to stop" + (f" by {self.signal.name}" if self.signal else "")
 
     def install(self) -> StopFlag:
-        """Take the signals over. They may have been blocked since before this process began, so
-        that a stop that comes while Python starts is kept, not fatal; now they are let in.
+        """Install the handlers, then unblock the signals.
+
+        They may have been blocked before this process began, so that a stop while Python starts
+        is kept, not fatal.
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
@@ -60,7 +62,7 @@ class StopFlag:
         self.take(signal.Signals(number))
 
     def take(self, number: signal.Signals) -> None:
-        """A stop signal came, to this process or to its agent."""
+        """Record a stop signal, to this process or to its agent."""
         self.signal = number
         now = time.monotonic()
         self.time = self.time or now

@@ -1,1 +1,1 @@
-"""How ranks that are left find out who else is, and agree on it; see surviving.md."""
+"""How surviving ranks find each other and agree; see surviving.md."""

@@ -1,7 +1,7 @@
-"""Lines of JSON over TCP between the agents of one run, which prove to each other that they are.
+"""Lines of JSON over TCP between the agents of one run, which authenticate each other.
 
-Who connects says first which agent it is, signed with a secret that stands in the private run
-folder. What says anything else is closed, and nothing of it is kept.
+The connecting agent first sends its index, signed with a secret in the private run folder. A
+connection that sends anything else is closed and its data dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEND_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Where an agent listens, and the number of its node."""
+    """Address of a listening agent, and the number of its node."""
 
     address: str
     port: int
@@ -30,15 +30,18 @@ class Peer:
 
 
 def sign(secret: str, rank: int, to: int) -> str:
-    """Return what shows that `rank`, which speaks to `to`, may read the run folder."""
+    """Return the signature that proves that `rank`, connecting to `to`, can read the run folder."""
     said = f"{int(rank)} {int(to)}"
     return hmac.new(secret.encode(), said.encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One connection. `rank`: whose, once that is known. `heard`: when, by the monotonic clock;
-    `answered`: whether anything was heard at all.
+    """Connection to an agent.
+
+    Attributes:
+        rank: the peer's, once known.
+        heard: monotonic time of the last data; answered: whether any data came.
     """
 
     socket: socket.socket
@@ -48,7 +51,7 @@ class Link:
     answered: bool = False
 
     def send(self, **message: Any) -> bool:
-        """Whether it could be handed to the kernel."""
+        """Send a message; return whether the kernel accepted it."""
         try:
             self.socket.settimeout(SEND_S)
             self.socket.sendall(json.dumps(message).encode() + b"\n")
@@ -57,7 +60,7 @@ class Link:
         return True
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Whole messages that have come; None when the other end is closed, or sends garbage."""
+        """Return complete messages that came; None if the peer closed, or sent garbage."""
         try:
             content = self.socket.recv(1 << 16)
         except OSError:
@@ -80,10 +83,10 @@ class Link:
 
 
 def connect(peer: Peer, *, secret: str, rank: int, to: int) -> Link:
-    """Follow `to`.
+    """Connect to `to`.
 
     Raises:
-        ConnectionRefusedError: nobody listens there any more.
+        ConnectionRefusedError: nothing listens there any more.
         OSError: it cannot be reached.
     """
     link = Link(socket.create_connection((peer.address, peer.port), timeout=CONNECT_S), rank=to)
@@ -94,7 +97,7 @@ def connect(peer: Peer, *, secret: str, rank: int, to: int) -> Link:
 
 
 def greeted(message: dict[str, Any], *, secret: str, me: int) -> int | None:
-    """Return whose first message this is; None where it does not prove that."""
+    """Return the rank that a first message authenticates; None if it does not."""
     rank, said = message.get("rank"), message.get("sign")
     if not isinstance(rank, int) or not isinstance(said, str):
         return None
@@ -102,10 +105,10 @@ def greeted(message: dict[str, Any], *, secret: str, me: int) -> int | None:
 
 
 def refuses(peer: Peer, timeout_s: float, *, unknown: bool = False) -> bool:
-    """Return whether nobody listens there any more.
+    """Return whether nothing listens there any more.
 
     Args:
-        unknown: what to return of one that does not answer: it is silent, or cut off.
+        unknown: the result for a peer that does not answer: it is silent, or cut off.
     """
     try:
         socket.create_connection((peer.address, peer.port), timeout=timeout_s).close()

@@ -1,18 +1,18 @@
-"""Members: the processes of an attempt, each with a number that no other one ever has.
+"""Members: the processes of an attempt, each with a unique number.
 
-The first process of rank r is member r; the k-th that takes its place is member r + k * ranks. So
-whoever was given up stays out, whatever has come in its place since.
+The first process of rank r is member r; its k-th replacement is member r + k * ranks. So an evicted
+process stays out, whatever has replaced it since.
 
-A list of members is in the order in which they came. The first one leads: the others follow it, and
-its process is rank 0 of their group. So whoever leads has been there before, and knows what was
-done; a newcomer is last, however low its number.
+A list of members is in the order in which they joined. The first one leads: the others follow it,
+and its process is rank 0 of their group. So the leader was a member before, and knows the run's
+progress; a newcomer is last, however low its number.
 """
 
 from __future__ import annotations
 
 
 def member_of(rank: int, process: int, ranks: int) -> int:
-    """The number of a rank's `process`-th process, counted from 0.
+    """Return the number of a rank's `process`-th process, counted from 0.
 
     >>> member_of(2, 0, 4), member_of(2, 1, 4), member_of(2, 2, 4)
     (2, 6, 10)
@@ -21,7 +21,7 @@ def member_of(rank: int, process: int, ranks: int) -> int:
 
 
 def rank_of(member: int, ranks: int) -> int:
-    """Whose place it has.
+    """Return the member's rank.
 
     >>> rank_of(6, 4), rank_of(3, 4)
     (2, 3)
@@ -30,7 +30,7 @@ def rank_of(member: int, ranks: int) -> int:
 
 
 def process_of(member: int, ranks: int) -> int:
-    """Which of its rank's processes it is.
+    """Return which of its rank's processes the member is, counted from 0.
 
     >>> process_of(6, 4), process_of(3, 4)
     (1, 0)

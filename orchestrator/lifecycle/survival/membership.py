@@ -1,9 +1,9 @@
-"""A worker's membership in its run: which generation trains, as the worker's agent tells it.
+"""A worker's membership in its run: the current generation, as the worker's agent sends it.
 
-The agents watch the workers and each other, and their coordinator decides who is in the next
-generation. A worker asks nothing of other workers: it says when it is ready to train, when it waits
-at a boundary for newcomers, and when it ends; and it hears of each new generation, whatever its
-main thread does.
+The agents watch the workers and each other, and their coordinator decides the next generation. A
+worker asks nothing of other workers: it reports when it is ready to train, when it waits at a
+boundary for newcomers, and when it ends; and it receives each new generation, whatever its main
+thread does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Members = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Who trains together. `noticed`: when this worker heard of it, by the monotonic clock."""
+    """Members that train together. `noticed`: monotonic time at which this worker received it."""
 
     number: int
     members: Members
@@ -35,7 +35,7 @@ class Generation:
 
 
 class Membership:
-    """One worker's.
+    """Membership of one worker.
 
     Args:
         life: the worker's link to its agent.
@@ -48,34 +48,34 @@ class Membership:
         self._changed = threading.Condition()
         self._latest = self._taken = self._kept = Generation(-1, (), time.monotonic())
         self._left = False
-        self._told = 0.0
+        self._received = 0.0
         self._interrupt: Callable[[], None] = lambda: None
         self.asked = False
         life.on_message(self._take)
         life.on_beat(self._end_unresponsive)
 
     def _take(self, message: Mapping[str, Any]) -> None:
-        """From the thread that reads the link."""
+        """Handle a message, from the thread that reads the link."""
         newer = None
         with self._changed:
             if message.get("generation", -1) > self._latest.number:
                 newer = Generation(
                     message["generation"], tuple(message["members"]), time.monotonic()
                 )
-                self._latest, self._told, self.asked = newer, time.monotonic(), False
+                self._latest, self._received, self.asked = newer, time.monotonic(), False
             self._left = self._left or message.get("left", False)
             self.asked = message.get("newcomers", self.asked)
             self._changed.notify_all()
         if newer is not None and newer.number > 0:
-            self._interrupt()  # the main thread may wait for a worker that is gone
+            self._interrupt()  # the main thread may wait for a lost worker
 
     @property
     def latest(self) -> Generation:
-        """The newest generation that this worker was told of."""
+        """Return the newest generation that this worker has received."""
         return self._latest
 
     def begin(self, code: Mapping[str, str]) -> Generation:
-        """Say that this worker is ready to train; wait for the first generation. Collective.
+        """Report that this worker is ready to train; wait for the first generation. Collective.
 
         Args:
             code: digests of the job's own modules, by name.
@@ -88,7 +88,7 @@ class Membership:
         return self._latest
 
     def join(self, stopped: Callable[[], bool]) -> Generation:
-        """Ask to be let in, and wait for the generation that this worker is in.
+        """Ask to join, and wait for the generation that includes this worker.
 
         Raises:
             Fenced: the run ends, or is asked to stop, before that.
@@ -106,11 +106,11 @@ class Membership:
         return self._latest
 
     def ready(self, generation: int, updates: int) -> None:
-        """Say that this worker is at a boundary of `generation`, and waits for newcomers there."""
+        """Mark this worker ready at the boundary of `generation`, where it waits for newcomers."""
         self._life.send_event("ready", generation=generation, updates=updates)
 
     def await_newer(self, than: int, timeout_s: float) -> Generation | None:
-        """Wait for a generation after `than`; None when none comes in time, or ever."""
+        """Wait for a generation after `than`; return None at the timeout, or if none will come."""
         until = time.monotonic() + max(timeout_s, 3 * self._silence_s)
         with self._changed:
             while self._latest.number <= than and not self._left:
@@ -125,21 +125,21 @@ class Membership:
         self._interrupt = interrupt
 
     def end(self, word: str) -> None:
-        """Say that this worker ends, in order or because it failed: no generation follows."""
+        """Report that this worker ends, in order or because it failed: no generation follows."""
         self._life.send_event("leaving", word=word)
 
     def _end_unresponsive(self) -> None:
-        """End this process where its main thread does not come back from a collective that was
-        interrupted: gloo can lose a send whose connection breaks as it begins. The others would
-        wait for it. The only one that is left has all there is of the run, so it waits for the
-        collective's own timeout.
+        """End this process if its main thread does not return from an interrupted collective.
+
+        gloo can lose a send whose connection breaks as it begins, and the others would wait. The
+        only remaining worker holds the run's only state, so it waits for the collective's timeout.
         """
         wait = waiting.under_way() if waiting.waits() else None
         if wait is None or self._taken is self._latest or self._kept is self._latest:
             return
         since, words = wait
-        late = time.monotonic() - self._told > self._silence_s
-        if not words or not late or since > self._told:
+        late = time.monotonic() - self._received > self._silence_s
+        if not words or not late or since > self._received:
             return
         message = (
             f"it did not come back from {words}, which was broken off {self._silence_s:g} s ago"

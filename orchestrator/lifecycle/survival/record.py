@@ -1,14 +1,14 @@
-"""The record of generations: files in the attempt's folder, each of which comes into being once.
+"""The record of generations: files in the attempt's folder, each created exactly once.
 
 | in a file | what |
 |---|---|
-| `generation`, `members` | its number, who is in it, in their order (`members.py`) |
-| `gone`, `joined` | who is not in it any more; newcomers |
-| `updates` | of one with newcomers: that were done when they came |
+| `generation`, `members` | its number, and its members in order (`members.py`) |
+| `gone`, `joined` | lost members; newcomers |
+| `updates` | with newcomers: updates completed when they joined |
 | `code` | in the first one: the ranks' own modules (`trainer/survival.py`) |
 
-`link` either makes the name, with all its content, or finds that somebody else's is there. That is
-all of the consensus: whoever comes second obeys. It holds on NFS, too (unlike O_EXCL of old).
+`link` either creates the name with all its content, or finds that it exists. That is the whole
+consensus: a later proposal adopts the existing record. It holds on NFS too (unlike old O_EXCL).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ ROOM = bytes(4096)
 def to_blame(
     ends: Iterable[Lost], ranks: Callable[[Lost], Iterable[int]], losses: Sequence[Iterable[int]]
 ) -> list[Lost]:
-    """Of the losses of an attempt those that its own end can be due to: those that nobody survived;
-    where all were, the last that were. One that others went on without, and then without others,
-    is never to blame.
+    """Return the losses that an attempt's end can be due to: those that were not survived.
+
+    If all were survived, the last ones. A loss that the others survived twice is never to blame.
 
     Args:
-        ranks: that an end is of: one, or those of a node.
+        ranks: returns the ranks of an end: one, or those of a node.
         losses: see `GenerationRecord.losses`.
 
     >>> to_blame([5, 3, 4], lambda rank: [rank], [[5], [3]])
@@ -52,13 +52,13 @@ def to_blame(
 
 
 class GenerationRecord:
-    """Who belongs to each generation of an attempt.
+    """Members of each generation of an attempt.
 
     Args:
-        folder: the attempt's, which every rank sees.
+        folder: the attempt's, on storage that every rank sees.
 
     Attributes:
-        no_room: why the newest attempt of this process to write failed, if it did: a full disk.
+        no_room: why this process's newest write failed, if it did: a full disk.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -69,10 +69,10 @@ class GenerationRecord:
         return self._folder / f"generation-{generation:04d}.json"
 
     def publish(self, generation: int, members: Iterable[int], **more: Any) -> dict[str, Any]:
-        """Propose `members`; give what counts, this proposal or the one that came first.
+        """Propose `members`; return the accepted record: this proposal or an earlier one.
 
         Raises:
-            OSError: it cannot be written, which may be tried again.
+            OSError: it cannot be written; a retry may succeed.
         """
         path = self.path(generation)
         content = {"generation": generation, "members": list(members), **more}
@@ -90,14 +90,14 @@ class GenerationRecord:
         return content
 
     def proposed(self, generation: int, members: Iterable[int], **more: Any) -> Any | None:
-        """`publish`; None where it cannot be written now (`no_room`)."""
+        """Call `publish`; return None if it cannot be written now (`no_room`)."""
         try:
             return self.publish(generation, members, **more)
         except OSError:
             return None
 
     def has_room(self) -> bool:
-        """Whether a generation could be written now; nothing else tells where a quota is."""
+        """Return whether a generation could be written now; only a write can detect a quota."""
         own = self._folder / f".room.{secrets.token_hex(8)}"
         try:
             self._write(own, ROOM)
@@ -115,26 +115,24 @@ class GenerationRecord:
             raise
 
     def read(self, generation: int) -> dict[str, Any] | None:
-        """The record of a generation; None before there is one."""
+        """Return the record of a generation; None before there is one."""
         return read_json(self.path(generation))
 
     @property
     def begun(self) -> bool:
-        """Whether the ranks train, and go on without one that is gone from now on."""
+        """Return whether the ranks train, and from now on survive a loss."""
         return self.path(0).exists()
 
     def since(self, generation: int = 1) -> Iterator[dict[str, Any]]:
-        """All generations from this one on that there are, in order."""
+        """Return all generations from this one on, in order."""
         while (found := self.read(generation)) is not None:
             yield found
             generation += 1
 
     def losses(self) -> list[list[int]]:
-        """The members that generations went on without, of those of the one before it: of each
-        generation that lost some, the oldest first.
-        """
+        """Return the lost members of each generation that lost some, the oldest first."""
         return [found["gone"] for found in self.since() if found.get("gone")]
 
     def newest(self) -> dict[str, Any] | None:
-        """The newest generation; None before the first."""
+        """Return the newest generation; None before the first."""
         return next(iter(deque(self.since(0), maxlen=1)), None)

@@ -18,10 +18,10 @@ from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.lifecycle.stopping.deadline import LATE_S, reason
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import CONFIG_SECTIONS, RunDir
-from orchestrator.slurm_client import STANDING, Answer, SlurmClient, Standing
+from orchestrator.slurm_client import JOB_FIELDS, Answer, JobStatus, SlurmClient
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
-JOB = Standing(state="RUNNING")
+JOB = JobStatus(state="RUNNING")
 LEFT = {"why": "told to stop", "updates": 4, "time": 1.0}
 
 
@@ -120,7 +120,7 @@ def test_a_cancelled_run_ends_as_stopped_unless_it_failed(run, state, departure,
 def test_a_job_that_may_not_be_requeued_fails_by_its_culprit(run, departure):
     attempts(run, 1)
     configure(run, run={"max_restarts": 5})
-    job = Standing(state="RUNNING", requeue=False)
+    job = JobStatus(state="RUNNING", requeue=False)
     again, handed_back, end = concluded(run, 0, job=job, departure=departure)
     assert (again, handed_back, end["culprit"]["cause"]) == (False, 0, BEYOND.cause)
     assert end["culprit"]["rank"] == 3
@@ -144,12 +144,12 @@ def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(ru
 @pytest.mark.parametrize(
     ("job", "why"),
     [
-        (Standing(state="RUNNING", preempted_at=5.0), "preempted"),
-        (Standing(state="RUNNING", reason="TimeLimit"), "near its time limit"),
-        (Standing(state="RUNNING", reason="NodeFail"), None),
-        (Standing(state="RUNNING", ends_at=1000.0 + 60 + LATE_S - 1), "near its time limit"),
-        (Standing(state="RUNNING", ends_at=1000.0 + 60 + LATE_S), None),
-        (Standing(state="RUNNING"), None),
+        (JobStatus(state="RUNNING", preempted_at=5.0), "preempted"),
+        (JobStatus(state="RUNNING", reason="TimeLimit"), "near its time limit"),
+        (JobStatus(state="RUNNING", reason="NodeFail"), None),
+        (JobStatus(state="RUNNING", ends_at=1000.0 + 60 + LATE_S - 1), "near its time limit"),
+        (JobStatus(state="RUNNING", ends_at=1000.0 + 60 + LATE_S), None),
+        (JobStatus(state="RUNNING"), None),
     ],
 )
 def test_the_schedulers_reason_is_told_where_it_shows(job, why):
@@ -158,7 +158,7 @@ def test_the_schedulers_reason_is_told_where_it_shows(job, why):
 
 def test_the_schedulers_reason_replaces_the_ranks_but_not_that_of_a_silent_node(run):
     attempts(run, 2)
-    preempted = Standing(state="RUNNING", preempted_at=5.0)
+    preempted = JobStatus(state="RUNNING", preempted_at=5.0)
     concluded(run, 0, job=preempted)
     assert read_json(run.departure(0)) == {**LEFT, "why": "preempted"}
     ended(run, 1, "failed", lost="node n7 stopped answering")
@@ -175,7 +175,7 @@ def test_a_time_limit_is_told_by_the_notice_that_was_asked_for_or_the_usual(
     attempts(run, 2)
     for attempt, short in ((0, 1), (1, 0)):
         ends_at = 1000.0 + (stated or SIGNAL_AHEAD_S) + LATE_S - short
-        concluded(run, attempt, job=Standing(state="RUNNING", ends_at=ends_at))
+        concluded(run, attempt, job=JobStatus(state="RUNNING", ends_at=ends_at))
     assert read_json(run.departure(0))["why"] == "near its time limit"
     assert read_json(run.departure(1))["why"] == "told to stop"
 
@@ -242,10 +242,10 @@ class Scheduler:
         return Answer(0, "", "")
 
 
-def standing(**values):
+def job_status(**values):
     made = {"State": "RUNNING", "RestartCnt": "0", "Requeue": "1", "PreemptTime": "N/A",
             "EndTime": "N/A", "exit_code": "0", "Reason": "None", **values}  # fmt: skip
-    return Answer(0, "".join(f"{made[name]:<{width}}" for name, width in STANDING.items()), "")
+    return Answer(0, "".join(f"{made[name]:<{width}}" for name, width in JOB_FIELDS.items()), "")
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ REQUEUED = [("scontrol", "requeue", "77")]
 
 
 def test_a_job_that_was_told_to_stop_is_handed_back_and_notes_why(run, settled):
-    assert settled(standing()) == (None, REQUEUED, [])
+    assert settled(job_status()) == (None, REQUEUED, [])
     noted = read_json(run.departure(0))
     assert (noted["why"], noted["updates"]) == ("its batch script was sent SIGTERM", None)
     assert noted["time"] > 0
@@ -282,7 +282,7 @@ def test_a_job_that_was_told_to_stop_is_handed_back_and_notes_why(run, settled):
 
 def test_what_the_ranks_noted_of_their_leaving_stands(run, settled):
     write_json(run.departure(0), LEFT)
-    assert settled(standing(), code=1, told="") == (None, REQUEUED, [])
+    assert settled(job_status(), code=1, told="") == (None, REQUEUED, [])
     assert read_json(run.departure(0)) == LEFT
 
 
@@ -290,14 +290,14 @@ def test_a_job_that_was_requeued_while_its_ranks_left_is_not_touched_but_its_rea
     run, settled
 ):
     write_json(run.departure(0), LEFT)
-    taken_back = standing(State="COMPLETING", RestartCnt="1")
+    taken_back = job_status(State="COMPLETING", RestartCnt="1")
     assert settled(taken_back) == (None, [], [])
     assert read_json(run.departure(0))["why"].startswith("requeued (scontrol requeue")
 
 
 def test_a_failure_ends_the_run_by_its_outcome(run, settled):
     ended(run, 0, "failed", culprit=BEYOND)
-    end, asked, _ = settled(standing(), code=0)
+    end, asked, _ = settled(job_status(), code=0)
     assert (end["state"], end["culprit"]["rank"], asked) == ("failed", 3, [])
 
 
@@ -314,38 +314,38 @@ def test_a_failure_ends_the_run_by_its_outcome(run, settled):
 )
 def test_a_job_that_the_scheduler_has_taken_back_is_not_touched(run, settled, values, restarts):
     gone = Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
-    answer = gone if values is None else standing(**values)
+    answer = gone if values is None else job_status(**values)
     assert settled(answer, restarts=restarts) == (None, [], [])
     assert read_json(run.departure(0)) is None
 
 
 def test_a_job_that_was_started_again_as_often_as_its_script_says_is_its_own(settled):
-    assert settled(standing(RestartCnt="2"), restarts="2")[1] == REQUEUED
+    assert settled(job_status(RestartCnt="2"), restarts="2")[1] == REQUEUED
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
 def test_a_job_that_a_person_cancelled_through_the_scheduler_is_stopped(settled, state):
-    end, asked, _ = settled(standing(State=state))
+    end, asked, _ = settled(job_status(State=state))
     assert (end["state"], asked) == ("stopped", [])
     assert (end["culprit"]["node"], end["culprit"]["cause"]) == ("scheduler", CAUSES["CANCELLED"])
     assert end["culprit"]["rank"] is None
 
 
 def test_a_job_that_completes_for_a_reason_was_not_cancelled(settled):
-    assert settled(standing(State="COMPLETING", Reason="TimeLimit"))[1] == REQUEUED
+    assert settled(job_status(State="COMPLETING", Reason="TimeLimit"))[1] == REQUEUED
 
 
 def test_an_attempt_with_a_newer_one_or_an_end_is_not_settled(run, settled):
     run.newest_attempt.write_text("1")
-    assert settled(standing()) == (None, [], [])
+    assert settled(job_status()) == (None, [], [])
     run.newest_attempt.write_text("0")
     run.write_own(run.result, {"state": "finished", "updates": 4})
-    assert settled(standing())[0]["state"] == "finished"
+    assert settled(job_status())[0]["state"] == "finished"
 
 
 def test_while_the_scheduler_does_not_answer_it_is_asked_again_ever_more_seldom(settled, capsys):
     down = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller")
-    _, asked, pauses = settled(*[down] * 7, standing())
+    _, asked, pauses = settled(*[down] * 7, job_status())
     assert (asked, pauses) == (REQUEUED, [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0])
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 7
@@ -361,5 +361,5 @@ def test_a_run_from_before_restarts_could_be_asked_for_has_none(run):
 def test_a_cancelled_run_whose_ranks_ended_in_order_is_stopped(run, settled):
     run.cancel.touch()
     ended(run, 0, "stopped")
-    end, asked, _ = settled(standing(), code=0, told="")
+    end, asked, _ = settled(job_status(), code=0, told="")
     assert (end["state"], asked) == ("stopped", [])

@@ -260,9 +260,9 @@ def test_a_machine_with_the_commands_but_no_cluster_is_told_from_one_that_does_n
         "scontrol: error: fetch_config: DNS SRV lookup failed\n"
         "scontrol: fatal: Could not establish a configuration source\n"
     )
-    assert Answer(1, "", words).homeless
+    assert Answer(1, "", words).no_slurm_conf
     assert not Answer(1, "", words).down
-    assert not Answer(1, "", "Unable to contact slurm controller (connect failure)").homeless
+    assert not Answer(1, "", "Unable to contact slurm controller (connect failure)").no_slurm_conf
 
 
 def test_a_slurm_conf_that_is_not_there_is_said_at_once(monkeypatch, tmp_path):

@@ -10,14 +10,14 @@ from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import from_folder
 from orchestrator.slurm_client import (
-    STANDING,
+    JOB_FIELDS,
     Answer,
     Job,
+    JobStatus,
     SchedulerDown,
-    Standing,
     accounted,
+    read_job_status,
     read_queue,
-    read_standing,
 )
 
 
@@ -26,7 +26,7 @@ def line(**values):
         "State": "RUNNING", "RestartCnt": "0", "Requeue": "1", "PreemptTime": "N/A",
         "EndTime": "1795301031", "exit_code": "0", "Reason": "None", **values,
     }  # fmt: skip
-    return "".join(f"{made[name]:<{width}}" for name, width in STANDING.items()) + "\n"
+    return "".join(f"{made[name]:<{width}}" for name, width in JOB_FIELDS.items()) + "\n"
 
 
 NO_ANSWERS = [
@@ -63,10 +63,10 @@ def test_accounting_that_is_off_is_told_from_accounting_that_is_silent():
 
 
 def test_a_jobs_standing_is_read_by_position_whatever_its_texts_hold():
-    found = read_standing(line(Reason="JobState=NONE Requeue=0", RestartCnt="3", exit_code="9"))
+    found = read_job_status(line(Reason="JobState=NONE Requeue=0", RestartCnt="3", exit_code="9"))
     assert (found.state, found.restarts, found.requeue) == ("RUNNING", 3, True)
     assert (found.exit_code, found.exit_signal, found.ends_at) == (0, 9, 1795301031.0)
-    assert read_standing("\n") is None
+    assert read_job_status("\n") is None
 
 
 @pytest.mark.parametrize(
@@ -81,18 +81,18 @@ def test_a_jobs_standing_is_read_by_position_whatever_its_texts_hold():
     ],
 )
 def test_a_job_that_a_person_ends_is_told_from_one_that_the_scheduler_takes(values, cancelled):
-    assert read_standing(line(**values)).cancelled == cancelled
+    assert read_job_status(line(**values)).cancelled == cancelled
 
 
 def test_only_what_is_near_a_time_limit_is_called_so():
     def why(left_s, ahead_s, state="RUNNING"):
-        return reason(Standing(state=state, ends_at=1000.0 + left_s), 1000.0, ahead_s)
+        return reason(JobStatus(state=state, ends_at=1000.0 + left_s), 1000.0, ahead_s)
 
     assert why(100, 60) == "near its time limit"
     assert why(100, 1) is None
     assert why(380, 300) == "near its time limit"
     assert why(-10, 60, "FAILED") is why(0, 60, "COMPLETING") is None  # that is when it ended
-    assert reason(Standing(state="RUNNING", preempted_at=1.0), 9.0, 60) == "preempted"
+    assert reason(JobStatus(state="RUNNING", preempted_at=1.0), 9.0, 60) == "preempted"
 
 
 def test_an_srun_that_is_killed_or_told_to_end_is_no_ranks_fault(run):

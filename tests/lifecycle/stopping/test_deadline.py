@@ -13,7 +13,7 @@ from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.slurm_client import Standing
+from orchestrator.slurm_client import JobStatus
 from orchestrator.trainer.attendance import Guard
 from orchestrator.trainer.loop import Outcome
 
@@ -33,16 +33,16 @@ def told(**seconds_ago):
 
 
 def running(**more):
-    return Standing(state="RUNNING", **more)
+    return JobStatus(state="RUNNING", **more)
 
 
 @pytest.mark.parametrize(
     ("signals", "job", "left_s"),
     [
         # requeued by hand, a node set down, cancelled, the time limit reached: KillWait, not 60 s
-        ({"TERM": 0}, Standing(state="COMPLETING", restarts=1), 30),
-        ({"TERM": 2}, Standing(state="COMPLETING", reason="NodeDown"), 28),
-        ({"USR2": 50, "TERM": 1}, Standing(state="COMPLETING", reason="TimeLimit"), 29),
+        ({"TERM": 0}, JobStatus(state="COMPLETING", restarts=1), 30),
+        ({"TERM": 2}, JobStatus(state="COMPLETING", reason="NodeDown"), 28),
+        ({"USR2": 50, "TERM": 1}, JobStatus(state="COMPLETING", reason="TimeLimit"), 29),
         # preempted: the grace that this job really has, of its partition or QOS, then KillWait
         ({"USR2": 0}, running(preempted_at=EPOCH, ends_at=EPOCH + 120), 150),
         ({"TERM": 1}, running(preempted_at=EPOCH, ends_at=EPOCH + 20), 49),
@@ -67,7 +67,7 @@ def test_the_right_grace_is_chosen_for_each_cause(signals, job, left_s):
 
 
 def test_the_scheduler_is_asked_once_a_signal_and_again_when_another_comes():
-    answers = [running(), Standing(state="COMPLETING")]
+    answers = [running(), JobStatus(state="COMPLETING")]
     stop = told(USR2=0)
     asked = Deadline(stop, NOTICE, lambda: answers.pop(0))
     assert asked.grace_s() is None
@@ -94,7 +94,7 @@ def test_a_scheduler_that_does_not_answer_is_not_waited_for(monkeypatch, capfd):
     ("job", "why"),
     [
         (running(preempted_at=EPOCH), "preempted"),
-        (Standing(state="COMPLETING", restarts=3), "requeued (scontrol requeue, or a node"),
+        (JobStatus(state="COMPLETING", restarts=3), "requeued (scontrol requeue, or a node"),
         (running(restarts=2, ends_at=float("inf")), "asked to stop by SIGUSR2"),
         (None, "asked to stop by SIGUSR2"),
     ],

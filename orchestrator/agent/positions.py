@@ -1,4 +1,4 @@
-"""Where the workers of a run are, by what their agents report: who is stuck, who waits."""
+"""Positions of a run's workers, as their agents report them: who is stuck, who waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from orchestrator.agent.node_spec import NodeSpec
-from orchestrator.agent.root_cause import Behind, behind_of, tail, told_with_waits
+from orchestrator.agent.root_cause import Straggler, add_waits, read_straggler, tail
 from orchestrator.lifecycle.signs.node_watch import ASLEEP, FROZEN, NO_SIGN, Seen
 from orchestrator.lifecycle.signs.stacks import (
     DUMP_BYTES,
@@ -26,11 +26,11 @@ QUIET = (
 )
 
 
-class Standing:
-    """Places of one attempt's workers.
+class Positions:
+    """Positions of one attempt's workers.
 
     Attributes:
-        behind: workers that have not come to where the others wait, as they say themselves.
+        behind: workers that report that they have not reached where the others wait.
     """
 
     answer_s = STACK_S
@@ -40,13 +40,13 @@ class Standing:
         self._run, self._spec = run, spec
         self._frozen: dict[int, tuple[str, float]] = {}  # rank: its node, since when
         self._seen: dict[int, Seen] = {}
-        # Where workers were when asked counts: the signal that asks for a stack may wake a sleeper.
+        # Positions at the request count: the signal that requests a stack may wake a sleeper.
         self._answered: set[int] = set()
-        self._unanswered: dict[int, int] = {}  # rank: the size of its log when it was asked
-        self.behind: dict[int, Behind] = {}
+        self._unanswered: dict[int, int] = {}  # rank: the size of its log at the request
+        self.behind: dict[int, Straggler] = {}
 
     def take(self, node: str, event: Mapping[str, Any]) -> None:
-        """Take what an agent reports of a worker."""
+        """Record an agent's report of a worker."""
         kind, rank = event["event"], event["rank"]
         if kind == "seen":
             self._answered.add(rank)
@@ -59,18 +59,19 @@ class Standing:
         elif kind == "started" or (kind == "behind" and event["behind"] is None):
             self.behind.pop(rank, None)
         elif kind == "behind":
-            self.behind[rank] = behind_of(rank, node, event["behind"])
+            self.behind[rank] = read_straggler(rank, node, event["behind"])
 
     def ended(self, rank: int) -> None:
-        """Its agent is gone, and the worker with it."""
+        """Forget a worker whose agent is lost."""
         self._frozen.pop(rank, None)
 
     def too_long_frozen(self, *, survived: bool) -> list[Culprit]:
-        """Return the workers that were stopped for too long, each once: they give no error, so the
-        others would wait for ever.
+        """Return the workers that were stopped for too long, each once.
+
+        They raise no error, so the others would wait for ever.
 
         Args:
-            survived: the others would go on without them.
+            survived: the others would continue without them.
         """
         limit_s = self._spec.silence_s if survived else self._spec.heartbeat_s
         now = self._clock()
@@ -87,7 +88,7 @@ class Standing:
         return self._lost(event["rank"], node, cause)
 
     def quiet(self, rank: int, node: str) -> Culprit:
-        """Blame a worker that lives, and has not let its other threads run for too long."""
+        """Blame a live worker that has not let its other threads run for too long."""
         return self._lost(rank, node, QUIET.format(f"{self._spec.hang_s:g}"))
 
     def _lost(self, rank: int, node: str, cause: str) -> Culprit:
@@ -95,9 +96,10 @@ class Standing:
         self._unanswered[rank] = log.stat().st_size if log.exists() else 0
         return Culprit(rank=rank, node=node, cause=cause, hangs=True)
 
-    def told(self, culprit: Culprit) -> Culprit:
-        """Say where a culprit that hangs is: by the stack that it has written to its log since
-        it was asked, else by what it said within the second before; and what others wait for.
+    def describe(self, culprit: Culprit) -> Culprit:
+        """Describe where a hanging culprit is, and what the others wait for.
+
+        The place is the stack written to its log since the request, else its last report.
         """
         rank = culprit.rank
         if not culprit.hangs or rank is None:
@@ -109,8 +111,8 @@ class Standing:
                 stack = of_main_thread(file.read(DUMP_BYTES).decode(errors="replace"))
             seen = self._seen.get(rank, Seen())
             cause = (
-                f"{culprit.cause}; it is {in_words(stack)}" if stack else seen.told(culprit.cause)
+                f"{culprit.cause}; it is {in_words(stack)}" if stack else seen.locate(culprit.cause)
             )
             lines = as_lines(stack or [Frame(*frame) for frame in seen.stack]) or tail(log)
             culprit = replace(culprit, cause=cause, log_tail=tuple(lines))
-        return told_with_waits(culprit, {of: seen.waits for of, seen in self._seen.items()})
+        return add_waits(culprit, {of: seen.waits for of, seen in self._seen.items()})
