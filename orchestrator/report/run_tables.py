@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from orchestrator.units import (
 # ruff: noqa: RUF001, RUF002 - the signs are meant, and have stand-ins where they cannot be shown.
 
 
+Row = tuple[str, str, str]  # label, value and style
 SHOWN_GROUPS = 12
 SHOWN_RANGES = 6
 SHOWN_SIZES = 4
@@ -171,61 +171,28 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(texts)}{more}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compilation:
-    """Seconds in first calls and the number of updates that had some; seconds of a micro-step,
-    compiled and not; None where not measured.
-    """
-
-    seconds: float
-    updates: int
-    step_s: float | None
-    plain_step_s: float | None
-
-    @property
-    def speed_up(self) -> float | None:
-        """How many times as fast a compiled micro-step is."""
-        if not self.step_s or not self.plain_step_s:
-            return None
-        return self.plain_step_s / self.step_s
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return label, value and style of each row in the closing table."""
-        of = plural(self.updates, "update")
-        found = [("compilation", f"{format_seconds(self.seconds)}, in {of}", "")]
-        if self.step_s:
-            text = f"{format_seconds(self.step_s)} compiled"
-            if self.speed_up and self.plain_step_s:
-                plain = format_seconds(self.plain_step_s)
-                times = f"{self.speed_up:.2g}" if self.speed_up < 10 else f"{self.speed_up:.0f}"
-                text += f", {plain} without: {times} times as fast"
-            found.append(("  a micro-step", text, ""))
-        return found
-
-
-def compilation(updates: Sequence[Record]) -> Compilation | None:
-    """Return the figures of a run; None if nothing was compiled.
-
-    >>> first = {"compile_s": 2.0, "plain_step_s": 0.03, "compute_s": 1.0, "micro_steps": 4}
-    >>> later = [{"compute_s": 0.008, "micro_steps": 4}] * 3
-    >>> compilation([first, *later]).speed_up
-    15.0
-    """
+def _compilation(updates: Sequence[Record]) -> list[Row]:
+    """Return the rows about compilation; none if nothing was compiled."""
     first_calls = [r["compile_s"] for r in updates if r.get("compile_s")]
     if not first_calls:
-        return None
+        return []
+    text = f"{format_seconds(sum(first_calls))}, in {plural(len(first_calls), 'update')}"
+    rows = [("compilation", text, "")]
     steady = [
         r["compute_s"] / r["micro_steps"]
         for r in updates
         if not r.get("compile_s") and r.get("compute_s") and r.get("micro_steps")
     ]
     plain = [r["plain_step_s"] for r in updates if r.get("plain_step_s")]
-    return Compilation(
-        seconds=sum(first_calls),
-        updates=len(first_calls),
-        step_s=statistics.median(steady) if steady else None,
-        plain_step_s=plain[-1] if plain else None,
-    )
+    if steady:
+        step_s = statistics.median(steady)
+        text = f"{format_seconds(step_s)} compiled"
+        if plain:
+            ratio = plain[-1] / step_s
+            times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
+            text += f", {format_seconds(plain[-1])} without: {times} times as fast"
+        rows.append(("  a micro-step", text, ""))
+    return rows
 
 
 STATE_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
@@ -276,7 +243,7 @@ def _rows(
     summary: Summary,
     updates: Sequence[Record],
     plan: Mapping[str, Any],
-) -> list[tuple[str, str, str]]:
+) -> list[Row]:
     """Return label, value and style of each row; unknown values are mostly left out."""
     planned_updates = plan.get("updates")
     of = "" if planned_updates is None else f" of {format_count(planned_updates)}"
@@ -298,8 +265,7 @@ def _rows(
     if summary.time_shares:
         shares = (f"{name} {format_percent(share)}" for name, share in summary.time_shares.items())
         rows.append(("time of updates", ", ".join(shares), ""))
-    compiled = compilation(updates)
-    rows += compiled.rows() if compiled else []
+    rows += _compilation(updates)
     planned = result.get("planned_collectives_per_update")
     if planned is None:
         planned = plan.get("collectives_per_update")
@@ -317,7 +283,7 @@ def _rows(
 
 def _rows_of_program(
     result: Mapping[str, Any], summary: Summary, program: Mapping[str, Any]
-) -> list[tuple[str, str, str]]:
+) -> list[Row]:
     """Return what is known of a program: how it ended, and what it reported itself."""
     rows = [
         ("state", summary.state, STATE_STYLES.get(summary.state, "bold")),
@@ -334,7 +300,7 @@ def _rows_of_program(
     return rows
 
 
-def _skipped(updates: Sequence[Record]) -> list[tuple[str, str, str]]:
+def _skipped(updates: Sequence[Record]) -> list[Row]:
     """Count updates that changed no weight, because of an overflow or by
     `train.on_non_finite=skip`.
     """
@@ -346,7 +312,7 @@ def _skipped(updates: Sequence[Record]) -> list[tuple[str, str, str]]:
     return [("  not applied", f"{plural(count, 'update')}, not finite{scale}", "yellow")]
 
 
-def _survived(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def _survived(result: Mapping[str, Any]) -> list[Row]:
     """Return which ranks were lost while the others continued, each time redoing the current
     update, and which came back.
     """
@@ -364,16 +330,14 @@ def _survived(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [("survived", told, "yellow")]
 
 
-def _restarts(
-    notes: Sequence[Mapping[str, Any]], *, program: bool = False
-) -> list[tuple[str, str, str]]:
+def _restarts(notes: Sequence[Mapping[str, Any]], *, program: bool = False) -> list[Row]:
     """Return the restarts, the updates done twice for them, and their causes, the latest last."""
     if not notes:
         return []
     lost = sum(note["lost_updates"] for note in notes)
     again = f"; {plural(lost, 'update')} done again" if lost else ""
     resumed = sum(note["why"] == RESUMED for note in notes)
-    rows: list[tuple[str, str, str]] = []
+    rows: list[Row] = []
     if restarts := len(notes) - resumed:
         rows.append(("restarts", f"{format_count(restarts)}{again}", "yellow"))
     if resumed:  # by a person, which says nothing against the run

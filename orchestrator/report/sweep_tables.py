@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +31,6 @@ from orchestrator.units import (
     plural,
     short_number,
 )
-
-INDENT = "   "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +81,7 @@ def print_sweep(cells: Sequence[SweptRun], console: Console) -> None:
         if any(_width([*keys, *part]) > console.width for part in parts):
             # Nor are the points' names folded: they stand above, each by its folder.
             for name, cell in zip(names(cells), cells, strict=True):
-                for line in broken(f"{name}: {cell.title}", console.width):
-                    say(console, line)
+                say(console, f"{name}: {cell.title}", prose=True)
             keys = keys[:1]
         for part in parts:
             console.print(_point_table([*keys, *part], console))
@@ -195,28 +191,6 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[_Column]:
         column("outcome", "weights differ by", differences(cells)),
     ]
     return [c for c in found if c.group == "key" or any(v.plain != "-" for v in c.values)]
-
-
-def broken(text: str, width: int) -> list[str]:
-    """Break text into lines after spaces and commas; inside a word only if it fills a line.
-
-    >>> broken("1: accumulation={global_batch:32,steps:1}", 36)
-    ['1: accumulation={global_batch:32,', '   steps:1}']
-    >>> broken("1: a=2", 1)
-    ['1:', '   a', '   =', '   2']
-    """
-    width = max(width, len(INDENT) + 1)  # room for a letter, however narrow the terminal
-    lines = [""]
-    for piece in re.findall(r"[^ ,]+[ ,]*|[ ,]+", text):
-        rest = piece
-        if len(lines[-1]) + len(rest.rstrip()) > width and lines[-1].strip():
-            lines.append(INDENT)
-        while len(lines[-1]) + len(rest.rstrip()) > width:
-            room = max(1, width - len(lines[-1]))
-            lines[-1], rest = lines[-1] + rest[:room], rest[room:]
-            lines.append(INDENT)
-        lines[-1] += rest
-    return [line.rstrip() for line in lines]
 
 
 def short_key(key: str, keys: Sequence[str]) -> str:

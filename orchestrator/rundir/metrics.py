@@ -25,7 +25,6 @@ from orchestrator.rundir.warnings import warn
 Record = dict[str, Any]
 MOST_TABLES = 64  # in a record
 MOST_BYTES = 4 << 30  # of some million updates
-TRAFFIC = ("collectives", "bytes_on_wire")
 RECENT_BYTES = 64 * 1024
 WHOLE_BYTES = 256 * 1024  # up to here all of the file is read
 PIECE_BYTES = 4 * 1024  # a few lines
@@ -313,31 +312,24 @@ class Summary:
 def summarize(result: Mapping[str, Any] | None, updates: Sequence[Record]) -> Summary:
     """Return the figures of a run from its result (None without one) and its update records."""
     result = result or {}
-    count = _first(result.get("updates"), len(updates))
+    count, samples = result.get("updates"), result.get("samples")
+    ranks = [size for size in result.get("peak_memory_bytes") or [] if size is not None]
+    seen = [r["peak_memory_bytes"] for r in updates if r.get("peak_memory_bytes") is not None]
+    memory = (result.get("memory") or {}).items()
     return Summary(
         state=str(result.get("state", "no result")),
-        updates=count,
-        samples=_first(result.get("samples"), total(updates, "samples")),
-        seconds=result.get("seconds") or None,  # no update was made, or none was told of
-        **_pace(result, updates),
-        **{f"{name}_per_update": _per_update(result, updates, name) for name in TRAFFIC},
-        **_memory(result, updates),
+        updates=len(updates) if count is None else count,
+        samples=total(updates, "samples") if samples is None else samples,
+        seconds=result.get("seconds") or None,  # no update was made, or none was reported
+        seconds_per_update=seconds_per_update(updates),
+        samples_per_second=_samples_per_second(result, updates),
+        time_shares=time_shares(updates),
+        collectives_per_update=_per_update(result, updates, "collectives"),
+        bytes_on_wire_per_update=_per_update(result, updates, "bytes_on_wire"),
+        peak_memory_bytes=max(ranks or seen, default=None),
+        memory_bytes={n: size for n, size in memory if size is not None and n != "peak"},
         metrics=dict(result.get("metrics") or {}),
     )
-
-
-def _pace(result: Mapping[str, Any], updates: Sequence[Record]) -> dict[str, Any]:
-    return {
-        "seconds_per_update": seconds_per_update(updates),
-        "samples_per_second": _samples_per_second(result, updates),
-        "time_shares": time_shares(updates),
-    }
-
-
-def _memory(result: Mapping[str, Any], updates: Sequence[Record]) -> dict[str, Any]:
-    told = (result.get("memory") or {}).items()
-    parts = {name: size for name, size in told if size is not None and name != "peak"}
-    return {"peak_memory_bytes": _peak(result, updates), "memory_bytes": parts}
 
 
 def seconds_per_update(updates: Sequence[Record]) -> float | None:
@@ -391,20 +383,10 @@ def _per_update(result: Mapping[str, Any], updates: Sequence[Record], name: str)
     return None
 
 
-def _peak(result: Mapping[str, Any], updates: Sequence[Record]) -> int | None:
-    ranks = [size for size in result.get("peak_memory_bytes") or [] if size is not None]
-    seen = [r["peak_memory_bytes"] for r in updates if r.get("peak_memory_bytes") is not None]
-    return max(ranks or seen, default=None)
-
-
 def total(updates: Sequence[Record], name: str) -> Any:
     """Return the sum of a field over updates; None if no update has it."""
     values = [r[name] for r in updates if r.get(name) is not None]
     return sum(values) if values else None
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,19 +125,3 @@ def test_both_comparisons_are_shown_with_ratios(screen):
     assert "collectives per 1000 samples" in text
     assert "One run of each on this machine" in text
     assert all(len(s) <= 80 for s in screen.text.splitlines() if not s.startswith("At "))
-
-
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
-def test_the_name_of_a_point_is_never_broken_inside_a_word(width):
-    screen = Screen(width=width)
-    values = ("{global_batch:32,steps:1}", "{global_batch:128,steps:4}")
-    cells = [
-        SweptRun(overrides={"accumulation": v, "schedule.base_lr": 0.001}, folder=Path("r"),
-             result=result(metrics={"accuracy": 0.5, "loss": 0.1}))
-        for v in values
-    ]  # fmt: skip
-    print_sweep(cells, screen)
-    text = screen.text
-    for word in ("{global_batch:32,", "{global_batch:128,", "steps:1}", "steps:4}", "0.001"):
-        assert word in text
-    assert all(len(line) <= max(width, 60) for line in text.splitlines())
