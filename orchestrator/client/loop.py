@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,13 +14,13 @@ from orchestrator.plan.window import planner_of
 
 
 class RankWindows:
-    """The planner seen from one rank. The loop and the loader ask for the same window, one ahead of
-    the other, so the latest few are kept.
+    """The windows of one rank, from the plan. Loop and loader ask for the same window at different
+    times, so the latest few are cached.
 
     Args:
         rates: of the job, in the place of the plan's.
-        ranks: how many there are, where some of the plan's are gone. No micro-batch is larger then:
-            what there was memory for, there is.
+        ranks: their number, where it is not the plan's. No micro-batch becomes larger then, since
+            it might not fit into memory.
     """
 
     def __init__(
@@ -58,18 +58,17 @@ class RankWindows:
         return self._planner.order.epoch_of(update)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cadence:
-    """When to evaluate and to save: every n updates, at the ends of epochs (None), or never (0)."""
+def is_due(every: int | None, done: int, *, epoch_ends: bool) -> bool:
+    """Return whether to evaluate or save after `done` updates.
 
-    every: int | None
-
-    def due(self, done: int, *, epoch_ends: bool) -> bool:
-        return epoch_ends if self.every is None else bool(self.every) and done % self.every == 0
+    Args:
+        every: n updates; None: at the ends of epochs; 0: never.
+    """
+    return epoch_ends if every is None else bool(every) and done % every == 0
 
 
 def update_line(report: BoundaryReport, update_s: float) -> dict[str, Any]:
-    """What a line of metrics.jsonl says of an update by its boundary's report."""
+    """Return what a line of metrics.jsonl takes from the report of an update's boundary."""
     seconds = ("compute_s", "wait_s", "optimizer_s", "compile_s", "plain_step_s")
     always = seconds[:3]
     return {

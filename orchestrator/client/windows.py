@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.client.checkpoints import Saved
-from orchestrator.client.loop import Cadence, RankWindows, update_line
+from orchestrator.client.loop import RankWindows, is_due, update_line
 from orchestrator.client.options import (
     WindowOptions,
     decided_by,
@@ -88,7 +88,7 @@ class Windows:
         self._given = RankWindows(plan, accumulators[0].group.rank)
         reproducible = plan.modes.reduction == "reproducible"
         self._leaves = Leaves(plan.batch.micro_batch_cap if reproducible else None)
-        self._cadence = Cadence(every=options.checkpoint_every)
+        self._checkpoint_every = options.checkpoint_every
         self._window: Window | None = None
         self._began = self._rate = 0.0
         self._parts = [MicroBatchTracker(self._asked_to_stop) for _ in accumulators]
@@ -191,8 +191,8 @@ class Windows:
         if self.stopping:
             self._run.agreed_to_stop(update)
         ends = last or self._given.epoch_of(update + 1) != self._given.epoch_of(update)
-        due = last or self.stopping or self._cadence.due(update + 1, epoch_ends=ends)
-        if self._saved is not None and due:
+        due = is_due(self._checkpoint_every, update + 1, epoch_ends=ends)
+        if self._saved is not None and (due or last or self.stopping):
             self._run.flush()
             if self._saved.save(update + 1, self._samples):
                 self._run.record({"saved": update, "update": update, "time": time.time()})

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
-from orchestrator.engine.api import BoundaryReport, Engine, Window
+from orchestrator.engine.api import Engine
 from orchestrator.errors import (
     EXIT_FAILED,
     Fenced,
@@ -39,19 +39,12 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.failure import failure_of, write_failure
-from orchestrator.trainer.loop import Attended, Outcome
-from orchestrator.trainer.loop import Recorder as LoopRecorder
-from orchestrator.trainer.recorder import Recorder, Silent, restart_note
-
-
-class Left(Protocol):
-    """See `Survivors`."""
-
-    def end(self, word: str) -> None: ...
-
+from orchestrator.trainer.loop import Callback, Done, Outcome
+from orchestrator.trainer.recorder import Recorder, restart_note
+from orchestrator.trainer.survival import Survivors
 
 # ----------------------------------------------------------------------
-# What stands between the loop and rank 0's record under a scheduler: the fence, and the clock.
+# Callbacks of the loop under a scheduler: the fence, and leaving before the scheduler kills.
 
 RECENT = 5
 LOOK_S = 1.0
@@ -59,8 +52,9 @@ SAVE_MARGIN = 1.5
 LEAST_SAVE_S = 0.5
 
 
-class Guard:
-    """Rank 0's: a recorder around the recorder.
+class GracePeriod(Callback):
+    """Rank 0's: leave a window that would outlast the time between a stop signal and SIGKILL, and
+    refuse to record anything once a newer attempt has begun.
 
     Args:
         hurry: gives how long after a stop signal the scheduler waits before it kills, in seconds;
@@ -71,7 +65,7 @@ class Guard:
 
     def __init__(
         self,
-        inner: Recorder,
+        recorder: Recorder,
         *,
         fence: Fence,
         stop: StopFlag,
@@ -80,17 +74,15 @@ class Guard:
         outcome: Outcome,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._inner, self._fence, self._stop = inner, fence, stop
+        self._recorder, self._fence, self._stop = recorder, fence, stop
         self._hurry, self._cancelled, self._clock = hurry, cancelled, clock
         self._looked = -LOOK_S
         self._outcome = outcome
         self._recent: deque[float] = deque(maxlen=RECENT)
-        self._save_s = LEAST_SAVE_S
         self._began = clock()
         self._warned = False
 
-    def micro_step(self, update: int, done: int, steps: int) -> None:
-        self._inner.micro_step(update, done, steps)
+    def on_micro_step(self, update: int, done: int, steps: int) -> None:
         if done == 0:
             self._began = self._clock()
         if done == steps:
@@ -101,9 +93,10 @@ class Guard:
         if grace_s is None or not self._too_late(done, steps, self._stop.time + grace_s):
             return
         lost, there = "", self._outcome
-        if there.updates and self._inner.can_save():
-            self.checkpoint(there.updates, there.samples)
-            self._inner.settle()
+        if there.updates and self._recorder.can_save():
+            self.before_record()
+            self._recorder.on_checkpoint(there.updates, there.samples)
+            self._recorder.settle()
         elif there.updates:
             lost = "; what came after the newest checkpoint is lost, since the optimizer is sharded"
         raise StopRequested(
@@ -125,16 +118,17 @@ class Guard:
         """
         now = self._clock()
         step_s = (now - self._began) / done if done else 0.0
-        if not self._inner.can_save():
+        if not self._recorder.can_save():
             return now + step_s + LEAST_SAVE_S > deadline
         ends = self._began + max(self._recent, default=0.0)
-        return max(ends, now + step_s * (steps - done)) + SAVE_MARGIN * self._saving_s > deadline
+        save_s = SAVE_MARGIN * max(LEAST_SAVE_S, self._recorder.save_s)
+        return max(ends, now + step_s * (steps - done)) + save_s > deadline
 
-    def boundary(
-        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
-    ) -> None:
+    def before_record(self) -> None:
         self._fence.check()
-        self._inner.boundary(window, report, epoch=epoch, update_s=update_s)
+
+    def on_boundary(self, done: Done) -> None:
+        update_s = done.seconds
         self._recent.append(update_s)
         grace_s = self._hurry() if not self._warned else None
         if grace_s is not None and update_s > grace_s:
@@ -145,28 +139,14 @@ class Guard:
                 f"a larger cluster.signal_ahead_s or fewer accumulation.steps would avoid that"
             )
 
-    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None:
-        self._fence.check()
-        self._inner.evaluation(update, epoch, figures)
 
-    def checkpoint(self, updates: int, samples: int) -> None:
-        self._fence.check()
-        began = self._clock()
-        self._inner.checkpoint(updates, samples)
-        self._save_s = max(LEAST_SAVE_S, self._clock() - began)
-
-    @property
-    def _saving_s(self) -> float:
-        return max(self._save_s, self._inner.save_s)
-
-
-class Follower(Silent):
-    """Every other rank's: leaves inside a window once rank 0 has."""
+class Follower(Callback):
+    """Every other rank's: leave inside a window once rank 0 has."""
 
     def __init__(self, stop: StopFlag, departure: Path) -> None:
         self._stop, self._departure = stop, departure
 
-    def micro_step(self, update: int, done: int, steps: int) -> None:
+    def on_micro_step(self, update: int, done: int, steps: int) -> None:
         if self._stop.requested and done < steps and self._departure.exists():
             raise StopRequested(f"left inside update {update}, as rank 0 did")
 
@@ -181,8 +161,8 @@ PARTS = ("compute_s", "wait_s", "optimizer_s", "update_s")
 NONE = -1  # in the place of an update
 
 
-class RankTimes:
-    """One rank's, of one attempt.
+class RankTimes(Callback):
+    """The seconds of one rank's windows, in one attempt.
 
     Args:
         file: where rank 0 writes what all ranks tell; None on the others.
@@ -195,16 +175,16 @@ class RankTimes:
         self._meetings = 0
         self._found: dict[str, dict[str, Any]] = {}  # rank 0's
 
-    def window(self, report: BoundaryReport, update_s: float) -> None:
-        """A window is over, which took so many seconds from its first micro-step on."""
-        row = (report.update, (report.compute_s, report.wait_s, report.optimizer_s, update_s))
+    def on_boundary(self, done: Done) -> None:
+        report = done.report
+        row = (report.update, (report.compute_s, report.wait_s, report.optimizer_s, done.seconds))
         if self._first is None:
             self._first = row
         else:
             self._latest.append(row)
 
-    def together(self, engine: Engine, *, last: bool) -> None:
-        """All ranks are between the same two windows. Collective; mostly it does nothing."""
+    def on_meeting(self, engine: Engine, *, last: bool) -> None:
+        """Gather the seconds of chosen windows from all ranks, ever more seldom."""
         self._meetings += 1
         seldom = not self._meetings & (self._meetings - 1)  # a power of two
         if self._first is None or not (seldom or last):
@@ -254,46 +234,26 @@ def _length(row: Row) -> float:
     return row[1][-1]
 
 
-# ----------------------------------------------------------------------
-# Where in the loop a rank is, and how long it took: a recorder around the recorder.
-
-
-class Placed:
-    """Marks each place for the signs of life, as the loop comes to it. Every rank has one.
+class PlaceMarks(Callback):
+    """Mark each place of the loop for the signs of life, on every rank.
 
     Args:
         waits_unmarked: the transport's collectives return before they are done (accelerators), so
             that a rank may wait for others anywhere in a boundary.
     """
 
-    def __init__(
-        self, inner: LoopRecorder, life: Life, times: RankTimes, *, waits_unmarked: bool
-    ) -> None:
-        self._inner, self._life, self._waits_unmarked = inner, life, waits_unmarked
-        self._times = times
+    def __init__(self, life: Life, *, waits_unmarked: bool) -> None:
+        self._life, self._waits_unmarked = life, waits_unmarked
 
-    def micro_step(self, update: int, done: int, steps: int) -> None:
+    def on_micro_step(self, update: int, done: int, steps: int) -> None:
         if done < steps:
             self._life.at("micro-step %d of %d of update %d", done + 1, steps, update + 1)
         else:
             self._life.at("the boundary of update %d", update + 1, waits=self._waits_unmarked)
-        self._inner.micro_step(update, done, steps)
 
-    def boundary(
-        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
-    ) -> None:
-        self._life.at("what follows update %d (records, evaluation, checkpoint)", window.update + 1)
-        self._times.window(report, update_s)
-        self._inner.boundary(window, report, epoch=epoch, update_s=update_s)
-
-    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None:
-        self._inner.evaluation(update, epoch, figures)
-
-    def checkpoint(self, updates: int, samples: int) -> None:
-        self._inner.checkpoint(updates, samples)
-
-    def together(self, engine: Engine, *, last: bool) -> None:
-        self._times.together(engine, last=last)
+    def on_boundary(self, done: Done) -> None:
+        after = done.window.update + 1
+        self._life.at("what follows update %d (records, evaluation, checkpoint)", after)
 
 
 # ----------------------------------------------------------------------
@@ -314,7 +274,7 @@ class Attendance:
         self._life.begin()
         self._fence = Fence(run.newest_attempt, attempt)
         self._requeue, self._ahead_s = True, 0.0
-        self._left: Left | None = None
+        self._left: Survivors | None = None
         # Writes, and decides what one rank has to.
         self.leads = topology.rank == 0 and not topology.replaces
 
@@ -343,27 +303,37 @@ class Attendance:
         self._life.say(FAILED, self._failure)
         os._exit(EXIT_FAILED)
 
-    def recorder(self, inner: Recorder | Silent, outcome: Outcome, *, transport: str) -> Attended:
-        """The loop's recorder for this rank: `inner`, guarded where a scheduler may interfere."""
-        writes = isinstance(inner, Recorder)
-        begins = outcome.done is None and not outcome.returned
-        self.leads = writes
-        guarded = self._guarded(inner, outcome, begins=begins)
-        times = RankTimes(self._run.timeline(self._attempt) if writes else None)
-        return Placed(guarded, self._life, times, waits_unmarked=transport in WAITS_UNMARKED)
+    def callbacks(
+        self, recorder: Recorder | None, outcome: Outcome, *, transport: str
+    ) -> list[Callback]:
+        """Return what follows the loop on this rank, in a new group.
 
-    def _guarded(self, inner: Recorder | Silent, outcome: Outcome, *, begins: bool) -> LoopRecorder:
-        if isinstance(inner, Recorder) and self._attempt and begins:
+        Args:
+            recorder: on the rank that writes.
+        """
+        self.leads = recorder is not None
+        times = RankTimes(self._run.timeline(self._attempt) if recorder else None)
+        found: list[Callback] = [
+            PlaceMarks(self._life, waits_unmarked=transport in WAITS_UNMARKED),
+            times,
+        ]
+        scheduled = self._topology.scheduled
+        if recorder is None:
+            follower = Follower(self._stop, self._run.departure(self._attempt))
+            return [*found, follower] if scheduled else found
+        if self._attempt and outcome.done is None and not outcome.returned:
             note = restart_note(self._run, self._attempt, self._topology, outcome.updates)
-            inner.note["restart"] = note
+            recorder.note["restart"] = note
             write_json(self._run.restart(self._attempt), note)
-        if not self._topology.scheduled:
-            return inner
-        if isinstance(inner, Silent):
-            return Follower(self._stop, self._run.departure(self._attempt))
+        found.append(recorder.progress)
+        if scheduled:
+            found.append(self._grace_period(recorder, outcome))
+        return [*found, recorder]
+
+    def _grace_period(self, recorder: Recorder, outcome: Outcome) -> GracePeriod:
         cancelled = self._run.cancel.exists
-        return Guard(
-            inner,
+        return GracePeriod(
+            recorder,
             fence=self._fence,
             stop=self._stop,
             hurry=lambda: self._deadline.grace_s() if self._requeue and not cancelled() else None,
@@ -429,7 +399,7 @@ class Attendance:
             said = {"where": where, "since": since, "at": at, "stack": []}
         self._life.tell_behind(said)
 
-    def goes_on_with(self, left: Left) -> None:
+    def goes_on_with(self, left: Survivors) -> None:
         """From now on losses are survived: the others hear of this worker's end before it ends."""
         self._left = left
 

@@ -4,43 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-from orchestrator.client.loop import Cadence
+from orchestrator.client.loop import RankWindows, is_due
 from orchestrator.config.schema import TrainConfig
 from orchestrator.engine.api import BoundaryReport, Engine, MicroBatch, Window
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 
 KEPT = 1000
 """Updates that each rank knows the figures of; a disk may be full for so many."""
-
-
-class Windows(Protocol):
-    """Where the loop gets its work from: one rank's window of each update, and epochs."""
-
-    def window(self, update: int) -> Window: ...
-    def epoch_of(self, update: int) -> int: ...
-
-
-class Recorder(Protocol):
-    """Where the loop's results go. Only rank 0's recorder writes; the others' do nothing."""
-
-    def micro_step(self, update: int, done: int, steps: int) -> None: ...
-    def boundary(
-        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
-    ) -> None: ...
-    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None: ...
-    def checkpoint(self, updates: int, samples: int) -> None: ...
-
-
-class Attended(Recorder, Protocol):
-    """What the loop tells of itself, on every rank."""
-
-    def together(self, engine: Engine, *, last: bool) -> None:
-        """All ranks have met between two windows, after which `last`: none follows. Collective."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +23,38 @@ class Done:
     window: Window
     report: BoundaryReport
     seconds: float
+    epoch: int
+
+
+class Callback:
+    """Base of what follows the loop on a rank; each method does nothing until it is overridden.
+
+    The loop calls its callbacks in the order of their list. An exception leaves the loop.
+    """
+
+    def on_micro_step(self, update: int, done: int, steps: int) -> None:
+        """Handle a place in a window: `done` of `steps` micro-steps; after all of them the boundary
+        follows.
+        """
+
+    def on_meeting(self, engine: Engine, *, last: bool) -> None:
+        """Use that all ranks are between the same two windows. Collective.
+
+        Args:
+            last: no window follows.
+        """
+
+    def before_record(self) -> None:
+        """Raise where this rank may not write any more; called before each of the methods below."""
+
+    def on_boundary(self, done: Done) -> None:
+        """Handle an applied update. Not collective."""
+
+    def on_evaluation(self, done: Done, figures: dict[str, float]) -> None:
+        """Handle the held-out figures after an update. Rank 0 only."""
+
+    def on_checkpoint(self, updates: int, samples: int) -> None:
+        """Handle a checkpoint that is due after so many updates."""
 
 
 @dataclass(slots=True)
@@ -101,98 +106,99 @@ class Outcome:
             self.kept.pop()
 
 
-def _work(windows: Windows, first: int, last: int) -> Iterator[MicroBatch]:
-    for update in range(first, last):
-        yield from windows.window(update).micro_batches
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loop:
+    """The training loop of one rank in one group.
 
-
-def train(
-    *,
-    engine: Engine,
-    windows: Windows,
-    recorder: Attended,
-    settings: TrainConfig,
-    updates: int,
-    stop: StopFlag,
-    rank: int,
-    outcome: Outcome,
-) -> Outcome:
-    """Train from the `updates` of `outcome` up to `updates`, or until all ranks agree to stop, or
-    to let newcomers in.
-
-    Args:
-        outcome: where the run stands; it is filled on and given back. Survivors that train on in
-            another group come with the one that they had.
+    Attributes:
+        updates: of the whole run.
+        outcome: where the run stands; the loop continues it. Survivors of a loss enter the loop of
+            their next group with the one that they had.
     """
-    follow_up = _FollowUp(engine, windows, recorder, settings, updates, rank, outcome)
-    batches = engine.batches(_work(windows, outcome.updates, updates))
-    for done in outcome.kept:
-        follow_up.record(done)
-    if outcome.done is not None:  # a rank that is gone may have been about to
-        follow_up.of(outcome.done, again=True)
-    while outcome.updates < updates and outcome.state != "stopped" and not outcome.newcomers:
-        update, began = outcome.updates, time.perf_counter()
-        window = windows.window(update)
-        engine.begin_window(window)
-        for done, micro_batch in enumerate(window.micro_batches):
-            recorder.micro_step(update, done, window.steps)
-            engine.micro_step(next(batches), micro_batch)
-        recorder.micro_step(update, window.steps, window.steps)
-        report = engine.boundary(stop=stop.requested)
-        applied = Done(window, report, time.perf_counter() - began)
-        outcome.take(applied)
-        more = outcome.updates < updates and not report.stop_requested
-        outcome.newcomers = report.newcomers and more
-        if outcome.newcomers:
-            follow_up.record(applied)
-        else:
-            follow_up.of(applied)
-    return outcome
-
-
-@dataclass(frozen=True, slots=True)
-class _FollowUp:
-    """What follows an update: its record, an evaluation, a checkpoint. See `train`."""
 
     engine: Engine
-    windows: Windows
-    recorder: Attended
+    windows: RankWindows
+    callbacks: Sequence[Callback]
     settings: TrainConfig
     updates: int
+    stop: StopFlag
     rank: int
     outcome: Outcome
 
-    def of(self, done: Done, *, again: bool = False) -> None:
-        """Collective. `again`: some ranks have done some of it; what is there is left as it is."""
+    def run(self) -> None:
+        """Train until all updates are done, or all ranks agree to stop, or to let newcomers in."""
+        outcome, engine = self.outcome, self.engine
+        batches = engine.batches(self._micro_batches())
+        for done in outcome.kept:
+            self._record(done)
+        if outcome.done is not None:  # a rank that is lost may have had no time for all of this
+            self._follow_up(outcome.done, again=True)
+        while outcome.updates < self.updates and outcome.state != "stopped":
+            update, began = outcome.updates, time.perf_counter()
+            window = self.windows.window(update)
+            engine.begin_window(window)
+            for number, micro_batch in enumerate(window.micro_batches):
+                self._micro_step(window, number)
+                engine.micro_step(next(batches), micro_batch)
+            self._micro_step(window, window.steps)
+            report = engine.boundary(stop=self.stop.requested)
+            seconds, epoch = time.perf_counter() - began, self.windows.epoch_of(update)
+            done = Done(window, report, seconds, epoch)
+            outcome.take(done)
+            if report.newcomers and not outcome.over(self.updates):
+                outcome.newcomers = True
+                self._record(done)
+                return
+            self._follow_up(done)
+
+    def _micro_batches(self) -> Iterator[MicroBatch]:
+        for update in range(self.outcome.updates, self.updates):
+            yield from self.windows.window(update).micro_batches
+
+    def _micro_step(self, window: Window, done: int) -> None:
+        for callback in self.callbacks:
+            callback.on_micro_step(window.update, done, window.steps)
+
+    def _before_record(self) -> None:
+        for callback in self.callbacks:
+            callback.before_record()
+
+    def _record(self, done: Done) -> None:
+        """Pass an update to the callbacks, once. Not collective."""
+        if self.outcome.recorded <= done.window.update:
+            self._before_record()
+            for callback in self.callbacks:
+                callback.on_boundary(done)
+            self.outcome.recorded = done.window.update + 1
+
+    def _follow_up(self, done: Done, *, again: bool = False) -> None:
+        """Record an update; evaluate and save where that is due. Collective.
+
+        Args:
+            again: some ranks did a part of it before another was lost; that part stays as it is.
+        """
         outcome, update = self.outcome, done.window.update
-        epoch = self.windows.epoch_of(update)
-        self.record(done)
+        self._record(done)
         last = outcome.updates == self.updates
         leaving = done.report.stop_requested and not last
-        ends = last or self.windows.epoch_of(update + 1) != epoch
-        saving = last or leaving or self._due(self.settings.checkpoint_every, epoch_ends=ends)
-        if saving:  # nothing is kept of which ranks do not agree what it is
-            self.engine.check_replicas()
-            if not again:
-                self.recorder.together(self.engine, last=last or leaving)
-        evaluating = last or self._due(self.settings.evaluate_every, epoch_ends=ends)
+        ends = last or self.windows.epoch_of(update + 1) != done.epoch
+        every = self.settings.checkpoint_every
+        saving = last or leaving or is_due(every, outcome.updates, epoch_ends=ends)
+        if saving:
+            self.engine.check_replicas()  # ranks that disagree about the state must not save it
+            for callback in () if again else self.callbacks:
+                callback.on_meeting(self.engine, last=last or leaving)
+        evaluating = last or is_due(self.settings.evaluate_every, outcome.updates, epoch_ends=ends)
         if self.rank == 0 and not leaving and evaluating and outcome.evaluated <= update:
             outcome.evaluation = self.engine.evaluate()
-            self.recorder.evaluation(update, epoch, outcome.evaluation)
+            self._before_record()
+            for callback in self.callbacks:
+                callback.on_evaluation(done, outcome.evaluation)
             outcome.evaluated = update + 1
         if saving:
             self.engine.gather_state()
-            self.recorder.checkpoint(outcome.updates, outcome.samples)
+            self._before_record()
+            for callback in self.callbacks:
+                callback.on_checkpoint(outcome.updates, outcome.samples)
         if leaving:
             outcome.state = "stopped"
-
-    def record(self, done: Done) -> None:
-        """Its line, once. Not collective."""
-        update = done.window.update
-        if self.outcome.recorded <= update:
-            epoch = self.windows.epoch_of(update)
-            self.recorder.boundary(done.window, done.report, epoch=epoch, update_s=done.seconds)
-            self.outcome.recorded = update + 1
-
-    def _due(self, every: int | None, *, epoch_ends: bool) -> bool:
-        return Cadence(every=every).due(self.outcome.updates, epoch_ends=epoch_ends)

@@ -33,9 +33,9 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn_into
 from orchestrator.trainer.attendance import Attendance
 from orchestrator.trainer.failure import exit_code
-from orchestrator.trainer.loop import train
+from orchestrator.trainer.loop import Loop
 from orchestrator.trainer.rank_log import send_output_to
-from orchestrator.trainer.recorder import Recorder, memory_of_ranks, result_of
+from orchestrator.trainer.recorder import memory_of_ranks, result_of
 from orchestrator.trainer.setup import Training, set_up
 
 LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, FENCED_RANK: FENCED}
@@ -89,7 +89,7 @@ def _trained(training: Training, stop: StopFlag, attendance: Attendance) -> int:
     began = time.perf_counter()
     memory = _train(training, stop, attendance)
     seconds = time.perf_counter() - began
-    if isinstance(training.recorder, Recorder):
+    if training.recorder is not None:
         training.recorder.close(finished=outcome.state == "finished")
         attendance.allow_result()
         if outcome.state == "finished" or not attendance.leave(outcome.updates):
@@ -121,22 +121,23 @@ def _train(training: Training, stop: StopFlag, attendance: Attendance) -> dict[s
             if why := others.too_few():
                 training.save()
                 raise why
-        if (rank == 0) != isinstance(training.recorder, Recorder):
+        if (rank == 0) != (training.recorder is not None):
             raise RuntimeError(f"rank {rank} of a group, of which rank 0 and nobody else writes")
-        recorder = attendance.recorder(
+        callbacks = attendance.callbacks(
             training.recorder, training.outcome, transport=training.group.transport
         )
+        loop = Loop(
+            engine=engine,
+            windows=RankWindows(planned, rank, training.rates, ranks=ranks),
+            settings=training.config.train,
+            callbacks=callbacks if others is None else [others, *callbacks],
+            updates=planned.updates,
+            stop=stop,
+            rank=rank,
+            outcome=training.outcome,
+        )
         try:
-            train(
-                engine=engine,
-                windows=RankWindows(planned, rank, training.rates, ranks=ranks),
-                settings=training.config.train,
-                recorder=others.watched(recorder) if others else recorder,
-                updates=planned.updates,
-                stop=stop,
-                rank=rank,
-                outcome=training.outcome,
-            )
+            loop.run()
             if others is None or not training.outcome.newcomers:
                 attendance.at_the_end()
                 return memory_of_ranks(engine)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol, cast
 from orchestrator.client.loop import update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
-from orchestrator.engine.api import BoundaryReport, Engine, Window
+from orchestrator.engine.api import BoundaryReport, Engine
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.lifecycle.stopping.departure import restart_reason
 from orchestrator.lifecycle.topology import Topology
@@ -33,7 +33,7 @@ from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import ProgressWriter, read_metrics, read_progress
 from orchestrator.rundir.warnings import NewWarnings, warn
 from orchestrator.trainer.consistency_checks import UpdateTime
-from orchestrator.trainer.loop import Outcome
+from orchestrator.trainer.loop import Callback, Done, Outcome
 from orchestrator.units import format_learning_rate, format_number, format_rate
 
 MOST_LINES = 100_000  # kept in memory, some 70 MB of metrics; the oldest are given up first
@@ -447,24 +447,23 @@ class Scalars:
 # What rank 0 writes down: metrics.jsonl, scalars, checkpoints, where it stands.
 
 
-class Silent:
-    """The recorder of every rank but 0."""
+class Progress(Callback):
+    """Rank 0's place in the current window, for `status` and for the next attempt."""
 
-    def micro_step(self, update: int, done: int, steps: int) -> None: ...
-    def boundary(
-        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
-    ) -> None: ...
-    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None: ...
-    def checkpoint(self, updates: int, samples: int) -> None: ...
-    def settle(self) -> None: ...
+    def __init__(self, run: RunDir, attempt: int) -> None:
+        self._writer = ProgressWriter(run.progress(attempt))
+
+    def on_micro_step(self, update: int, done: int, steps: int) -> None:
+        self._writer.write(update, done, steps)
 
 
-class Recorder:
-    """Rank 0's. A line of metrics.jsonl is one `write`, so a reader sees whole lines but the last.
+class Recorder(Callback):
+    """Rank 0's record: metrics.jsonl, scalars, lines of its log, checkpoints.
 
-    Some of it stands in the rank's log as well. A full disk never ends a training: lines wait for
-    room, a checkpoint that cannot be written is said, the last good one kept, and the next one
-    tried when it is due. Only at the end (`close`) does it matter.
+    A line of metrics.jsonl is one `write`, so a reader sees whole lines but the last. A full disk
+    never ends a training: lines wait for room, and a checkpoint that cannot be written causes a
+    warning; the last good one stays, and the next is tried when it is due. Only at the end
+    (`close`) does it matter.
     """
 
     def __init__(
@@ -473,11 +472,11 @@ class Recorder:
         self._run, self._attempt, self._engine = run, attempt, engine
         self._keep = config.train.keep_checkpoints
         self._saving = Saving(engine, background=config.train.checkpoint_in_background)
-        self._save_s = 0.0
+        self._save_s = self._waited_s = 0.0
         self._identity = run.identity
         self._metrics = LineFile(run.metrics)
         self._unsaved: str | None = None  # why the latest checkpoint could not be written
-        self._place = ProgressWriter(run.progress(attempt))
+        self.progress = Progress(run, attempt)
         self._scalars = Scalars(run, config)
         self.note: dict[str, Any] = {}  # goes with the next update's line, once
         self.noted: list[Mapping[str, Any]] = []  # lines of this attempt with notes of changes
@@ -486,18 +485,14 @@ class Recorder:
         self._pace = UpdateTime(config.facts.update_s)
         self._told = UpdateLines(updates)
 
-    def micro_step(self, update: int, done: int, steps: int) -> None:
-        self._place.write(update, done, steps)
-
-    def boundary(
-        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
-    ) -> None:
+    def on_boundary(self, done: Done) -> None:
+        window, report, update_s = done.window, done.report, done.seconds
         self._update = window.update
         self._take_written(wait=False)
         _warn_of_metrics(report)
         self._pace.see(update_s)
         line = {
-            "epoch": epoch,
+            "epoch": done.epoch,
             "attempt": self._attempt,
             "learning_rate": window.learning_rate,
             "samples": window.samples,
@@ -524,9 +519,10 @@ class Recorder:
             },
         )
 
-    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None:
+    def on_evaluation(self, done: Done, figures: dict[str, float]) -> None:
+        update = done.window.update
         self._line(
-            {"evaluation": figures, "update": update, "epoch": epoch, "time": time.time(),
+            {"evaluation": figures, "update": update, "epoch": done.epoch, "time": time.time(),
              "attempt": self._attempt}
         )  # fmt: skip
         self._told.evaluation(update, figures)
@@ -538,7 +534,8 @@ class Recorder:
         """Whether a checkpoint can be written in mid-window: rank 0 holds all of the state."""
         return self._engine.holds_state()
 
-    def checkpoint(self, updates: int, samples: int) -> None:
+    def on_checkpoint(self, updates: int, samples: int) -> None:
+        began = time.monotonic()
         self._take_written(wait=True)
         write = partial(
             checkpoint.save, self._run.checkpoints, updates=updates, samples=samples,
@@ -546,6 +543,7 @@ class Recorder:
         )  # fmt: skip
         self._saving.begin(updates, write)
         self._take_written(wait=False)
+        self._waited_s = time.monotonic() - began
 
     def settle(self) -> None:
         """Return once no checkpoint is being written any more."""
@@ -554,7 +552,7 @@ class Recorder:
     @property
     def save_s(self) -> float:
         """How long a checkpoint that is due now takes until it is written, by the last one."""
-        return self._save_s * (1 + self._saving.running)
+        return max(self._waited_s, self._save_s * (1 + self._saving.running))
 
     def _take_written(self, *, wait: bool) -> None:
         written = self._saving.ended(wait=wait)

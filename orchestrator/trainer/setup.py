@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.job_source import check_target
@@ -18,7 +18,7 @@ from orchestrator.config.rules import with_survival
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, GroupSpec
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.errors import JobError, PeerLost, RunFolderError, did_you_mean
+from orchestrator.errors import JobError, RunFolderError, did_you_mean
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.lifecycle.topology import Topology
@@ -41,9 +41,9 @@ from orchestrator.trainer.consistency_checks import (
     devices_asked,
     own_rates,
 )
-from orchestrator.trainer.loop import Attended, Outcome
-from orchestrator.trainer.recorder import WHO, Notes, Recorder, Silent, unrecorded
-from orchestrator.trainer.survival import Entering, may_stay_out
+from orchestrator.trainer.loop import Outcome
+from orchestrator.trainer.recorder import WHO, Notes, Recorder, unrecorded
+from orchestrator.trainer.survival import Entering, Survivors, may_stay_out
 
 
 def restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> bool:
@@ -67,17 +67,6 @@ def restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> bool:
 # All that a rank trains with, as one value: the engine, the plan, the record, and who writes.
 
 
-class WayOn(Protocol):
-    """What becomes of a rank where others are gone, or come; see `Survivors`."""
-
-    def go_on(self, error: PeerLost, outcome: Outcome) -> list[Notes]: ...
-    def grow(self, outcome: Outcome) -> list[Notes]: ...
-    def too_few(self) -> PeerLost | None: ...
-    def watched(self, inner: Attended) -> Attended: ...
-    @property
-    def place(self) -> tuple[int, int]: ...
-
-
 @dataclass(kw_only=True, slots=True)
 class Training:
     """One rank's, from its first window to its last.
@@ -98,17 +87,18 @@ class Training:
     group: Group
     planned: Plan
     rates: Callable[[int], float] | None
-    others: WayOn | None = None
+    others: Survivors | None = None
     outcome: Outcome = field(default_factory=Outcome)
     entered: list[Notes] | None = None
-    recorder: Recorder | Silent = field(default_factory=Silent)
+    recorder: Recorder | None = None
 
     def save(self) -> None:
         """A checkpoint of the last update. Collective."""
         if self.outcome.updates:
             self.engine.gather_state()
-            self.recorder.checkpoint(self.outcome.updates, self.outcome.samples)
-            self.recorder.settle()
+            if self.recorder is not None:
+                self.recorder.on_checkpoint(self.outcome.updates, self.outcome.samples)
+                self.recorder.settle()
 
     def over(self) -> bool:
         """Whether no window follows."""
@@ -121,7 +111,8 @@ class Training:
         Args:
             rank: of this one in the group as it is now.
         """
-        self.recorder.settle()  # what is being written counts
+        if self.recorder is not None:
+            self.recorder.settle()  # what is being written counts
         outcome, stood = self.outcome, self.outcome.updates
         if not restore(self.run, self.engine, outcome, rank):
             return None
@@ -157,7 +148,7 @@ class Training:
         and with it the changes that no line has yet, or only lines of updates that are done again.
         """
         recorder, updates = self.recorder, self.outcome.updates
-        if isinstance(recorder, Silent):
+        if recorder is None:
             recorder = self.write()
             there = read_metrics(self.run.metrics)
             recorded = max((r["update"] + 1 for r in there.updates), default=0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from orchestrator.config.schema import ClusterConfig, node_range
 from orchestrator.engine.api import BoundaryReport, Engine, Framework, GroupSpec, Survives, Window
@@ -35,7 +35,7 @@ from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
 from orchestrator.trainer.failure import describe
-from orchestrator.trainer.loop import Attended, Done, Outcome
+from orchestrator.trainer.loop import Callback, Done, Outcome
 from orchestrator.trainer.recorder import Notes, notes_of
 
 
@@ -78,6 +78,7 @@ def standing_to_json(outcome: Outcome) -> str:
             "window": asdict(window),
             "report": asdict(outcome.done.report),
             "seconds": outcome.done.seconds,
+            "epoch": outcome.done.epoch,
             "samples": outcome.samples,
         }
     )
@@ -87,7 +88,8 @@ def take_standing(outcome: Outcome, text: str) -> None:
     """Stand there: one update farther, or, of a newcomer, wherever the others are."""
     found: dict[str, Any] = json.loads(text)
     window = Window(**found["window"] | {"micro_batches": ()})
-    outcome.take(Done(window, BoundaryReport(**found["report"]), found["seconds"]))
+    report = BoundaryReport(**found["report"])
+    outcome.take(Done(window, report, found["seconds"], found["epoch"]))
     outcome.samples = found["samples"]
 
 
@@ -154,54 +156,6 @@ def formed(framework: Framework, spec: GroupSpec, given_up: Callable[[], bool]) 
 
 
 # ----------------------------------------------------------------------
-# A recorder around the recorder that leaves the loop when the others have gone on, or are to.
-
-
-class Checks(Protocol):
-    """What it asks; the first two raise `PeerLost` when there is a newer generation."""
-
-    place: tuple[int, int]
-
-    def check(self) -> None: ...
-    def check_record(self) -> None: ...
-    def tell_newcomers(self) -> None: ...
-
-
-class Watched:
-    """See `Survivors.watched`."""
-
-    def __init__(self, inner: Attended, survivors: Checks) -> None:
-        self._inner, self._survivors = inner, survivors
-
-    def micro_step(self, update: int, done: int, steps: int) -> None:
-        self._survivors.check()
-        if done == steps:
-            self._survivors.tell_newcomers()
-        self._inner.micro_step(update, done, steps)
-
-    def boundary(
-        self, window: Window, report: BoundaryReport, *, epoch: int, update_s: float
-    ) -> None:
-        self._check()
-        self._inner.boundary(window, report, epoch=epoch, update_s=update_s)
-
-    def evaluation(self, update: int, epoch: int, figures: dict[str, float]) -> None:
-        self._check()
-        self._inner.evaluation(update, epoch, figures)
-
-    def checkpoint(self, updates: int, samples: int) -> None:
-        self._check()
-        self._inner.checkpoint(updates, samples)
-
-    def together(self, engine: Engine, *, last: bool) -> None:
-        self._inner.together(engine, last=last)
-
-    def _check(self) -> None:
-        if self._survivors.place[0] == 0:  # the others write nothing
-            self._survivors.check_record()
-
-
-# ----------------------------------------------------------------------
 # How a rank goes on when others are gone or have come, in a group of those that are there.
 
 SILENCE_S = 5.0
@@ -245,7 +199,7 @@ class Part:
     silence_s: float
 
 
-class Survivors:
+class Survivors(Callback):
     """One rank's part among them. `Entering` makes it.
 
     Args:
@@ -277,25 +231,22 @@ class Survivors:
         """This rank ends: the others are not to go on without it."""
         self._membership.end(word)
 
-    def watched(self, inner: Attended) -> Attended:
-        """`inner`, left in mid-window when somebody is gone; a rank that was given up writes
-        nothing through it.
+    def on_micro_step(self, update: int, done: int, steps: int) -> None:
+        """Leave the window when there is a newer generation; before the boundary, which tells all
+        ranks, say whether newcomers wait.
         """
-        return Watched(inner, self)
-
-    def check(self) -> None:
-        """Raises `PeerLost` when there is a newer generation."""
+        del update
         if self._membership.latest.number > self._generation:
             raise PeerLost("another rank is gone")
+        if done == steps:
+            self._engine.newcomers_wait(self._membership.asked)
 
-    def check_record(self) -> None:
-        """`check` by the record itself: the thread may have stood still with this rank."""
-        if self._record.read(self._generation + 1) is not None:
+    def before_record(self) -> None:
+        """On the rank that writes: raise `PeerLost` by the record itself, since the thread that
+        hears of generations may have been stopped together with this rank.
+        """
+        if self.place[0] == 0 and self._record.read(self._generation + 1) is not None:
             raise PeerLost("another rank is gone")
-
-    def tell_newcomers(self) -> None:
-        """At the boundary to come all ranks hear of newcomers, where this one knows of some."""
-        self._engine.newcomers_wait(self._membership.asked)
 
     # ------------------------------------------------------------------ the next generation
 

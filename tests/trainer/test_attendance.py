@@ -12,8 +12,15 @@ from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.trainer.attendance import Follower, Guard
-from orchestrator.trainer.loop import Outcome
+from orchestrator.trainer.attendance import Follower, GracePeriod
+from orchestrator.trainer.loop import Done, Outcome
+
+DONE = Done(
+    Window(update=7, samples=10, micro_batches=(), steps=1, learning_rate=0.1),
+    BoundaryReport(update=7, loss=0, weight=1),
+    seconds=9,
+    epoch=0,
+)
 
 
 @pytest.fixture
@@ -54,10 +61,6 @@ class Record:
     def __init__(self, whole=True):
         self.saved, self.whole = [], whole
 
-    def micro_step(self, update, done, steps): ...
-    def boundary(self, window, report, *, epoch, update_s): ...
-    def evaluation(self, update, epoch, figures): ...
-
     save_s = 0.0
 
     def can_save(self):
@@ -65,13 +68,13 @@ class Record:
 
     def settle(self): ...
 
-    def checkpoint(self, updates, samples):
+    def on_checkpoint(self, updates, samples):
         self.saved.append((updates, samples))
 
 
 def guard_of(run, grace_s, clock, *, whole=True):
     record, stop = Record(whole), StopFlag()
-    guard = Guard(
+    guard = GracePeriod(
         record, fence=Fence(run.newest_attempt, 0), stop=stop, hurry=lambda: grace_s,
         outcome=Outcome(updates=7, samples=70), clock=clock,
     )  # fmt: skip
@@ -85,33 +88,33 @@ def asked(stop, at):
 def test_a_boundary_in_time_is_waited_for(run):
     clock = Clock()
     guard, record, stop = guard_of(run, 30.0, clock)
-    guard.micro_step(7, 0, 4)
+    guard.on_micro_step(7, 0, 4)
     asked(stop, clock.now)
     for done in (1, 2, 3, 4):
         clock.now += 5
-        guard.micro_step(7, done, 4)
+        guard.on_micro_step(7, done, 4)
     assert record.saved == []
 
 
 def test_a_boundary_that_would_come_too_late_is_not(run):
     clock = Clock()
     guard, record, stop = guard_of(run, 10.0, clock)
-    guard.micro_step(7, 0, 4)
+    guard.on_micro_step(7, 0, 4)
     asked(stop, clock.now)
     clock.now += 5
     with pytest.raises(StopRequested, match="after the grace of 10 s"):
-        guard.micro_step(7, 1, 4)
+        guard.on_micro_step(7, 1, 4)
     assert record.saved == [(7, 70)]
 
 
 def test_a_sharded_state_cannot_be_saved_in_mid_window_and_that_is_said(run):
     clock = Clock()
     guard, record, stop = guard_of(run, 10.0, clock, whole=False)
-    guard.micro_step(7, 0, 4)
+    guard.on_micro_step(7, 0, 4)
     asked(stop, clock.now)
     clock.now += 5
     with pytest.raises(StopRequested, match="newest checkpoint is lost, since the optimizer is sh"):
-        guard.micro_step(7, 1, 4)
+        guard.on_micro_step(7, 1, 4)
     assert record.saved == []
 
 
@@ -121,27 +124,29 @@ def test_without_haste_a_stop_always_waits_for_the_boundary(run):
     asked(stop, clock.now)
     for done in range(5):
         clock.now += 1000
-        guard.micro_step(7, done, 4)
+        guard.on_micro_step(7, done, 4)
     assert record.saved == []
 
 
 def test_updates_longer_than_the_grace_are_told_once(run):
     guard, _, _ = guard_of(run, 2.0, Clock())
-    window = Window(update=7, samples=10, micro_batches=(), steps=1, learning_rate=0.1)
-    report = BoundaryReport(update=7, loss=0, weight=1)
     with pytest.warns(UserWarning, match="longer than the 2 s"):
-        guard.boundary(window, report, epoch=0, update_s=9)
-    guard.boundary(window, report, epoch=0, update_s=9)  # a second warning would be an error
+        guard.on_boundary(DONE)
+    guard.on_boundary(DONE)  # a second warning would be an error
 
 
 def test_a_superseded_attempt_writes_nothing_more(run):
-    guard, record, _ = guard_of(run, None, Clock())
+    guard, _, _ = guard_of(run, None, Clock())
     Fence(run.newest_attempt, 1).take()
-    window = Window(update=7, samples=10, micro_batches=(), steps=1, learning_rate=0.1)
     with pytest.raises(StaleAttempt):
-        guard.boundary(window, BoundaryReport(update=7, loss=0, weight=1), epoch=0, update_s=1)
+        guard.before_record()
+    clock = Clock()
+    guard, record, stop = guard_of(run, 10.0, clock)
+    guard.on_micro_step(7, 0, 4)
+    asked(stop, clock.now)
+    clock.now += 5
     with pytest.raises(StaleAttempt):
-        guard.checkpoint(8, 80)
+        guard.on_micro_step(7, 1, 4)
     assert record.saved == []
 
 
@@ -149,10 +154,10 @@ def test_the_others_leave_a_window_when_rank_0_has(run):
     stop = StopFlag()
     follower = Follower(stop, run.departure(0))
     write_json(run.departure(0), {"why": "preempted"})
-    follower.micro_step(0, 1, 4)  # nobody asked this rank to stop
+    follower.on_micro_step(0, 1, 4)  # nobody asked this rank to stop
     asked(stop, 1.0)
     with pytest.raises(StopRequested):
-        follower.micro_step(0, 2, 4)
+        follower.on_micro_step(0, 2, 4)
 
 
 def topology(base):

@@ -7,6 +7,7 @@ import torch
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.torch import run_in_threads
 from orchestrator.trainer.attendance import RankTimes
+from orchestrator.trainer.loop import Done
 
 
 class Gathers:
@@ -28,9 +29,10 @@ def told(file, updates, *, slow, meet):
         times = RankTimes(file if group.rank == 0 else None)
         for update in range(updates):
             wait = 5.0 if update == slow else 0.1 * group.rank + 0.001 * update
-            times.window(BoundaryReport(update=update, loss=0, weight=1, wait_s=wait), 1 + wait)
+            report = BoundaryReport(update=update, loss=0, weight=1, wait_s=wait)
+            times.on_boundary(Done(None, report, 1 + wait, epoch=0))
             if update + 1 in meet:
-                times.together(engine, last=update + 1 == updates)
+                times.on_meeting(engine, last=update + 1 == updates)
         return engine.calls
 
     return run_in_threads(3, be)

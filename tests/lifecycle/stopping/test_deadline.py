@@ -14,7 +14,7 @@ from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import JobStatus
-from orchestrator.trainer.attendance import Guard
+from orchestrator.trainer.attendance import GracePeriod
 from orchestrator.trainer.loop import Outcome
 
 TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
@@ -112,21 +112,22 @@ def test_before_any_signal_the_shortest_notice_is_told():
 
 
 class Record:
-    """Rank 0's recorder, as far as `Guard` needs one."""
+    """Rank 0's recorder, as far as `GracePeriod` needs one."""
 
     def __init__(self, *, whole):
         self.whole, self.saved = whole, []
 
-    def micro_step(self, update, done, steps): ...
+    save_s = 0.0
+
     def can_save(self):
         return self.whole
 
-    def checkpoint(self, updates, samples):
+    def on_checkpoint(self, updates, samples):
         self.saved.append(updates)
 
 
 def guard_of(run, stop, clock, *, whole=True, **more):
-    return Guard(
+    return GracePeriod(
         Record(whole=whole), fence=Fence(run.newest_attempt, 0), stop=stop,
         outcome=Outcome(updates=7, samples=70), clock=clock, **more,
     )  # fmt: skip
@@ -143,13 +144,13 @@ def run(tmp_path):
 def test_cancel_is_read_at_a_boundary_although_no_signal_came(run):
     stop = StopFlag()
     guard = guard_of(run, stop, lambda: 1000.0, hurry=lambda: None, cancelled=run.cancel.exists)
-    guard.micro_step(7, 4, 4)
+    guard.on_micro_step(7, 4, 4)
     assert not stop.requested
     write_json(run.cancel, {"how": "stop"})
     for clock in (1000.5, 1002.0):  # once a second at the most
         guard._clock = lambda clock=clock: clock
-        guard.micro_step(8, 2, 4)
-        guard.micro_step(8, 4, 4)
+        guard.on_micro_step(8, 2, 4)
+        guard.on_micro_step(8, 4, 4)
         assert stop.requested == (clock > 1001)
 
 
@@ -157,13 +158,13 @@ def test_a_boundary_is_hoped_for_to_the_last_where_leaving_would_save_nothing(ru
     now = [1000.0]
     stop = told(TERM=0)
     guard = guard_of(run, stop, lambda: now[0], whole=False, hurry=lambda: 10.0)
-    guard.micro_step(7, 0, 8)
+    guard.on_micro_step(7, 0, 8)
     for done in (1, 2, 3):
         now[0] += 2.0
-        guard.micro_step(7, done, 8)  # by their pace the boundary comes after 16 s
+        guard.on_micro_step(7, done, 8)  # by their pace the boundary comes after 16 s
     now[0] += 2.0
     with pytest.raises(StopRequested):  # one more would end after the kill
-        guard.micro_step(7, 4, 8)
+        guard.on_micro_step(7, 4, 8)
 
 
 def test_the_reason_of_a_silent_node_outlives_the_signal_that_follows(run):
