@@ -97,50 +97,29 @@ def status(
     """Say where runs stand: those that wait, run, or have ended, however and wherever they run."""
     del verbose
     from orchestrator.cli.status import expand, losses_so_far, statuses
-    from orchestrator.report.status_tables import points_wanted, print_run, print_status
+    from orchestrator.report import status_tables as tables
+    from orchestrator.rundir.status import find_runs
 
     asked = [path.absolute() for path in runs or []]
-    found, sentences = statuses([] if _is_search_without_runs(asked) else expand(asked))
+    search = tables.search_of(asked[0]) if len(asked) == 1 else None
+    unbegun = search is not None and not find_runs(asked[0], waiting=True)
+    found, sentences = statuses([] if unbegun else expand(asked))
     console = Console()
     for sentence in sentences:
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
     if as_json:
         rows = [status.to_json() for status in found]
-        print_json(_with_trials(rows, asked[0]) if len(asked) == 1 else rows)
-    elif len(asked) == 1 and [status.folder for status in found] == asked:
-        print_run(found[0], losses_so_far(found[0], points_wanted(console)), console)
+        print_json(tables.with_trials(rows, search) if search else rows)
+        return
+    if len(asked) == 1 and [status.folder for status in found] == asked:
+        curve = losses_so_far(found[0], tables.points_wanted(console))
+        tables.print_run(found[0], curve, console)
     elif found:
-        print_status(found, console, Path.cwd())
+        tables.print_status(found, console, Path.cwd())
     elif not asked:
         say(console, "there are no runs in runs/")
-    if not as_json and len(asked) == 1:
-        _show_search(asked[0], console)
-
-
-def _is_search_without_runs(asked: list[Path]) -> bool:
-    """Return True for one search whose trials could not begin yet."""
-    from orchestrator.rundir.folder import RunDir
-    from orchestrator.rundir.status import find_runs
-
-    if len(asked) != 1 or not RunDir(asked[0]).search.exists():
-        return False
-    return not find_runs(asked[0], waiting=True)
-
-
-def _with_trials(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Add to each run of a search its trials."""
-    from orchestrator.report.status_tables import search_of, with_trials
-
-    search = search_of(folder)
-    return with_trials(rows, search) if search else rows
-
-
-def _show_search(folder: Path, console: Console) -> None:
-    """Print the trials, if the folder is a search's."""
-    from orchestrator.report.status_tables import print_search, search_of
-
-    if found := search_of(folder):
-        print_search(found, console)
+    if search is not None:
+        tables.print_search(search, console)
 
 
 def attach(

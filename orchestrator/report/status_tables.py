@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.errors import RunFolderError
 from orchestrator.report.terminal import command, legible, literal, say
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
@@ -280,17 +279,7 @@ def search_of(folder: Path) -> dict[str, Any] | None:
     Raises:
         RunFolderError: it is damaged.
     """
-    path = RunDir(folder).search
-    found = read_json(path)
-    if found is None:
-        return None
-    numbers = [trial["number"] for trial in found["trials"]]
-    words = [word for trial in found["trials"] for word in trial["point"]]
-    if numbers != [*range(len(numbers))] or found["best"] not in (None, *numbers):
-        raise RunFolderError(f"{path} is damaged: its trials are not numbered as a search does it")
-    if not all("=" in word for word in words):
-        raise RunFolderError(f"{path} is damaged: what a trial has chosen is no key with a value")
-    return found
+    return read_json(RunDir(folder).search)
 
 
 def words_of(search: Mapping[str, Any], number: int) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import read_config, to_yaml
-from orchestrator.config.schema import BOUNDS, CHOICES, Config
+from orchestrator.config.schema import BOUNDS, Config
 from orchestrator.errors import ConfigError
 
 
@@ -86,14 +86,6 @@ def test_the_written_configuration_reads_back_as_the_same():
 
     config = compose(["accumulation.steps=7", "cluster.nodes={min:1,max:3}"])
     assert read_config(yaml.safe_load(to_yaml(config))) == config
-
-
-def test_every_choice_names_a_key_of_the_schema():
-    config = compose([])
-    for dotted in CHOICES:
-        node = config
-        for part in dotted.split("."):
-            node = getattr(node, part)
 
 
 def test_an_own_job_does_not_inherit_the_default_jobs_arguments():

@@ -62,9 +62,6 @@ def test_what_can_survive_is_let_through(kind):
 
 REFUSED = (
     ({"transport": "nccl"}, "transport=gloo"),
-    ({"cluster__kind": "slurm", "cluster__allocation": "current"}, "leave one of them"),
-    ({"cluster__gpus_per_node": 4}, "transport=gloo"),
-    ({"cluster__kind": "elsewhere"}, "not available on a elsewhere cluster"),
     ({"job": {"_target_": "jobs.digits_mindspore.DigitsMindSpore"}}, "run.max_restarts=3"),
     ({"job": LIGHT}, "not available with numpy"),
     ({"cluster__kind": "slurm", "sweep__pack": True}, "not available with sweep.pack"),

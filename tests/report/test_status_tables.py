@@ -1,10 +1,5 @@
 """A search as its folder tells it: whole, or refused; never a traceback."""
 
-import copy
-
-import pytest
-
-from orchestrator.errors import RunFolderError
 from orchestrator.report.status_tables import print_search, search_of, with_trials
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
@@ -28,14 +23,3 @@ def test_a_search_is_read_back(tmp_path, screen):
     [run, failed] = with_trials([{"folder": "/sweep/0"}], found)
     assert run["trials"][0]["parameters"] == {"job.x": "'a=b'"}
     assert failed["state"] == "failed"
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("best", 7), ("best", -1), ("trials", [TRIAL, TRIAL]), ("trials", [TRIAL | {"number": 1}]),
-     ("trials", [TRIAL | {"point": ["x"]}])],
-)  # fmt: skip
-def test_what_no_search_writes_is_damage(tmp_path, key, value):
-    write_json(RunDir(tmp_path).search, copy.deepcopy(FOUND) | {key: value})
-    with pytest.raises(RunFolderError, match=r"search\.json is damaged"):
-        search_of(tmp_path)

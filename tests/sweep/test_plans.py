@@ -42,9 +42,3 @@ def test_a_plan_without_a_sweep_is_one_and_a_point_that_cannot_be_is_named():
     done = CliRunner().invoke(app, ["plan", "-m", "cluster.nodes=1,0"])
     assert done.exit_code == 2
     assert "point 1: cluster.nodes must be at least 1" in done.output
-
-
-def test_a_number_of_points_at_once_is_at_least_one():
-    done = CliRunner().invoke(app, ["plan", "-m", "cluster.nodes=1,2", "sweep.parallel=0"])
-    assert done.exit_code == 2
-    assert "from 1 to 10000" in " ".join(done.output.split())
