@@ -43,7 +43,7 @@ from orchestrator.trainer.consistency_checks import (
 )
 from orchestrator.trainer.loop import Outcome
 from orchestrator.trainer.recorder import WHO, Notes, Recorder, unrecorded
-from orchestrator.trainer.survival import Entering, Survivors, may_stay_out
+from orchestrator.trainer.survival import Survivors, may_stay_out
 
 
 def restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> bool:
@@ -200,16 +200,14 @@ def _set_up(
         run=run, attempt=attempt, config=config, engine=engine, group=group, planned=planned,
         rates=own_rates(job, config.schedule, engine, planned.updates),
     )  # fmt: skip
-    survives = config.run.survive
-    life = attendance.life
-    entering = (
-        Entering(spec, config.cluster, topology, framework, engine, life) if survives else None
-    )
-    if alone and entering is not None:
-        training.others = survivors = entering.alone(job, lambda: stop.requested)
-        survivors.back, survivors.over = training.back, training.over
-        training.entered = survivors.enter(training.outcome)
-        attendance.goes_on_with(survivors)
+    if config.run.survive:
+        training.others = Survivors(
+            spec, config.cluster, topology, framework, engine, attendance.life,
+            back=training.back, over=training.over,
+        )  # fmt: skip
+    if alone and training.others is not None:
+        training.entered = training.others.join(job, training.outcome, lambda: stop.requested)
+        attendance.goes_on_with(training.others)
         return training
     restore(run, engine, outcome := training.outcome, topology.rank)
     checkpoint.refuse_beyond(run, outcome.updates, planned.updates)
@@ -222,10 +220,9 @@ def _set_up(
         environment = describe_environment(framework.versions(), group.transport, code)
         _write_down(run, environment, engine, planned)
         training.write()
-    if entering is not None:
-        training.others = survivors = entering.together(job, group)
-        survivors.back, survivors.over = training.back, training.over
-        attendance.goes_on_with(survivors)
+    if training.others is not None:
+        training.others.begin(job, group)
+        attendance.goes_on_with(training.others)
     return training
 
 

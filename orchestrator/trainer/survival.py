@@ -1,4 +1,4 @@
-"""What people are told of ranks that went away while the others go on."""
+"""Training on after a loss: a worker's part in the next generation of ranks, and its messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +40,7 @@ from orchestrator.trainer.recorder import Notes, notes_of
 
 
 def went_away(gone: Sequence[int], update: int, *, over: bool) -> str:
-    """Who, and when.
+    """Return which ranks were lost, and when.
 
     >>> went_away([3], 12, over=False), went_away([0, 1], 41, over=True)
     ('rank 3 went away in update 12; ', 'ranks 0, 1 went away after the last update, 40; ')
@@ -50,7 +50,7 @@ def went_away(gone: Sequence[int], update: int, *, over: bool) -> str:
 
 
 def those_left(count: int, *, over: bool) -> str:
-    """What they do: redo the update, or, where none was under way, end the run.
+    """Return what the others do: redo the update or, if none was under way, end the run.
 
     >>> those_left(5, over=False), those_left(1, over=True)
     ('5 ranks redo it and go on', '1 rank ends the run')
@@ -65,11 +65,11 @@ def ranks(numbers: Sequence[int]) -> str:
 
 
 # ----------------------------------------------------------------------
-# Where a run stands, as a rank that has done the last update tells one that has not.
+# The state of the loop, which a rank that has done the last update sends to one that has not.
 
 
 def standing_to_json(outcome: Outcome) -> str:
-    """As text that travels."""
+    """Return the last update and the samples so far as JSON."""
     if outcome.done is None:
         return "null"
     window = replace(outcome.done.window, micro_batches=())
@@ -85,7 +85,7 @@ def standing_to_json(outcome: Outcome) -> str:
 
 
 def take_standing(outcome: Outcome, text: str) -> None:
-    """Stand there: one update farther, or, of a newcomer, wherever the others are."""
+    """Bring `outcome` to where the sender of `text` is."""
     found: dict[str, Any] = json.loads(text)
     window = Window(**found["window"] | {"micro_batches": ()})
     report = BoundaryReport(**found["report"])
@@ -94,14 +94,14 @@ def take_standing(outcome: Outcome, text: str) -> None:
 
 
 # ----------------------------------------------------------------------
-# A job's own modules, told by their digests: a newcomer imports them later than the others did,
-# and what it computes has to be what they compute.
+# Digests of a job's own modules: a replacement imports them later than the others did, and must
+# compute what they compute.
 
 OURS = "orchestrator"
 
 
 def modules_of(job: Any) -> dict[str, str]:
-    """Digests of all modules that were imported from the folder of this job's class, by name."""
+    """Return digests of all modules imported from the folder of this job's class, by name."""
     folder = folder_of(type(job))
     found: dict[str, str] = {}
     for name, module in list(sys.modules.items()):
@@ -115,7 +115,7 @@ def modules_of(job: Any) -> dict[str, str]:
 
 
 def changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Modules that both have, but not alike.
+    """Return the modules that both have with different digests.
 
     >>> changed({"job": "a", "net": "b"}, {"job": "c", "net": "b", "late": "d"})
     ['job']
@@ -124,17 +124,17 @@ def changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 
 # ----------------------------------------------------------------------
-# The group of the next generation: formed aside, so that it can be left where somebody dies.
+# The group of the next generation, formed in a thread so that it can be abandoned.
 
 LOOK_S = 0.005
 
 
 def formed(framework: Framework, spec: GroupSpec, given_up: Callable[[], bool]) -> Any:
-    """The group, from a thread that is left behind where one more of its members dies: what it
-    waits for has no end then.
+    """Return the group. The thread that forms it stays behind if one more member dies: it would
+    wait for that member for ever.
 
     Raises:
-        PeerLost: it was `given_up` meanwhile.
+        PeerLost: the group was `given_up` meanwhile.
     """
     found: list[Any] = []
 
@@ -156,79 +156,107 @@ def formed(framework: Framework, spec: GroupSpec, given_up: Callable[[], bool]) 
 
 
 # ----------------------------------------------------------------------
-# How a rank goes on when others are gone or have come, in a group of those that are there.
+# A worker's part in training on after losses, and with replacements.
 
 SILENCE_S = 5.0
-"""After which a rank that says nothing is gone, where cluster.heartbeat_timeout_s is not less."""
+"""The longest silence of a rank that counts as alive; cluster.heartbeat_timeout_s may be less."""
 MARGIN_S = 3.0
 GOES_BACK = (
     "nobody has its part of the optimizer's state, so the run goes back to its newest checkpoint, "
     "after update {}; "
 )
 MOST_TRIES = 3
-"""So many groups may begin one update; what kills a fourth is in the update."""
+"""Losses in one update that are survived; one more is probably caused by the update itself."""
 
 
-def silence_s(cluster: ClusterConfig) -> float:
-    """For how long a rank may be silent where the others would go on without it."""
-    return min(cluster.heartbeat_timeout_s, SILENCE_S)
-
-
-def least_nodes(cluster: ClusterConfig) -> int:
-    """How many nodes have to be left: the range's least; one where a number was asked for."""
-    return 1 if isinstance(cluster.nodes, int) else node_range(cluster.nodes)[0]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """What one rank has its part with, among those that survive.
-
-    Attributes:
-        me: its number (`lifecycle/survival/members.py`).
-        spec: that of the attempt's first group; `spec.size` ranks are what all began with.
-        nodes: the number of each rank's node.
-        least_nodes: so many have to be left.
-    """
-
-    me: int
-    spec: GroupSpec
-    framework: Framework
-    engine: Survives
-    nodes: Mapping[int, int]
-    least_nodes: int
-    silence_s: float
+@contextmanager
+def may_stay_out() -> Generator[None]:
+    """Raise `Fenced` for any error of a replacement that has not joined: the others train on."""
+    try:
+        yield
+    except Fenced:
+        raise
+    except BaseException as error:
+        if not isinstance(error, OrchestratorError):
+            traceback.print_exception(error)
+        raise Fenced(f"it could not take its place again: {describe(error)}") from error
 
 
 class Survivors(Callback):
-    """One rank's part among them. `Entering` makes it.
+    """One worker's part in training on without lost ranks. `begin` or `join` comes first.
 
     Args:
-        membership: begun.
-        record: of this attempt's generations.
-        members: of the group that this rank is in; of a newcomer, those who let it in.
-        generation: that group's number.
+        spec: of the attempt's first group, also on a replacement.
+        engine: one that `Survives`.
+        back: goes back to the newest checkpoint, as `Training.back`.
+        over: returns whether no window follows.
+
+    Attributes:
+        place: this worker's rank in the present group, and the group's size.
+
+    Raises:
+        ConfigError: the framework's engine cannot continue in another group.
     """
 
     def __init__(
         self,
-        part: Part,
-        membership: Membership,
-        record: GenerationRecord,
+        spec: GroupSpec,
+        cluster: ClusterConfig,
+        topology: Topology,
+        framework: Framework,
+        engine: Engine,
+        life: Life,
         *,
-        members: Members,
-        generation: int = 0,
+        back: Callable[[int], int | None],
+        over: Callable[[], bool],
     ) -> None:
-        self._part, self._membership, self._record = part, membership, record
-        self._engine, self._silence_s = part.engine, part.silence_s
-        self._generation, self._members = generation, members
+        if not life.has_agent:
+            raise ConfigError(
+                "run.survive=true needs an agent on each node, which starts the ranks"
+            )
+        if not hasattr(engine, "regroup"):
+            raise ConfigError(
+                f"run.survive=true is not available with the engine of {type(framework).__name__}, "
+                "which cannot go on in another group; leave it out, and use run.max_restarts"
+            )
+        self._spec, self._framework, self._back, self._over = spec, framework, back, over
+        self._engine = cast("Survives", engine)
+        self._me = member_of(spec.rank, topology.replaces, spec.size)
+        self._ranks_per_node = spec.size // topology.nodes
+        self._all_nodes = set(range(topology.nodes))
+        self._least_nodes = 1 if isinstance(cluster.nodes, int) else node_range(cluster.nodes)[0]
+        self._silence_s = min(cluster.heartbeat_timeout_s, SILENCE_S)
+        self._record = GenerationRecord(spec.folder)
+        self._membership = Membership(life, self._me, self._silence_s)
+        self._generation = 0
+        self._members: Members = tuple(range(spec.size))
         self._history: list[Notes] = []
         self._tries = (-1, 0)
-        self.place = part.spec.rank, part.spec.size
-        self.back: Callable[[int], int | None] = lambda _: None
-        self.over: Callable[[], bool] = lambda: False
+        self.place = spec.rank, spec.size
+
+    def begin(self, job: Any, group: Any) -> None:
+        """Take part from the attempt's beginning, once the engine is built."""
+        self._membership.on_news(group.interrupt)
+        self._membership.begin(modules_of(job))
+
+    def join(self, job: Any, outcome: Outcome, stopped: Callable[[], bool]) -> list[Notes]:
+        """Take the place of a lost rank: ask, wait until a boundary lets this worker in, and bring
+        `outcome` to where the others are. Return what is to be recorded of it.
+
+        Raises:
+            Fenced: the others' code differs from this worker's, or no other rank is left.
+        """
+        first = self._record.read(0)
+        assert first is not None  # noqa: S101  # written before the first rank can be replaced
+        if odd := changed(first["code"], modules_of(job)):
+            raise Fenced(f"{', '.join(odd)} changed on disk since the others began")
+        newer = self._membership.join(stopped)
+        self._members = tuple(one for one in newer.members if one != self._me)
+        self._generation = newer.number - 1
+        return self.go_on(PeerLost("this rank takes its place again"), outcome)
 
     def end(self, word: str) -> None:
-        """This rank ends: the others are not to go on without it."""
+        """Tell the others that this worker ends, so that they do not count it as lost."""
         self._membership.end(word)
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
@@ -250,34 +278,31 @@ class Survivors(Callback):
 
     # ------------------------------------------------------------------ the next generation
 
-    def enter(self, outcome: Outcome) -> list[Notes]:
-        """As a newcomer that was let in, `go_on` to where the others stand."""
-        return self.go_on(PeerLost("this rank takes its place again"), outcome)
-
     def grow(self, outcome: Outcome) -> list[Notes]:
-        """After a boundary at which all heard of newcomers: go on with them. Collective; else as
-        `go_on`.
+        """Continue with newcomers, after a boundary that told all ranks of them. Collective.
+
+        Returns and raises as `go_on`.
         """
         self._engine.before_growth()
         self._membership.ready(self._generation, outcome.updates)
         with for_others("newcomers to be let in"):
-            self._membership.await_newer(self._generation, self._part.spec.collective_timeout_s)
+            self._membership.await_newer(self._generation, self._spec.collective_timeout_s)
         return self.go_on(PeerLost("newcomers are let in"), outcome)
 
     def go_on(self, error: PeerLost, outcome: Outcome) -> list[Notes]:
-        """Meet the others that are left, and stand where they do. Collective among these.
+        """Form the next group with the ranks that are left, and bring `outcome` to where the most
+        advanced of them is. Collective among these.
 
         Args:
-            error: how this rank noticed.
-            outcome: where this rank stands; it is brought up to where the others do.
+            error: how this rank noticed the loss.
 
         Returns:
-            What is to be recorded, of this change and of those before it.
+            Notes to record, of this change and of those before it.
 
         Raises:
-            Fenced: the others have gone on without this rank.
+            Fenced: the others continue without this rank.
             NoWayOn: too many losses came in one update, or a part of the state is lost.
-            PeerLost: nobody is known to be gone.
+            PeerLost: no rank is known to be lost.
         """
         print(f"note: {error}", flush=True)  # goes to the rank's log
         noticed = 0.0
@@ -293,37 +318,35 @@ class Survivors(Callback):
                     error = again if isinstance(again, PeerLost) else PeerLost(str(again))
                     print(f"note: {error}", flush=True)  # goes to the rank's log
                 else:
-                    return self._told(newer, outcome, time.monotonic() - noticed, lost)
+                    return self._notes(newer, outcome, time.monotonic() - noticed, lost)
 
     def _next(self, error: PeerLost) -> Generation:
-        """The next generation. Raises as `go_on` does, once it is known that there is none."""
+        """Return the next generation. Raises as `go_on` does if there is none."""
         newer = self._membership.await_newer(self._generation, self._silence_s + MARGIN_S)
         if newer is None:
             raise self._record.no_room or error
         self._generation = newer.number
-        if self._part.me not in newer.members:
+        if self._me not in newer.members:
             raise Fenced(
-                f"rank {self._part.spec.rank} was silent for {self._silence_s:g} s, and the others "
+                f"rank {self._spec.rank} was silent for {self._silence_s:g} s, and the others "
                 f"have gone on without it (generation {newer.number})"
             ) from error
         return newer
 
     def _join(self, newer: Generation, outcome: Outcome) -> int | None:
-        """Be in the group. How many updates a lost part of the state takes back; None: no part."""
+        """Join the group. Return how many updates a lost part of the state took back."""
         members = newer.members
-        rank = members.index(self._part.me)
+        rank = members.index(self._me)
         group = self._formed(newer, rank)
         self._membership.on_news(group.interrupt)
-        if (
-            self._membership.latest.number > newer.number
-        ):  # while nobody was there to be interrupted
+        if self._membership.latest.number > newer.number:  # before there was a group to interrupt
             raise PeerLost("one more rank is gone")
         self.place = rank, len(members)
         try:
             told = self._engine.catch_up(group, outcome.updates, standing_to_json(outcome))
         except StateLost as lost:
             self._engine.regroup(group)
-            if (taken_back := self.back(rank)) is None:
+            if (taken_back := self._back(rank)) is None:
                 raise self._no_way_on(f"{lost}, and there is no checkpoint yet") from lost
             return taken_back
         if told is not None:
@@ -332,33 +355,33 @@ class Survivors(Callback):
         return None
 
     def _formed(self, newer: Generation, rank: int) -> Any:
-        node = self._node_of(self._part.me)
+        node = self._node_of(self._me)
         beside = [one for one in newer.members if self._node_of(one) == node]
 
         def given_up() -> bool:
             return self._membership.latest.number > newer.number
 
         spec = replace(
-            self._part.spec,
+            self._spec,
             rank=rank,
             size=len(newer.members),
             generation=newer.number,
-            reads=beside[0] == self._part.me,
+            reads=beside[0] == self._me,
             stop_requested=given_up,
         )
-        return formed(self._part.framework, spec, given_up)
+        return formed(self._framework, spec, given_up)
 
-    def _told(
+    def _notes(
         self, newer: Generation, outcome: Outcome, seconds: float, lost: int | None
     ) -> list[Notes]:
-        """The notes of all changes; raises `NoWayOn` where losses in this update are too many."""
+        """Return the notes of all changes. Raises `NoWayOn` after too many losses in an update."""
         gone, came = self._change_to(newer.members)
         update, count = outcome.updates + 1 + (lost or 0), len(newer.members)
         facts = {
             "generation": newer.number, "ranks": count, "nodes": len(self._nodes),
             "seconds": round(seconds, 3),
         }  # fmt: skip
-        over = lost is None and self.over()
+        over = lost is None and self._over()
         self._history.append(notes_of(gone, came, facts, lost, redone=not over))
         if came:
             self._say(f"{ranks(came)} came back; {count} ranks go on with update {update}")
@@ -372,13 +395,13 @@ class Survivors(Callback):
         return list(self._history)
 
     def _change_to(self, members: Members) -> tuple[list[int], list[int]]:
-        """The ranks that are not in it any more, and those that have come."""
+        """Return the ranks that are lost, and those that are new."""
         old, new = set(self._members), set(members)
         self._members = members
         return self._ranks_of(old - new), self._ranks_of(new - old)
 
     def _ranks_of(self, members: set[int]) -> list[int]:
-        return sorted(rank_of(one, self._part.spec.size) for one in members)
+        return sorted(rank_of(one, self._spec.size) for one in members)
 
     def _count_try(self, updates: int, who: str) -> None:
         self._tries = (updates, 1 + self._tries[1] * (self._tries[0] == updates))
@@ -389,126 +412,29 @@ class Survivors(Callback):
             )
 
     def _say(self, sentence: str) -> None:
-        """The first one says it to all who look; each in its log."""
-        if self._members[0] == self._part.me:
+        """Print a sentence to this rank's log; on the first rank, also warn."""
+        if self._members[0] == self._me:
             warn(sentence)
         print(f"note: {sentence}", flush=True)
-
-    @property
-    def nodes_gone(self) -> set[int]:
-        """The nodes of which nobody is left."""
-        return set(self._part.nodes.values()) - self._nodes
 
     @property
     def _nodes(self) -> set[int]:
         return {self._node_of(member) for member in self._members}
 
     def _node_of(self, member: int) -> int:
-        return self._part.nodes[rank_of(member, self._part.spec.size)]
+        return rank_of(member, self._spec.size) // self._ranks_per_node
 
     def _no_way_on(self, why: str) -> NoWayOn:
-        return NoWayOn(why, sorted(self.nodes_gone))
+        return NoWayOn(why, sorted(self._all_nodes - self._nodes))
 
     def too_few(self) -> NoWayOn | None:
-        """Why those that are left must not go on; None where they may."""
+        """Return why the ranks that are left must not continue; None where they may."""
         words = self._few()
         return self._no_way_on(words) if words else None
 
     def _few(self) -> str:
-        count, least = len(self._nodes), self._part.least_nodes
+        count, least = len(self._nodes), self._least_nodes
         if count >= least:
             return ""
         nodes = "1 node is" if count == 1 else f"{count} nodes are"
         return f"{nodes} left, fewer than cluster.nodes.min={least}, so the run does not go on"
-
-
-# ----------------------------------------------------------------------
-# How a rank comes to be among those that survive: with all others at the start, or later, alone,
-# in the place of one that is gone.
-
-
-@contextmanager
-def may_stay_out() -> Generator[None]:
-    """Whatever ends a newcomer before it is in concerns nobody else: the others go on as before."""
-    try:
-        yield
-    except Fenced:
-        raise
-    except BaseException as error:
-        if not isinstance(error, OrchestratorError):
-            traceback.print_exception(error)
-        raise Fenced(f"it could not take its place again: {describe(error)}") from error
-
-
-class Entering:
-    """What both ways have in common.
-
-    Args:
-        spec: that of the attempt's first group, also of a newcomer.
-        engine: one that `Survives`.
-
-    Raises:
-        ConfigError: the framework's engine cannot go on in another group.
-    """
-
-    def __init__(
-        self,
-        spec: GroupSpec,
-        cluster: ClusterConfig,
-        topology: Topology,
-        framework: Framework,
-        engine: Engine,
-        life: Life,
-    ) -> None:
-        if not life.has_agent:
-            raise ConfigError(
-                "run.survive=true needs an agent on each node, which starts the ranks"
-            )
-        if not hasattr(engine, "regroup"):
-            raise ConfigError(
-                f"run.survive=true is not available with the engine of {type(framework).__name__}, "
-                "which cannot go on in another group; leave it out, and use run.max_restarts"
-            )
-        self._spec, self._cluster, self._framework, self._engine = spec, cluster, framework, engine
-        self._me = member_of(spec.rank, topology.replaces, spec.size)
-        self._record = GenerationRecord(spec.folder)
-        self._silence_s = silence_s(cluster)
-        self._nodes = topology.nodes
-        self._membership = Membership(life, self._me, self._silence_s)
-
-    def together(self, job: Any, group: Any) -> Survivors:
-        """With all others, once the engine stands. Collective."""
-        everyone = tuple(range(self._spec.size))
-        self._membership.on_news(group.interrupt)
-        self._membership.begin(modules_of(job))
-        return Survivors(self._part(), self._membership, self._record, members=everyone)
-
-    def alone(self, job: Any, stopped: Callable[[], bool]) -> Survivors:
-        """In the place of one that is gone: ask, and wait to be let in at a boundary. `enter`
-        follows.
-
-        Raises:
-            Fenced: the others' code is not this rank's, or there is nobody to go on with.
-        """
-        first = self._record.read(0)
-        assert first is not None  # noqa: S101  # nobody is replaced before the ranks train
-        if odd := changed(first["code"], modules_of(job)):
-            raise Fenced(f"{', '.join(odd)} changed on disk since the others began")
-        newer = self._membership.join(stopped)
-        others = tuple(one for one in newer.members if one != self._me)
-        return Survivors(
-            self._part(), self._membership, self._record,
-            members=others, generation=newer.number - 1,
-        )  # fmt: skip
-
-    def _part(self) -> Part:
-        width = self._spec.size // self._nodes
-        return Part(
-            me=self._me,
-            spec=self._spec,
-            framework=self._framework,
-            engine=cast("Survives", self._engine),
-            nodes={rank: rank // width for rank in range(self._spec.size)},
-            least_nodes=least_nodes(self._cluster),
-            silence_s=self._silence_s,
-        )
