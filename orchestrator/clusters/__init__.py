@@ -1,1 +1,1 @@
-"""Places to run: the seam (`api`), simulated nodes (`local`), SLURM (`slurm`)."""
+"""Places to run: the interface (`api`), simulated nodes (`local`), SLURM (`slurm`)."""

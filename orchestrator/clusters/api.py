@@ -1,8 +1,7 @@
-"""The seam between a plan and a place to run it: `Cluster`, `Request`, `Handle`.
+"""The interface between a plan and a place to run it: `Cluster`, `Request`, `Handle`.
 
-Ours are `local` (simulated nodes on this machine) and `slurm`; anybody's is one class in a package
-of their own (see `plugins.py`). Whoever starts,
-follows or ends a run knows it by these classes alone.
+Built in are `local` (simulated nodes on this machine) and `slurm`; a third party's is one class in
+its own package (see `plugins.py`). Code that starts, follows or ends a run uses these classes only.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from orchestrator.rundir.status import ENDED_STATES, RunStatus, has_begun, statu
 
 __all__ = ["POLL_S", "Admission", "Cluster", "Culprit", "Handle", "Request", "Share", "State"]
 
-POLL_S = 0.1  # how long those who follow a run wait for news of it
+POLL_S = 0.1  # interval at which followers of a run poll
 
 
 class Handle(ABC):
-    """A submission under way.
+    """A submission in progress.
 
     Attributes:
         culprit: who failed first, once the state is FAILED.
-        title: what people know it by.
+        title: its name for people.
     """
 
     culprit: Culprit | None = None
@@ -46,57 +45,57 @@ class Handle(ABC):
 
     @property
     def waiting_for(self) -> str:
-        """Why it has not begun; "" once it has, or where that is not known."""
+        """Return why it has not begun; "" once it has, or if that is not known."""
         return ""
 
     @abstractmethod
     def poll(self, timeout_s: float) -> State:
-        """Wait up to `timeout_s` for news; give the state."""
+        """Wait up to `timeout_s` for a change; return the state."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Ask all ranks to stop, each kind of run in its way; see `describe_stop`."""
+        """Ask all ranks to stop, as each kind of run does; see `describe_stop`."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End every process now. Returns when none is left."""
+        """End every process now. Return when none is left."""
 
     def cancel(self, run: RunDir, *, now: bool) -> str:
-        """For somebody at another shell: `stop`, or `kill` when `now`; says what happens.
+        """Stop the run from another shell, or `kill` it when `now`; return a description.
 
         Raises `ClusterError` when there is nothing to stop.
         """
         if now:
             self.kill()
             return f"every process of {self.title} is being ended"
-        how = describe_stop(run)  # as long as it goes on
+        how = describe_stop(run)  # while it still runs
         self.stop()
         return f"{self.title} {how}"
 
     def news(self) -> Sequence[str]:
-        """What there is to say since the last time, and that the run's folder does not show."""
+        """Return new messages that the run's folder does not show."""
         return ()
 
     def in_progress(self) -> str:
-        """What it is and does, while it waits or runs: "job 7, running"; "" once it is over."""
+        """Describe a waiting or running submission, as "job 7, running"; "" once it is over."""
         return ""
 
     def close(self) -> None:  # most have nothing to close
-        """Nobody follows it any more from here."""
+        """Stop following it from here."""
 
 
 class Cluster(ABC):
     """A place to run.
 
-    What it makes of a configuration are methods; what it makes of a run that is there already, from
-    its folder alone, are methods of the class: that may be long after, and in another shell.
+    Methods of the object use a configuration. Methods of the class use an existing run's folder
+    alone: they may be called much later, and in another shell.
 
     Attributes:
-        attended: the launcher holds the run and shows it to its end; with it the run ends, too.
+        attended: the launcher holds the run and shows it to its end; both end together.
             Otherwise `submit` writes handle.json with a `kind`, `job_id` and `attempt`, the run
-            goes on alone, and `handle` finds it again.
+            continues alone, and `handle` finds it again.
         look_every_s: the least time between two calls of `look` by one command.
-        Options: a dataclass of what `cluster.options` may hold, for this kind of cluster alone.
+        Options: a dataclass of the valid `cluster.options` of this kind of cluster.
     """
 
     attended: ClassVar[bool] = True
@@ -104,36 +103,36 @@ class Cluster(ABC):
     Options: ClassVar[type] = NoOptions
 
     def __init__(self, config: Config, tell: Callable[[str], None] = lambda _: None) -> None:
-        """Raises `ConfigError` for what this kind of cluster cannot do.
+        """Raise `ConfigError` for what this kind of cluster cannot do.
 
         Args:
-            tell: says a sentence to whoever waits.
+            tell: called with a sentence for the waiting user.
         """
         self.config, self.tell = config, tell
         self.options = options_of(self.Options, config.cluster.options, "cluster.options")
 
     @cached_property
     def survival(self) -> Survival:
-        """Whether ranks go on there without those that are lost. Raises `JobError` for no job."""
+        """Return whether ranks survive the loss of others there. Raises `JobError` for no job."""
         return planned_survival(self.config)
 
     @property
     def decided(self) -> Config:
-        """The configuration, with `run.survive` as it will be."""
+        """Return the configuration with the effective `run.survive`."""
         return with_survival(self.config, on=self.survival.on)
 
     def refuse(self, plan: Plan, framework: str | None) -> None:  # nothing, by default
-        """Raise a `UsageError` for a plan that could never run there; nothing is asked for it."""
+        """Raise a `UsageError` for a plan that could never run there; asks nothing."""
 
     def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:  # likewise
-        """Use nothing that only the run's folder vouches for. Raises `ClusterError`.
+        """Refuse settings that only the run's folder vouches for. Raises `ClusterError`.
 
         Args:
-            typed: keys that the person at this shell has set; None: all of them.
+            typed: keys that the user has set in this command; None: all of them.
         """
 
     def request(self, run: Path, attempt: int) -> Request:
-        """The submission as a value. Pure. Raises `ClusterError` on what the cluster cannot do."""
+        """Return the submission as a value. Pure. Raises `ClusterError` if it is not possible."""
         asked = self.config.cluster
         threads = str(asked.cpus_per_rank)
         return Request(
@@ -149,7 +148,7 @@ class Cluster(ABC):
         )
 
     def check(self, request: Request) -> Admission:
-        """Ask the place itself, before anything is written. Raises `ClusterError`."""
+        """Ask the cluster itself, before anything is written. Raises `ClusterError`."""
         del request
         return Admission()
 
@@ -159,17 +158,17 @@ class Cluster(ABC):
 
     @property
     def placed(self) -> dict[str, Any]:
-        """What submission.json says of it: `cluster`, its kind, and whether its runs are `held`."""
+        """Return the part of submission.json on the cluster: its kind, and whether it is `held`."""
         return {"cluster": self.config.cluster.kind, "held": self.attended}
 
     @property
     def share(self) -> Share | None:
-        """What a run takes of this machine; None: it cannot have another one beside it here."""
+        """Return what a run uses of this machine; None: runs cannot share it."""
         return None
 
     @classmethod
     def chosen(cls, config: Config) -> type[Cluster]:
-        """The class that serves a configuration, where not all of a kind is one."""
+        """Return the class that serves a configuration, if a kind has several."""
         del config
         return cls
 
@@ -177,13 +176,13 @@ class Cluster(ABC):
     def submit_all(
         cls, placed: Sequence[tuple[Cluster, Request]], at_once: int | None = None
     ) -> None:
-        """Start many runs, as the points of a sweep are; each then has its handle.json.
+        """Start many runs, as a sweep's points; each then has its handle.json.
 
         Args:
-            at_once: the most that are to run at the same time; None: as many as the place likes.
+            at_once: the most that may run at the same time; None: no limit.
 
         Raises:
-            ClusterError: the rest is refused, or does not fit; runs with a handle.json go on. Or
+            ClusterError: the rest is refused, or does not fit; runs with a handle.json continue. Or
                 the cluster does not support `at_once`.
         """
         if at_once is not None:
@@ -193,20 +192,20 @@ class Cluster(ABC):
 
     @classmethod
     def foresee_all(cls, placed: Sequence[tuple[Cluster, Request]], most: int | None) -> list[str]:
-        """What to know before `submit_all`, which this raises like, as sentences."""
+        """Return warnings on what `submit_all` would do, as sentences; raises like it."""
         del placed, most
         return []
 
     @classmethod
     def adopt(cls, folder: RunDir) -> str:
-        """Finish what a command was about that was ended while it submitted.
+        """Complete the work of a command that was ended while it submitted.
 
         Args:
             folder: a run's, or a sweep's, with a submitting.json. A kind of cluster whose `submit`
-                writes one finds out here what became of it.
+                writes one resolves it here.
 
         Returns:
-            What was found out, as a sentence; "" where another has done it meanwhile.
+            The result, as a sentence; "" if another process has resolved it meanwhile.
 
         Raises:
             ClusterError: it cannot be known yet.
@@ -215,7 +214,7 @@ class Cluster(ABC):
 
     @classmethod
     def handle(cls, run: RunDir) -> Handle:
-        """A run that was placed here, found again."""
+        """Return the handle of a run that was placed here."""
         return Held(run)
 
     @classmethod
@@ -223,7 +222,7 @@ class Cluster(ABC):
         """Stop runs at their next boundaries, or at once, as `Handle.cancel` does.
 
         Returns:
-            What happens to each, as said of it ("stops at …"). Those that are over are left out.
+            What happens to each, as a clause ("stops at …"), without runs that are over.
         """
         found: dict[Path, str] = {}
         for run in runs:
@@ -234,12 +233,12 @@ class Cluster(ABC):
 
     @classmethod
     def look(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
-        """Fill in where runs stand that go on alone; yields what could not be found out.
+        """Fill in the status of runs that continue alone; yield what could not be found out.
 
-        One after another; a cluster that can be asked about many at once says so here.
+        Queries runs one by one; a cluster that can be queried for many at once overrides this.
 
         Args:
-            found: what their folders alone say, by `run.path`.
+            found: the status by the folders alone, by `run.path`.
         """
         for run in runs:
             found[run.path] = status_or_damage(run, partial(cls._look, run, found[run.path]))
@@ -276,7 +275,7 @@ class Held(Handle):
         signal_holder(self._run, signal.SIGINT)
 
     def kill(self) -> None:
-        # two of different kinds, so that both are delivered
+        # two signals of different kinds, so that both are delivered
         signal_holder(self._run, signal.SIGINT, signal.SIGTERM)
 
     def cancel(self, run: RunDir, *, now: bool) -> str:
@@ -284,17 +283,17 @@ class Held(Handle):
 
 
 def cluster_of(config: Config, tell: Callable[[str], None] = lambda _: None) -> Cluster:
-    """The cluster that `cluster.kind` names. Raises `ConfigError`."""
+    """Return the cluster that `cluster.kind` names. Raises `ConfigError`."""
     chosen = class_for(config)
     with CLUSTERS.wrap_errors(config.cluster.kind, "at its start"):
         return chosen(config, tell)
 
 
 def class_for(config: Config) -> type[Cluster]:
-    """What serves a configuration. Raises `ConfigError` where it is not installed."""
+    """Return the class that serves a configuration. Raises `ConfigError` if it is not installed."""
     return class_of(config.cluster.kind).chosen(config)
 
 
 def class_of(kind: str) -> type[Cluster]:
-    """What a kind of cluster is. Raises `ConfigError` where it is not installed."""
+    """Return the class of a kind of cluster. Raises `ConfigError` if it is not installed."""
     return CLUSTERS.load(kind, Cluster)

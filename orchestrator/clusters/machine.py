@@ -1,4 +1,4 @@
-"""What this machine has for its processes: cores, memory, GPUs."""
+"""Cores, memory and GPUs that this machine has for its processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What a machine has for the processes of one user at one time. `gpus`: by name."""
+    """Resources of a machine for one user's processes at one time. `gpus`: by name."""
 
     cores: int
     free_memory_bytes: int
@@ -30,7 +30,7 @@ class Machine:
 
 
 def cores() -> int:
-    """Processors that this process may use: by its affinity, and by its control groups' quota."""
+    """Return the processors that this process may use, by affinity and control groups' quota."""
     found = float(len(os.sched_getaffinity(0)))
     for group in _groups():
         quota, _, period = _read(group / "cpu.max").partition(" ")
@@ -40,9 +40,9 @@ def cores() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Bytes that can be had without swapping: of the machine, and of the control groups.
+    """Return the bytes available without swapping, of the machine and of the control groups.
 
-    What a group holds of files that nobody uses right now counts as free, as the kernel has it.
+    A group's unused file cache counts as free, as the kernel counts it.
     """
     found = int(psutil.virtual_memory().available)
     for group in _groups():
@@ -54,7 +54,7 @@ def free_memory_bytes() -> int:
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
-    """The GPUs that this process may use: CUDA's variable, or else the driver's list."""
+    """Return the GPUs that this process may use: CUDA's variable, or else the driver's list."""
     if "CUDA_VISIBLE_DEVICES" in env:
         return [name for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
     driver = Path("/proc/driver/nvidia/gpus")
@@ -62,7 +62,7 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
 
 
 def share_gpus(gpus: list[str], nodes: int, width: int) -> list[list[str]] | None:
-    """Each node's own GPUs, one a rank; empty lists where there are too few; None without GPUs.
+    """Return each node's own GPUs, one a rank; [] each if there are too few; None without GPUs.
 
     >>> share_gpus(["0", "1", "2"], 1, 2), share_gpus(["0"], 2, 1), share_gpus([], 2, 2)
     ([['0', '1']], [[], []], None)
@@ -75,7 +75,7 @@ def share_gpus(gpus: list[str], nodes: int, width: int) -> list[list[str]] | Non
 
 
 def _groups() -> Iterator[Path]:
-    """This process's control group and those above it, of version 2; none elsewhere."""
+    """Return this process's version-2 control group and its parents; none elsewhere."""
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         if line.startswith("0::/"):
             own = CGROUPS / line[4:]
@@ -83,7 +83,7 @@ def _groups() -> Iterator[Path]:
 
 
 def _read(path: Path) -> str:
-    """A file of the kernel's; nothing where this group, or this kernel, has none of the name."""
+    """Return a kernel file's text; "" if this group, or this kernel, has none of the name."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

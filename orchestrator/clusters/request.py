@@ -1,4 +1,4 @@
-"""A submission as a value, with nothing started, and what a cluster says of it."""
+"""Values for submissions: a request, and a cluster's answer to it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Request:
         run: the run's folder.
         attempt: number of this start.
         nodes, ranks_per_node: its shape.
-        environment: what is set for every rank beside the cluster's own variables.
-        text: what is handed over, word by word, where that is a text (the batch script).
-        details: what the cluster adds, for itself and for printing as JSON.
+        environment: variables of every rank besides the cluster's own.
+        text: the exact submitted text, if there is one (the batch script).
+        details: the cluster's own additions, also for printing as JSON.
     """
 
     run: Path
@@ -39,10 +39,10 @@ class Request:
 
     @property
     def node_command(self) -> list[str]:
-        """The command to start once on each node, with the node's environment.
+        """Return the command to start once on each node, with the node's environment.
 
         It starts the node's ranks, and ends when the attempt is over; SIGTERM asks for a stop.
-        `rundir.outcome.read_outcome` then says how the attempt ended.
+        `rundir.outcome.read_outcome` then gives the attempt's outcome.
         """
         return [
             sys.executable, "-m", "orchestrator.agent.node", str(self.run),
@@ -75,11 +75,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """What a cluster says of a request that it takes.
+    """A cluster's answer to a request that it accepts.
 
     Attributes:
         words: for people.
-        warnings: what may keep it waiting, or hurt it later; a sentence each.
+        warnings: what may delay it, or hurt it later; a sentence each.
         notice: joins submission.json, for the ranks.
     """
 
@@ -90,12 +90,12 @@ class Admission:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What a run takes of this machine.
+    """The part of this machine that a run uses.
 
     Attributes:
-        ranks: processes that compute, each with memory of its own.
+        ranks: processes that compute, each with its own memory.
         cores: of them all.
-        gpus: that it uses where there are as many; otherwise it computes without.
+        gpus: used if there are as many; otherwise it computes without.
     """
 
     ranks: int

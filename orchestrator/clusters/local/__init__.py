@@ -1,1 +1,1 @@
-"""Pretended nodes on this machine."""
+"""Simulated nodes on this machine."""

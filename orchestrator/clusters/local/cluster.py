@@ -1,8 +1,7 @@
 """The local cluster: simulated nodes on this machine, each with its name and its loopback address.
 
 Every worker is a real process with the environment that SLURM would give it, so a job that runs
-here runs there. Each node has its agent (`orchestrator.agent`). Whatever happens to the launcher,
-no process is left.
+here runs there. Each node has its agent (`orchestrator.agent`). No process outlives the launcher.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ NODES_LIMIT = 254 * 254
 
 
 def node_address(index: int) -> str:
-    """Loopback address of a simulated node.
+    """Return the loopback address of a simulated node.
 
     >>> node_address(0), node_address(253), node_address(254)
     ('127.0.1.1', '127.0.1.254', '127.0.2.1')
@@ -58,8 +57,8 @@ def node_address(index: int) -> str:
 class LocalHandle(Handle):
     """The simulated nodes of a local run, as their launcher holds them.
 
-    One child, the parent of all agents (`agent/local_nodes.py`), is started with the nodes'
-    environments. The agents decide by themselves how the attempt goes on, and write how it ended.
+    One child, the parent of all agents (`agent/local_nodes.py`), starts with the nodes'
+    environments. The agents decide how the attempt continues, and write how it ended.
     """
 
     def __init__(self, request: Request) -> None:
@@ -71,7 +70,7 @@ class LocalHandle(Handle):
             Patience(notice_s=details["hang_s"], most_s=details["hang_s"], hang_s=details["hang_s"])
         )
         control, self._control = os.pipe()
-        self._report, report = os.pipe()  # where the outcome comes also where the disk is full
+        self._report, report = os.pipe()  # receives the outcome even if the disk is full
         os.set_blocking(self._report, False)
         nodes = [
             {"spec": self._spec(index).to_json(), "environment": self._environment(index)}
@@ -140,7 +139,7 @@ class LocalHandle(Handle):
         return (self._folder / "agent-00000.json").exists()
 
     def _give_up_import(self) -> None:
-        """End a run whose import hangs; its stack goes to the log of the first node."""
+        """End a run whose import hangs; the first node's log gets its stack."""
         self._process.send_signal(signal.SIGQUIT)
         time.sleep(STACK_S)
         hang_s = self._request.details["hang_s"]
@@ -155,10 +154,10 @@ class LocalHandle(Handle):
         self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Close the control pipe, which has every agent end all that it has."""
+        """Close the control pipe, on which every agent ends all its processes."""
         self._close_control()
-        self._process.send_signal(signal.SIGCONT)  # one that is stopped sees nothing
-        if not self._has_begun:  # it imports, and reads no pipe
+        self._process.send_signal(signal.SIGCONT)  # a stopped agent does not see the pipe close
+        if not self._has_begun:  # it still imports, and reads no pipe
             self._process.kill()
         try:
             self._process.wait(END_S)
@@ -172,7 +171,7 @@ class LocalHandle(Handle):
             self._control = -1
 
     def _outcome(self) -> AttemptOutcome | None:
-        """Return what the coordinator decided; None where none remained to decide."""
+        """Return the coordinator's outcome; None if no agent remained to decide."""
         try:
             reported = os.read(self._report, OUTCOME_BYTES)
         except BlockingIOError:  # an agent still holds it
@@ -204,11 +203,15 @@ class LocalHandle(Handle):
 
 
 class LocalCluster(Cluster):
-    """Pretended nodes on this machine."""
+    """Simulated nodes on this machine."""
 
     def refuse(self, plan: Plan, framework: str | None) -> None:
-        """Raise `JobError` where the framework is not installed here, `ConfigError` where the
-        tracker's package is not, `TransportError` where there are too few GPUs.
+        """Refuse a run that this machine cannot run.
+
+        Raises:
+            JobError: the framework is not installed.
+            ConfigError: the tracker's package is not installed.
+            TransportError: there are too few GPUs.
         """
         check_installed(framework)
         check_tracker(self.config.tracker.kind)

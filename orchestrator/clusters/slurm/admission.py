@@ -1,7 +1,7 @@
 """Checks whether the scheduler could ever run a request, before a run folder exists.
 
-Refused is a job that can never run: by the configured limits of its partitions and their nodes, by
-the limits of accounting where they are enforced, or because it names something that does not exist.
+A job is refused if it can never run: by the limits of its partitions and their nodes, by the
+limits of accounting where they are enforced, or because it names something that does not exist.
 Sites with EnforcePartLimits=NO would accept such a job and leave it pending for ever. Everything
 else is advice, including the answer of `sbatch --test-only`: with nodes drained or reserved it
 refuses jobs that sbatch queues.
@@ -29,7 +29,7 @@ Gres = dict[tuple[str, str], int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """Nodes of a partition that are alike: how many, and what one of them has."""
+    """Identical nodes of a partition: their number and resources."""
 
     nodes: int
     cpus: int
@@ -39,7 +39,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allowed:
-    """What a partition allows one job: minutes of wall time, nodes, and CPUs of each of them."""
+    """A partition's limits for one job: minutes of wall time, nodes, and CPUs of each of them."""
 
     minutes: float | None
     max_nodes: int | None
@@ -49,14 +49,14 @@ class Allowed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """What matters of one partition.
+    """A partition's relevant settings.
 
     Attributes:
-        state: in SLURM's words.
-        grace_s: between a preempting signal and the end; None where nobody is preempted.
-        shapes: of its nodes; empty where they were not read.
+        state: as SLURM names it.
+        grace_s: between a preempting signal and the end; None without preemption.
+        shapes: of its nodes; empty if they were not read.
         listed: its nodes in SLURM's notation.
-        excluded: how many of them the job will not have; `nodes` is without these.
+        excluded: number of nodes that the job excludes; `nodes` is without these.
     """
 
     name: str
@@ -72,17 +72,17 @@ class Partition:
 
     @property
     def up(self) -> bool:
-        """Whether it starts jobs at present."""
+        """Return whether it starts jobs at present."""
         return self.state == "UP"
 
     @property
     def open(self) -> bool:
-        """Whether it takes jobs into its queue."""
+        """Return whether it accepts jobs into its queue."""
         return self.state in ("UP", "DOWN")
 
 
 def megabytes(text: str) -> int:
-    """SLURM's sizes, without a unit MB; 0 for what is none.
+    """Parse SLURM's sizes, without a unit MB; 0 if there is none.
 
     >>> megabytes("16384"), megabytes("2G"), megabytes("")
     (16384, 2048, 0)
@@ -93,7 +93,7 @@ def megabytes(text: str) -> int:
 
 
 def minutes(text: str) -> float | None:
-    """SLURM's time limits in minutes: `90`, `1:30:00`, `1-12`, `30:00`; None for no limit.
+    """Parse SLURM's time limits to minutes: `90`, `1:30:00`, `1-12`, `30:00`; None for no limit.
 
     >>> minutes("90"), minutes("1:30:00"), minutes("1-12"), minutes("UNLIMITED")
     (90.0, 90.0, 2160.0, None)
@@ -107,7 +107,7 @@ def minutes(text: str) -> float | None:
 
 
 def read_gres(text: str) -> Gres:
-    """`gpu:a100:4(S:0-1),npu:8` as counts by (name, type); the type is "" where there is none.
+    """Parse `gpu:a100:4(S:0-1),npu:8` to counts by (name, type); the type is "" without one.
 
     >>> read_gres("gpu:a100:4(S:0-1),npu:8"), read_gres("(null)")
     ({('gpu', 'a100'): 4, ('npu', ''): 8}, {})
@@ -126,7 +126,7 @@ def read_gres(text: str) -> Gres:
 
 
 def read_partitions(text: str, shapes: str = "") -> dict[str, Partition]:
-    """`PARTITIONS`' answer, with `SHAPES`', as values."""
+    """Parse the answers of `PARTITIONS` and `SHAPES`."""
     alike = _read_shapes(shapes)
     found: dict[str, Partition] = {}
     for line in text.splitlines():
@@ -140,7 +140,7 @@ def read_partitions(text: str, shapes: str = "") -> dict[str, Partition]:
 
 def _read_partition(words: Mapping[str, str]) -> Partition:
     qos = words.get("QoS", "N/A")
-    # One that is suspended goes on later; it is not told to stop.
+    # A suspended job continues later; it gets no stop signal.
     preempted = {"REQUEUE", "CANCEL"} & set(words.get("PreemptMode", "").split(","))
     return Partition(
         name=words["PartitionName"],
@@ -178,7 +178,7 @@ def _read_shapes(text: str) -> dict[str, list[Shape]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Each:
-    """What a job wants of each of its nodes."""
+    """A job's request for each of its nodes."""
 
     cpus: int = 1
     memory_mb: int = 0
@@ -187,13 +187,13 @@ class Each:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """What a job asks for, as far as limits are about it.
+    """A job's request, as far as limits apply to it.
 
     Attributes:
         partitions: () for the cluster's default.
-        nodes, most_nodes: the least it can do with, and what it would like.
+        nodes, most_nodes: the minimum, and the wanted number.
         minutes: of wall time; None leaves it to the partition.
-        exclude: nodes that it will not have, in SLURM's notation.
+        exclude: nodes that it excludes, in SLURM's notation.
     """
 
     partitions: tuple[str, ...] = ()
@@ -206,7 +206,7 @@ class Wanted:
     exclude: str | None = None
 
     def total(self) -> dict[str, float]:
-        """All of the job's, by SLURM's names of trackable resources."""
+        """Return the job's totals, by SLURM's names of trackable resources."""
         return {
             "node": self.nodes,
             "cpu": self.nodes * self.each.cpus,
@@ -216,7 +216,7 @@ class Wanted:
 
 
 def wanted(options: Mapping[str, object], *, nodes: tuple[int, int], cpus: int) -> Wanted:
-    """What the #SBATCH options ask for.
+    """Return the request that the #SBATCH options make.
 
     Args:
         nodes: the least and the most. cpus: of a node, for all of its ranks.
@@ -244,7 +244,7 @@ def wanted(options: Mapping[str, object], *, nodes: tuple[int, int], cpus: int) 
 
 
 def misfit(job: Wanted, partition: Partition) -> str | None:
-    """Why a job can never run in a partition; None when nothing stands against it."""
+    """Return why a job can never run in a partition; None if it can."""
     name, allows = partition.name, partition.allows
     most = min(partition.nodes, allows.max_nodes or partition.nodes)
     if job.nodes > most:
@@ -274,7 +274,7 @@ def misfit(job: Wanted, partition: Partition) -> str | None:
 
 
 def _no_such_nodes(job: Wanted, partition: Partition) -> str | None:
-    """Why too few of a partition's nodes have what is asked of each; None when enough do."""
+    """Return why too few of a partition's nodes have the requested resources; None if enough do."""
     shapes = partition.shapes
     if not shapes or sum(s.nodes for s in shapes if _holds(s, job)) >= job.nodes:
         return None
@@ -304,14 +304,14 @@ def _holds(shape: Shape, job: Wanted) -> bool:
 
 
 def count_gres(gres: Gres, key: tuple[str, str]) -> int:
-    """How many of a kind a node has; without a type, of any."""
+    """Return how many of a kind a node has; without a type, of any."""
     name, kind = key
     return sum(n for (other, type_), n in gres.items() if other == name and kind in ("", type_))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """One bound that accounting knows. `whose`: as a person would name it."""
+    """A limit in accounting. `whose`: its owner, for people."""
 
     whose: str
     resource: str
@@ -319,7 +319,7 @@ class Limit:
 
 
 def read_limits(whose: str, tres: Iterable[str], wall: str) -> Iterator[Limit]:
-    """The limits in accounting's fields. Args: tres: as in `node=2,gres/gpu=8`; wall: a time."""
+    """Parse accounting's limits. Args: tres: as in `node=2,gres/gpu=8`; wall: a time."""
     for text in tres:
         for pair in filter(None, text.split(",")):
             resource, _, most = pair.partition("=")
@@ -331,7 +331,7 @@ def read_limits(whose: str, tres: Iterable[str], wall: str) -> Iterator[Limit]:
 
 
 def exceeded(job: Wanted, limits: Iterable[Limit]) -> Iterator[str]:
-    """A sentence for each limit that the job can never keep."""
+    """Yield a sentence for each limit that the job can never keep."""
     asked = {**job.total(), "time": job.minutes or 0}
     for limit in limits:
         resource = "gres/gpu" if limit.resource.startswith("gres/gpu") else limit.resource
@@ -343,39 +343,38 @@ def exceeded(job: Wanted, limits: Iterable[Limit]) -> Iterator[str]:
             )
 
 
-# Of a job that sbatch --test-only would take; all else that it prints then is the site's own.
+# Printed for a job that sbatch --test-only accepts; all other output is the site's.
 PLACED = re.compile(r"Job \d+ to start at .* in partition (\S+)")
 
 
-def as_placed(
+def read_test_only(
     answer: Answer, job: Wanted, chosen: list[Partition], known: Mapping[str, Partition]
 ) -> tuple[Wanted, str, list[str]]:
     """Read the answer of `sbatch --test-only`.
 
     Args:
-        chosen: the partitions that the job would have without such rules.
+        chosen: the job's partitions without such rules.
 
     Returns:
-        The job in the partition that its limits are those of; sbatch's sentence; what else is to
-        be told.
+        The job in the partition whose limits apply; sbatch's sentence; further messages.
     """
     said = PLACED.search(answer.words) if answer.code == 0 else None
     if said is None:
         return job, answer.words.removeprefix("sbatch: "), []
     lines = [line.removeprefix("sbatch: ") for line in answer.words.splitlines()]
-    told = [f"sbatch says: {line}" for line in lines if said[0] not in line]
+    messages = [f"sbatch says: {line}" for line in lines if said[0] not in line]
     partition = said[1]
     if partition in known and known[partition] not in chosen:
         names = ",".join(job.partitions) or "the default"
-        told.append(f"this site places the job in partition {partition}, not in {names}")
+        messages.append(f"this site places the job in partition {partition}, not in {names}")
         job = replace(job, partitions=(partition,))
-    return job, said[0], told
+    return job, said[0], messages
 
 
 ACCOUNTING_S = 15.0
 KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
 DEFAULT_KILL_WAIT_S = 30.0
-# What sbatch says of a thing that does not exist; waiting would not make it exist.
+# sbatch's messages on missing things; waiting would not create them.
 NEVER = (
     "invalid partition", "invalid account", "invalid qos", "invalid generic resource",
     "invalid feature", "invalid node name", "reservation is invalid",
@@ -387,13 +386,13 @@ PREEMPT_TYPE = re.compile(r"^PreemptType\s*=\s*preempt/(\w+)", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The scheduler's answer to a request that it would take.
+    """The scheduler's answer to a request that it accepts.
 
     Attributes:
-        words: what it says of it.
-        grace_s: the shortest notice of a stop that is to be reckoned with.
+        words: its message.
+        grace_s: the shortest expected notice of a stop.
         warnings: what may keep the job waiting, a sentence each.
-        preempt_grace_s: GraceTime; None where nobody is preempted.
+        preempt_grace_s: GraceTime; None without preemption.
         kill_wait_s: KillWait, which follows it.
     """
 
@@ -405,7 +404,7 @@ class Verdict:
 
 
 def chosen_partitions(job: Wanted, known: Mapping[str, Partition]) -> list[Partition]:
-    """Those of the named ones that exist, or the default."""
+    """Return the existing ones of the named partitions, or the default."""
     if not job.partitions:
         return [p for p in known.values() if p.is_default]
     return [known[name] for name in job.partitions if name in known]
@@ -414,10 +413,10 @@ def chosen_partitions(job: Wanted, known: Mapping[str, Partition]) -> list[Parti
 def preempt_grace_s(
     partitions: list[Partition], shown: str = "", of_qos: float | None = None
 ) -> float | None:
-    """From the signal of a preemption to SIGTERM, in seconds; None where nobody is preempted.
+    """Return seconds from a preemption's signal to SIGTERM; None without preemption.
 
     Args:
-        shown: `scontrol show config`: who decides it, the partition or the qos.
+        shown: `scontrol show config`: whether the partition or the qos decides it.
         of_qos: as the job's qos has it.
     """
     kind = PREEMPT_TYPE.search(shown)
@@ -427,17 +426,16 @@ def preempt_grace_s(
 
 
 def grace_s(config: Config, preempted: float | None, kill_wait_s: float = 0.0) -> float:
-    """How long after a stop signal the job lives at the least, in seconds.
+    """Return for how long the job lives after a stop signal at least, in seconds.
 
-    A requeue by hand and a node set down give no notice but `kill_wait_s`; they are not reckoned
-    with here.
+    A requeue by hand and a node set down give only `kill_wait_s`; they do not count here.
     """
     ahead = config.cluster.signal_ahead_s or SIGNAL_AHEAD_S
     return float(min(ahead, ahead if preempted is None else preempted + kill_wait_s))
 
 
 def read_kill_wait_s(text: str) -> float:
-    r"""KillWait in `scontrol show config`: between SIGTERM and SIGKILL, in seconds.
+    r"""Return KillWait of `scontrol show config`: seconds between SIGTERM and SIGKILL.
 
     >>> read_kill_wait_s("KillOnBadExit = 0\nKillWait                = 30 sec\n")
     30.0
@@ -447,7 +445,7 @@ def read_kill_wait_s(text: str) -> float:
 
 
 def too_slow(config: Config, grace: float) -> str | None:
-    """A sentence when an update is known to take longer than a stop may."""
+    """Return a sentence if an update is known to take longer than a stop may."""
     update_s = config.facts.update_s
     if update_s is None or update_s <= grace:
         return None
@@ -462,7 +460,7 @@ def too_slow(config: Config, grace: float) -> str | None:
 def _without_excluded(
     client: SlurmClient, exclude: str | None, known: Mapping[str, Partition]
 ) -> Mapping[str, Partition]:
-    """The partitions as what is excluded leaves them."""
+    """Return the partitions without the excluded nodes."""
     if exclude is None:
         return known
 
@@ -479,7 +477,7 @@ def _without_excluded(
 
 
 def _against_partitions(job: Wanted, known: Mapping[str, Partition]) -> Iterator[str]:
-    """Why no partition of the job can ever run it."""
+    """Return why no partition of the job can ever run it."""
     for name in job.partitions:
         if name not in known:
             yield (
@@ -492,7 +490,7 @@ def _against_partitions(job: Wanted, known: Mapping[str, Partition]) -> Iterator
 
 
 class _Accounting:
-    """What sacctmgr knows, where there is accounting. Raises `SchedulerDown` when it is away."""
+    """sacctmgr's data, if there is accounting. Raises `SchedulerDown` if it does not answer."""
 
     def __init__(self, client: SlurmClient) -> None:
         self._client = client
@@ -505,7 +503,7 @@ class _Accounting:
         return [line.split("|") for line in answer.out.splitlines()] if not answer.code else []
 
     def against(self, job: Wanted, partitions: list[Partition]) -> Iterator[str]:
-        """What does not exist, and limits that the job can never keep, where they are enforced."""
+        """Yield missing names, and enforced limits that the job can never keep."""
         qualities = {row[0]: row for row in self._rows("show", "qos", QUALITY) if len(row) == 7}
         if not qualities:
             return  # no accounting
@@ -545,7 +543,7 @@ def _over_limits(
     qualities: Mapping[str, list[str]],
     partitions: list[Partition],
 ) -> Iterator[str]:
-    """Why none of the person's associations, with the quality that goes with it, admits the job."""
+    """Return why no association of the user, with its quality of service, admits the job."""
     of_partitions = {p.qos for p in partitions}
     against: list[list[str]] = []
     for account, partition, most, group, wall, default in associations:
@@ -564,7 +562,7 @@ def _over_limits(
 def _grace_of_qos(
     job: Wanted, associations: list[list[str]], qualities: Mapping[str, list[str]]
 ) -> float | None:
-    """GraceTime of the job's qos, in seconds, if another may preempt it."""
+    """Return GraceTime of the job's qos, in seconds, if another may preempt it."""
     default = next((row[-1] for row in associations if row[-1]), "normal")
     name = (job.qos or default).lower()
     if not any(name in row[-1].lower().split(",") for row in qualities.values()):
@@ -578,7 +576,7 @@ def _limits_of(quality: list[str]) -> Iterator[Limit]:
 
 
 def check_request(client: SlurmClient, config: Config, job: Wanted, script: str) -> Verdict:
-    """Refuse what can never run. Raises `ClusterError`; `SchedulerDown` when nobody answers."""
+    """Refuse jobs that can never run. Raises `ClusterError`; `SchedulerDown` without an answer."""
     with ThreadPoolExecutor(max_workers=3) as beside:
         shown = beside.submit(client.must, "scontrol", "show", "config")
         tested = beside.submit(client.ask, "sbatch", "--test-only", text=script)
@@ -586,7 +584,7 @@ def check_request(client: SlurmClient, config: Config, job: Wanted, script: str)
         known = read_partitions(client.must(*PARTITIONS), shapes.result().out)
         known = _without_excluded(client, job.exclude, known)
         answer = tested.result()
-        job, words, warnings = as_placed(answer, job, chosen_partitions(job, known), known)
+        job, words, warnings = read_test_only(answer, job, chosen_partitions(job, known), known)
         partitions = chosen_partitions(job, known)
         against = list(_against_partitions(job, known))
         accounting = _Accounting(client)
@@ -597,7 +595,7 @@ def check_request(client: SlurmClient, config: Config, job: Wanted, script: str)
     if against or (answer.code and any(words in answer.words.lower() for words in NEVER)):
         said = explained(answer.words) if answer.code else TAKEN_ALL_THE_SAME
         raise ClusterError("\n".join([said, *against] if answer.code else [*against, said]))
-    warnings += _in_the_way(answer, partitions)
+    warnings += _possible_delays(answer, partitions)
     kill_wait_s = read_kill_wait_s(shown.result())
     preempted = preempt_grace_s(partitions, shown.result(), accounting.preempt_grace_s)
     return Verdict(
@@ -612,8 +610,8 @@ def check_request(client: SlurmClient, config: Config, job: Wanted, script: str)
 TAKEN_ALL_THE_SAME = "(the scheduler would take the job all the same, to wait for ever)"
 
 
-def _in_the_way(answer: Answer, partitions: list[Partition]) -> Iterator[str]:
-    """What may keep the job waiting at present."""
+def _possible_delays(answer: Answer, partitions: list[Partition]) -> Iterator[str]:
+    """Yield what may keep the job waiting at present."""
     if answer.code:
         yield (
             f"the scheduler cannot place the job at present ({answer.words}); nothing that is "

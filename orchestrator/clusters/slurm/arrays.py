@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.clusters.slurm.batch_script import option_line, script_name
-from orchestrator.clusters.slurm.packing import packed, submit_packed, told
+from orchestrator.clusters.slurm.packing import describe_packs, packed, submit_packed
 from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.clusters.slurm.submission import (
     ARRAYS,
     BeyondLimit,
     Placed,
-    alike,
+    group_equal,
     lay_out,
     next_name,
     number_of,
@@ -34,7 +34,7 @@ from orchestrator.slurm_client import SlurmClient
 from orchestrator.units import plural
 
 LIMITED_BY = ("account", "qos", "partition", "reservation")  # which limits hold for a job
-# Figures of `scontrol show assoc_mgr`: MaxSubmitJobs=20(3), of which 3 are used; N for no limit.
+# Values of `scontrol show assoc_mgr`: MaxSubmitJobs=20(3), of which 3 are used; N for no limit.
 FIGURES = re.compile(r"(\w*SubmitJobs\w*)=(\d+)\((\d+)\)")
 MAX_ARRAY_SIZE = re.compile(r"^MaxArraySize\s*=\s*(\d+)", re.MULTILINE)
 MAX_ARRAY_TASKS = re.compile(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", re.MULTILINE)
@@ -45,8 +45,8 @@ def submit_as_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
 
     Raises:
         BeyondLimit: the site's limits leave room for some of them only; these are queued.
-        ClusterError: the scheduler refuses one of the submissions, or does not answer. Those before
-            it are queued; of the others only their folders are left.
+        ClusterError: the scheduler refuses one of the submissions, or does not answer. Earlier ones
+            are queued; of the others only their folders are left.
     """
     placed, why = fitting(submit_packed(placed))
     if len(placed) == 1:
@@ -65,7 +65,7 @@ def _submit_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
         sweeps.setdefault(member[1].run.parent, []).append(member)
     for sweep, members in sweeps.items():
         arrays: list[Array] = []
-        for group in alike(members):
+        for group in group_equal(members):
             may = most[group[0][0].config.cluster.slurm_conf]
             for part in _parts(group, may):
                 if number_of(part[0]) is None or len(part) == 1:
@@ -77,7 +77,7 @@ def _submit_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
 
 
 def fitting(placed: Sequence[Placed]) -> tuple[list[Placed], list[str]]:
-    """Select the runs for which the site's limits (MaxSubmitJobs) leave room, without submitting.
+    """Select the runs that the site's limits (MaxSubmitJobs) admit, without submitting.
 
     Returns:
         The runs that fit, and a sentence for each limit that excludes others.
@@ -104,13 +104,14 @@ def fitting(placed: Sequence[Placed]) -> tuple[list[Placed], list[str]]:
 
 
 def foresee(placed: Sequence[Placed]) -> list[str]:
-    """Predict how `submit_as_arrays` would submit the runs: a sentence on runs that share
-    allocations, and one for each limit that leaves less room than they need.
+    """Predict how `submit_as_arrays` would submit the runs.
+
+    Returns a sentence on runs that share allocations, and one for each limit with too little room.
     """
     packs, alone = packed(placed)
     _, why = fitting(alone)
     return [
-        *([told(packs, alone)] if packs else []),
+        *([describe_packs(packs, alone)] if packs else []),
         *(f"{sentence}; the same line submits the others later" for sentence in why),
     ]
 
@@ -148,7 +149,7 @@ def room_for(client: SlurmClient, script: str, most: int) -> int:
 
 
 def tightest(client: SlurmClient) -> str:
-    """Describe the limit that leaves least room, and its use, as far as the scheduler shows it."""
+    """Describe the most restrictive limit and its use, as far as the scheduler shows it."""
     answer = client.ask(
         "scontrol", "show", "assoc_mgr", f"users={getpass.getuser()}", "flags=assoc,qos"
     )
@@ -160,8 +161,9 @@ def tightest(client: SlurmClient) -> str:
 
 
 def largest_array(conf: str | None) -> tuple[int, int]:
-    """How many indices an array may have (MaxArraySize is one more than the highest), and how many
-    elements.
+    """Return how many indices and how many elements an array may have.
+
+    MaxArraySize is one more than the highest index.
     """
     shown = SlurmClient(conf).must("scontrol", "show", "config")
     indices, tasks = MAX_ARRAY_SIZE.search(shown), MAX_ARRAY_TASKS.search(shown)
@@ -170,8 +172,9 @@ def largest_array(conf: str | None) -> tuple[int, int]:
 
 
 def _parts(group: list[Placed], most: tuple[int, int]) -> Iterator[list[Placed]]:
-    """Cut where a number would be no index any more, 0 to 1000, 1001 to 2001, and where elements
-    would be too many. Each alone where the site has no arrays.
+    """Split runs into arrays at the highest index, 0 to 1000, 1001 to 2001, and by size.
+
+    Each run is alone if the site has no arrays.
     """
     indices, tasks = most
     if indices < 1:
@@ -186,7 +189,7 @@ def _parts(group: list[Placed], most: tuple[int, int]) -> Iterator[list[Placed]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Array:
-    """One that sbatch is to be given: its script, and each run's index by its folder's name."""
+    """An array for sbatch: its script, and each run's index by its folder's name."""
 
     script: Path
     elements: dict[str, str]
@@ -196,7 +199,7 @@ class Array:
 
 
 def _prepared(part: Sequence[Placed], at_once: int | None, most: tuple[int, int]) -> Array:
-    """One array, of runs that are alike: all that it is made of is written."""
+    """Prepare one array of equal runs: write all its files."""
     cluster, request = part[0]
     sweep, attempt = request.run.parent, request.attempt
     lay_out(
@@ -215,7 +218,7 @@ def _prepared(part: Sequence[Placed], at_once: int | None, most: tuple[int, int]
 
 
 def array_script(part: Sequence[Placed], at_once: int | None, largest: int) -> str:
-    """The text that sbatch gets for an array: what its elements ask for, and where each goes on.
+    """Return the array's script: its elements' request, and where each continues.
 
     Args:
         largest: MaxArraySize. Runs of higher numbers count from there, and name their log
@@ -236,7 +239,7 @@ def array_script(part: Sequence[Placed], at_once: int | None, largest: int) -> s
         *(option_line(name, value) for name, value in stated.items()),
         "",
         *([f"number=$((SLURM_ARRAY_TASK_ID + {offset}))"] if offset else []),
-        # A run's own script sets the umask; a program of the user's has the one that it finds here.
+        # A run's own script sets the umask; a user's program keeps the one that it finds here.
         *([f"(umask 077; : >>{run}/logs/batch.log)"] if offset else []),
         *([f"exec >>{run}/logs/batch.log 2>&1"] if offset else []),
         f"exec bash {run}/submitit/{script_name(request.attempt)}.sh",

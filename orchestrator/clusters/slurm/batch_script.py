@@ -1,12 +1,12 @@
-"""Batch scripts: from a `Config` to the exact text that sbatch gets.
+"""Batch scripts: from a `Config` to the exact text for sbatch.
 
 Pure: the text can be printed, compared with golden files, and given to `sbatch --test-only`.
 submitit's own script has no --requeue, no --kill-on-bad-exit and no --cpus-per-task for srun,
 always sets a wckey, and cannot run anything after srun; so submitit only places this script and
-starts the task in it: one on each node, the parent of the node's agent (`task.py`).
+starts its task: one on each node, the parent of the node's agent (`task.py`).
 
-The script outlives the signals that it gets, because it settles what the agents leave
-(`outcome.py`). If it is killed itself, the coordinator or the next `resume` or `status` does that.
+The script survives signals, because it settles what the agents leave (`outcome.py`). If it is
+killed itself, the coordinator or the next `resume` or `status` does that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.clusters.slurm.code_copy import BATCH_PID_VARIABLE, SCRIPT
-from orchestrator.clusters.slurm.safe_values import Default, obeyed, quoted
+from orchestrator.clusters.slurm.safe_values import Default, applicable, quoted
 from orchestrator.config.program import short_name
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
 from orchestrator.errors import START_AGAIN
@@ -36,16 +36,18 @@ OWN_SHELL = "set +eufC +o pipefail +o posix"
 """What a site's BASH_ENV, or SHELLOPTS and POSIXLY_CORRECT in the submitting shell, has switched on
 would end the script where srun fails, or have it forget srun's code.
 """
-SRUN_LOG = 9  # the descriptor of its log, open before anything of the person's runs
+SRUN_LOG = 9  # the descriptor of its log, opened before any user code runs
 
 
-def heeding(*, held: bool = False, shared: bool = False) -> Iterator[str]:
-    """Signals are noted and passed on: one that the script alone gets (scancel --batch) is meant
-    for the ranks. srun takes USR2 for its tasks; of TERM it ends them, which only a launcher wants
-    that holds the script (`CurrentAllocation`).
+def signal_traps(*, held: bool = False, shared: bool = False) -> Iterator[str]:
+    """Yield the traps that record signals and forward them to srun.
+
+    A signal to the script alone (scancel --batch) is meant for the ranks. srun forwards USR2 to its
+    tasks; on TERM it ends them, which only a launcher wants that holds the script
+    (`CurrentAllocation`).
 
     Args:
-        shared: the job is not the run's own, and its script says which process it is.
+        shared: the job is not the run's own, and its script exports the process id.
     """
     if not shared:
         yield f"{BATCH_PID_VARIABLE}=$$"
@@ -53,19 +55,19 @@ def heeding(*, held: bool = False, shared: bool = False) -> Iterator[str]:
     if not held:
         yield f'{BATCH_COPY_VARIABLE}="$SLURMD_NODENAME:${{TMPDIR-}}"'
         yield f"export {BATCH_COPY_VARIABLE}"
-    yield "told= srun="
-    yield "heed() {"
-    yield "    told=${told:-$1}"
+    yield "stop_signal= srun="
+    yield "forward_stop() {"
+    yield "    stop_signal=${stop_signal:-$1}"
     yield f'    [ -z "$srun" ] || kill -{"$1" if held else "USR2"} "$srun" 2>/dev/null'
     yield "}"
     yield f"for name in {STOP_SIGNALS}; do"
-    yield '    trap "heed $name" "$name"'
+    yield '    trap "forward_stop $name" "$name"'
     yield "done"
 
 
-def owning() -> Iterator[str]:
-    """What keeps the script from what a link would lead to, and from waiting at a fifo for ever."""
-    yield "own() {  # each is nothing yet, or a file or folder that lies right there"
+def path_checks() -> Iterator[str]:
+    """Yield the checks that refuse links and fifos in the run's folder."""
+    yield "require_plain() {  # each path is missing, a file or a folder; no link"
     yield "    for place; do"
     yield '        if ! [ -L "$place" ]; then'
     yield '            ! [ -e "$place" ] || [ -f "$place" ] || [ -d "$place" ] && continue'
@@ -74,11 +76,11 @@ def owning() -> Iterator[str]:
     yield "        exit 1"
     yield "    done"
     yield "}"
-    yield 'own "$run/attempts" "$run/logs" "$run/code" "$run/submitit" "$run"/submitit/*'
+    yield 'require_plain "$run/attempts" "$run/logs" "$run/code" "$run/submitit" "$run"/submitit/*'
 
 
-def unless_ended(python: str, *, container: bool) -> Iterator[str]:
-    """What keeps a job that the scheduler starts once more, or in vain, from asking for ranks."""
+def exit_if_ended(python: str, *, container: bool) -> Iterator[str]:
+    """Yield the checks that end a job whose run has ended or cannot start."""
     yield 'if [ -e "$run/result.json" ]; then'
     yield '    echo "this run has ended already; to go on: python -m orchestrator resume $run"'
     yield "    exit 0"
@@ -87,7 +89,7 @@ def unless_ended(python: str, *, container: bool) -> Iterator[str]:
     yield '    echo "error: $run/submitit is gone, and with it what the ranks are told to do" >&2'
     yield "    exit 1"
     yield "fi"
-    if container:  # it brings a Python of its own
+    if container:  # it has its own Python
         return
     yield f"if ! [ -x {quoted(python)} ]; then"
     yield f'    echo "error: there is no Python at "{quoted(python)}" on node $SLURMD_NODENAME" >&2'
@@ -95,15 +97,16 @@ def unless_ended(python: str, *, container: bool) -> Iterator[str]:
     yield "fi"
 
 
-def unless_stopped() -> Iterator[str]:
-    """The first lines of the subshell that becomes srun: a stop may have come before it."""
+def exit_if_stopped() -> Iterator[str]:
+    """Yield the first lines of srun's subshell: a stop may have come before it."""
     yield '[ ! -e "$run/cancel" ] || exit 0'
-    yield '[ -z "$told" ] || exit 143'
+    yield '[ -z "$stop_signal" ] || exit 143'
 
 
-def waiting(*, held: bool = False) -> Iterator[str]:
-    """Wait for srun to its end, whatever is signalled meanwhile; a node that does not answer any
-    more would keep it from ending, so it is ended some time after the outcome is written.
+def wait_for_srun(*, held: bool = False) -> Iterator[str]:
+    """Yield the wait for srun's end, which signals do not interrupt.
+
+    An unresponsive node would keep srun from ending, so srun is ended after the outcome is written.
     """
     yield "srun=$!"
     yield 'pause() { read -rt "$1" <> <(:); }'
@@ -113,7 +116,7 @@ def waiting(*, held: bool = False) -> Iterator[str]:
     yield f'    for name in USR2 TERM KILL; do pause {LATE_S}; kill -$name "$srun"; done'
     yield f") {SRUN_LOG}>&- 2>/dev/null &"
     yield "watcher=$!"
-    yield f'[ -z "$told" ] || kill -{"$told" if held else "USR2"} "$srun" 2>/dev/null'
+    yield f'[ -z "$stop_signal" ] || kill -{"$stop_signal" if held else "USR2"} "$srun" 2>/dev/null'
     yield "# A signal ends the wait, not srun; bash keeps the code for whoever asks again."
     yield 'while wait "$srun"; [ $? -gt 128 ] && kill -0 "$srun" 2>/dev/null; do :; done'
     yield 'wait "$srun"'
@@ -121,14 +124,14 @@ def waiting(*, held: bool = False) -> Iterator[str]:
     yield 'kill "$watcher" 2>/dev/null'
 
 
-def settling(starter: Sequence[str], how: str = "after") -> Iterator[str]:
-    """Settle the run once srun has ended; the script ends with the code that this gives.
+def settle(starter: Sequence[str], how: str = "after") -> Iterator[str]:
+    """Yield the lines that settle the run after srun; their exit code is the script's.
 
     Args:
-        how: "share" in a job that others share: the code says whether the run is to start again.
+        how: "share" in a shared job: the code says whether the run is to restart.
     """
     yield f"trap '' {STOP_SIGNALS}"
-    yield f'{_words(starter)} {how} "$run" "$attempt" "$code" "$told"'
+    yield f'{_words(starter)} {how} "$run" "$attempt" "$code" "$stop_signal"'
     yield "exit $?"
 
 
@@ -148,12 +151,12 @@ class Here:
 
     Attributes:
         python: the interpreter that the ranks use.
-        folder: where the person stands; the job runs there too.
+        folder: the user's working folder; the job runs there too.
         package: folder of this package as the ranks import it: in the snapshot, or installed.
         path: folders that the ranks' PYTHONPATH begins with.
-        unpacked: the folder that the code's archive, which lies beside it, stands for, if any.
-        defaults: options of sbatch that the person's SBATCH_* variables set, by option.
-        copies: where each source folder's copy will be; None where the job is no program.
+        unpacked: the folder that the code's archive, beside it, unpacks to, if any.
+        defaults: options of sbatch that the user's SBATCH_* variables set, by option.
+        copies: where each source folder's copy will be; None if the job is no program.
     """
 
     python: str
@@ -169,7 +172,7 @@ class Here:
 
     @property
     def starter(self) -> list[str]:
-        """What Python is given, so that it runs our part of a job."""
+        """Return Python's arguments that run our part of a job."""
         program = self.package / STARTER
         if self.unpacked is None:
             return ["-u", str(program)]
@@ -189,7 +192,7 @@ def cpus_per_node(cluster: ClusterConfig) -> int:
 
 
 def shape_of(asked: ClusterConfig) -> Iterator[str]:
-    """Options of srun, and of salloc, that say what a run's ranks take of an allocation."""
+    """Return the options of srun and salloc for a run's share of an allocation."""
     nodes = node_range(asked.nodes)[1]
     yield f"--nodes={nodes}"
     yield f"--ntasks={nodes}"
@@ -203,12 +206,12 @@ def shape_of(asked: ClusterConfig) -> Iterator[str]:
 def srun_lines(
     config: Config, here: Here, run: RunDir, shape: Sequence[str], end: str
 ) -> Iterator[str]:
-    """The lines of shell; the last is `end`."""
+    """Yield the shell lines of srun; the last is `end`."""
     yield from _lines(_srun(config, here, run, shape), end)
 
 
 def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list[list[str]]:
-    """A line a part: srun, and the ranks' program."""
+    """Yield srun and the ranks' program, a line a part."""
     cluster = config.cluster
     containers, python = _launcher(cluster, here, run)
     flags = {"mpi": "none", **cluster.srun_flags}
@@ -235,7 +238,7 @@ def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list
 
 
 def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str], list[str]]:
-    """(srun's options, the command before the starter) for a container, or for none."""
+    """Return (srun's options, the command before the starter) for a container, or for none."""
     folders = {run.path, here.folder, *here.path}
     inner = {f for f in folders if any(f != other and f.is_relative_to(other) for other in folders)}
     shared = sorted(str(folder) for folder in folders - inner)
@@ -254,7 +257,7 @@ def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str
 
 
 def _lines(parts: list[list[str]], end: str) -> Iterator[str]:
-    """A long command, a part of it a line."""
+    """Yield a long command, a line a part."""
     for number, words in enumerate(parts):
         indent = "    " if number else ""
         yield f"{indent}{' '.join(map(quoted, words))} \\"
@@ -265,17 +268,17 @@ PREAMBLE = 8  # the descriptor of its text
 
 
 def job_name(config: Config) -> str:
-    """The job's name for squeue: `run.name`, or else the job class's or the program's."""
+    """Return the job's name for squeue: `run.name`, or else the job class's or the program's."""
     return config.run.name or short_name(config.job)
 
 
 def script_name(attempt: int) -> str:
-    """The batch script of an attempt, in a run's folder of what SLURM starts; no suffix."""
+    """Return the path of an attempt's batch script, without a suffix."""
     return f"{attempt:03d}"
 
 
 def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
-    """The #SBATCH options in the order in which a person would look for them. True: no value."""
+    """Yield the #SBATCH options in their usual order. True: no value."""
     cluster = config.cluster
     least, most = node_range(cluster.nodes)
     yield "job-name", job_name(config)
@@ -307,14 +310,14 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
 
 
 def all_options(config: Config, run: RunDir, here: Here) -> dict[str, object]:
-    """What holds for the job: the configuration, and the person's defaults where it is silent."""
+    """Return the job's options: the configuration's, else the user's defaults."""
     stated = dict(options(config, run))
-    return {**stated, **{d.option: d.value for d in obeyed(here.defaults, stated)}}
+    return {**stated, **{d.option: d.value for d in applicable(here.defaults, stated)}}
 
 
 def _from_environment(config: Config, run: RunDir, here: Here) -> Iterator[str]:
-    """The #SBATCH lines of the person's defaults, under a line that says whose they are."""
-    taken = obeyed(here.defaults, dict(options(config, run)))
+    """Yield the #SBATCH lines of the user's defaults, under a comment with their source."""
+    taken = applicable(here.defaults, dict(options(config, run)))
     if taken:
         yield f"# as set in the environment: {', '.join(default.variable for default in taken)}"
     for default in taken:
@@ -326,7 +329,7 @@ def option_line(name: str, value: object) -> str:
 
 
 def _environment(config: Config) -> Iterator[str]:
-    """What the person sets. It holds for the preamble, for srun and for the ranks."""
+    """Yield the user's variables. They hold for the preamble, for srun and for the ranks."""
     threads = str(config.cluster.cpus_per_rank)
     values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **config.cluster.environment}
     for name, value in values.items():
@@ -334,7 +337,7 @@ def _environment(config: Config) -> Iterator[str]:
 
 
 def _preamble(config: Config) -> Iterator[str]:
-    """The person's shell, read as a file of its own: whatever it holds, it ends where it ends."""
+    """Yield the user's preamble, read as its own file, so that it cannot affect later lines."""
     lines = config.cluster.preamble
     if not lines:
         return
@@ -347,7 +350,7 @@ def _preamble(config: Config) -> Iterator[str]:
 
 
 def _our_environment(config: Config, here: Here, attempt: int) -> Iterator[str]:
-    """What ranks need from us, set last."""
+    """Yield our variables for the ranks, set last."""
     if config.cluster.interface is not None:
         yield f"export {INTERFACE_VARIABLE}={quoted(config.cluster.interface)}"
     # They would give the one task of a node a rank's part of it.
@@ -363,18 +366,18 @@ def _our_environment(config: Config, here: Here, attempt: int) -> Iterator[str]:
 
 
 def search_path(here: Here) -> Iterator[str]:
-    """The run's own code comes before any other; what is in its copy, where that is unpacked."""
+    """Yield PYTHONPATH: the run's own code first; its copy, if that is unpacked."""
     path = ":".join(str(folder) for folder in here.path if not here.in_copy(folder))
     if path:
         yield f'export PYTHONPATH={quoted(path)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
 
 
 def _sound_code(here: Here) -> Iterator[str]:
-    """Only what was submitted, for this run. Each node unpacks it for itself, afresh."""
+    """Yield the check that only the submitted code runs. Each node unpacks it afresh."""
     if here.unpacked is None:
         return
     yield f"snapshot={quoted(here.unpacked)}"
-    yield 'own "$snapshot.py" "$snapshot.tar" "$snapshot.sha256"'
+    yield 'require_plain "$snapshot.py" "$snapshot.tar" "$snapshot.sha256"'
     yield 'printf \'%s\\n\' "$snapshot" | cat - "$snapshot.py" "$snapshot.tar" |'
     yield '    sha256sum --check --strict --status "$snapshot.sha256" || {'
     yield '    echo "error: the code in $snapshot.tar is damaged: $snapshot.sha256 differs" >&2'
@@ -383,7 +386,7 @@ def _sound_code(here: Here) -> Iterator[str]:
 
 
 def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
-    """The text that sbatch gets. The values must have passed `check_values`.
+    """Return the text for sbatch. The values must have passed `check_values`.
 
     Args:
         attempt: number of the job's first start; a requeued job adds SLURM_RESTART_COUNT to it.
@@ -394,16 +397,16 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         *_from_environment(config, run, here),
         "",
         *_step(config, run, attempt, here),
-        *settling([here.python, *here.starter]),
+        *settle([here.python, *here.starter]),
     ]
     return "\n".join(lines) + "\n"
 
 
 def step_script(config: Config, run: RunDir, attempt: int, here: Here, shape: Sequence[str]) -> str:
-    """The same in an allocation that is there already, for a launcher that holds the script.
+    """Return the script for an existing allocation, for a launcher that holds the script.
 
     Args:
-        shape: options of srun that say which part of the allocation the ranks take.
+        shape: options of srun for the ranks' part of the allocation.
     """
     step = _step(config, run, attempt, here, shape, held=True)
     return "\n".join(["#!/bin/bash", *step, "exit $code"]) + "\n"
@@ -412,13 +415,11 @@ def step_script(config: Config, run: RunDir, attempt: int, here: Here, shape: Se
 def share_script(
     config: Config, run: RunDir, attempt: int, here: Here, shape: Sequence[str]
 ) -> str:
-    """The same in an allocation that the run shares with others, for the script of that (see
-    `pack_script`), which heeds this one's code.
-    """
+    """Return the script for a shared allocation; `pack_script` handles its exit code."""
     lines = [
         "#!/bin/bash",
         *_step(config, run, attempt, here, shape),
-        *settling([here.python, *here.starter], "share"),
+        *settle([here.python, *here.starter], "share"),
     ]
     return "\n".join(lines) + "\n"
 
@@ -432,35 +433,35 @@ def _step(
     *,
     held: bool = False,
 ) -> Iterator[str]:
-    """From the checks on the node to srun's `code`; no `shape` where the job is the run's own."""
+    """Yield the lines from the node's checks to srun's `code`; no `shape` in the run's own job."""
     yield from (
         OWN_SHELL,
         *(["outer_umask=$(umask)"] if here.copies is not None else []),
         "umask 077",
-        *heeding(held=held, shared=bool(shape) and not held),
+        *signal_traps(held=held, shared=bool(shape) and not held),
         f"run={quoted(run.path)}",
-        *owning(),
+        *path_checks(),
         'if ! [ -w "$run/attempts" ]; then',
         '    echo "error: the run folder $run cannot be written on node $SLURMD_NODENAME" >&2',
         "    exit 1",
         "fi",
-        *unless_ended(here.python, container=config.cluster.container is not None),
+        *exit_if_ended(here.python, container=config.cluster.container is not None),
         f"attempt=$(printf %03d $(({attempt} + ${{SLURM_RESTART_COUNT:-0}})))",
-        'own "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"',
+        'require_plain "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"',
         'mkdir -p "$run/attempts/$attempt"',
         f'exec {SRUN_LOG}>>"$run/attempts/$attempt/srun.log"',
         *_sound_code(here),
         *(["outer_path=${PYTHONPATH-}"] if here.copies is not None else []),
         *search_path(here),
         "(  # whatever is set, trapped or ended in here, what follows it is done",
-        *unless_stopped(),
+        *exit_if_stopped(),
         *_environment(config),
         *(['export PYTHONPATH="$outer_path"'] if here.copies is not None else []),
         *_preamble(config),
         *_our_environment(config, here, attempt),
         *srun_lines(config, here, run, shape, f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
         ") &",
-        *waiting(held=held),
+        *wait_for_srun(held=held),
     )
 
 
@@ -469,14 +470,14 @@ outer_umask=$(umask)
 umask 077
 {pid}=$$
 export {pid}
-told= points= again= killed= code=0
+stop_signal= points= again= killed= code=0
 declare -A name_of
-heed() {{  # a run's script that is started in the background is deaf to INT
-    told=${{told:-$1}}
+forward_stop() {{  # a run's script that is started in the background is deaf to INT
+    stop_signal=${{stop_signal:-$1}}
     [ -z "$points" ] || kill -"${{1/#INT/TERM}}" $points 2>/dev/null
 }}
 for name in {signals}; do
-    trap "heed $name" "$name"
+    trap "forward_stop $name" "$name"
 done
 is_here() {{  # in a later start: a run that was submitted anew meanwhile is another job's
     [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] ||
@@ -489,7 +490,7 @@ for name in {names}; do
     points="$points $!"
     name_of[$!]=$name
 done
-[ -z "$told" ] || heed "$told"
+[ -z "$stop_signal" ] || forward_stop "$stop_signal"
 for point in $points; do
     # A signal ends the wait, not the point; bash keeps the code for whoever asks again.
     while wait "$point"; [ $? -gt 128 ] && kill -0 "$point" 2>/dev/null; do :; done
@@ -510,10 +511,10 @@ trap '' {signals}
 def pack_script(
     runs: Sequence[Path], attempt: int, options: Mapping[str, object], here: Here
 ) -> str:
-    """The text that sbatch gets for runs that share a job.
+    """Return the text for sbatch for runs that share a job.
 
     Args:
-        runs: their folders, side by side, called by their numbers.
+        runs: their folders, in one parent, named by their numbers.
         options: of sbatch, for all together.
         here: the submitting side, with the code that they share.
     """

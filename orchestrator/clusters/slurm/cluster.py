@@ -1,10 +1,10 @@
 """The SLURM clusters: new jobs, and steps of an existing allocation.
 
-`SlurmCluster` submits batch scripts and finds runs again by their job ids. A submitted run goes on
-without its launcher: `SlurmHandle` is made from the run folder alone, in any shell, days later.
+`SlurmCluster` submits batch scripts and finds runs again by their job ids. A submitted run does not
+need its launcher: `SlurmHandle` is made from the run folder alone, in any shell, days later.
 
-`CurrentAllocation` (`cluster.allocation=current`) starts the ranks as a step of an allocation that
-the user has (an salloc, a batch job). The launcher holds the run to its end, as with simulated
+`CurrentAllocation` (`cluster.allocation=current`) starts the ranks as a step of the user's existing
+allocation (an salloc, a batch job). The launcher holds the run to its end, as with simulated
 nodes; nothing is queued, requeued or cancelled. Its script passes USR2 on to the ranks, which is a
 stop, and TERM to srun, which ends them at once; if the launcher dies, the kernel sends it TERM.
 """
@@ -52,7 +52,7 @@ from orchestrator.clusters.slurm.safe_values import (
     check_values,
     quoted,
 )
-from orchestrator.clusters.slurm.submission import UNLIKE, here, patiently
+from orchestrator.clusters.slurm.submission import UNLIKE, here, retry_unanswered
 from orchestrator.clusters.slurm.task import Task, write_task
 from orchestrator.clusters.slurm.trust import client_of, remember
 from orchestrator.config.program import target_of
@@ -79,10 +79,10 @@ class OnSlurm(Cluster):
             client_of(run, conf)
 
     def request(self, run: Path, attempt: int, copy: Path | None = None) -> Request:
-        """The submission as a value; `text` is the exact script.
+        """Return the submission as a value; `text` is the exact script.
 
         Args:
-            copy: where the copy of the code is that it shares with others; None: in its own folder.
+            copy: where the code's shared copy is; None: in the run's folder.
         """
         config, folder = self.decided, RunDir(run)
         check_values(config, run, Path.cwd())
@@ -106,17 +106,17 @@ class OnSlurm(Cluster):
 
     @abstractmethod
     def script(self, run: RunDir, attempt: int, place: Here) -> str:
-        """What starts the ranks, word by word."""
+        """Return the exact script that starts the ranks."""
 
     def lay_out(self, request: Request) -> None:
-        """Put into the run's folder what its ranks start from: the code, and what ends them."""
+        """Write the run's code and clean-up script to its folder."""
         run = RunDir(request.run)
         if self.config.run.snapshot:
             self.copy_code(run.path, run.snapshot(request.attempt))
         self.write_epilog(run)
 
     def copy_code(self, run: Path, into: Path) -> None:
-        """Copy the code that is to run, and say what is left out of it."""
+        """Copy the run's code, and report the files left out."""
         left_out = snapshot.take(target_of(self.config.job), run, into)
         if left_out:
             self.tell(
@@ -125,14 +125,14 @@ class OnSlurm(Cluster):
             )
 
     def write_epilog(self, run: RunDir) -> None:
-        """Write what srun starts after a node's task, in the folder of all that SLURM starts."""
+        """Write the script that srun starts after a node's task."""
         run.submitit.mkdir(mode=0o700, exist_ok=True)
         script = run.submitit / SCRIPT
         write_atomically(script, after_node(run, quoted(run.path)))
         script.chmod(0o700)
 
 
-_said: dict[tuple[object, ...], Verdict] = {}
+_answers: dict[tuple[object, ...], Verdict] = {}
 
 
 class SlurmCluster(OnSlurm):
@@ -145,7 +145,7 @@ class SlurmCluster(OnSlurm):
         return batch_script(self.decided, run, attempt, place)
 
     def share_script(self, run: Path, attempt: int, copy: Path | None = None) -> str:
-        """The script of a run in an allocation that others share, see `packing.py`."""
+        """Return the script of a run in a shared allocation, see `packing.py`."""
         folder = RunDir(run)
         place = here(self.config, copy or folder.snapshot(attempt))
         shape = [*step_of(run.name), *shape_of(self.config.cluster), *all_memory(self.config)]
@@ -159,24 +159,24 @@ class SlurmCluster(OnSlurm):
         return CurrentAllocation
 
     def check(self, request: Request) -> Admission:
-        """What the scheduler says of it. Raises `ClusterError` when it would never run.
+        """Ask the scheduler. Raises `ClusterError` if it would never run the request.
 
-        It is asked once in a process's life for requests that are alike, as a sweep's points are.
+        Equal requests, as a sweep's points, are asked about once per process.
         """
         cluster, options = self.config.cluster, request.details["options"]
         alike = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
         refuse_uncounted(self.config, options)
-        if alike not in _said:
+        if alike not in _answers:
             client = SlurmClient(cluster.slurm_conf)
             job = wanted(
                 options,
                 nodes=node_range(cluster.nodes),
                 cpus=cluster.ranks_per_node * cluster.cpus_per_rank,
             )
-            _said[alike] = patiently(
+            _answers[alike] = retry_unanswered(
                 lambda: check_request(client, self.config, job, request.text), tell=self.tell
             )
-        said = _said[alike]
+        said = _answers[alike]
         slow = too_slow(self.config, said.grace_s)
         return Admission(
             words=said.words + self._survives(),
@@ -185,7 +185,7 @@ class SlurmCluster(OnSlurm):
         )
 
     def _survives(self) -> str:
-        """What becomes of losses, in words, where they do not end the job."""
+        """Describe which losses the run survives."""
         if not self.survival.on:
             return ""
         nodes = self.config.cluster.nodes
@@ -196,7 +196,7 @@ class SlurmCluster(OnSlurm):
         )
 
     def submit(self, request: Request) -> SlurmHandle:
-        """Queue it; the run folder then holds the job's id, so that anyone can follow it."""
+        """Queue the request, and write the job's id to the run folder."""
         from orchestrator.clusters.slurm.executor import Executor
         from orchestrator.clusters.slurm.submission import queue
 
@@ -216,7 +216,7 @@ class SlurmCluster(OnSlurm):
     def submit_all(
         cls, placed: Sequence[tuple[Cluster, Request]], at_once: int | None = None
     ) -> None:
-        """As arrays, see `arrays.py`."""
+        """Submit runs as arrays, see `arrays.py`."""
         submit_as_arrays([(c, r) for c, r in placed if isinstance(c, SlurmCluster)], at_once)
 
     @classmethod
@@ -227,14 +227,14 @@ class SlurmCluster(OnSlurm):
 
     @classmethod
     def adopt(cls, folder: RunDir) -> str:
-        """See `submission.py`."""
+        """Complete an interrupted submission, see `submission.py`."""
         from orchestrator.clusters.slurm.submission import adopt
 
         return adopt(folder)
 
     @classmethod
     def cancel_all(cls, runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
-        """By one scancel; see `handle.py`."""
+        """Cancel runs by one scancel; see `handle.py`."""
         from orchestrator.clusters.slurm.handle import cancel_all
 
         return cancel_all(runs, now=now)
@@ -250,7 +250,7 @@ class SlurmCluster(OnSlurm):
         return look(runs, found)
 
 
-END_S = 60.0  # srun waits for tasks that it has ended, and the scheduler for their node
+END_S = 60.0  # srun waits for its ended tasks, and the scheduler for their node
 
 
 class StepHandle(Handle):
@@ -302,7 +302,7 @@ class StepHandle(Handle):
         self._process.terminate()
         try:
             self._process.wait(END_S)
-        except subprocess.TimeoutExpired:  # no node answers; the allocation's end is theirs
+        except subprocess.TimeoutExpired:  # no node answers; the allocation's end ends them
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._state = State.FAILED
@@ -317,7 +317,7 @@ STATE = re.compile(r"\bJobState=(\S+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What an allocation has of some of its nodes, each."""
+    """An allocation's resources on some of its nodes, each."""
 
     nodes: str
     cpus: int
@@ -325,7 +325,7 @@ class Share:
 
 
 def read_shares(text: str) -> list[Share]:
-    """`scontrol show job -d -o` of one job.
+    """Parse `scontrol show job -d -o` of one job.
 
     >>> read_shares("NumCPUs=6 Nodes=n[0-2] CPU_IDs=0-1 Mem=0 GRES=gpu:2(IDX:0-1) MinCPUsNode=2")
     [Share(nodes='n[0-2]', cpus=2, gres={('gpu', ''): 2})]
@@ -337,7 +337,7 @@ def read_shares(text: str) -> list[Share]:
 
 
 def one_of(env: Mapping[str, str]) -> str:
-    """What scontrol calls the one allocation that a shell is in, and srun begins steps of.
+    """Return scontrol's id of the one allocation of this shell, in which srun starts steps.
 
     An element of an array may have the array's number, of a job of several components (`salloc … :
     …`) the first one has the job's: by these scontrol would show all of them.
@@ -352,12 +352,12 @@ class CurrentAllocation(OnSlurm):
     """`cluster.allocation=current`."""
 
     def script(self, run: RunDir, attempt: int, place: Here) -> str:
-        beside = ["--overlap"] if STEP in os.environ else []  # with the step that this shell is
+        beside = ["--overlap"] if STEP in os.environ else []  # this shell is in a step itself
         shape = [*shape_of(self.config.cluster), *beside]
         return step_script(self.config, run, attempt, place, shape)
 
     def check(self, request: Request) -> Admission:  # noqa: ARG002  # the configuration has it all
-        """Raises `ClusterError` where there is no allocation, or one that is too small."""
+        """Raise `ClusterError` if there is no allocation, or one that is too small."""
         asked, job = self.config.cluster, os.environ.get(JOB)
         begin = " ".join(["salloc", *shape_of(asked), f"--cpus-per-task={asked.cpus_per_rank}"])
         if not job:
@@ -400,7 +400,7 @@ class CurrentAllocation(OnSlurm):
 
 
 def _too_small(asked: ClusterConfig, job: str, shares: Mapping[str, Share]) -> Iterator[str]:
-    """What an allocation lacks, a sentence each; its nodes may differ."""
+    """Yield what an allocation lacks, a sentence each; its nodes may differ."""
     nodes = node_range(asked.nodes)[1]
     if nodes > len(shares):
         have = f"{len(shares)} node{'s' * (len(shares) > 1)} ({', '.join(shares)})"

@@ -1,4 +1,4 @@
-"""What removes a run's unpacked code from a node where its agent has ended, however it ended."""
+"""Removal of a run's unpacked code from a node, however the node's agent ended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"
 
 
 def after_node(run: RunDir, quoted: str) -> str:
-    """Return the shell that the scheduler starts where a node's task has ended (--task-epilog).
+    """Return the shell that the scheduler starts after a node's task (--task-epilog).
 
     Args:
-        quoted: the run's folder, as a shell takes it.
+        quoted: the run's folder, quoted for the shell.
     """
     return f"""\
 #!/bin/sh

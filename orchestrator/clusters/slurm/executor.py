@@ -1,4 +1,4 @@
-"""A submitit executor with our batch script. A module of its own: importing submitit is slow."""
+"""A submitit executor with our batch script. Its own module, since importing submitit is slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestrator.rundir.files import write_atomically
 
 
 class Executor(submitit.SlurmExecutor):
-    """Args: place: has the script queued that lies there; gives the job's id."""
+    """Executor of one script. Args: place: queues the script at that path; returns the job's id."""
 
     def __init__(self, folder: Path, script: str, name: str, place: Callable[[Path], str]) -> None:
         super().__init__(folder=folder)

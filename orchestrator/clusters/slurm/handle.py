@@ -1,6 +1,6 @@
 """Follow and cancel SLURM runs from their folders.
 
-The folder says how training proceeds, the scheduler says where the job is. A follower waits for
+The folder shows how training proceeds, the scheduler where the job is. A follower waits for
 neither: squeue runs in the background. Any number of runs is cancelled by one squeue and at most
 two scancel.
 """
@@ -46,13 +46,13 @@ IS_OVER = ("invalid job id", "already completing or completed")
 
 
 def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
-    """Stop runs at their next boundaries, or at once; those that wait leave the queue.
+    """Stop runs at their next boundaries, or at once; waiting runs leave the queue.
 
     Returns:
         What happens to each, without those that are over: "is cancelled; …".
 
     Raises:
-        ClusterError: the scheduler is silent, or refuses. No run counts as cancelled then.
+        ClusterError: the scheduler does not answer, or refuses. No run counts as cancelled then.
     """
     clusters: dict[str | None, list[tuple[RunDir, str]]] = {}
     for run in runs:
@@ -69,7 +69,7 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
 def _cancel(
     client: SlurmClient, members: Sequence[tuple[RunDir, str]], *, now: bool
 ) -> dict[Path, str]:
-    """Those of one cluster."""
+    """Cancel the runs of one cluster."""
     jobs = queued(client, [job_id for _, job_id in members])
     found: dict[Path, str] = {}
     ends: dict[RunDir, Job] = {}
@@ -96,12 +96,12 @@ def _cancel(
 
 
 def end(client: SlurmClient, jobs: Mapping[RunDir, str]) -> None:
-    """End jobs at once, queued or running; what follows their last checkpoints is lost."""
+    """End jobs at once, queued or running; progress since their last checkpoints is lost."""
     _send(client, jobs, "now")
 
 
 def stop(client: SlurmClient, jobs: Mapping[RunDir, str]) -> None:
-    """Ask all ranks of each job to stop, each in its way; see `describe_stop`."""
+    """Ask all ranks of each job to stop, as each kind of run does; see `describe_stop`."""
     _send(client, jobs, "stop", "--signal=USR2")
 
 
@@ -116,7 +116,7 @@ def _send(client: SlurmClient, jobs: Mapping[RunDir, str], how: str, *flags: str
         if not whole:
             return
         answer = client.ask("scancel", *flags, *sorted(whole))
-        # of many, some may have ended in this moment: they are over, and the others heard it
+        # of many, some may have just ended: they are over, and the others got the signal
         lines = [line for line in answer.words.lower().splitlines() if line.strip()]
         over = [line for line in lines if any(words in line for words in IS_OVER)]
         if answer.code and not (len(whole) > 1 and lines == over):
@@ -125,8 +125,9 @@ def _send(client: SlurmClient, jobs: Mapping[RunDir, str], how: str, *flags: str
 
 @contextlib.contextmanager
 def _marked_cancelled(run: RunDir, how: str) -> Generator[None]:
-    """What makes the ranks end rather than depart: written before they get any signal, and
-    taken back when the signal could not be sent, for then the run was not cancelled.
+    """Mark the runs as cancelled before any signal, so that the ranks end rather than depart.
+
+    The marks are removed if the signal could not be sent, since the runs are not cancelled then.
     """
     before = read_json(run.cancel)
     write_json(run.cancel, {"how": how, "time": time.time()})
@@ -139,14 +140,14 @@ def _marked_cancelled(run: RunDir, how: str) -> Generator[None]:
 
 
 def is_ours(run: RunDir, job: Job) -> bool:
-    """Whether a job's batch script, as the scheduler knows it, is one in this run's folder."""
+    """Return whether a job's batch script, as the scheduler knows it, is in this run's folder."""
     script = Path(os.path.realpath(job.command))
     own = script.is_relative_to(os.path.realpath(run.submitit))
     return own or is_element(run.path, script, job.id) or is_packed_in(run, script, job.id)
 
 
 def _await_the_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
-    """Jobs that have not begun end at once, and have no batch script to say so."""
+    """Wait for jobs to end that have not begun, and so have no batch script to write their end."""
     left = dict(jobs)
     deadline = time.monotonic() + CANCEL_S
     while left and time.monotonic() < deadline:
@@ -162,7 +163,7 @@ def _await_the_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
 
 
 class News:
-    """Remembers what was told."""
+    """Changes to report to a follower; each is reported once."""
 
     def __init__(self) -> None:
         self._standing = ""
@@ -170,7 +171,7 @@ class News:
         self._waited = 0.0
 
     def of(self, job: Job | None, silent_since: datetime | None, attempt: int) -> Sequence[str]:
-        """What is new: that the scheduler fell silent, or answers again; where the job is."""
+        """Yield changes: the scheduler stops or resumes answering; the job's state and place."""
         return [*self._of_scheduler(silent_since), *self._of_job(job, attempt)]
 
     def _of_scheduler(self, silent_since: datetime | None) -> Iterator[str]:
@@ -204,10 +205,10 @@ UNSEEN_S = 15.0
 
 
 class SlurmHandle(Handle):
-    """A submitted run, held by whoever follows it.
+    """Handle of a submitted run for its followers.
 
     Attributes:
-        job: the latest that the scheduler said; None before its first answer.
+        job: the scheduler's latest answer; None before the first.
         silent_since: when the scheduler stopped answering; None while it answers.
     """
 
@@ -232,17 +233,17 @@ class SlurmHandle(Handle):
 
     @property
     def attempt(self) -> int:
-        """The newest attempt that has begun; 0 before any."""
+        """Return the newest attempt that has begun; 0 before any."""
         return max(0, self._run.attempts_made() - 1)
 
     def poll(self, timeout_s: float) -> State:
-        """Look at the folder and, now and then, ask the scheduler. Never waits for its answer."""
+        """Read the folder and, at intervals, query the scheduler. Never waits for its answer."""
         time.sleep(timeout_s)
         result = self._run.read_result()
         self._ask(ended=result is not None)
         if result is not None:
             over = self.silent_since is not None or (self.job is not None and not self.job.alive)
-            over = over or is_over(self._run)  # others may go on in its job
+            over = over or is_over(self._run)  # others may continue in its job
             # The result is final; squeue, which is asked rarely, may show the job for a while.
             self._result_at = self._result_at or time.monotonic()
             over = over or time.monotonic() - self._result_at > RESULT_GRACE_S
@@ -255,7 +256,7 @@ class SlurmHandle(Handle):
         self._ended_at = self._ended_at or time.monotonic()
         if time.monotonic() - self._ended_at < RESULT_GRACE_S:
             return State.RUNNING
-        state, self.culprit = ending(self._run, self.job)  # told, not written: that is not ours
+        state, self.culprit = ending(self._run, self.job)  # not written: not ours
         return state
 
     def _ask(self, *, ended: bool) -> None:
@@ -275,13 +276,13 @@ class SlurmHandle(Handle):
         self._asked = None
         try:
             self.job = read_queue(answer).get(self.job_id) or self._past()
-        except SchedulerDown:  # an error never means that the job is gone
+        except SchedulerDown:  # an error never means that the job has ended
             self.silent_since = self.silent_since or datetime.now().astimezone()
         else:
             self.silent_since = None
 
     def _past(self) -> Job | None:
-        """A job that squeue has forgotten. Raises `SchedulerDown` when the accounting is silent."""
+        """Return a job that squeue forgot. Raises `SchedulerDown` if accounting is silent."""
         runs = (accounted(self.client, [self.job_id]) or {}).get(self.job_id)
         if runs:
             return runs[-1]
@@ -290,7 +291,7 @@ class SlurmHandle(Handle):
         return None
 
     def stop(self) -> None:
-        """Ask all ranks to stop for good, each kind of run in its way; see `how_it_stops`."""
+        """Ask all ranks to stop for good, as each kind of run does; see `how_it_stops`."""
         job = self._asked_now()
         if job is None or job.waiting:
             self.kill()
@@ -298,7 +299,7 @@ class SlurmHandle(Handle):
         stop(self.client, {self._run: self.job_id})
 
     def kill(self) -> None:
-        """End the job at once, queued or running; what follows the last checkpoint is lost."""
+        """End the job at once, queued or running; progress since the last checkpoint is lost."""
         end(self.client, {self._run: self.job_id})
 
     @property

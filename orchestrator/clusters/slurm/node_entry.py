@@ -1,8 +1,9 @@
-"""What the batch script starts: `node_entry.py node FOLDER | after RUN ATTEMPT CODE TOLD`; where
-runs share the job also `share RUN ATTEMPT CODE TOLD | again SWEEP ATTEMPT RUNS KILLED`.
+"""Entry points of the batch script: `node_entry.py node FOLDER | after RUN ATTEMPT CODE SIGNAL`.
 
-Run as a file, so that the first entry of Python's path is this file's folder, which is taken away:
-with `-m` it would be the folder where the person stood, whose files may have been edited since.
+In a shared job also `share RUN ATTEMPT CODE SIGNAL | again SWEEP ATTEMPT RUNS KILLED`.
+
+Run as a file, so that the first entry of Python's path is this file's folder, which is removed:
+with `-m` it would be the user's working folder, whose files may have been edited since.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import os
 import sys
 from pathlib import Path
 
-# As in `start_from_copy`, which started this where the code is a copy.
+# As in `start_from_copy`, which started this if the code is a copy.
 PLACE_VARIABLE, LOCK_VARIABLE = "ORCHESTRATOR_CODE", "ORCHESTRATOR_CODE_LOCK"
 
 
 def node(folder: str) -> None:
-    """Be one node. Stop signals wait until its agent has handlers; they would be fatal before."""
+    """Run one node. Stop signals wait until its agent has handlers; they would be fatal before."""
     import signal
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    # What we know of is our own step, which may be a part of an allocation that somebody has.
+    # We know only our own step, which may be a part of a user's allocation.
     for ours in ("NUM_NODES", "NODELIST"):
         os.environ[f"SLURM_JOB_{ours}"] = os.environ[f"SLURM_STEP_{ours}"]
-    if LOCK_VARIABLE in os.environ:  # what a worker starts must not keep its code there
+    if LOCK_VARIABLE in os.environ:  # child processes of a worker must not keep its code there
         os.set_inheritable(int(os.environ[LOCK_VARIABLE]), False)
     from submitit.core.submission import process_job
 
@@ -34,31 +35,31 @@ def node(folder: str) -> None:
     process_job(folder)
 
 
-def after(run: str, attempt: str, code: str, told: str) -> None:
-    """Settle the attempt once srun has ended; end with 1 where the run has failed.
+def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
+    """Settle the attempt after srun; exit with 1 if the run has failed.
 
     Args:
-        told: the first signal that the script got, or "".
+        stop_signal: the first signal that the script got, or "".
     """
     from orchestrator.clusters.slurm.outcome import finish
     from orchestrator.rundir.folder import RunDir
 
     try:
-        once_more = finish(Path(run), int(attempt), int(code), told)
+        once_more = finish(Path(run), int(attempt), int(code), stop_signal)
     finally:
         _leave_copy()
     ended = RunDir(Path(run)).read_result()
     sys.exit(0 if once_more or (ended and ended["state"] != "failed") else 1)
 
 
-def share(run: str, attempt: str, code: str, told: str) -> None:
-    """The same for a run that shares its job: the script of that hands it back to the queue."""
+def share(run: str, attempt: str, code: str, stop_signal: str) -> None:
+    """Settle a run in a shared job, whose script requeues it."""
     from orchestrator.clusters.slurm.outcome import finish
     from orchestrator.errors import START_AGAIN
     from orchestrator.rundir.folder import RunDir
 
     try:
-        once_more = finish(Path(run), int(attempt), int(code), told, again=lambda: None)
+        once_more = finish(Path(run), int(attempt), int(code), stop_signal, again=lambda: None)
     finally:
         _leave_copy()
     ended = RunDir(Path(run)).read_result()
@@ -66,7 +67,7 @@ def share(run: str, attempt: str, code: str, told: str) -> None:
 
 
 def again(sweep: str, first: str, runs: str, killed: str) -> None:
-    """Hand a job that runs share back to the queue, for those that are to start again."""
+    """Requeue a shared job, for the runs that are to restart."""
     from orchestrator.clusters.slurm.outcome import start_again
 
     try:

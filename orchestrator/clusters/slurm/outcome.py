@@ -1,10 +1,10 @@
-"""The end of an attempt: hand the job back to the queue, or record the end of the run.
+"""The end of an attempt: requeue the job, or record the end of the run.
 
-The batch script calls this on the first node, outside any container, when srun has ended. How the
-attempt ended stands in `outcome.json`, which the agents' coordinator wrote. The scheduler is asked
-first: a job that was already requeued or cancelled must not be touched, and a script that outlived
-its slurmd must not speak for a restarted job. Where the script was killed, the coordinator does
-the same work (`settle_without_script`), or `status`, under the run's lock, once the job has ended.
+The batch script calls this on the first node, outside any container, when srun has ended. The
+agents' coordinator has written the outcome to `outcome.json`. The scheduler is queried first: a job
+that was already requeued or cancelled must not be touched, and a script that outlived its slurmd
+must not act for a restarted job. If the script was killed, the coordinator does the same work
+(`settle_without_script`), or `status`, under the run's lock, once the job has ended.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ FRUITLESS = 10
 
 
 def ask_job(client: SlurmClient, job_id: str) -> JobStatus | None:
-    """What the controller says of this job. Waits for as long as it does not answer: without it
-    nobody else could use these nodes either, and what is known would be lost.
+    """Return the controller's answer about this job, waiting for as long as it takes.
+
+    Without the controller these nodes are no use to others, and exiting would lose what is known.
     """
     pause = 1.0
     while True:
@@ -78,21 +79,21 @@ def finish(
     path: Path,
     attempt: int,
     code: int,
-    told: str,
+    stop_signal: str,
     again: Callable[[], None] | None = None,
     *,
     script_gone: str = "",
 ) -> bool:
-    """Finish what the ranks could not.
+    """Settle what the ranks could not.
 
     Args:
         code: srun's exit code.
-        told: the first signal that the batch script got, or "".
-        again: has the run start again, where its job is not its own; None: the job is requeued.
-        script_gone: what became of the batch script, where this is the coordinator in its place.
+        stop_signal: the first signal that the batch script got, or "".
+        again: restarts a run in a shared job; None: the job is requeued.
+        script_gone: why the batch script ended, if the coordinator acts for it.
 
     Returns:
-        Whether it starts again.
+        Whether the run restarts.
     """
     run = RunDir(path)
     if Fence(run.newest_attempt, attempt).is_stale:
@@ -104,14 +105,14 @@ def finish(
     job = ask_job(SlurmClient(), job_id)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     departure = run.read(run.departure(attempt))
-    if departure and job and job.restarts == restarts + 1:  # taken back while the ranks left
+    if departure and job and job.restarts == restarts + 1:  # requeue cancelled while the ranks left
         _note(run, attempt, departure, job, restarts)
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
         return False
     if job.cancelled or (again is not None and _ended_alone(run)):
         write_end(run, State.STOPPED, cancelled_by_scheduler())
         return False
-    if departure is None and (why := _cut_short(run, attempt, code, told)):
+    if departure is None and (why := _cut_short(run, attempt, code, stop_signal)):
         departure = departure_note(why)
     outcome = read_outcome(run, attempt)
     cut_off = outcome is not None and outcome.state is not State.FINISHED
@@ -128,44 +129,43 @@ def finish(
 
 
 def _await_agents(run: RunDir, attempt: int) -> None:
-    """Wait for the end of agents that live on although srun was killed."""
+    """Wait for the end of agents that outlive a killed srun."""
     if run.outcome(attempt).exists():
         return
     nodes = len(list(run.attempt(attempt).glob("agent-*.json")))
     peers = [one.peer for n in range(nodes) if (one := agent_file(run, attempt, n)) is not None]
-    told = False
+    reported = False
     while not run.outcome(attempt).exists():
         if all(refuses(peer, REACH_S, unknown=True) for peer in peers):
             return
-        if not told:
+        if not reported:
             print("srun has ended, but agents go on; waiting for them", flush=True)  # noqa: T201  # batch.log
-            told = True
+            reported = True
         time.sleep(LOOK_S)
 
 
 def _ended_alone(run: RunDir) -> bool:
-    """Whether a person had its step ended at once, and not its job."""
+    """Return whether a user ended this step at once, but not its job."""
     return (read_json(run.cancel) or {}).get("how") == "now"
 
 
-def _cut_short(run: RunDir, attempt: int, code: int, told: str) -> str | None:
-    """Say what stopped an attempt, although no rank failed and none left in order; or None."""
+def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | None:
+    """Return what stopped an attempt without a failure or an orderly end; else None."""
     outcome = read_outcome(run, attempt)
     if outcome is not None:
         return outcome.lost
     if run.failures(attempt) or code not in {*STOP_CODES, KILLED}:
         return None
-    if told:
-        return f"its batch script was sent SIG{told}"
+    if stop_signal:
+        return f"its batch script was sent SIG{stop_signal}"
     return "stopped before it began" if code in STOP_CODES else srun_ended(run, attempt)
 
 
 def settle_without_script(run: RunDir, attempt: int, why: str) -> None:
-    """Do what the batch script would do, where it was killed or has gone with its node; end a job
-    that nothing else would end.
+    """Do the batch script's work after it was killed or lost; end a job that would not end.
 
     Args:
-        why: what became of the script, in words.
+        why: how the script ended, for people.
     """
     fence = Fence(run.newest_attempt, attempt)
     print("the batch script is gone; its part is done from here", flush=True)  # noqa: T201  # the node's log
@@ -186,16 +186,16 @@ def conclude(
     culprit: Callable[[], Culprit],
     again: Callable[[], None],
 ) -> bool:
-    """Start the run again, or write its end, by what its attempt left.
+    """Restart the run, or write its end, by the attempt's records.
 
     Args:
-        departure: the note of an attempt that left in order, that was told to stop before it
-            could, or whose node fell silent.
-        culprit: finds who is to blame for a failure.
-        again: hands the job back to the queue.
+        departure: the note of an attempt that left in order, that got a stop signal before it
+            could, or whose node became silent.
+        culprit: returns who is to blame for a failure.
+        again: requeues the job.
 
     Returns:
-        Whether it starts again.
+        Whether the run restarts.
     """
     outcome = read_outcome(run, attempt)
     state = None if outcome is None else outcome.state
@@ -228,17 +228,17 @@ def conclude(
 def _note(
     run: RunDir, attempt: int, departure: dict[str, Any], job: JobStatus, restarts: int
 ) -> None:
-    """Why the attempt left, where the scheduler knows that better than its ranks."""
+    """Return the departure note, with the scheduler's reason if that is more precise."""
     why = departure.get("why")
     outcome = read_outcome(run, attempt)
-    if outcome is None or outcome.lost is None:  # what was lost needs no other reason
+    if outcome is None or outcome.lost is None:  # a loss needs no other reason
         ahead_s = run.read_config()["cluster"].get("signal_ahead_s") or SIGNAL_AHEAD_S
         why = reason(job, time.time(), float(ahead_s), restarts) or why
     write_json(run.departure(attempt), {**departure, "why": why})
 
 
 def _stuck(run: RunDir, attempt: int) -> str | None:
-    """A sentence when start after start has brought no update: requeueing would never end."""
+    """Return a sentence if repeated starts made no update: requeueing would never end."""
     if attempt < FRUITLESS:
         return None
     notes = [run.read(run.restart(n)) or {} for n in range(attempt - FRUITLESS + 1, attempt + 1)]
@@ -268,14 +268,16 @@ def culprit_of(run: RunDir, attempt: int, code: int) -> Culprit:
 
 
 def settle_ended(run: RunDir, job: Job) -> str | None:
-    """Hand an ended job back to the queue if its ranks left in order, else write the run's end.
+    """Requeue an ended job if its ranks left in order, else write the run's end.
+
+    Does nothing while the job lives, while another process holds the run, when its end is written,
+    or if it is not ours to write.
 
     Args:
-        job: what was just heard of it; it is asked for once more.
+        job: the scheduler's latest answer; it is queried once more.
 
     Returns:
-        A sentence when it was handed back. Nothing is done while the job lives, while another holds
-        the run, when its end is written, or where it is not ours to write. Raises `ClusterError`.
+        A sentence if it was requeued. Raises `ClusterError`.
     """
     if not os.access(run.path, os.W_OK | os.X_OK):
         return None
@@ -287,11 +289,10 @@ def settle_ended(run: RunDir, job: Job) -> str | None:
 
 
 def dismiss_held(run: RunDir, job: Job) -> str | None:
-    """Take a job out of the queue that was requeued after its run's end, and that SLURM holds: a
-    node could not start it, and it would stay there for good.
+    """Cancel a job that was requeued after its run's end and that SLURM holds for good.
 
     Returns:
-        A sentence when that was done. Raises `ClusterError`.
+        A sentence if that was done. Raises `ClusterError`.
     """
     if not os.access(run.path, os.W_OK | os.X_OK):
         return None
@@ -315,7 +316,7 @@ def _settle(run: RunDir, seen: Job) -> str | None:
     handle = read_handle(run)
     client = client_of(run, handle.get("slurm_conf"))
     job = job_status(client, seen.id) if str(handle["job_id"]) == seen.id else None
-    list(run.path.iterdir())  # a file system of a network then looks for a result once more
+    list(run.path.iterdir())  # a network file system then looks for a result once more
     if job is None or job.state in ALIVE or run.read_result() is not None:
         return None
     attempt = int(handle["attempt"]) + job.restarts
@@ -345,8 +346,9 @@ def _settle(run: RunDir, seen: Job) -> str | None:
 
 
 def _of_killed_script(run: RunDir, attempt: int, job: JobStatus) -> dict[str, Any] | None:
-    """The departure where nothing but the batch script failed, by a signal: SLURM then ends the
-    ranks, and they may have had no time.
+    """Return a departure if only the batch script failed, by a signal.
+
+    SLURM then ends the ranks, which may have had no time.
     """
     if lost := _cut_short(run, attempt, 0, ""):
         return departure_note(lost)
@@ -356,12 +358,12 @@ def _of_killed_script(run: RunDir, attempt: int, job: JobStatus) -> dict[str, An
 
 
 def start_again(sweep: Path, first: int, again: Sequence[str], killed: Sequence[str]) -> None:
-    """Hand the job back to the queue, unless the scheduler has done so, or nobody needs it.
+    """Requeue the job, unless the scheduler has done so, or no run needs it.
 
     Args:
-        first: the attempt that the job's first start was.
-        again: the runs that are to start again, as their own scripts found.
-        killed: those whose scripts were killed, and could not find out.
+        first: the attempt of the job's first start.
+        again: the runs to restart, as their own scripts found.
+        killed: runs whose scripts were killed before they could decide.
     """
     client, job_id = SlurmClient(), own_job_id(os.environ)
     job = ask_job(client, job_id)

@@ -1,9 +1,8 @@
 """Packing (`sweep.pack`): runs of a sweep that share an allocation.
 
 Runs that share an allocation request the same, and each has ranks on all of its nodes. The
-allocation has as many nodes as one run requests, with so many times a run's tasks, memory and GPUs.
-Only options that say how much of a node is used are multiplied; options whose share is unknown are
-refused.
+allocation has one run's number of nodes, and a multiple of one run's tasks, memory and GPUs.
+Only options for a node's resources are multiplied; options without a known share are refused.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from orchestrator.clusters.slurm.submission import (
     NUMBER,
     Member,
     Placed,
-    alike,
+    group_equal,
     here,
     lay_out,
     next_name,
     number_of,
-    patiently,
     queue,
+    retry_unanswered,
 )
 from orchestrator.config.rules import packing
 from orchestrator.config.schema import Config, node_range
@@ -57,14 +56,14 @@ STEPS = ("squeue", "-h", "-s", "-o", "%i|%j")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
-    """A job that runs share: the script that it was queued by, and the runs it began with."""
+    """A shared job: the script that it was queued by, and the runs it began with."""
 
     job_id: str
     script: Path
     runs: tuple[RunDir, ...]
 
     def left(self) -> list[RunDir]:
-        """Those that are not over, and have not been submitted anew."""
+        """Return the runs that are not over, and have not been submitted anew."""
         found: list[RunDir] = []
         for run in self.runs:
             handle = run.read_handle() if run.path.is_dir() else None
@@ -74,7 +73,7 @@ class Pack:
 
 
 def pack_of(run: RunDir) -> Pack | None:
-    """The job that a run shares with others; None where it has one to itself."""
+    """Return the job that a run shares with others; None if it has its own."""
     handle = run.read_handle() or {}
     if not (pack := handle.get("pack")):
         return None
@@ -88,10 +87,10 @@ def pack_of(run: RunDir) -> Pack | None:
 
 
 def is_packed_in(run: RunDir, script: Path, job_id: str) -> bool:
-    """Whether a job is one that a run shares.
+    """Return whether a job is shared by this run.
 
     Args:
-        script: that the scheduler knows the job by, without links.
+        script: the job's script as the scheduler knows it, without links.
     """
     pack = pack_of(run)
     if pack is None or pack.job_id != job_id:
@@ -100,30 +99,30 @@ def is_packed_in(run: RunDir, script: Path, job_id: str) -> bool:
 
 
 def is_over(run: RunDir) -> bool:
-    """Whether a run that shares its job has ended, whatever the others do."""
+    """Return whether a run in a shared job has ended, whatever the others do."""
     return pack_of(run) is not None and run.read_result() is not None
 
 
 def title_of(run: RunDir, job_id: str) -> str:
-    """What people know it by."""
+    """Return its name for people."""
     shared = f"point {run.path.name}, in job {job_id}," if pack_of(run) else ""
     return shared or f"job {job_id}"
 
 
 def waits_for_others(run: RunDir) -> bool:
-    """Whether its ranks have ended, and it starts again when its job does, for all of them."""
+    """Return whether its ranks have ended, and it restarts together with the other runs."""
     left = run.departure(max(0, run.attempts_made() - 1)).exists()
     return left and run.read_result() is None and bool(others_left(run))
 
 
 def others_left(run: RunDir) -> list[RunDir]:
-    """Those of a run's job that are not over, without itself."""
+    """Return the other runs of a run's job that are not over."""
     pack = pack_of(run)
     return [other for other in pack.left() if other.path != run.path] if pack else []
 
 
 def steps(client: SlurmClient, job_ids: Iterable[str]) -> dict[tuple[str, str], str]:
-    """The steps of jobs that run now, by (job, the step's name). Raises `SchedulerDown`."""
+    """Return the steps of running jobs, by (job, the step's name). Raises `SchedulerDown`."""
     answer = client.must(*STEPS, "-j", ",".join(job_ids))
     found: dict[tuple[str, str], str] = {}
     for line in answer.splitlines():
@@ -132,7 +131,7 @@ def steps(client: SlurmClient, job_ids: Iterable[str]) -> dict[tuple[str, str], 
     return found
 
 
-# What these say holds for an allocation as it does for one run of it.
+# These hold for an allocation as they do for one run of it.
 SAME_FOR_ALL = frozenset({
     "job-name", "partition", "account", "qos", "reservation", "constraint", "exclude", "nodes",
     "cpus-per-task", "time", "exclusive", "requeue", "no-requeue", "signal", "comment", "output",
@@ -141,7 +140,7 @@ SAME_FOR_ALL = frozenset({
     "power", "prefer", "priority", "profile", "switches", "thread-spec", "core-spec",
 })  # fmt: skip
 TIMES = frozenset({"ntasks-per-node", "mem", "gpus-per-node"})
-# Of srun these say which part of the allocation a step takes, and that is ours to say here.
+# For srun these select a step's part of the allocation, which we set here.
 OF_A_STEP = (
     "cores-per-socket", "cpus-per-gpu", "exact", "exclusive", "gpus", "gpus-per-node",
     "gpus-per-socket", "gpus-per-task", "gres", "job-name", "mem", "mem-per-cpu", "mem-per-gpu",
@@ -151,7 +150,7 @@ OF_A_STEP = (
 
 
 def refuse_uncounted(config: Config, options: Mapping[str, object]) -> None:
-    """Raise `ConfigError` where runs are to share allocations, and nobody knows what a share is.
+    """Raise `ConfigError` if runs are to share allocations and a share is not known.
 
     Args:
         options: of sbatch, as one run would have them.
@@ -159,13 +158,13 @@ def refuse_uncounted(config: Config, options: Mapping[str, object]) -> None:
     if packing(config.sweep.pack) is None:
         return
     wrong = [
-        f"sweep.pack={_told(config)} cannot be with sbatch's --{name}: it says what a job of one "
+        f"sweep.pack={_value(config)} cannot be with sbatch's --{name}: it says what a job of one "
         f"point takes, and what a point's share of it would be is not known; leave one of them out"
         for name in options
         if name not in SAME_FOR_ALL | TIMES
     ]
     wrong += [
-        f"sweep.pack={_told(config)} cannot be with cluster.srun_flags.{name}: which part of the "
+        f"sweep.pack={_value(config)} cannot be with cluster.srun_flags.{name}: which part of the "
         f"allocation a point takes is said by the sweep; leave one of them out"
         for name in config.cluster.srun_flags
         if any(option.startswith(str(name)) for option in OF_A_STEP)
@@ -174,12 +173,12 @@ def refuse_uncounted(config: Config, options: Mapping[str, object]) -> None:
         raise ConfigError("\n".join(wrong))
 
 
-def _told(config: Config) -> str:
+def _value(config: Config) -> str:
     return str(config.sweep.pack).lower()
 
 
 def together(options: Mapping[str, object], count: int) -> dict[str, object]:
-    """What so many runs ask for that are alike.
+    """Return the options for `count` equal runs together.
 
     >>> together({"nodes": "2", "ntasks-per-node": "3", "gpus-per-node": "a:1,b:2"}, 4)
     {'nodes': '2', 'ntasks-per-node': '12', 'gpus-per-node': 'a:4,b:8'}
@@ -197,22 +196,24 @@ def _times(amount: str, count: int) -> str:
 
 
 def step_of(name: str) -> Iterator[str]:
-    """Srun's options of a step that has its own part of the allocation, and is known by a name."""
+    """Return srun's options of a named step with its own part of the allocation."""
     yield "--exact"
     yield f"--job-name={name}"
 
 
 def all_memory(config: Config) -> Iterator[str]:
-    """Where nobody says how much memory a run takes, all of them may use what the job has: a step
-    would take the whole of it otherwise, and the next one wait for that.
+    """Let each run use all of the job's memory if no request says how much a run needs.
+
+    Otherwise a step would take all of it, and the next one would wait.
     """
     if config.cluster.memory_gib is None:
         yield "--mem=0"
 
 
 def on_a_node(job: Wanted, partitions: Sequence[Partition]) -> tuple[int, int]:
-    """How many runs have room on one node: on the smallest, of those that have room for any, and
-    on the largest. (0, 0): no node is known that has.
+    """Return how many runs fit on one node: on the smallest with room for any, and on the largest.
+
+    (0, 0) if no known node has room.
 
     >>> from orchestrator.clusters.slurm.admission import Each
     >>> from orchestrator.clusters.slurm.admission import Allowed
@@ -246,7 +247,7 @@ BY_CPU = re.compile(r"^SelectTypeParameters\s*=.*\bCR_CPU", re.MULTILINE)
 
 
 def cpus_of_cores(client: SlurmClient, cpus: int, partitions: Collection[str]) -> None:
-    """Raise `ClusterError` where what a run takes of a node is not a number of whole cores."""
+    """Raise `ClusterError` if a run's share of a node is not a number of whole cores."""
     lines = [line.partition("|") for line in client.must(*THREADS).splitlines()]
     threads = max(
         (int(count) for name, _, count in lines if name in partitions and count.isdigit()),
@@ -261,7 +262,7 @@ def cpus_of_cores(client: SlurmClient, cpus: int, partitions: Collection[str]) -
 
 
 def submit_packed(placed: Sequence[Placed]) -> list[Placed]:
-    """Submit those that are to share jobs; give the others, which are left to submit.
+    """Submit the runs that share jobs; return the others, which are left to submit.
 
     Raises:
         ClusterError: so many cannot share a job, and nothing was queued; or the scheduler refuses
@@ -269,19 +270,20 @@ def submit_packed(placed: Sequence[Placed]) -> list[Placed]:
     """
     packs, left = packed(placed)
     if packs:
-        packs[0][0][0].tell(told(packs, left))
+        packs[0][0][0].tell(describe_packs(packs, left))
     for part in packs:
         _queue(part)
     return left
 
 
 def packed(placed: Sequence[Placed]) -> tuple[list[list[Placed]], list[Placed]]:
-    """Those that are to share each job, and those that are left to submit otherwise; asks, and
-    submits nothing. Raises `ClusterError` where so many cannot share a job.
+    """Return the runs of each shared job, and those to submit otherwise.
+
+    Queries, and submits nothing. Raises `ClusterError` if so many cannot share a job.
     """
     left: list[Placed] = []
     packs: list[list[Placed]] = []
-    for group in alike(placed):
+    for group in group_equal(placed):
         asked = packing(group[0][0].config.sweep.pack)
         if asked is None or len(group) < 2 or number_of(group[0]) is None:
             left += group
@@ -296,12 +298,12 @@ def packed(placed: Sequence[Placed]) -> tuple[list[list[Placed]], list[Placed]]:
 
 
 def _count(group: Sequence[Placed], asked: int) -> int:
-    """How many of them share a job. Args: asked: 0 for as many as a node has room for."""
+    """Return how many of them share a job. Args: asked: 0 for as many as a node has room for."""
     cluster, _ = group[0]
     client = SlurmClient(cluster.config.cluster.slurm_conf)
     job = _wanted(group[:1])
     known = read_partitions(
-        patiently(lambda: client.must(*PARTITIONS), tell=cluster.tell), client.must(*SHAPES)
+        retry_unanswered(lambda: client.must(*PARTITIONS), tell=cluster.tell), client.must(*SHAPES)
     )
     partitions = chosen_partitions(job, known)
     cpus_of_cores(client, job.each.cpus, [partition.name for partition in partitions])
@@ -322,7 +324,7 @@ def _count(group: Sequence[Placed], asked: int) -> int:
 
 
 def _wanted(part: Sequence[Placed]) -> Wanted:
-    """What runs that are alike ask for together."""
+    """Return the request of equal runs together."""
     cluster, request = part[0]
     asked = cluster.config.cluster
     return wanted(
@@ -333,7 +335,7 @@ def _wanted(part: Sequence[Placed]) -> Wanted:
 
 
 def _check(part: Sequence[Placed], asked: int) -> None:
-    """Raise `ClusterError` where runs that share a job would never run."""
+    """Raise `ClusterError` if runs that share a job would never run."""
     cluster, request = part[0]
     client, job = SlurmClient(cluster.config.cluster.slurm_conf), _wanted(part)
     text = pack_script(
@@ -344,7 +346,7 @@ def _check(part: Sequence[Placed], asked: int) -> None:
     )
     ask = partial(check_request, client, cluster.config, job, text)
     try:
-        patiently(ask, tell=cluster.tell)
+        retry_unanswered(ask, tell=cluster.tell)
     except NotNow:
         raise
     except ClusterError as error:
@@ -355,8 +357,8 @@ def _check(part: Sequence[Placed], asked: int) -> None:
         ) from error
 
 
-def told(packs: Sequence[Sequence[Placed]], left: Sequence[Placed]) -> str:
-    """How many share how many allocations, in words; there is one at least."""
+def describe_packs(packs: Sequence[Sequence[Placed]], left: Sequence[Placed]) -> str:
+    """Describe how many runs share how many allocations, of which there is at least one."""
     points, most, alone = sum(map(len, packs)), max(map(len, packs)), len(left)
     others = f"; {plural(alone, 'point')} by {'itself' if alone == 1 else 'themselves'}"
     return (
@@ -370,7 +372,7 @@ def _own_script(member: Member, asked: Request, copy: Path | None) -> str:
 
 
 def _queue(part: Sequence[Placed]) -> None:
-    """One job for all of them."""
+    """Queue one job for all of them."""
     cluster, request = part[0]
     sweep = request.run.parent
     copy = lay_out(sweep, part, _own_script)
@@ -401,10 +403,10 @@ BEGIN_S, LOOK_S = 5.0, 0.2
 
 
 def of_whole_jobs(runs: Mapping[RunDir, str]) -> set[str]:
-    """The jobs of which no other run is left, and that may be signalled as wholes.
+    """Return the jobs without other live runs, which may be signalled as a whole.
 
     Args:
-        runs: those that are to end, with their jobs.
+        runs: those to end, with their jobs.
     """
     ending = {run.path for run in runs}
     shared: set[str] = set()
@@ -416,14 +418,15 @@ def of_whole_jobs(runs: Mapping[RunDir, str]) -> set[str]:
 
 
 def end_parts(client: SlurmClient, runs: Mapping[RunDir, str], *flags: str) -> None:
-    """Signal the steps of runs whose jobs go on for others. They are marked as cancelled by now: so
-    what has not begun yet ends by itself when it would, and here where its job waits.
+    """Signal the steps of runs whose jobs continue for others. The runs are marked as cancelled.
+
+    So a run that has not begun ends by itself at its start, and here if its job waits.
 
     Args:
         flags: of scancel.
 
     Raises:
-        ClusterError: the scheduler is silent, or a run has not come to its step in time.
+        ClusterError: the scheduler does not answer, or a run has not reached its step in time.
     """
     left = dict(runs)
     deadline = time.monotonic() + BEGIN_S

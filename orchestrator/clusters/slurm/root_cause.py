@@ -1,7 +1,7 @@
-"""Who failed first in an attempt that has no outcome: none of its agents remained to write one.
+"""Root cause of an attempt without an outcome: no agent remained to write one.
 
-So srun could not start them, they were killed with the node or the job, or the batch script ended
-before. What is left are the failures that workers wrote, and what srun and the script said.
+Either srun could not start them, they were killed with the node or the job, or the batch script
+ended before. What remains are the workers' failure records, and the logs of srun and the script.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KILLED = 128 + signal.SIGKILL
 SAID_LINES = 400
 EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b")
 EXCEPTION_LINES = 3
-SAID = "error: "  # how the batch script says why it gives up
+SAID = "error: "  # the batch script's prefix for the reason it gives up
 CAUSES = {
     "CANCELLED": "cancelled through the scheduler (scancel)",
     "TIMEOUT": "the time limit was reached; resume goes on from what was saved",
@@ -33,7 +33,7 @@ CAUSES = {
 
 
 def describe_code(code: int) -> str:
-    """A code as a shell gives it.
+    """Describe a shell's exit code.
 
     >>> describe_code(137), describe_code(1)
     ('was killed by signal 9 (SIGKILL)', 'ended with code 1')
@@ -42,7 +42,7 @@ def describe_code(code: int) -> str:
 
 
 def srun_ended(run: RunDir, attempt: int) -> str | None:
-    """Say how srun itself was ended by a signal, which is no worker's fault; None if it was not."""
+    """Describe how srun was ended by a signal, which is no worker's fault; None if it was not."""
     said = "\n".join(tail(run.srun_log(attempt), SAID_LINES))
     if "srun: forcing job termination" in said:
         return "srun was told to end the job"
@@ -72,7 +72,7 @@ def culprit_without_outcome(run: RunDir, attempt: int, code: int) -> Culprit:
 
 
 def _last_words(log: tuple[str, ...]) -> str:
-    """Return what a process that could not begin said last: an exception may have some lines."""
+    """Return the last message of a process that could not begin, with an exception's lines."""
     said = [line.strip() for line in log if line.strip()]
     raised = [place for place, line in enumerate(said) if EXCEPTION.match(line)]
     words = said[raised[-1] :][:EXCEPTION_LINES] if raised else said[-1:]
@@ -80,10 +80,10 @@ def _last_words(log: tuple[str, ...]) -> str:
 
 
 def ending(run: RunDir, job: Job, attempt: int | None = None) -> tuple[State, Culprit]:
-    """What a job that ended without a result means. Reads only.
+    """Return the state and culprit of a job that ended without a result. Reads only.
 
     Args:
-        attempt: the one that ended; the newest where it is not known.
+        attempt: the one that ended; the newest if it is not known.
     """
     attempt = max(0, run.attempts_made() - 1) if attempt is None else attempt
     node, lines = job.nodes or "scheduler", tail(run.batch_log)
@@ -100,7 +100,7 @@ def ending(run: RunDir, job: Job, attempt: int | None = None) -> tuple[State, Cu
 
 
 def _by_ranks(run: RunDir, job: Job, attempt: int) -> Culprit | None:
-    """What the ranks left, where the batch script could not tell it any more."""
+    """Return the culprit by the ranks' records, if the batch script could not report it."""
     departure = run.read(run.departure(attempt))
     if departure is not None:
         cause = (

@@ -1,8 +1,8 @@
-"""Checks of the values that go into a batch script, and the user's own defaults for sbatch.
+"""Checks of the values in a batch script, and the user's own defaults for sbatch.
 
 SLURM reads the #SBATCH lines, bash reads the rest. Every value is quoted, but a value that would be
 hard to quote for both readers is refused here, with the key's name, before anything is written.
-`cluster.preamble` alone is shell, by definition.
+Only `cluster.preamble` is shell, by definition.
 
 sbatch lets SBATCH_* variables override the script. Here the configuration overrides the variables:
 their values are written into the script where the configuration leaves an option open, and sbatch
@@ -23,9 +23,9 @@ from typing import Any
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 
-# sbatch(1), "INPUT ENVIRONMENT VARIABLES". Not here: what is ours in any case (output, export,
-# requeueing, the shape and its signal, waiting; CPUS_PER_GPU beside our --cpus-per-task is refused
-# by sbatch), and CLUSTERS, which says whom to ask.
+# sbatch(1), "INPUT ENVIRONMENT VARIABLES". Not here: what we always set (output, export,
+# requeueing, the shape and its signal, waiting; sbatch refuses CPUS_PER_GPU with our
+# --cpus-per-task), and CLUSTERS, which selects the cluster to ask.
 OPTION_OF: Mapping[str, str] = {
     "SBATCH_PARTITION": "partition",
     "SBATCH_ACCOUNT": "account",
@@ -62,7 +62,7 @@ OPTION_OF: Mapping[str, str] = {
     "SBATCH_USE_MIN_NODES": "use-min-nodes",
 }
 BARE = frozenset({"overcommit", "spread-job", "use-min-nodes"})
-# Of each of these only one may stand in a script.
+# A script may have only one of each of these.
 EXCLUDE_EACH_OTHER = (
     frozenset({"mem", "mem-per-cpu", "mem-per-gpu"}),
     frozenset({"core-spec", "thread-spec"}),
@@ -72,7 +72,7 @@ EXCLUDE_EACH_OTHER = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Default:
-    """One variable that sets an option: `value` is True for an option without one."""
+    """A variable that sets an option: `value` is True for an option without one."""
 
     variable: str
     option: str
@@ -80,7 +80,7 @@ class Default:
 
 
 def read_defaults(environment: Mapping[str, str]) -> tuple[Default, ...]:
-    """The defaults that an environment holds, in the order of `OPTION_OF`; empty ones are none."""
+    """Return an environment's defaults, in the order of `OPTION_OF`; empty ones are none."""
     return tuple(
         Default(variable=variable, option=option, value=_value(option, environment[variable]))
         for variable, option in OPTION_OF.items()
@@ -93,8 +93,8 @@ def _value(option: str, text: str) -> str | bool:
     return True if option in BARE or alone else text
 
 
-def obeyed(defaults: Iterable[Default], stated: Collection[str]) -> list[Default]:
-    """Those that the configuration's options leave open, each option once."""
+def applicable(defaults: Iterable[Default], stated: Collection[str]) -> list[Default]:
+    """Return the defaults that the configuration's options leave open, each option once."""
     taken = set(stated)
     found: list[Default] = []
     for default in defaults:
@@ -206,13 +206,13 @@ OWN_SRUN_FLAGS = {
     "gid": "a job runs as the person who submits it",
     "wait": "a failed rank ends the attempt at once",
 }
-WHOLE_OPTIONS = frozenset({"gpus"})  # begins like one of ours, and is an option of its own
+WHOLE_OPTIONS = frozenset({"gpus"})  # begins like one of ours, but is a separate option
 RESERVED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SUBMITIT|ORCHESTRATOR)_.*")
 READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
 
 
 def quoted(value: object) -> str:
-    """For bash: the value as one word, whatever it holds.
+    """Return the value quoted for bash, as one word.
 
     >>> quoted("a b"), quoted("/runs/x")
     ("'a b'", '/runs/x')
@@ -221,20 +221,20 @@ def quoted(value: object) -> str:
 
 
 def _unprintable(text: str) -> str | None:
-    """The first character that must not be in a line, as people can read it; None if all may."""
+    """Return the first character that a line must not contain, printably; None if all may."""
     found = next((c for c in text if not c.isprintable()), None)
     return None if found is None else repr(found).strip("'\"")
 
 
 def _line(key: str, text: str) -> Iterator[str]:
-    """What keeps a text from being one printable line."""
+    """Return why a text is not one printable line."""
     bad = _unprintable(text)
     if bad is not None:
         yield f"{key} must be one printable line, but has the character {bad}"
 
 
 def _plain(key: str, text: str) -> Iterator[str]:
-    """What keeps a text from a place on an #SBATCH line."""
+    """Return why a text cannot be on an #SBATCH line."""
     bad = _unprintable(text) or next((c for c in text if c in QUOTING), None)
     if bad is not None:
         yield f"{key} must not have quotes, $, ` or \\ in it, nor line feeds, but has {bad}"
@@ -243,7 +243,7 @@ def _plain(key: str, text: str) -> Iterator[str]:
 
 
 def _path(key: str, path: str) -> Iterator[str]:
-    """What keeps a path from being used in SLURM's file name patterns and in PYTHONPATH."""
+    """Return why a path cannot be in SLURM's file name patterns and in PYTHONPATH."""
     bad = _unprintable(path) or next((c for c in path if c in QUOTING or c in "%:,"), None)
     if bad is not None:
         yield (
@@ -253,11 +253,11 @@ def _path(key: str, path: str) -> Iterator[str]:
 
 
 def _flags(section: str, flags: Mapping[str, Any], own: Mapping[str, str]) -> Iterator[str]:
-    """What stands against options that are passed on. Args: own: those that are ours, with why."""
+    """Return why options cannot be passed on. Args: own: our options, with reasons."""
     command = section.removeprefix("cluster.").removesuffix("_flags").replace("slurm", "sbatch")
     for name, value in flags.items():
         key = f"{section}.{name!s}" if str(name).isprintable() else section
-        # An option may be shortened (--wra is --wrap), so the start of one of ours is ours, too.
+        # An option may be shortened (--wra is --wrap), so a prefix of one of ours is ours, too.
         ours = [o for o in own if o.startswith(str(name)) and str(name) not in WHOLE_OPTIONS]
         if not FLAG.fullmatch(str(name)):
             yield f"{key} must be a long option of {command} without dashes in front, as in hint"
@@ -296,7 +296,7 @@ def check_clusters(environment: Mapping[str, str]) -> None:
 
 
 def check_defaults(defaults: Iterable[Default]) -> None:
-    """Refuse values of SBATCH_* variables that have no place on an #SBATCH line. `ConfigError`."""
+    """Refuse SBATCH_* values that cannot be on an #SBATCH line. Raises `ConfigError`."""
     wrong = [w for d in defaults if isinstance(d.value, str) for w in _plain(d.variable, d.value)]
     if wrong:
         raise ConfigError("\n".join(wrong))
@@ -319,7 +319,7 @@ def check_values(config: Config, run: Path, folder: Path | None = None) -> None:
     """Refuse every value that could mean more than itself. Raises one `ConfigError` for all.
 
     Args:
-        folder: where the person stands, which is where the job will run.
+        folder: the user's working folder, where the job will run.
     """
     wrong: list[str] = []
     if folder is not None:

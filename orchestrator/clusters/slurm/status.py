@@ -1,6 +1,6 @@
 """Status of SLURM runs: one squeue call per cluster, and one sacct call for forgotten jobs.
 
-Where neither answers, the run folders tell.
+If neither answers, the run folders decide.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HELD = (
 
 
 def look(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
-    """Fill in what the schedulers of these runs say; yields sentences about what they did not."""
+    """Fill in the schedulers' status of these runs; yield sentences about missing answers."""
     clusters: dict[str | None, list[RunDir]] = {}
     for run in runs:
         clusters.setdefault((run.read_handle() or {}).get("slurm_conf"), []).append(run)
@@ -53,7 +53,7 @@ def look(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
             yield str(error)
             infer_from_heartbeats(members, found)
         else:
-            yield from _told(client, jobs, members, found)
+            yield from _query(client, jobs, members, found)
 
 
 def _queue(client: SlurmClient, ids: list[str], runs: list[RunDir]) -> dict[str, Job]:
@@ -67,10 +67,10 @@ def _queue(client: SlurmClient, ids: list[str], runs: list[RunDir]) -> dict[str,
     return {job_id: job for job_id, job in mine(client, own).items() if job_id in ids}
 
 
-def _told(
+def _query(
     client: SlurmClient, jobs: dict[str, Job], runs: list[RunDir], found: dict[Path, RunStatus]
 ) -> Iterator[str]:
-    """What squeue says holds whatever becomes of sacct, which is asked for what that forgot."""
+    """Yield jobs by squeue, whatever happens to sacct, which is asked for forgotten ones."""
     still = {str(found[run.path].job_id) for run in runs if _open(found[run.path])}
     gone = sorted(still - jobs.keys())
     silent = False
@@ -96,12 +96,12 @@ def _open(status: RunStatus) -> bool:
 
 
 def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[str]:
-    """Take the scheduler's word on a run's job; finish what its batch script could not."""
+    """Merge the scheduler's answer into a run's status; finish what its batch script could not."""
     over = not _open(found[run.path])
     if (not job.alive and not over) or (job.held and over and not others_left(run)):
         try:
             sentence = dismiss_held(run, job) if job.held else settle_ended(run, job)
-        except DAMAGE as error:  # a scheduler that is silent again, a folder that is not whole
+        except DAMAGE as error:  # the scheduler is silent again, or the folder is damaged
             yield f"{run.path}: {error}"
         else:
             if sentence is not None:
@@ -114,10 +114,10 @@ def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[s
 
 
 def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
-    """The folder's word and the scheduler's, together; a job that lives is the later word."""
+    """Merge the folder's status and the scheduler's; a live job's is the later."""
     status = replace(status, nodes=job.nodes)
     ended = status.state in ENDED_STATES
-    if ended and job.alive and is_over(run):  # others go on in its job
+    if ended and job.alive and is_over(run):  # others continue in its job
         return status
     if ended and not job.alive:
         cancelled = status.state == "stopped" and job.state == "CANCELLED"

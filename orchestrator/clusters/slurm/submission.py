@@ -2,10 +2,10 @@
 
 Before sbatch runs, a note (`submitting.json`) is written to the folder of the run, or of the sweep
 whose runs become an array. It is removed once each run has the job's id. SLURM knows a job by its
-script's path, which is in the note. A note without an owner is resolved by a look at the queue and
-the accounting: either the job is found and recorded, or there is none.
+script's path, which is in the note. A note without an owner is resolved through the queue and the
+accounting: either the job is found and recorded, or there is none.
 
-sbatch inherits the note's lock, so that it is held for as long as a job may still come of it.
+sbatch inherits the note's lock, so that it is held for as long as a job may still result.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from orchestrator.rundir.files import (
 from orchestrator.rundir.folder import RunDir, code_state_beside
 from orchestrator.slurm_client import SchedulerDown, SlurmClient, accounted_scripts, explained, mine
 
-ARRAYS = "arrays"  # the folder of scripts, beside the runs
+ARRAYS = "arrays"  # the folder of scripts, next to the runs
 NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
@@ -56,10 +56,10 @@ def next_name(folder: Path) -> Path:
 
 
 def is_element(run: Path, script: Path, job_id: str) -> bool:
-    """Whether a job is an element of an array of this run's sweep, and may be this run.
+    """Return whether a job is an element of an array of this run's sweep, and may be this run.
 
     Args:
-        script: that the scheduler knows the job by, without links.
+        script: the job's script as the scheduler knows it, without links.
         job_id: as in `123_4`.
     """
     index = job_id.partition("_")[2]
@@ -70,16 +70,16 @@ def is_element(run: Path, script: Path, job_id: str) -> bool:
 
 PATIENCE_S = 60.0
 LONGEST_PAUSE_S = 8.0
-UNLIKE = ("job-name", "output")  # what differs between a sweep's points, and no limit is about
+UNLIKE = ("job-name", "output")  # differs between a sweep's points, and no limit depends on it
 
 
-def patiently(
+def retry_unanswered(
     action: Callable[[], Any], *, patience_s: float = PATIENCE_S, tell: Callable[[str], None]
 ) -> Any:
-    """Do what needs a scheduler; while none answers, again and again for a bounded time.
+    """Retry a scheduler's command for a bounded time while there is no answer.
 
     Raises:
-        NotNow: none has answered, or `tell` has said by `Interrupted` to wait no longer.
+        NotNow: there was no answer, or `tell` raised `Interrupted` to stop waiting.
     """
     began, pause = time.monotonic(), 1.0
     while True:
@@ -112,7 +112,7 @@ def queue(
     pack: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Have a batch script queued, and note the job's id in the runs that it is of; give the id.
+    """Queue a batch script, and record the job's id in its runs; return the id.
 
     Args:
         folder: of the run, or of the sweep.
@@ -120,8 +120,8 @@ def queue(
         pack: they are no elements, but share the job; their indices are "".
 
     Raises:
-        ClusterError: the scheduler refuses it, or is silent. Where it is not known which, the note
-            stays, and a later look finds out.
+        ClusterError: the scheduler refuses it, or does not answer. If that is not known, the note
+            stays, and a later command resolves it.
     """
     before = (folder.read_handle() or {}).get("job_id", "") if elements is ALONE else ""
     note = {
@@ -131,9 +131,9 @@ def queue(
     with _noted(folder, note) as lock:
         asking = _Asking(SlurmClient(slurm_conf), note, lock)
         try:
-            job: str = patiently(asking, tell=tell)
+            job: str = retry_unanswered(asking, tell=tell)
         except ClusterError as error:
-            if not asking.unheard:
+            if not asking.answer_lost:
                 folder.submitting.unlink()
                 raise
             raise ClusterError(
@@ -145,13 +145,13 @@ def queue(
 
 
 def adopt(folder: RunDir) -> str:
-    """Finish what a submitting command could not that was ended. Reads the queue, and the notes.
+    """Complete an interrupted submission. Reads the queue, and the notes.
 
     Returns:
-        What was found out, as a sentence; "" where another has done it meanwhile.
+        The result, as a sentence; "" if another process has resolved it meanwhile.
 
     Raises:
-        ClusterError: it cannot be known yet: sbatch is still at it, or nobody answers.
+        ClusterError: it cannot be known yet: sbatch still runs, or there is no answer.
         RunFolderError: the note is damaged.
     """
     try:
@@ -181,12 +181,12 @@ def adopt(folder: RunDir) -> str:
 
 @contextlib.contextmanager
 def _noted(folder: RunDir, note: Mapping[str, Any]) -> Generator[int]:
-    """Write the note; give the descriptor that holds its lock."""
+    """Write the note; return the descriptor that holds its lock."""
     lock = None
     while lock is None:
         write_json(folder.submitting, note)
         lock = open_nofollow(folder.submitting, os.O_RDWR)
-        fcntl.flock(lock, fcntl.LOCK_EX)  # somebody may have found it in this moment
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may have just found it
         if not folder.submitting.exists():
             os.close(lock)
             lock = None
@@ -197,34 +197,33 @@ def _noted(folder: RunDir, note: Mapping[str, Any]) -> Generator[int]:
 
 
 class BeyondLimit(NotNow):
-    """There is no room for it now among the jobs that one may have queued."""
+    """No room among the user's queued jobs at present."""
 
     @staticmethod
     def found_in(words: str) -> bool:
-        """Whether SLURM complains of that: AssocMaxSubmitJobLimit, QOSGrpSubmitJobsLimit."""
+        """Return whether SLURM reports that: AssocMaxSubmitJobLimit, QOSGrpSubmitJobsLimit."""
         return bool(SUBMIT_LIMIT.search(words))
 
 
 class _Asking:
-    """sbatch, asked again and again; never a second time before it is known what became of the
-    first.
+    """A retried sbatch; never called again before the result of the first call is known.
 
     Attributes:
-        unheard: sbatch was asked, and may have been heeded, but its answer was lost.
+        answer_lost: sbatch was called, and may have succeeded, but its answer was lost.
     """
 
     def __init__(self, client: SlurmClient, note: Mapping[str, Any], lock: int) -> None:
         self._client, self._note, self._lock = client, note, lock
-        self.unheard = False
+        self.answer_lost = False
 
     def __call__(self) -> str:
-        if self.unheard and (job := _job_of(self._client, self._note)) is not None:
+        if self.answer_lost and (job := _job_of(self._client, self._note)) is not None:
             return job
-        self.unheard = False
+        self.answer_lost = False
         try:
             return self._ask()
         except SchedulerDown as error:
-            self.unheard = any(words in str(error).lower() for words in LOST_ANSWERS)
+            self.answer_lost = any(words in str(error).lower() for words in LOST_ANSWERS)
             raise
 
     def _ask(self) -> str:
@@ -248,7 +247,7 @@ class _Asking:
 
 
 def _job_of(client: SlurmClient, note: Mapping[str, Any]) -> str | None:
-    """The job, or the array, that was made of a note's script. Raises `SchedulerDown`."""
+    """Return the job, or the array, made from a note's script. Raises `SchedulerDown`."""
     script = os.path.realpath(note["script"])
     before = int(note["before"].partition("_")[0] or 0)
     for job in mine(client, os.getuid()).values():
@@ -261,7 +260,7 @@ def _job_of(client: SlurmClient, note: Mapping[str, Any]) -> str | None:
 
 
 def _check(folder: RunDir, note: Mapping[str, Any]) -> None:
-    """A note leads to no other folder, whatever it says."""
+    """Refuse a note that leads to another folder."""
     names, indices = note["elements"].keys(), note["elements"].values()
     alone = dict(note["elements"]) == ALONE
     words = names if note.get("pack") else (*names, *indices)
@@ -270,7 +269,7 @@ def _check(folder: RunDir, note: Mapping[str, Any]) -> None:
 
 
 def _write_down(folder: RunDir, note: Mapping[str, Any], job: str) -> None:
-    """What anybody finds the job by, in each run; then the note is not needed any more."""
+    """Record the job's handle in each run; then the note is not needed any more."""
     with written_together([folder.path]):
         for name, index in note["elements"].items():
             handle = {
@@ -288,11 +287,11 @@ def _write_down(folder: RunDir, note: Mapping[str, Any], job: str) -> None:
     folder.submitting.unlink()
 
 
-CODE = "code"  # a folder beside the runs
+CODE = "code"  # a folder next to the runs
 
 
 class Member(Protocol):
-    """What is asked of a `SlurmCluster` here."""
+    """Interface of `SlurmCluster` that is used here."""
 
     config: Config
     tell: Callable[[str], None]
@@ -310,12 +309,12 @@ Script = Callable[[Member, Request, Path | None], str]
 
 
 def number_of(member: Placed) -> int | None:
-    """Its folder's, where that is called by one."""
+    """Return the number in its folder's name, if it is one."""
     return int(member[1].run.name) if NUMBER.fullmatch(member[1].run.name) else None
 
 
-def alike(placed: Sequence[Placed]) -> list[list[Placed]]:
-    """Those that ask for the same and lie side by side, in order; each other run by itself."""
+def group_equal(placed: Sequence[Placed]) -> list[list[Placed]]:
+    """Group equal runs in one parent folder, in order; each other run alone."""
     groups: dict[object, list[Placed]] = {}
     for number, (cluster, request) in enumerate(placed):
         options = request.details["options"]
@@ -331,10 +330,10 @@ def alike(placed: Sequence[Placed]) -> list[list[Placed]]:
 
 
 def lay_out(sweep: Path, part: Sequence[Placed], script: Script) -> Path | None:
-    """Write all that runs of one sweep are started from, but what starts them.
+    """Write all that runs of one sweep are started from, except their scripts.
 
     Returns:
-        The copy of the code that the first of them starts from; None where there is none.
+        The copy of the code that the first of them starts from; None without one.
     """
     copies: dict[object, Path] = {}
     states: dict[tuple[Path, str], Path] = {}
@@ -347,27 +346,31 @@ def lay_out(sweep: Path, part: Sequence[Placed], script: Script) -> Path | None:
             copy = copies.get(_source(member))
             _lay_out(member, asked, script(member, asked, copy))
             if copy is not None:
-                _say_which(copy, RunDir(asked.run), asked.attempt, states)
+                _write_code_id(copy, RunDir(asked.run), asked.attempt, states)
     return copies.get(_source(part[0][0]))
 
 
 def _source(member: Member) -> object:
-    """What tells one copy of code from another."""
+    """Return what distinguishes one copy of code from another."""
     target = target_of(member.config.job)
     return target if isinstance(target, str) else target.command
 
 
 def _lay_out(member: Member, asked: Request, text: str) -> None:
-    """Into the run's folder: what its script starts."""
+    """Write what its script starts to the run's folder."""
     run = RunDir(asked.run)
     member.write_epilog(run)
     write_task(run)
     write_atomically(run.submitit / f"{script_name(asked.attempt)}.sh", text)
 
 
-def _say_which(copy: Path, run: RunDir, attempt: int, states: dict[tuple[Path, str], Path]) -> None:
-    """Into the run's folder: which code it is, for whoever reads this run alone. Its differences
-    from git may be large, so runs share the file; not the copy's own, whose seal is of its name.
+def _write_code_id(
+    copy: Path, run: RunDir, attempt: int, states: dict[tuple[Path, str], Path]
+) -> None:
+    """Write which code it is to the run's folder, for readers of this run alone.
+
+    Its differences from git may be large, so runs share the file; not the copy's digest, which
+    includes its name.
 
     Args:
         states: what was written so far, by the copy and the file's name.
@@ -383,7 +386,7 @@ def _say_which(copy: Path, run: RunDir, attempt: int, states: dict[tuple[Path, s
 
 
 def here(config: Config, copy: Path) -> Here:
-    """The submitting side as it is now.
+    """Return the submitting side as it is now.
 
     Args:
         copy: where the copy of the code goes, if there is to be one.

@@ -1,6 +1,6 @@
 """The task that submitit runs on each node of a job: the parent of the node's agent.
 
-What is pickled is where the run folder is. Everything else is read from there.
+Only the run folder's path is pickled. Everything else is read from the folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from orchestrator.lifecycle.signs.heartbeat import write_beat
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
 
-TASK = "task.pkl"  # beside what submitit looks for, which is called by the job's id
+TASK = "task.pkl"  # next to submitit's own file, which is named by the job's id
 FENCE_EVERY = 4
 LOOK_S = 0.2
 SCRIPT_S = 10.0
@@ -26,34 +26,34 @@ SCRIPT_S = 10.0
 
 
 def write_task(run: RunDir) -> None:
-    """Write what each node is told to do, before there is a job: it needs no job id then."""
+    """Write each node's task, before there is a job: it needs no job id then."""
     from submitit.core.utils import DelayedSubmission  # as slow as all of submitit
 
     DelayedSubmission(Task(str(run.path))).dump(run.submitit / TASK)
 
 
 def find_task(folder: Path) -> None:
-    """Give the task the name by which submitit looks for it in this job, unless it has it."""
+    """Give the task the name that submitit expects in this job, unless it has it."""
     from submitit.core.utils import JobPaths
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     task = folder / TASK
     if task.exists():
-        with contextlib.suppress(FileExistsError):  # another node, or who has submitted it
+        with contextlib.suppress(FileExistsError):  # another node, or the submitting process
             os.link(task, JobPaths(folder, job_id=SlurmJobEnvironment().job_id).submitted_pickle)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What submitit runs on each node."""
+    """Task that submitit runs on each node."""
 
     run: str
 
     def __call__(self) -> None:
-        """Be the node, or one of its workers, and end the process with its exit code.
+        """Run the node, or one of its workers, and end the process with its exit code.
 
         The process ends here, so submitit's handlers and result files play no part: the outcome
-        that the coordinator writes says how the run ended.
+        that the coordinator writes is the result.
         """
         signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would only print
         from orchestrator.agent.agent import Agent
@@ -72,7 +72,7 @@ class Task:
 
 
 class _Watch:
-    """What an agent does on SLURM besides: beat in a file, heed the fence, settle a lost script."""
+    """An agent's additional work on SLURM: heartbeat file, fence, and lost batch scripts."""
 
     def __init__(self, run: RunDir, attempt: int, spec: NodeSpec) -> None:
         self._run, self._attempt, self._spec = run, attempt, spec
@@ -80,13 +80,13 @@ class _Watch:
         self._fence = Fence(run.newest_attempt, attempt)
 
     def beat(self) -> bool:
-        """Show that the node lives; return whether a newer attempt has begun."""
+        """Write the heartbeat; return whether a newer attempt has begun."""
         self._beats += 1
         write_beat(self._run.heartbeat(self._attempt, self._spec.index), self._beats)
         return self._beats % FENCE_EVERY == 0 and self._fence.is_stale
 
     def settle(self, first_node_gone: bool) -> None:
-        """Do what the batch script would do, where that was killed or is gone with its node."""
+        """Do the batch script's work if it was killed or lost with its node."""
         from orchestrator.clusters.slurm.outcome import settle_without_script
 
         pid = os.environ.get(BATCH_PID_VARIABLE)

@@ -1,9 +1,9 @@
 """Which cluster a run folder may send our commands to.
 
-A slurm.conf is not only data: with PluginDir it names code that squeue and all its kin load. So the
-one that handle.json names is used only where the person at this shell has vouched for it: it is
-their SLURM_CONF, they submitted with it before (`remember`), or it is the administrator's. A run
-folder that came from elsewhere cannot bring its own.
+A slurm.conf is not only data: with PluginDir it names code that squeue and the like load. So the
+one that handle.json names is used only if the user at this shell vouches for it: it is their
+SLURM_CONF, they submitted with it before (`remember`), or it is the administrator's. A run folder
+from elsewhere cannot bring its own.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ REMEMBERED_BYTES = 1 << 20
 
 
 def client_of(run: RunDir, slurm_conf: str | None) -> SlurmClient:
-    """The client for the cluster that a run's handle names.
+    """Return the client for the cluster that a run's handle names.
 
     Raises:
-        ClusterError: it names a slurm.conf that nobody but the folder vouches for.
+        ClusterError: it names a slurm.conf that only the folder vouches for.
     """
     if slurm_conf is not None and not is_trusted(Path(slurm_conf).expanduser()):
         raise ClusterError(
@@ -39,10 +39,10 @@ def client_of(run: RunDir, slurm_conf: str | None) -> SlurmClient:
 
 
 def is_trusted(conf: Path) -> bool:
-    """Whether somebody other than a run folder vouches for a slurm.conf."""
+    """Return whether anything other than a run folder vouches for a slurm.conf."""
     real = os.path.realpath(conf)
-    told = os.environ.get(CONF)
-    if told is not None and os.path.realpath(told) == real:
+    configured = os.environ.get(CONF)
+    if configured is not None and os.path.realpath(configured) == real:
         return True
     if real in _remembered():
         return _only_writable_by(Path(real), {0, os.geteuid()})
@@ -50,10 +50,10 @@ def is_trusted(conf: Path) -> bool:
 
 
 def remember(conf: str) -> None:
-    """Note that this account has submitted with a slurm.conf of its own choice.
+    """Record that this account has submitted with its own slurm.conf.
 
     Raises:
-        ClusterError: that cannot be written down, and nobody else vouches for it.
+        ClusterError: that cannot be recorded, and nothing else vouches for it.
     """
     real = os.path.realpath(Path(conf).expanduser())
     known = _remembered()
@@ -80,13 +80,13 @@ def _remembered() -> set[str]:
     try:
         return set(read_text(_memory(), at_most=REMEMBERED_BYTES).splitlines())
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return set()  # nobody has vouched for anything here
+        return set()  # nothing is vouched for here
 
 
 def _is_administrators(conf: Path) -> bool:
-    """Whether the file, and every folder on its way, is root's and nobody else may write there.
+    """Return whether the file, and every folder on its path, is root's and not otherwise writable.
 
-    And is called a slurm.conf: SLURM's commands print what they do not understand of a file.
+    The file must be named slurm.conf: SLURM's commands print what they do not understand of a file.
     """
     named = conf.match(SYSTEM_NAME)
     system = named and any(conf.is_relative_to(folder) for folder in SYSTEM)
@@ -102,7 +102,7 @@ def _only_writable_by(path: Path, owners: set[int]) -> bool:
 
 
 def read_handle(run: RunDir) -> dict[str, Any]:
-    """Where a SLURM run was placed. Raises `RunFolderError` when the folder does not say."""
+    """Return where a SLURM run was placed. Raises `RunFolderError` if the folder does not say."""
     handle = run.read_handle()
     if handle is None:
         raise RunFolderError(f"{run.path} was never submitted: it has no {run.handle.name}")

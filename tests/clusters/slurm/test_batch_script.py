@@ -131,8 +131,9 @@ def test_an_srun_that_waits_for_a_silent_node_is_ended_after_the_outcome(tmp_pat
     assert "<003><143>" in script.words("python")
 
 
-OWN_NAMES = ("run", "attempt", "code", "told", "name", "snapshot", "PYTHONPATH", "python", "srun",
-             "pid", "status", "signal", "0", "IFS", "BASH_ENV", "PATH", "HOME", "trap")  # fmt: skip
+OWN_NAMES = ("run", "attempt", "code", "stop_signal", "name", "snapshot", "PYTHONPATH", "python",
+             "srun", "pid", "status", "signal", "0", "IFS", "BASH_ENV", "PATH", "HOME",
+             "trap")  # fmt: skip
 
 
 def test_no_variable_of_the_persons_reaches_the_scripts_own_part(tmp_path):

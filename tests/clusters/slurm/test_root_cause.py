@@ -17,7 +17,7 @@ from orchestrator.clusters.slurm.admission import (
     wanted,
 )
 from orchestrator.clusters.slurm.root_cause import culprit_without_outcome, ending
-from orchestrator.clusters.slurm.submission import patiently
+from orchestrator.clusters.slurm.submission import retry_unanswered
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
@@ -200,14 +200,14 @@ def test_submission_waits_for_a_scheduler_but_not_for_ever():
             raise SchedulerDown("the scheduler does not answer")
         return "7"
 
-    assert patiently(answer_at_last, patience_s=60, tell=told.append) == "7"
+    assert retry_unanswered(answer_at_last, patience_s=60, tell=told.append) == "7"
     assert "trying again" in told[0]
 
     def never():
         raise SchedulerDown("the scheduler does not answer")
 
     with pytest.raises(ClusterError, match="not submitted, though tried"):
-        patiently(never, patience_s=0.5, tell=told.append)
+        retry_unanswered(never, patience_s=0.5, tell=told.append)
 
 
 def failure(run, rank, cause, *, secondary, time):

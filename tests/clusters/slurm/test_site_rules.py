@@ -4,9 +4,9 @@ import pytest
 
 from orchestrator.clusters.slurm.admission import (
     Wanted,
-    as_placed,
     chosen_partitions,
     read_partitions,
+    read_test_only,
 )
 from orchestrator.slurm_client import Answer
 
@@ -20,7 +20,7 @@ TAKEN = "Job 1 to start at 2026-11-22T05:56:20 using 2 processors on nodes n[0-1
 
 def placed(answer, *partitions):
     job = Wanted(partitions=partitions)
-    return as_placed(answer, job, chosen_partitions(job, KNOWN), KNOWN)
+    return read_test_only(answer, job, chosen_partitions(job, KNOWN), KNOWN)
 
 
 @pytest.mark.parametrize("asked", [(), ("main",), ("short", "main"), ("mian",)])
