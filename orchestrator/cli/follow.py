@@ -128,51 +128,6 @@ class Ready:
     interrupts: Interrupts
 
 
-class Showing:
-    """The line of a run, while it is entered.
-
-    Args:
-        recent: of what was written before, so many bytes are shown, too.
-    """
-
-    def __init__(self, run: RunDir, output: OutputOptions, *, recent: int = 0) -> None:
-        self._run = run
-        self._tail = Tail(run.metrics)
-        self._tail.skip_to_the_end(recent)
-        self.plan = run.read_plan()
-        self._attempt, self._warned = -1, NewWarnings(run.path)
-        if isinstance(run.read_config()["cluster"]["nodes"], dict):
-            self.plan.pop("ranks")  # of the most nodes; a scheduler may give fewer
-        self._line = Progress(self.plan, output.console, output.quiet, output.verbose)
-
-    def __enter__(self) -> Self:
-        self._line.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._line.__exit__(kind, error, trace)
-
-    def look(self, *, ended: bool) -> None:
-        """Show what is new; all of it once the run has ended."""
-        attempt = max(0, self._run.attempts_made() - 1)
-        if attempt != self._attempt:
-            self._attempt = attempt
-            already = self.plan.get("warnings") or ()
-            self._warned = NewWarnings(self._run.attempt(attempt), already=already)
-        place = read_progress(self._run.progress(attempt))
-        records = [*self._tail.read(), *(self._tail.rest() if ended else ())]
-        if records and self.plan.get("dataset_samples") is None:
-            # by now the workers know the data set, and so the length
-            self.plan.update(self._run.read_plan())
-        micro_steps = (place.done, place.steps) if place else None
-        self._line.update(records, micro_steps, self._warned.read(now=ended))
-
-
 NOBODY_KNOWS = "; see for yourself whether the job that it is about is queued, then remove the file"
 
 
@@ -242,10 +197,25 @@ def watch(
         stop: called after each poll of a run that has not ended.
         recent: show this many bytes of what earlier attempts or hours wrote, too.
     """
-    with Showing(run, output, recent=recent) as showing:
+    plan, tail = run.read_plan(), Tail(run.metrics)
+    tail.skip_to_the_end(recent)
+    if isinstance(run.read_config()["cluster"]["nodes"], dict):
+        plan.pop("ranks")  # of the most nodes; a scheduler may give fewer
+    attempt, warnings = -1, NewWarnings(run.path)
+    with Progress(plan, output.console, output.quiet, output.verbose) as progress:
         while True:
             state = handle.poll(POLL_S)
-            showing.look(ended=state.ended)
+            current = max(0, run.attempts_made() - 1)
+            if current != attempt:
+                attempt = current
+                warnings = NewWarnings(run.attempt(attempt), already=plan.get("warnings") or ())
+            place = read_progress(run.progress(attempt))
+            records = [*tail.read(), *(tail.rest() if state.ended else ())]
+            if records and plan.get("dataset_samples") is None:
+                # by now the workers know the data set, and so the length
+                plan.update(run.read_plan())
+            micro_steps = (place.done, place.steps) if place else None
+            progress.update(records, micro_steps, warnings.read(now=state.ended))
             for sentence in () if output.quiet else handle.news():
                 say(output.console, sentence, "yellow", prose=True)
             if state.ended or stop():

@@ -319,15 +319,18 @@ def _unknown(point: Point, run: RunDir, now: Mapping[str, Any]) -> Cell:
     return Cell(point=point, action=Action.START, why="new", made_of=now)
 
 
-def make_room(cell: Cell) -> None:
-    """Put what lies in a cell's folder aside, where it can be looked at."""
-    if cell.old is None:
-        return
-    aside = cell.old.parent / REPLACED
+def replaced_folder(sweep: Path, name: str) -> Path:
+    """Return a new path `NAME-0`, `NAME-1`, … in the sweep's folder of what was replaced."""
+    aside = sweep / REPLACED
     if not aside.is_dir():
         make_folder(aside)
-    number = sum(name.startswith(f"{cell.old.name}-") for name in names_in(aside))
-    cell.old.rename(aside / f"{cell.old.name}-{number}")
+    return aside / f"{name}-{sum(other.startswith(f'{name}-') for other in names_in(aside))}"
+
+
+def make_room(cell: Cell) -> None:
+    """Move the old content of a cell's folder aside, where people find it."""
+    if cell.old is not None:
+        cell.old.rename(replaced_folder(cell.old.parent, cell.old.name))
 
 
 def seconds_of(point: Point) -> float | None:

@@ -47,12 +47,19 @@ from orchestrator.errors import (
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.status_tables import print_search, words_of
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir.files import PRIVATE_FILE, make_folder, names_in, read_json, write_json
+from orchestrator.rundir.files import PRIVATE_FILE, make_folder, read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail
 from orchestrator.rundir.outcome import State, describe_culprit, write_end
 from orchestrator.rundir.status import ENDED_STATES, find_runs
-from orchestrator.sweep.cells import REPLACED, Action, Cell, cells_of, made_of, refuse_trials_beyond
+from orchestrator.sweep.cells import (
+    Action,
+    Cell,
+    cells_of,
+    made_of,
+    refuse_trials_beyond,
+    replaced_folder,
+)
 from orchestrator.sweep.local import LocalQueue, PointEnded, Room
 from orchestrator.sweep.points import Point, identifies, trial_point
 from orchestrator.sweep.search_space import Axis, Space, space_of
@@ -243,10 +250,7 @@ def _remove_torn_line(path: Path) -> None:
 
 def _put_aside(folder: RunDir) -> None:
     """Move everything of an earlier search into the folder of replaced runs."""
-    aside = folder.path / REPLACED
-    if not aside.is_dir():
-        make_folder(aside)
-    place = aside / f"search-{sum(name.startswith('search-') for name in names_in(aside))}"
+    place = replaced_folder(folder.path, "search")
     make_folder(place)
     runs = [path for path in find_runs(folder.path) if path.parent == folder.path]
     for path in (*runs, folder.search, folder.journal):  # the journal last: it says what they are
