@@ -293,10 +293,6 @@ POINTS = 24_000  # drawn in all lines together, so that the page stays below 2 M
 MOST_MARKS = 100  # restarts of a run, the latest
 
 
-def _per_second(value: float | None) -> str:
-    return format_rate(value, "").replace(" /s", "")
-
-
 # Of each run: key, title, what its text is made by. `metrics` follow.
 ELSEWHERE = re.compile(r"[+~]*(run\.dir=|hydra[/.]|sweep\.)")
 FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
@@ -304,7 +300,7 @@ FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
     ("samples", "samples", format_count),
     ("seconds", "time", format_seconds),
     ("seconds_per_update", "time per update", format_seconds),
-    ("samples_per_second", "samples per second", _per_second),
+    ("samples_per_second", "samples per second", lambda v: format_rate(v, "").replace(" /s", "")),
     ("peak_memory_bytes", "peak memory", format_bytes),
     ("bytes_on_wire_per_update", "bytes per update", format_bytes),
     ("collectives_per_update", "collectives per update", format_count),
@@ -463,15 +459,12 @@ def _marks(
         if updates[number].get("attempt") != updates[number - 1].get("attempt")
     ][-MOST_MARKS:]
     ended = [("failed", len(rows) - 1)] if state == "failed" and rows else []
-    return [
-        {"what": what, "why": why if what == "failed" else _why_restarted(updates[number])}
-        | {place: rows[number][place] for place in places}
-        for what, number in [*begun, *ended]
-    ]
-
-
-def _why_restarted(record: Record) -> str:
-    return (record.get("restart") or {}).get("why", "")
+    marks: list[dict[str, Any]] = []
+    for what, number in [*begun, *ended]:
+        cause = why if what == "failed" else (updates[number].get("restart") or {}).get("why", "")
+        place = {name: rows[number][name] for name in places}
+        marks.append({"what": what, "why": cause, **place})
+    return marks
 
 
 def _evaluations(records: Sequence[Record]) -> dict[str, list[Any]]:

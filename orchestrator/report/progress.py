@@ -245,7 +245,8 @@ class Progress:
             self._live = None
         elif not self._quiet and not self._verbose:
             self._closed = True
-            self._show_last()
+            if self._recent and self._recent[-1]["update"] != self._shown:
+                self._show(self._recent[-1])
         self._quiet = True
 
     def _take(self, record: Record) -> None:
@@ -271,10 +272,6 @@ class Progress:
         last = self._recent[-1]["update"] + 1 == self._plan.get("updates")
         due = self._clock() - self._shown_at >= PLAIN_INTERVAL_S
         if self._shown is None or last or due:
-            self._show(self._recent[-1])
-
-    def _show_last(self) -> None:
-        if self._recent and self._recent[-1]["update"] != self._shown:
             self._show(self._recent[-1])
 
     def _show(self, record: Record) -> None:

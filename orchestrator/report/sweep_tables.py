@@ -87,7 +87,10 @@ def print_sweep(cells: Sequence[SweptRun], console: Console) -> None:
             console.print(_point_table([*keys, *part], console))
     for name, cell in zip(names(cells), cells, strict=True):
         if not cell.finished:
-            _print_failure(name, cell, console)
+            culprit = (cell.result or {}).get("culprit")
+            state = f"{cell.summary.state}, see {cell.folder}"
+            why = describe_culprit(culprit) if culprit else state
+            say(console, f"point {name} ({cell.title}): {why}", "red")
     done = sum(cell.finished for cell in cells)
     style = "green" if done == len(cells) else "bold red"
     say(console, f"{done} of {plural(len(cells), 'point')} finished", style)
@@ -224,12 +227,6 @@ def _point_table(columns: Sequence[_Column], console: Console) -> Table:
     for row in zip(*(column.values for column in columns), strict=True):
         table.add_row(*row)
     return table
-
-
-def _print_failure(name: str, cell: SweptRun, console: Console) -> None:
-    culprit = (cell.result or {}).get("culprit")
-    why = describe_culprit(culprit) if culprit else f"{cell.summary.state}, see {cell.folder}"
-    say(console, f"point {name} ({cell.title}): {why}", "red")
 
 
 # ruff: noqa: RUF002 - the multiplication sign is what is printed.

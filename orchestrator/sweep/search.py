@@ -45,13 +45,13 @@ from orchestrator.errors import (
     UsageError,
 )
 from orchestrator.plan.plan_warnings import named_numbers
-from orchestrator.report.status_tables import print_search, words_of
+from orchestrator.report.status_tables import UNREADABLE, print_search, words_of
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.files import PRIVATE_FILE, make_folder, read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail
 from orchestrator.rundir.outcome import State, describe_culprit, write_end
-from orchestrator.rundir.status import ENDED_STATES, find_runs
+from orchestrator.rundir.status import OVER, find_runs
 from orchestrator.sweep.cells import (
     Action,
     Cell,
@@ -366,7 +366,7 @@ class TrialRuns:
         found = statuses(RunDir(cell.run.path) for cell in self.followed)[0]
         kinds = {cell.point.config.cluster.kind for cell in self.followed}
         self._next_poll = time.monotonic() + max(class_of(kind).look_every_s for kind in kinds)
-        over = (*ENDED_STATES, "lost", "damaged", "private")
+        over = (*OVER, *UNREADABLE)
         ended = [c for c, s in zip(self.followed, found, strict=True) if s.state in over]
         self.followed = [cell for cell in self.followed if cell not in ended]
         self._to_cancel = [c for c in self._to_cancel if c in self.followed and _cancel(c)]

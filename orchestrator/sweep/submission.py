@@ -28,11 +28,12 @@ from orchestrator.errors import (
     UsageError,
 )
 from orchestrator.plugins import CLUSTERS
+from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.rundir.files import written_together
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import describe_culprit
-from orchestrator.rundir.status import ENDED_STATES
+from orchestrator.rundir.status import OVER
 from orchestrator.sweep.cells import CELL, Action, Cell, make_room
 from orchestrator.sweep.points import describe_errors
 from orchestrator.units import plural
@@ -159,7 +160,11 @@ def submit(
     if wait:
         kinds = {cell.point.config.cluster.kind for cell in cells}
         pause_s = max(class_of(kind).look_every_s for kind in kinds)
-        _await([cell.run for cell in cells], pause_s)
+        left = [cell.run for cell in cells]
+        while left:  # one query for all of them
+            time.sleep(pause_s)
+            found = statuses(left)[0]
+            left = [RunDir(s.folder) for s in found if s.state not in (*OVER, *UNREADABLE)]
 
 
 def _made_ready(cells: Sequence[Cell], quiet: OutputOptions, interrupts: Interrupts) -> list[Ready]:
@@ -178,7 +183,7 @@ def _made_ready(cells: Sequence[Cell], quiet: OutputOptions, interrupts: Interru
                     raise
                 except UsageError as error:
                     wrong.setdefault(str(error), []).append(cell.point.number)
-            _refuse(wrong, cells)
+            _refuse(wrong, [cell.point.number for cell in cells])
         _refuse_interrupted(interrupts)
     except BaseException:
         _withdraw(made)
@@ -186,8 +191,7 @@ def _made_ready(cells: Sequence[Cell], quiet: OutputOptions, interrupts: Interru
     return made
 
 
-def _refuse(wrong: dict[str, list[int]], cells: Sequence[Cell]) -> None:
-    numbers = [cell.point.number for cell in cells]
+def _refuse(wrong: dict[str, list[int]], numbers: Sequence[int]) -> None:
     if wrong:
         raise ConfigError("\n".join(describe_errors(wrong, min(numbers), len(numbers))))
 
@@ -219,12 +223,3 @@ def _submit(made: Sequence[Ready], most: int | None) -> None:
                 f"{'is' if len(queued) == 1 else 'are'} queued; the same line again submits the "
                 f"others"
             ) from error
-
-
-def _await(runs: Sequence[RunDir], pause_s: float) -> None:
-    """Until all have ended, by one question for all of them."""
-    left = list(runs)
-    while left:
-        time.sleep(pause_s)
-        over = (*ENDED_STATES, "lost", "damaged", "private")
-        left = [RunDir(s.folder) for s in statuses(left)[0] if s.state not in over]
