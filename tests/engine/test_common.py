@@ -86,11 +86,6 @@ def test_a_gradient_is_averaged_unscaled_and_clipped_at_once():
     assert (norm, factor) == (2.0, pytest.approx(0.125, rel=1e-6))
 
 
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ConfigError, match="must be stop or skip, but is 'ignore'"):
-        _policy("ignore")
-
-
 # ------------------------------------------------------------------ Loss scale
 
 

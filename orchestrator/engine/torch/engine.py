@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ from orchestrator.engine.torch.state import (
     weights_sha256,
     write_prepared,
 )
-from orchestrator.engine.torch.trial import agree_on_bucket_order, loss_warning
+from orchestrator.engine.torch.trial import Trial
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job, is_coupled
 
@@ -89,39 +88,7 @@ def build_job_optimizer(job: Job, model: Module, settings: EngineSettings) -> Op
     return found
 
 
-def try_loss(
-    job: Job,
-    model: Module,
-    group: BaseGroup,
-    precision: Precision,
-    prepare: Callable[[Any], Any],
-) -> list[str]:
-    """Warn of a loss that is not a sum; on rank 0, whose warnings are shown. Not collective."""
-    if group.rank != 0:
-        return []
-    # A shallow copy, so that what a job counts in its own attributes is not counted here.
-    dataset = job.dataset()
-    loader.check_dataset(dataset)
-    group.silence.begin("while rank 0 tried the loss")
-    try:
-        return loss_warning(
-            copy.copy(job), model, dataset, prepare=prepare, forward=precision.forward
-        )
-    finally:
-        group.silence.end()
-
-
 # ------------------------------------------------------------------ Memory
-
-
-def memory_bytes(model: Module, accumulator: Accumulator) -> dict[str, int]:
-    """Return the bytes of this rank by what they are for. Tensors that share memory count once."""
-    state = accumulator.optimizer.state.values()
-    return {
-        "parameters": _bytes((*model.parameters(), *model.buffers())),
-        "gradients": accumulator.gradient_bytes(),
-        "optimizer": _bytes(v for held in state for v in held.values() if isinstance(v, Tensor)),
-    }
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -207,7 +174,7 @@ class Snapshot:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """In the host's memory, contiguous."""
+    """Return a contiguous copy in the host's memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
@@ -231,6 +198,10 @@ class TorchEngine:
         job: what to train.
         settings: checked already.
         group: the ranks; its device is where the model lives.
+
+    Attributes:
+        model: the model that is trained.
+        accumulator: of its gradients.
     """
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
@@ -244,59 +215,46 @@ class TorchEngine:
                 )
         self._leaves = Leaves(settings.leaf_size if reproducible else None)
         talks = bool(getattr(job, "talks_in_window", False))
-        self._model, norms = with_norms(build_model(job, settings, group.device), settings.norm)
+        self.model, norms = with_norms(build_model(job, settings, group.device), settings.norm)
+        forward = Precision(settings.precision, group.device).forward
+        trial = Trial(job, self.model, group, prepare=self._prepared, forward=forward)
         order = None  # where nothing leaves during a backward
         if not (talks or group.size == 1 or reproducible or is_coupled(job)):
-            forward = Precision(settings.precision, group.device).forward
-            order = agree_on_bucket_order(
-                job, self._model, group, prepare=self._prepared, forward=forward
-            )
+            order = trial.bucket_order()
         # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
         # advises in the run's own words.
         how = {"overlap": not talks, "silent": not talks, "order": order, "advise": False}
-        self._accumulator = Accumulator(
-            self._model,
-            build_job_optimizer(job, self._model, settings),
+        self.accumulator = Accumulator(
+            self.model,
+            build_job_optimizer(job, self.model, settings),
             group,
             settings.with_options(how),
         )
-        self._clock = self._accumulator.clock
-        self._hyperparameters = Hyperparameters(hyperparameters_of(self._accumulator.optimizer))
+        self._clock = self.accumulator.clock
+        self._hyperparameters = Hyperparameters(hyperparameters_of(self.accumulator.optimizer))
         self._gathered: dict[str, Any] | None = None  # the optimizer's state, until it is saved
         self._taken = threading.Event()  # what is to be saved was copied, so it may change
         self._taken.set()
         self._coupled = self._coupled_windows()
         self._window: Window | None = None
         self._in_window = False  # until its boundary is over
-        self._done, self._trains = 0, self._model.training
+        self._done, self._trains = 0, self.model.training
         rows = self.gather(digest_to_floats(machine_digest()))
         self._warnings = norms + machine_warning(rows, settings.reduction)
         if not (talks or is_coupled(job)):
-            self._warnings += try_loss(
-                job, self._model, group, self._accumulator.precision, self._prepared
-            )
+            self._warnings += trial.warnings()
 
     def _coupled_windows(self) -> CoupledWindows | None:
         if not is_coupled(self._job):
             return None
         return CoupledWindows(
             self._job,
-            self._model,
+            self.model,
             self._settings,
-            self._accumulator,
+            self.accumulator,
             prepare=self._prepared,
             leaves=self._leaves,
         )
-
-    @property
-    def model(self) -> Module:
-        """The model that is trained."""
-        return self._model
-
-    @property
-    def accumulator(self) -> Accumulator:
-        """The accumulator of its gradients."""
-        return self._accumulator
 
     # ------------------------------------------------------------------ an update
 
@@ -320,7 +278,7 @@ class TorchEngine:
         self._hyperparameters.check(f"before update {window.update}")
         if self._coupled is not None:
             self._coupled.begin()
-        self._accumulator.begin_window(
+        self.accumulator.begin_window(
             update=window.update,
             learning_rate=window.learning_rate,
             leaves=self._leaves.of_update(window.samples),
@@ -342,9 +300,9 @@ class TorchEngine:
                 derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
             )
             batch = self._prepared(batch)
-            with self._accumulator.precision.forward():
-                loss = self._job.loss(self._model, batch)
-        self._accumulator.backward(
+            with self.accumulator.precision.forward():
+                loss = self._job.loss(self.model, batch)
+        self.accumulator.backward(
             loss,
             last=self._done == len(window.micro_batches),
             leaf=self._leaves.leaf_of(micro_batch),
@@ -352,7 +310,7 @@ class TorchEngine:
 
     def _refuse_evaluation_mode(self) -> None:
         """Nothing would show it: without dropout, and with frozen statistics, losses look fine."""
-        if self._trains and not self._model.training:
+        if self._trains and not self.model.training:
             raise JobError(
                 "the model is in evaluation mode at an update's end, but did not begin in it: "
                 f"{type(self._job).__name__}.loss() or after_update() has called model.eval() "
@@ -367,11 +325,12 @@ class TorchEngine:
             self._coupled.finish(window)
         self._hyperparameters.check("inside a window")
         self._refuse_evaluation_mode()
-        report = self._accumulator.boundary(stop=stop)
+        report = self.accumulator.boundary(stop=stop)
         self._hyperparameters.keep()  # some optimizers count in them
         if report.applied:
             with torch.no_grad():
-                getattr(self._job, "after_update", _nothing)(self._model, report.update)
+                if after_update := getattr(self._job, "after_update", None):
+                    after_update(self.model, report.update)
             self._hyperparameters.check(
                 f"in after_update of update {report.update}", jobs_turn=True
             )
@@ -388,11 +347,11 @@ class TorchEngine:
         """Compute the job's held-out figures, with the model in evaluation mode. Rank 0
         only.
         """
-        before = {layer: layer.training for layer in self._model.modules()}
-        self._model.eval()
+        before = {layer: layer.training for layer in self.model.modules()}
+        self.model.eval()
         try:
             with torch.no_grad():
-                figures = getattr(self._job, "evaluate", lambda _: {})(self._model)
+                figures = getattr(self._job, "evaluate", lambda _: {})(self.model)
         finally:
             for layer, training in before.items():
                 layer.training = training
@@ -400,59 +359,67 @@ class TorchEngine:
 
     def check_replicas(self) -> None:
         """Compare the weights of all ranks. Collective."""
-        self._accumulator.check_replicas()
+        self.accumulator.check_replicas()
 
     def optimizer_used(self) -> dict[str, Any]:
         """Describe the optimizer: its class, where it is from, and its groups of parameters."""
-        return described(self._accumulator.optimizer, self._settings.optimizer)
+        return described(self.accumulator.optimizer, self._settings.optimizer)
 
     def parameter_count(self) -> int:
         """Count the trained numbers of the model: shared ones once, complex ones twice."""
-        return self._accumulator.parameter_count()
+        return self.accumulator.parameter_count()
 
     def gather_state(self) -> None:
         """Put a sharded optimizer's state together on rank 0, for `save_state`. Collective."""
-        if self._accumulator.sharded:
-            self._gathered = self._accumulator.optimizer_state()
+        if self.accumulator.sharded:
+            self._gathered = self.accumulator.optimizer_state()
 
     def holds_state(self) -> bool:
         """Return whether `save_state` can be called: always, or after `gather_state` on rank 0."""
-        return not self._accumulator.sharded or self._gathered is not None
+        return not self.accumulator.sharded or self._gathered is not None
 
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write weights and optimizer as safetensors; give the rest as JSON. Not collective."""
-        return Snapshot(self._model, self._accumulator, self._gathered).save_state(folder)
+        return Snapshot(self.model, self.accumulator, self._gathered).save_state(folder)
 
     def snapshot(self) -> Snapshot:
         """Return what `save_state` would write now, for another thread. The next boundary waits."""
-        snapshot = Snapshot(self._model, self._accumulator, self._gathered).keep()
+        snapshot = Snapshot(self.model, self.accumulator, self._gathered).keep()
         self._taken = snapshot.taken
         return snapshot
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
         """Load what `save_state` wrote: the same bits afterwards. Not collective."""
-        load_model(self._model, folder, extra["model"])
-        load_optimizer(folder, extra["optimizer"], self._accumulator.load_optimizer_state)
-        self._accumulator.precision.load(extra["precision"])
+        load_model(self.model, folder, extra["model"])
+        load_optimizer(folder, extra["optimizer"], self.accumulator.load_optimizer_state)
+        self.accumulator.precision.load(extra["precision"])
         self._hyperparameters.keep()
 
     def load_weights(self, path: Path) -> None:
         """Set the weights to a file's, the optimizer left alone. Raises `ConfigError`."""
-        load_weights(self._model, path)
+        load_weights(self.model, path)
 
     def weights_sha256(self) -> str:
         """Return the digest over the bytes of the weights, tensor by tensor in the order of the
         names.
         """
-        return weights_sha256(self._model)
+        return weights_sha256(self.model)
 
     def extra_collectives(self) -> int:
         """Return collectives in every window, besides the gradient's reduction."""
         return 0 if self._coupled is None else self._coupled.collectives
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes of this rank's parameters, gradients and optimizer state."""
-        return memory_bytes(self._model, self._accumulator)
+        """Return the bytes of this rank's parameters, gradients and optimizer state. Tensors that
+        share memory count once.
+        """
+        state = self.accumulator.optimizer.state.values()
+        tensors = (v for held in state for v in held.values() if isinstance(v, Tensor))
+        return {
+            "parameters": _bytes((*self.model.parameters(), *self.model.buffers())),
+            "gradients": self.accumulator.gradient_bytes(),
+            "optimizer": _bytes(tensors),
+        }
 
     def peak_memory_bytes(self) -> int:
         """Return the largest memory of this rank so far: its GPU's if it computes there, or the
@@ -462,12 +429,8 @@ class TorchEngine:
 
     def warnings(self, micro_batches: int | None = None) -> list[str]:
         """Return warnings about this model and these ranks, each with its remedies."""
-        found = advice(self._model, ranks=self._group.size, micro_batches=micro_batches)
+        found = advice(self.model, ranks=self._group.size, micro_batches=micro_batches)
         return [*self._warnings, *found]
 
     def _prepared(self, batch: Any) -> Any:
         return moved(batch, self._group.device, double=self._settings.precision == "float64")
-
-
-def _nothing(model: Module, update: int) -> None:
-    del model, update

@@ -55,13 +55,9 @@ class RetainedTensors:
                 time.sleep(_LOOK_EVERY_S)
 
 
-def _in_use(tensors: list[Tensor]) -> list[Tensor]:
-    """Return those with references besides this list."""
-    return [t for t in tensors if _holders(t) > 1 or sys.getrefcount(t) > _OURS]
-
-
-def _holders(tensor: Any) -> int:
-    return tensor._use_count()  # no public name
+def _in_use(tensors: list[Any]) -> list[Tensor]:
+    """Return those with references besides this list. `_use_count` has no public name."""
+    return [t for t in tensors if t._use_count() > 1 or sys.getrefcount(t) > _OURS]
 
 
 GLOO_TENSORS = RetainedTensors()

@@ -45,13 +45,26 @@ def check_arguments(model: Any, group: Any, options: AccumulationOptions) -> lis
             f"metric_names must be a list of names, as in [{options.metric_names!r}], but is the "
             f"text {options.metric_names!r}"
         )
-    if options.clip_norm is not None:
-        _check_above_zero("clip_norm", options.clip_norm)
-    return _checked_model(model)
+    clip_norm = options.clip_norm
+    if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
+        raise ConfigError(f"clip_norm must be a number above 0, but is {clip_norm!r}")
+    if isinstance(model, Module):
+        return model
+    if isinstance(model, Optimizer):
+        raise ConfigError(f"{_MODEL}, and comes before the optimizer; but it is {_words(model)}")
+    if isinstance(model, (type, str, Mapping)) or not isinstance(model, Iterable):
+        raise ConfigError(f"{_MODEL}; but it is {_words(model)}")
+    items: list[Any] = list(cast("Iterable[Any]", model))
+    for item in items:
+        pair: Any = item
+        named = isinstance(item, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)
+        if not (named or isinstance(item, Tensor)):
+            raise ConfigError(f"{_MODEL}; but it holds {_words(item)}")
+    return items
 
 
 def finite_float(name: str, value: Any, *, least: str = "0 or more") -> float:
-    """`value` as a finite float.
+    """Return `value` as a finite float.
 
     Args:
         name: the argument's.
@@ -66,30 +79,9 @@ def finite_float(name: str, value: Any, *, least: str = "0 or more") -> float:
     raise ValueError(f"`{name}` must be {least}, but is {value!r}")
 
 
-def _check_above_zero(name: str, value: Any) -> None:
-    if not (_is_number(value) and value > 0):
-        raise ConfigError(f"{name} must be a number above 0, but is {value!r}")
-
-
 def _is_number(value: Any) -> bool:
     plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     return False if isinstance(plain, bool) else isinstance(plain, Real)
-
-
-def _checked_model(model: Any) -> list[Any] | Module:
-    if isinstance(model, Module):
-        return model
-    if isinstance(model, Optimizer):
-        raise ConfigError(f"{_MODEL}, and comes before the optimizer; but it is {_words(model)}")
-    if isinstance(model, (type, str, Mapping)) or not isinstance(model, Iterable):
-        raise ConfigError(f"{_MODEL}; but it is {_words(model)}")
-    items: list[Any] = list(cast("Iterable[Any]", model))
-    for item in items:
-        pair: Any = item
-        named = isinstance(item, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)
-        if not (named or isinstance(item, Tensor)):
-            raise ConfigError(f"{_MODEL}; but it holds {_words(item)}")
-    return items
 
 
 def _words(value: Any) -> str:
@@ -123,19 +115,7 @@ def check_supported(
         ConfigError: a wrapper or a parameter that cannot be served, or the optimizer is another
             model's.
     """
-    _check_model(model)
-    named = named_parameters(model)
-    parameters = trained(named)
-    _check_parameters(parameters)
-    _check_optimizer(optimizer, parameters)
-    return named, parameters
-
-
-def _check_model(model: Any) -> None:
-    """Refuse a model whose wrapper reduces gradients by itself."""
-    if not isinstance(model, Module):
-        return
-    for name, layer in model.named_modules():
+    for name, layer in model.named_modules() if isinstance(model, Module) else ():
         for kind in type(layer).__mro__:
             if kind.__name__ in _REDUCES_ITSELF and kind.__module__.startswith("torch."):
                 where = f"layer {name}" if name else "the model"
@@ -143,46 +123,32 @@ def _check_model(model: Any) -> None:
                     f"{where} is wrapped in {kind.__name__}, which reduces gradients by itself in "
                     f"every backward: {_REDUCES_ITSELF[kind.__name__]}"
                 )
-
-
-def _check_parameters(parameters: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse a trained parameter that has no plain gradient."""
+    named = named_parameters(model)
+    parameters = trained(named)
     for name, parameter in parameters:
-        found = _unsupported_reason(parameter)
-        if found:
-            raise ConfigError(f"parameter {name} {found}")
+        if reason := _unsupported_reason(parameter):
+            raise ConfigError(f"parameter {name} {reason}")
+    _check_optimizer(optimizer, parameters)
+    return named, parameters
 
 
-def _unsupported_reason(parameter: Any) -> str | None:
+def _unsupported_reason(parameter: Any) -> str | None:  # noqa: PLR0911  # one for each reason
     kind = type(parameter)
-    kinds = [one.__name__ for one in kind.__mro__]
-    oddities = (
-        (
-            "DTensor" in kinds,
-            f"is a DTensor, whose gradient is reduced by itself: {_REDUCES_ITSELF['FSDPModule']}",
-        ),
-        (
-            isinstance(parameter, UninitializedParameter),
-            "has no shape yet, as it is a lazy layer's: call the model once before",
-        ),
-        (
-            kind.__torch_dispatch__ is not _PLAIN,
-            f"is a {kinds[0]}, not a plain tensor: its gradient cannot be laid in flat buffers",
-        ),
-        (
-            parameter.device.type == "meta",
-            "is on the meta device, without numbers: give the model memory before (to_empty)",
-        ),
-        (
-            parameter.layout is not torch.strided,
-            f"is stored as {parameter.layout}; parameters have to be dense",
-        ),
-        (
-            not parameter.is_leaf,
-            "was computed from other tensors: give the accumulator what it was computed from",
-        ),
-    )
-    return next((words for is_so, words in oddities if is_so), None)
+    if any(one.__name__ == "DTensor" for one in kind.__mro__):
+        return f"is a DTensor, whose gradient is reduced by itself: {_REDUCES_ITSELF['FSDPModule']}"
+    if isinstance(parameter, UninitializedParameter):
+        return "has no shape yet, as it is a lazy layer's: call the model once before"
+    if kind.__torch_dispatch__ is not _PLAIN:
+        return (
+            f"is a {kind.__name__}, not a plain tensor: its gradient cannot be laid in flat buffers"
+        )
+    if parameter.device.type == "meta":
+        return "is on the meta device, without numbers: give the model memory before (to_empty)"
+    if parameter.layout is not torch.strided:
+        return f"is stored as {parameter.layout}; parameters have to be dense"
+    if not parameter.is_leaf:
+        return "was computed from other tensors: give the accumulator what it was computed from"
+    return None
 
 
 def _check_optimizer(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) -> None:
@@ -210,7 +176,7 @@ def _check_optimizer(optimizer: Optimizer, parameters: Sequence[tuple[str, Tenso
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes and carries, and what it computes on. Equal facts, equal bits."""
+    """Return the versions of libraries and devices. Equal facts, equal bits."""
     found: dict[str, str] = {
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
@@ -257,14 +223,10 @@ def machine_warning(rows: Sequence[Sequence[float]], reduction: str) -> list[str
     )
     verb = "computes" if len(odd) == 1 else "compute"
     sentence = (
-        f"{_ranks(odd)} {verb} with another version of torch, number of threads or kind of "
+        f"{named_ranks(odd)} {verb} with another version of torch, number of threads or kind of "
         f"processor than the others: {price}"
     )
     return [sentence]
-
-
-def _ranks(numbers: list[int]) -> str:
-    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
 
 
 # ------------------------------------------------------------------ Equal start
@@ -309,7 +271,8 @@ def check_same_start(
         return
     buffers = list(model.named_buffers()) if isinstance(model, Module) else []
     tensors = [*named, *buffers]
-    shapes = [*_settings(settings), *_shapes(named, "parameter"), *_shapes(buffers, "buffer")]
+    shapes = [(f"the accumulator's {name}", repr(value)) for name, value in settings.items()]
+    shapes += [*_shapes(named, "parameter"), *_shapes(buffers, "buffer")]
     if broadcast:
         check_same_traits(group, shapes)
         broadcast_tensors(group, [tensor for _, tensor in tensors])
@@ -322,15 +285,10 @@ def check_same_traits(group: BaseGroup, traits: Sequence[Trait]) -> None:
     digest = hashlib.sha256(repr(list(traits)).encode()).hexdigest()
     odd = minority_ranks(gather_numbers(group, digest_to_floats(digest)))
     if odd:
-        traits_of_ranks = [
-            [(what, value) for what, value in json.loads(t)] for t in _gather_traits(group, traits)
-        ]
+        texts = gather_texts(group, json.dumps(list(traits)))
+        traits_of_ranks = [[(what, value) for what, value in json.loads(t)] for t in texts]
         usual = next(rank for rank in range(group.size) if rank not in odd)
         raise _error(traits_of_ranks[usual], traits_of_ranks[odd[0]], odd)
-
-
-def _gather_traits(group: BaseGroup, traits: Sequence[Trait]) -> list[str]:
-    return gather_texts(group, json.dumps(list(traits)))
 
 
 def _error(usual: list[Trait], theirs: list[Trait], odd: Sequence[int]) -> JobError:
@@ -360,11 +318,6 @@ def _error(usual: list[Trait], theirs: list[Trait], odd: Sequence[int]) -> JobEr
 
 
 # ------------------------------------------------------------------ what is compared
-
-
-def _settings(settings: Mapping[str, Any]) -> Iterator[Trait]:
-    for name, value in settings.items():
-        yield f"the accumulator's {name}", repr(value)
 
 
 def _shapes(tensors: Sequence[tuple[str, Tensor]], kind: str) -> Iterator[Trait]:
@@ -398,7 +351,7 @@ def _describe(value: Any) -> str:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Its bytes, flat: its own memory where it is contiguous."""
+    """Return its bytes, flat: its own memory where it is contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 

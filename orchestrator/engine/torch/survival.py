@@ -50,8 +50,8 @@ class SurvivingEngine(TorchEngine):
         self._before: dict[str, tuple[int, Tensor]] = {}  # buffers: their version, and a copy
 
     def begin_window(self, window: Window) -> None:
-        self._scale_before = self._accumulator.precision.state()
-        for name, buffer in self._model.named_buffers():
+        self._scale_before = self.accumulator.precision.state()
+        for name, buffer in self.model.named_buffers():
             version = buffer._version  # noqa: SLF001  # no public name
             if self._before.get(name, (-1,))[0] != version:
                 self._before[name] = version, buffer.detach().clone()
@@ -61,9 +61,9 @@ class SurvivingEngine(TorchEngine):
         """Restore the state at the beginning of the window under way, if any."""
         if not self._in_window:
             return
-        self._accumulator.precision.load(self._scale_before)
+        self.accumulator.precision.load(self._scale_before)
         self._in_window, self._window = False, None
-        for name, buffer in self._model.named_buffers():
+        for name, buffer in self.model.named_buffers():
             version, copy = self._before[name]
             if buffer._version != version:  # noqa: SLF001  # no public name
                 buffer.detach().copy_(copy)
@@ -71,12 +71,12 @@ class SurvivingEngine(TorchEngine):
     # ------------------------------------------------------------------ another group
 
     def newcomers_wait(self, waiting: bool) -> None:  # a plain setter
-        self._accumulator.newcomers_wait = waiting
+        self.accumulator.newcomers_wait = waiting
 
     def before_growth(self) -> None:
-        if self._accumulator.options.shard_optimizer:
+        if self.accumulator.options.shard_optimizer:
             self._taken.wait()
-            self._whole_state = self._accumulator.optimizer_state_among(self._group)
+            self._whole_state = self.accumulator.optimizer_state_among(self._group)
 
     def catch_up(self, group: BaseGroup, updates: int, standing: str) -> str | None:
         self._undo()
@@ -87,7 +87,7 @@ class SurvivingEngine(TorchEngine):
             raise StateLost(incomplete)
         applied = [int(row[0]) for row in rows]
         newest, behind = max(applied), updates < max(applied)
-        sharded = self._accumulator.options.shard_optimizer
+        sharded = self.accumulator.options.shard_optimizer
         try:
             whole = self._state_among(group) if sharded else None
         except StateLost:
@@ -99,10 +99,10 @@ class SurvivingEngine(TorchEngine):
             state = self._state_to_send() if group.rank == source else {}
             said, found = self._receive_state(group, source, standing, state)
             if behind:
-                self._model.load_state_dict(found["model"])
+                self.model.load_state_dict(found["model"])
                 if whole is None:
-                    self._accumulator.load_optimizer_state(found["optimizer"])
-                self._accumulator.precision.load(found["precision"])
+                    self.accumulator.load_optimizer_state(found["optimizer"])
+                self.accumulator.precision.load(found["precision"])
                 self._order = found["order"]
                 received = said
         self._whole_state = whole  # now that the weights are those that it belongs to
@@ -110,14 +110,14 @@ class SurvivingEngine(TorchEngine):
 
     def _state_to_send(self) -> dict[str, Any]:
         """Return the state for ranks that are behind; without the state of a sharded optimizer."""
-        order = self._accumulator.options.order
+        order = self.accumulator.options.order
         state: dict[str, Any] = {
             "order": None if order is None else list(order),
-            "model": dict(self._model.state_dict()),
-            "precision": self._accumulator.precision.state(),
+            "model": dict(self.model.state_dict()),
+            "precision": self.accumulator.precision.state(),
         }
-        if not self._accumulator.options.shard_optimizer:
-            state["optimizer"] = self._accumulator.optimizer_state()
+        if not self.accumulator.options.shard_optimizer:
+            state["optimizer"] = self.accumulator.optimizer_state()
         return state
 
     def _state_among(self, group: BaseGroup) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class SurvivingEngine(TorchEngine):
         """
         have = [bool(row[0]) for row in gather_numbers(group, [self._whole_state is not None])]
         if not any(have):
-            return self._accumulator.optimizer_state_among(group)
+            return self.accumulator.optimizer_state_among(group)
         _, found = self._receive_state(group, have.index(True), "", self._whole_state or {})
         return self._whole_state or found
 
@@ -164,23 +164,23 @@ class SurvivingEngine(TorchEngine):
         self._incomplete = False
 
     def regroup(self, group: BaseGroup) -> None:
-        earlier, self._group = self._accumulator, group
+        earlier, self._group = self.accumulator, group
         earlier.close()
         earlier.release_shard()
         if self._incomplete:  # a step may have come to some; all are to load a checkpoint's anyway
-            broadcast_tensors(group, [parameter.detach() for parameter in self._model.parameters()])
+            broadcast_tensors(group, [parameter.detach() for parameter in self.model.parameters()])
         self._reset_rate(earlier)
         # Batch norms' statistics are each rank's own; all go on with the writer's, as at a resume.
-        broadcast_tensors(group, [buffer for _, buffer in self._model.named_buffers()])
+        broadcast_tensors(group, [buffer for _, buffer in self.model.named_buffers()])
         options = earlier.options
         if self._order is not None:
             options = options.with_options({"order": self._order})
-        self._accumulator = Accumulator(self._model, earlier.optimizer, group, options)
-        self._accumulator.take_over(earlier)
+        self.accumulator = Accumulator(self.model, earlier.optimizer, group, options)
+        self.accumulator.take_over(earlier)
         if self._whole_state is not None:
-            self._accumulator.load_optimizer_state(self._whole_state)
+            self.accumulator.load_optimizer_state(self._whole_state)
             self._whole_state = None
-        self._clock = self._accumulator.clock
+        self._clock = self.accumulator.clock
         self._hyperparameters = Hyperparameters(hyperparameters_of(earlier.optimizer))
         self._gathered = None
         self._coupled = self._coupled_windows()

@@ -84,8 +84,6 @@ class WindowState:
         finally:
             self._inside = None
 
-    # ------------------------------------------------------------------ what is called
-
     def begin(self, update: int | None, micro_steps: int) -> None:
         """Begin a window, from nothing.
 
@@ -174,8 +172,6 @@ class WindowState:
                     f"{words_of(error)}"
                 )
             raise
-
-    # ------------------------------------------------------------------ gradients
 
     def accepts(self, parameter: int) -> bool:
         """Return whether a gradient that has just come counts in this window.

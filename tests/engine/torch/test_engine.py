@@ -200,27 +200,6 @@ def test_numbers_are_gathered_exactly():
     assert run_in_threads(3, be) == [wanted] * 3
 
 
-class Odd(Curve):
-    """Builds another model on one rank."""
-
-    def model(self):
-        model = super().model()
-        if self.rank == 2:
-            with torch.no_grad():
-                model[0].bias[0] += 1e-7
-        return model
-
-
-def test_replicas_that_differ_at_the_start_are_named_by_all():
-    def be(group):
-        job = Odd()
-        job.rank = group.rank
-        with pytest.raises(JobError, match="rank 2 differs from the others"):
-            build_engine(job, EngineSettings(metric_names=Curve.metric_names), group)
-
-    run_in_threads(4, be)
-
-
 def test_ranks_on_other_machines_are_named():
     rows = [digest_to_floats("ab" * 32), digest_to_floats("ab" * 32), digest_to_floats("ac" * 32)]
     assert minority_ranks(rows) == [2]
@@ -476,40 +455,3 @@ def test_seeds_are_written_down():
     """They are part of what makes a run repeat in a year: they must never change."""
     found = [derived_seed("step", 1, 2, 3), derived_seed("data", 1, 2, 3), derived_seed("model", 1)]
     assert found == [3512366156060974893, 12678527393264773468, 10538647175422201918]
-
-
-class Nonsense(Curve):
-    """Its loss gives `make(sum, weight)`."""
-
-    metric_names = ()
-
-    def __init__(self, make):
-        super().__init__()
-        self.make = make
-
-    def loss(self, model, batch):
-        x, y = batch
-        return self.make(((model(x) - y) ** 2).sum(), float(len(x)))
-
-
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda total, weight: None, "must return Loss(total, weight), but returned NoneType"),
-        (lambda total, weight: (total, weight), "but returned tuple"),
-        (lambda total, weight: total, "but returned a plain tensor"),
-        (lambda total, weight: Loss(total, "many"), "Loss.weight must be a real number"),
-        (lambda total, weight: Loss(total, None), "Loss.weight must be a real number"),
-        (lambda total, weight: Loss(total.expand(2), weight), "must be a real scalar tensor"),
-        (lambda total, weight: Loss(total, weight, None), "Loss.metrics must be a dictionary"),
-        (lambda total, weight: Loss(total, weight, {"x": 1}), "Loss.metrics has 'x'"),
-        (lambda total, weight: Loss(total, -1.0), "negative or not finite"),
-        (lambda total, weight: Loss(total, math.nan), "negative or not finite"),
-        (lambda total, weight: Loss(total, 0.0), "add up to 0"),
-    ],
-)
-def test_a_wrong_loss_is_refused_with_the_contract(make, told):
-    engine = build_engine(Nonsense(make), EngineSettings(), TorchGroup.alone())
-    with pytest.raises(JobError) as refused:
-        _run(engine, _windows(assign([SAMPLES], steps=1), 0, updates=1))
-    assert told in str(refused.value)

@@ -140,30 +140,24 @@ def test_large_parts_are_gathered_into_place(tmp_path):
     assert run_ranks(3, tmp_path, _large_parts) == [[True] * 8] * 3
 
 
-def _gather_without_the_last(group):
-    if group.rank == group.size - 1:
-        return "left"
-    parts = [torch.empty(100_000) for _ in range(group.size)]
-    with pytest.raises(PeerLost, match="lost a peer during all_gather"):
-        group.gather_into(parts, torch.ones(100_000))
-    return "told"
-
-
-def _sum_without_the_last(group):
+def _without_the_last(group, operation):
     if group.rank == group.size - 1:
         return "left"
     tensor = torch.ones(100_000 * group.size)
-    with pytest.raises(PeerLost, match="lost a peer during reduce_scatter_sum"):
-        group.reduce_scatter_sum_async(tensor[:100_000], tensor).wait()
+    exchange = {
+        "all_gather": lambda: group.gather_into(tensor.chunk(group.size), torch.ones(100_000)),
+        "reduce_scatter_sum": lambda: group.reduce_scatter_sum_async(
+            tensor[:100_000], tensor
+        ).wait(),
+    }[operation]
+    with pytest.raises(PeerLost, match=f"lost a peer during {operation}"):
+        exchange()
     return "told"
 
 
-def test_a_segmented_sum_reports_a_lost_peer(tmp_path):
-    assert run_ranks(3, tmp_path, _sum_without_the_last) == ["told", "told", "left"]
-
-
-def test_a_large_gather_reports_a_lost_peer(tmp_path):
-    assert run_ranks(3, tmp_path, _gather_without_the_last) == ["told", "told", "left"]
+@pytest.mark.parametrize("operation", ["all_gather", "reduce_scatter_sum"])
+def test_a_large_exchange_reports_a_lost_peer(tmp_path, operation):
+    assert run_ranks(3, tmp_path, _without_the_last, operation) == ["told", "told", "left"]
 
 
 def test_a_rank_that_raises_is_lost_to_the_other_threads():
@@ -265,17 +259,9 @@ def test_a_plain_torchrun_script_gets_the_big_batchs_gradient(tmp_path):
         text=True,
         timeout=120,
         check=False,
-        env=_environment(),
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-
-
-def _environment():
-    import os
-    from pathlib import Path
-
-    root = Path(__file__).resolve().parents[4]
-    return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
 
 
 # ------------------------------------------------------------------ Gradients of collectives

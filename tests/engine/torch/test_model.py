@@ -15,10 +15,9 @@ from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.common.update_policy import FIRST_SCALE, GROW_AFTER, averaging_factor
+from orchestrator.engine.common.update_policy import FIRST_SCALE, GROW_AFTER
 from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
 from orchestrator.engine.torch.model import FrozenBatchNorm, Precision, seed_torch, with_norms
-from orchestrator.engine.torch.reducer import GradientNorm
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from tests.jobs.training import difference, train
 
@@ -202,38 +201,6 @@ def test_the_scale_grows_after_many_calm_windows_and_is_saved():
     other = Precision("float16", torch.device("cpu"))
     other.load(precision.state())
     assert other.state() == precision.state() == {"scale": 2 * FIRST_SCALE, "calm": 1}
-
-
-def norm_of(pieces):
-    norm = GradientNorm()
-    for piece in pieces:
-        norm.add(piece)
-    return norm.value()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 100_000])
-def test_the_norm_is_that_of_float64(dtype, size):
-    gradient = torch.randn(size, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    wanted = float(torch.linalg.vector_norm(gradient.double()))
-    assert norm_of([gradient, gradient[:0]]) == pytest.approx(wanted, rel=2e-7)
-
-
-def test_the_norm_survives_squares_that_overflow_but_not_infinities():
-    assert norm_of([torch.full((4,), 1e30)]) == pytest.approx(2e30)
-    assert norm_of([torch.full((4,), 1e200, dtype=torch.float64)]) == pytest.approx(2e200)
-    assert norm_of([torch.tensor([1.0, math.inf])]) == math.inf
-    assert math.isnan(norm_of([torch.tensor([1.0, math.nan])]))
-
-
-def test_clipping_is_that_of_torch():
-    gradient = torch.tensor([3.0, 4.0])
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = gradient.clone()
-    norm = torch.nn.utils.clip_grad_norm_([parameter], 1.0)
-    found, factor = averaging_factor(10 * float(norm), 10.0, 1.0)
-    assert found == pytest.approx(float(norm))
-    torch.testing.assert_close(gradient * 10 * factor, parameter.grad)
 
 
 # ------------------------------------------------------------------ Seeds

@@ -54,6 +54,7 @@ def test_optimizers_are_built_by_name_or_dotted_name(settings, kind):
         ({"_target_": "types.SimpleNamespace"}, "cannot be built"),
         ({"_target_": "tests.engine.torch.test_optimizers.names"}, "gives a dict, not a torch"),
         ({"_target_": "torch.optim.LBFGS"}, "needs a closure"),
+        ({"_target_": "torch.optim.SparseAdam"}, "takes sparse gradients only"),
     ],
 )
 def test_misspelled_or_unusable_settings_are_refused(settings, message):
