@@ -217,13 +217,14 @@ class Accumulator:
     def _begin(
         self, update: int | None = None, learning_rate: float | None = None,
         leaves: int | None = None, expected_weight: float | None = None,
+        implied_by: str | None = None,
     ) -> None:  # fmt: skip
         if expected_weight is not None:
             expected_weight = finite_float("expected_weight", expected_weight, least="above 0")
         # A float16 backward wants sums: means of large batches would underflow in it.
         early = expected_weight is not None and self.precision.scale == 1.0
         self._expected = float(expected_weight or 1.0) if early else 1.0
-        self._window.begin(update, self._sums.micro_steps)
+        self._window.begin(update, self._sums.micro_steps, implied_by=implied_by)
         if learning_rate is not None:
             self._rate.set(finite_float("learning_rate", learning_rate))
         self._reduction.begin(leaves)
@@ -259,10 +260,10 @@ class Accumulator:
                 self._tracker.computed += 1
 
     def _back_propagate(self, total: Tensor, *, last: bool, leaf: int | None) -> None:
-        self._reduction.buffers.check_before_backward()
-        report_each = self._reduction.before_backward(last=last, leaf=leaf)
         buffers = self._reduction.buffers
-        self._hooks.counts = buffers.versions if buffers.begun() and not report_each else None
+        begun = buffers.check_before_backward()
+        report_each = self._reduction.before_backward(last=last, leaf=leaf)
+        self._hooks.counts = buffers.versions if begun and not report_each else None
         factor = self.precision.scale / self._expected
         try:
             (total if factor == 1.0 else total * factor).backward()
@@ -300,8 +301,7 @@ class Accumulator:
         if self._tracker is not None:
             return self._tracker.next_step(call, last=last, leaf=leaf)
         if not self._window.open:
-            self._window.refuse_stray_backward(call)
-            self._begin()
+            self._begin(implied_by=call)
         return last, leaf
 
     def _checked_row(self, loss: Loss) -> list[Any]:
@@ -331,8 +331,7 @@ class Accumulator:
                 tracker.require_complete()
                 stop = stop or tracker.stop()
             elif not self._window.open:
-                self._window.refuse_stray_backward("boundary()")
-                self._begin()
+                self._begin(implied_by="boundary()")
             self._window.end()
             report = self._boundary(stop=stop)
             if tracker is not None:
@@ -341,20 +340,20 @@ class Accumulator:
 
     def _boundary(self, *, stop: bool) -> BoundaryReport:
         scale, update, norm_of_sum = self.precision.scale, self._window.update, GradientNorm()
-        agreed = {  # numbers of this window that have to be the same on all ranks
-            "the number of the update": update,
-            "expected_weight": self._expected,
-            "the learning rate": self._rate.of_first_group(),
-        }
         with self._window.failing_alone():
             with self.clock.compute:  # the device may still be at it
-                self._checks.end(update)
+                agreed = {  # numbers of this window that have to be the same on all ranks
+                    "the number of the update": update,
+                    "expected_weight": self._expected,
+                    "the learning rate": self._rate.of_first_group(),
+                    **self._checks.end(update),
+                }
                 trailer = self._sums.trailer()
             with self.clock.wait:
                 trailer.flags[STOP] = int(stop)
                 trailer.flags[NEWCOMERS] = int(self.newcomers_wait)
                 self._used.flag(trailer)
-                self._checks.write_digests(trailer, update, agreed)
+                self._checks.replicas.write_digest(trailer, update, agreed)
                 totals = self._reduction.finish(trailer, norm_of_sum)
         with self.clock.wait:
             self._checks.replicas.check(totals, update)

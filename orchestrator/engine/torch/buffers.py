@@ -266,12 +266,9 @@ class GradientBuffers:
             parameter.grad = None
         self.versions[:], self._checked = map(version_of, self.views), False
 
-    def begun(self) -> bool:
-        """Return whether a backward has brought gradients since `begin`; later ones add there."""
-        return 1 in self._filled
-
-    def check_before_backward(self) -> None:
-        """Check before a backward that every `.grad` is its view, or None.
+    def check_before_backward(self) -> bool:
+        """Check before a backward that every `.grad` is its view, or None; return whether there
+        are gradients already, to which it adds.
 
         A `.grad` of None (after `zero_grad(set_to_none=True)`) takes nothing away from what was
         accumulated.
@@ -279,12 +276,13 @@ class GradientBuffers:
         Raises:
             JobError: another tensor is in its place.
         """
-        before = map(_GRADIENT, self._tensors)
-        if not all(map(is_, before, self.views if self.begun() else repeat(None))):
+        before, begun = map(_GRADIENT, self._tensors), 1 in self._filled
+        if not all(map(is_, before, self.views if begun else repeat(None))):
             for number, (parameter, view) in enumerate(zip(self._tensors, self.views, strict=True)):
                 if parameter.grad is not None and parameter.grad is not view:
                     raise self._foreign_write(number)
         self._checked = True
+        return begun
 
     def take(self, number: int) -> None:
         """Put the gradient of parameter `number`, which a backward has added to, in its place.

@@ -88,40 +88,36 @@ def to_peer_lost(error: RuntimeError, operation: str, rank: int) -> PeerLost | N
     return PeerLost(f"rank {rank} lost a peer during {operation}: {first_line}")
 
 
+@dataclass(slots=True, eq=False)
 class TransportWork:
     """A transport's work handle with our errors. Holds the tensors until it is done.
 
-    Args:
+    Attributes:
         tensors: views without other references in Python.
         held: where they go when it is done; None when the transport has let go of them by then.
     """
 
-    def __init__(
-        self,
-        work: Any,
-        operation: str,
-        rank: int,
-        tensors: Sequence[Tensor],
-        held: RetainedTensors | None,
-    ) -> None:
-        self._work, self._operation, self._rank, self._tensors = work, operation, rank, tensors
-        self._held = held
+    work: Any
+    operation: str
+    rank: int
+    tensors: Sequence[Tensor]
+    held: RetainedTensors | None
 
     def wait(self) -> None:
-        if self._work is None:
+        if self.work is None:
             return
         try:
-            with for_others(self._operation):
-                self._work.wait()
+            with for_others(self.operation):
+                self.work.wait()
         except RuntimeError as error:
-            lost = to_peer_lost(error, self._operation, self._rank)
+            lost = to_peer_lost(error, self.operation, self.rank)
             if lost is None:
                 raise
             raise lost from error
-        self._work = None
-        if self._held is not None:
-            self._held.keep(self._tensors)
-        self._tensors = ()
+        self.work = None
+        if self.held is not None:
+            self.held.keep(self.tensors)
+        self.tensors = ()
 
 
 class PairwiseExchange:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ _CHUNK = 4096  # numbers summed in the gradient's own dtype before float64 takes
 _HALVES = (torch.float16, torch.bfloat16)
 
 
+@dataclass(slots=True)
 class GradientNorm:
     """The 2-norm of numbers that come in flat pieces, computed as they come.
 
@@ -27,9 +29,8 @@ class GradientNorm:
     The pieces are kept until `value`, since they may have to be looked at again.
     """
 
-    def __init__(self) -> None:
-        self._pieces: list[Tensor] = []
-        self._norms: list[Tensor] = []
+    _pieces: list[Tensor] = field(default_factory=list[Tensor])
+    _norms: list[Tensor] = field(default_factory=list[Tensor])
 
     def add(self, piece: Tensor) -> None:
         """Take in a flat piece, on its device; nothing is waited for."""

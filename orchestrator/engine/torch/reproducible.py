@@ -169,7 +169,9 @@ class ReproducibleReduction:
         self.buffers.begin()
 
     def before_backward(self, *, last: bool, leaf: int | None) -> bool:
-        """Prepare buffers for a leaf. Raises `ValueError` for one out of turn."""
+        """Prepare buffers for a leaf, each gradient of which is its first. Raises `ValueError` for
+        one out of turn.
+        """
         del last
         if self._leaves is None:
             if leaf is not None:
@@ -189,7 +191,7 @@ class ReproducibleReduction:
             self.buffers.verify()
             self.buffers, self._spent = self._free_buffers(), False
             self.buffers.begin()
-        return False
+        return True
 
     def after_backward(self) -> None:
         """Fold the leaf into the nodes that it completes."""

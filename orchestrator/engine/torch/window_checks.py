@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.common.job_checks import check_metric_names
-from orchestrator.engine.common.packed_sums import Trailer
 from orchestrator.engine.common.replicas import LARGEST_PIECE, Piece, Replicas
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, version_of
 from orchestrator.engine.torch.model import IN_A_LOOP, batch_norms_of, norm_advice
@@ -345,8 +344,11 @@ class WindowChecks:
                 "next one"
             )
 
-    def end(self, update: int) -> None:
+    def end(self, update: int) -> dict[str, float]:
         """End the window; collectives are allowed again.
+
+        Returns:
+            Numbers, with their names, that have to be the same on all ranks.
 
         Raises:
             JobError: a parameter or a setting of the optimizer was changed in between.
@@ -383,12 +385,10 @@ class WindowChecks:
                     f"of update {update}: it would count for all of its micro-steps, or for none. "
                     "A scheduler's step() comes after boundary(), once an update"
                 )
-
-    def write_digests(self, trailer: Trailer, update: int, given: dict[str, float]) -> None:
-        """Write digests into the trailer: of the weights, and of this window's arguments."""
-        given["the digest of which parameters are frozen"] = self._frozen_digest
-        given["the number of layers in training mode"] = self._layers_in_training
-        self.replicas.write_digest(trailer, update, given)
+        return {
+            "the digest of which parameters are frozen": self._frozen_digest,
+            "the number of layers in training mode": self._layers_in_training,
+        }
 
     def _settings_now(self) -> list[tuple[int, str, Any]]:
         """Return the optimizer's settings; of a tensor its identity and version, which takes no

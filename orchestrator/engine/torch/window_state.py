@@ -84,16 +84,23 @@ class WindowState:
         finally:
             self._inside = None
 
-    def begin(self, update: int | None, micro_steps: int) -> None:
+    def begin(self, update: int | None, micro_steps: int, *, implied_by: str | None) -> None:
         """Begin a window, from nothing.
 
         Args:
             update: its number; one more than the last by default.
             micro_steps: that were added since the last one began.
+            implied_by: the call that begins it where none was begun.
 
         Raises:
-            JobError: the window before it has gradients that no boundary took.
+            JobError: the window before it has gradients that no boundary took, or an undeclared
+                backward came before the call.
         """
+        if implied_by is not None and self._stray is not None:
+            raise JobError(
+                f"before {implied_by} a backward reached {self._names[self._stray]} outside of any "
+                f"window, {_REMEDY}"
+            )
         if self.open and self._broken is None and (micro_steps or self._recorded):
             raise JobError(
                 f"begin_window() came in mid-window: update {self.update} has gradients already "
@@ -105,18 +112,6 @@ class WindowState:
             self.update += 1
         self.open, self._over, self._recorded = True, False, False
         self._broken, self._stray = None, None
-
-    def refuse_stray_backward(self, call: str) -> None:
-        """Refuse a backward before a window that begins implicitly, with `call`.
-
-        Raises:
-            JobError: an undeclared backward came before.
-        """
-        if self._stray is not None:
-            raise JobError(
-                f"before {call} a backward reached {self._names[self._stray]} outside of any "
-                f"window, {_REMEDY}"
-            )
 
     @contextmanager
     def micro_step(self, *, last: bool) -> Generator[None]:
