@@ -286,6 +286,9 @@ class Accumulator:
             with its, because a graph may cut a gradient silently. None skips that.
         precision: the format to compute in; the sums are those of the scaled losses.
         trailer_numbers: how many numbers ride along.
+
+    Attributes:
+        clear: sets all sums to zero.
     """
 
     def __init__(
@@ -320,7 +323,7 @@ class Accumulator:
         self.layout: Layout = lay_out(sizes, itemsize=itemsize, bucket_bytes=settings.bucket_bytes)
         self._steps: dict[Any, Compiled] = {}
         self._pack = self.compile(self._packing(), "the packing of gradients")
-        self._clear = self.compile(self._clearing(), "the clearing of gradients")
+        self.clear = self.compile(self._clearing(), "the clearing of gradients")
 
     def compile(self, function: Callable[..., Any], what: str) -> Compiled:
         """Compile in this accumulator's mode."""
@@ -329,7 +332,7 @@ class Accumulator:
     @property
     def compile_s(self) -> float:
         """Seconds spent in first calls of compiled functions so far."""
-        every = (*self._steps.values(), self._pack, self._clear)
+        every = (*self._steps.values(), self._pack, self.clear)
         return sum(compiled.compile_s for compiled in every)
 
     # ------------------------------------------------------------------ micro-steps
@@ -502,10 +505,6 @@ class Accumulator:
             return True
 
         return clear
-
-    def clear(self) -> None:
-        """Set all sums to zero."""
-        self._clear()
 
 
 def _squares(flat: Any) -> float:

@@ -18,7 +18,7 @@ from orchestrator.config.optimizer import chosen, described
 from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
 from orchestrator.engine.common.micro_steps import Clock, derived_seed
-from orchestrator.engine.common.packed_sums import STOP, LossSums
+from orchestrator.engine.common.packed_sums import STOP, LossSums, Trailer
 from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.mindspore import state
 from orchestrator.engine.mindspore.accumulator import Accumulator, Sums, compiled_loss, python_loss
@@ -35,12 +35,11 @@ from orchestrator.engine.mindspore.model import (
     seed_everything,
 )
 from orchestrator.engine.mindspore.optimizers import (
-    OptimizerStep,
-    StepResult,
     build_optimizer,
     hyperparameters_of,
     set_rate,
     state_of,
+    stepping,
 )
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
@@ -60,11 +59,6 @@ def to_floats(rows: Sequence[Tensor]) -> Iterator[list[float]]:
 
 
 # ------------------------------------------------------------------ Engine
-
-
-def nothing(model: Any, update: int) -> None:
-    """Do nothing: `after_update` of a job without one."""
-    del model, update
 
 
 class MindSporeEngine:
@@ -102,9 +96,9 @@ class MindSporeEngine:
             trailer_numbers=trailer_numbers(len(self._names)),
         )
         self._replicas = replicas_of(self._model, self.gather, group.size)
-        policy = UpdatePolicy(settings, precision, self.gather)
-        self._stepper = OptimizerStep(
-            self._accumulator, self._optimizer, policy, check=self._replicas.check
+        self._policy = UpdatePolicy(settings, precision, self.gather)
+        self._step = self._accumulator.compile(
+            stepping(self._accumulator, self._optimizer), "the optimizer's step"
         )
         floats = np.float64 if settings.precision == "float64" else None
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
@@ -126,7 +120,7 @@ class MindSporeEngine:
         self._sums.begin()
         self._accumulator.clear()
         self._hyperparameters.check(f"before update {window.update}")
-        self._stepper.set_rate(window.learning_rate)
+        set_rate(self._optimizer, window.learning_rate)
         self._hyperparameters.keep()
         self._group.silence.begin(f"in mid-window of update {window.update}")
 
@@ -153,42 +147,68 @@ class MindSporeEngine:
         self._group.silence.end()
         scale = self._accumulator.precision.scale
         with self._clock.optimize:
-            applied = self._stepper.apply(window.update, buckets, len(self._names), self._sums)
+            totals = Trailer.of(self._accumulator.trailer_of(buckets), len(self._names))
+            self._replicas.check(totals, window.update)
+            norm = self._apply(window.update, totals, buckets)
         self._window = None
         self._hyperparameters.keep()
-        if applied.stepped:
-            getattr(self._job, "after_update", nothing)(self._model, window.update)
+        if norm is not None:
+            self._after_update(window.update)
             self._hyperparameters.check(
                 f"in after_update of update {window.update}", jobs_turn=True
             )
-        return self._report(window, applied, scale)
-
-    def _report(self, window: Window, applied: StepResult, scale: float) -> BoundaryReport:
         compile_s = self._compile_total() - self._compile_mark
         if compile_s:
-            self._say(
+            print(
                 f"update {window.update}: compiled in {compile_s:.2f} s, which later updates do "
-                f"not take"
+                f"not take",
+                flush=True,
             )
         sent, seconds = self._group.since(self._mark), self._clock.seconds()
-        seconds["compute_s"] = max(0.0, seconds["compute_s"] - compile_s)
-        seconds["compile_s"] = compile_s
-        # Right after a reduction, so that no rank is compiling meanwhile.
-        seconds["plain_step_s"] = self._accumulator.plain_step_s()
-        became: dict[str, Any] = {
-            "applied": applied.stepped,
-            "gradient_norm": applied.norm,
-            "loss_scale": scale,
-        }
+        shared = totals.report(self._names)
         return BoundaryReport(
             update=window.update,
+            applied=norm is not None,
+            gradient_norm=norm,
+            loss_scale=scale,
             micro_steps=self._sums.micro_steps,
             collectives=sent.collectives,
             bytes_on_wire=sent.bytes_on_wire,
-            **applied.totals.report(self._names),
-            **seconds,
-            **became,
+            compute_s=max(0.0, seconds["compute_s"] - compile_s),
+            wait_s=seconds["wait_s"],
+            optimizer_s=seconds["optimizer_s"],
+            compile_s=compile_s,
+            # Right after a reduction, so that no rank is compiling meanwhile.
+            plain_step_s=self._accumulator.plain_step_s(),
+            **shared,
         )
+
+    def _apply(self, update: int, totals: Trailer, buckets: Sequence[Tensor]) -> float | None:
+        """Average, clip and step, or do not, as all ranks agree.
+
+        Returns:
+            The averaged gradient's norm; None where the update is skipped.
+
+        Raises:
+            JobError: weights that cannot be divided by.
+            NonFiniteError: the loss or the gradient is not finite, and the policy is "stop". An
+                overflow under float16 is neither: the window is skipped, the loss scale halved.
+        """
+        if not self._policy.losses_usable(update, totals, self._sums):
+            return None
+        norm_of_sum = self._accumulator.norm_of(buckets)
+        # Which parameters are not finite is unknown: their sums lie in compiled buckets.
+        found = self._policy.factor(update, totals.weight.value, norm_of_sum, list)
+        if found is None:
+            return None
+        norm, factor = found
+        self._step(Tensor(factor, self._accumulator.dtype), *buckets)
+        self._accumulator.precision.succeeded()
+        return norm
+
+    def _after_update(self, update: int) -> None:
+        if after_update := getattr(self._job, "after_update", None):
+            after_update(self._model, update)
 
     # ------------------------------------------------------------------ around updates
 
@@ -275,10 +295,7 @@ class MindSporeEngine:
         return build_optimizer(self._settings.optimizer, trainable) if own is None else own
 
     def _compile_total(self) -> float:
-        return self._accumulator.compile_s + self._stepper.compile_s
-
-    def _say(self, sentence: str) -> None:
-        print(sentence, flush=True)
+        return self._accumulator.compile_s + self._step.compile_s
 
 
 def _bytes(parameters: Iterable[Any]) -> int:
@@ -362,7 +379,7 @@ class FrameworkEngine(MindSporeEngine):
             )
         seconds = time.perf_counter() - began
         steps, self._window, self._batches = len(self._batches), None, []
-        getattr(self._job, "after_update", nothing)(self._model, window.update)
+        self._after_update(window.update)
         return BoundaryReport(
             update=window.update,
             loss=loss,
@@ -416,16 +433,6 @@ def versions() -> dict[str, str]:
     }
 
 
-def check_settings(settings: EngineSettings) -> None:
-    """Raise `ConfigError` for what this engine does not have."""
-    if settings.reduction != "fast":
-        raise ConfigError(
-            f"accumulation.reduction={settings.reduction} is not available with MindSpore; try "
-            f"accumulation.reduction=fast (the same ranks give the same bits there, too), or a "
-            f"torch job"
-        )
-
-
 def build_engine(job: Job, settings: EngineSettings, group: MindSporeGroup) -> Engine:
     """Build the job's model, the same on every rank, and all that trains it. Collective.
 
@@ -434,7 +441,12 @@ def build_engine(job: Job, settings: EngineSettings, group: MindSporeGroup) -> E
         JobError: `model()` or `dataset()` do not give what the contract says, or replicas differ.
     """
     check_installed("mindspore")
-    check_settings(settings)
+    if settings.reduction != "fast":
+        raise ConfigError(
+            f"accumulation.reduction={settings.reduction} is not available with MindSpore; try "
+            f"accumulation.reduction=fast (the same ranks give the same bits there, too), or a "
+            f"torch job"
+        )
     if settings.style == "framework":
         if group.size > 1:
             raise ConfigError(

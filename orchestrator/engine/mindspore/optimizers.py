@@ -10,15 +10,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.experimental import optim
 
-from orchestrator.engine.common.packed_sums import LossSums, Trailer
-from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.mindspore.accumulator import Accumulator, Layout
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
@@ -150,83 +147,20 @@ def state_of(optimizer: Any, weights: Mapping[str, Parameter]) -> dict[str, Para
 # ------------------------------------------------------------------ Step
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Result of a window: the sums over ranks, whether it was applied, the averaged norm."""
-
-    totals: Trailer
-    stepped: bool
-    norm: float | None
-
-
-class OptimizerStep:
-    """The optimizer's side of the boundary.
-
-    Args:
-        accumulator: whose layout the buckets have.
-        optimizer: called with the averaged, clipped gradients.
-        policy: whether it is called.
-        check: raises where the ranks' weights were not the same before the step.
+def stepping(accumulator: Accumulator, optimizer: Any) -> Callable[..., Any]:
+    """Return a function (factor, *buckets) that averages and clips the gradients in the buckets of
+    `accumulator`, and calls the optimizer with them. For compilation.
     """
+    alone, layout = accumulator.alone, accumulator.layout
+    sums, shapes = accumulator.sums, accumulator.shapes
 
-    def __init__(
-        self,
-        accumulator: Accumulator,
-        optimizer: Any,
-        policy: UpdatePolicy,
-        *,
-        check: Callable[[Trailer, int], None],
-    ) -> None:
-        self._accumulator, self._optimizer = accumulator, optimizer
-        self._policy, self._check = policy, check
-        self._step = accumulator.compile(self._stepping(), "the optimizer's step")
+    def step(factor: Tensor, *buckets: Tensor) -> Any:
+        averaged: Any = ()
+        for gradient in sums if alone else unpack(layout, shapes, buckets):
+            averaged = (*averaged, gradient * factor)
+        return optimizer(averaged)
 
-    @property
-    def compile_s(self) -> float:
-        """Seconds spent in first calls of compiled functions so far."""
-        return self._step.compile_s
-
-    def set_rate(self, rate: float) -> None:
-        """Set the learning rate of the next step."""
-        set_rate(self._optimizer, rate)
-
-    def apply(
-        self, update: int, buckets: Sequence[Tensor], metric_count: int, sums: LossSums
-    ) -> StepResult:
-        """Step, or do not, as all ranks agree.
-
-        Raises:
-            JobError: weights that cannot be divided by.
-            ReplicasDiffer: ranks that have drifted apart.
-            NonFiniteError: the loss or the gradient is not finite, and the policy is "stop". An
-                overflow under float16 is neither: the window is skipped, the loss scale halved.
-        """
-        totals = Trailer.of(self._accumulator.trailer_of(buckets), metric_count)
-        self._check(totals, update)
-        if not self._policy.losses_usable(update, totals, sums):
-            return StepResult(totals, stepped=False, norm=None)
-        norm_of_sum = self._accumulator.norm_of(buckets)
-        # Which parameters are not finite is unknown: their sums lie in compiled buckets.
-        found = self._policy.factor(update, totals.weight.value, norm_of_sum, list)
-        if found is None:
-            return StepResult(totals, stepped=False, norm=None)
-        norm, factor = found
-        self._step(Tensor(factor, self._accumulator.dtype), *buckets)
-        self._accumulator.precision.succeeded()
-        return StepResult(totals, stepped=True, norm=norm)
-
-    def _stepping(self) -> Callable[..., Any]:
-        optimizer = self._optimizer
-        alone, layout = self._accumulator.alone, self._accumulator.layout
-        sums, shapes = self._accumulator.sums, self._accumulator.shapes
-
-        def step(factor: Tensor, *buckets: Tensor) -> Any:
-            averaged: Any = ()
-            for gradient in sums if alone else unpack(layout, shapes, buckets):
-                averaged = (*averaged, gradient * factor)
-            return optimizer(averaged)
-
-        return step
+    return step
 
 
 def unpack(
