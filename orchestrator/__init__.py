@@ -1,8 +1,8 @@
 """Exact gradient accumulation on many nodes: state a global batch, get provably its update.
 
-What is listed here is the public surface: it follows the version, and everything deeper may move.
+The names listed here are the public interface, which follows the version; deeper modules may move.
 Each name is imported when it is first used, so that `import orchestrator` costs next to nothing and
-brings no framework.
+imports no framework.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m orchestrator VERB`: look at plans and runs, and go on with them.
+"""`python -m orchestrator VERB`: inspect plans and runs, and resume them.
 
 The verbs read the run folder alone, so they work from another shell and days later. None of them
 imports a framework.
@@ -72,14 +72,14 @@ def verb(**settings: Any) -> Callable[[Verb], Verb]:
 
 
 def _add(function: Callable[..., Any], **settings: Any) -> None:
-    """A verb, at the end of whose help stands an example."""
+    """Add a verb, with an example at the end of its help."""
     example = EXAMPLES.get(function.__name__)
     said = f"As in: python -m orchestrator {example}" if example else None
     app.command(epilog=said, **settings)(function)
 
 
 def guarded(function: Verb) -> Verb:
-    """`function`, whose errors become one message and an exit code."""
+    """Wrap `function`, so that its errors become one message and an exit code."""
 
     @functools.wraps(function)
     def guarding(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ _program: list[str] = []
 
 
 def _after_dashes() -> list[str]:
-    """`--` and the program that stands after it on our command line; empty without."""
+    """Return `--` and the program after it on our command line; empty without."""
     return list(_program)
 
 
@@ -138,7 +138,7 @@ def run(
     raise typer.Exit(start([*(arguments or []), *(_after_dashes() or ["--"])]))
 
 
-for starts in (launch, run):  # whose errors are messages already, and whose help is Hydra's
+for starts in (launch, run):  # their errors are messages already, and their help is Hydra's
     _add(starts, context_settings={"ignore_unknown_options": True}, add_help_option=False)
 
 
@@ -316,8 +316,9 @@ def rehearse(
 
 
 def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
-    """Print who would compute what: of a run, or of each point of a sweep, as a launch would have
-    it. Raises `UsageError` as that does.
+    """Print each rank's work, of a run or of each point of a sweep, as a launch would have it.
+
+    Raises `UsageError` as a launch does.
     """
     from orchestrator.config.composer import Composer
 
@@ -387,11 +388,11 @@ for function in (
 
 
 def main() -> None:
-    """The verbs, as `python -m orchestrator` and as the console script `orchestrator`."""
+    """Run the verbs, as `python -m orchestrator` and as the console script `orchestrator`."""
     script = Path(sys.argv[0]).name == "orchestrator"
     if script and not sys.flags.safe_path:
-        # A job is looked for where one stands, as ranks do and as with `python -m`; a script has
-        # the folder that it lies in instead.
+        # A job is imported from the working folder, as ranks do and as with `python -m`; a script
+        # has its own folder there instead.
         sys.path[0] = str(Path.cwd())
     given = sys.argv[1:]
     if "--" in given and given[0] in WITH_PROGRAM:  # typer would take the dashes away

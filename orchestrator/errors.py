@@ -1,6 +1,6 @@
-"""The exceptions that people meet, as one small tree. The exit code belongs to the class.
+"""The exceptions that users see, as one small tree. The exit code belongs to the class.
 
-Messages are written for the person: what was set (as they spelled it), what is needed, the nearest
+Messages are written for the user: what was set (as they spelled it), what is needed, the nearest
 value that works. Anything that is *not* one of these is a defect and keeps its traceback.
 """
 
@@ -16,7 +16,7 @@ EXIT_USAGE = 2
 EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130
 FENCED_RANK = 4  # a rank's own: no command ends with it
-START_AGAIN = 75  # of a run's own script, in an allocation that runs share: start me again
+START_AGAIN = 75  # exit code of a run's script in a shared job: restart the run
 
 
 class OrchestratorError(Exception):
@@ -26,13 +26,13 @@ class OrchestratorError(Exception):
 
 
 class UsageError(OrchestratorError):
-    """What was asked for is wrong; nothing was started and nothing was written."""
+    """A wrong request; nothing was started and nothing was written."""
 
     exit_code = EXIT_USAGE
 
 
 def plainly_said(error: OrchestratorError) -> bool:
-    """Whether a traceback would tell nothing more: something asked for is wrong, and we saw it."""
+    """Return whether a traceback would add nothing: we detected a wrong request."""
     return isinstance(error, UsageError) and error.__cause__ is None
 
 
@@ -57,13 +57,11 @@ class RunFolderError(UsageError):
 
 
 class ClusterError(UsageError):
-    """A cluster that refuses the request or is not there."""
+    """A cluster that refuses the request or does not exist."""
 
 
 class NotNow(ClusterError):
-    """A cluster that cannot take it at this moment, and may later: nobody answers, or it takes no
-    more of one's jobs.
-    """
+    """A cluster that cannot accept it now, and may later: no answer, or too many queued jobs."""
 
 
 class TransportError(UsageError):
@@ -71,22 +69,22 @@ class TransportError(UsageError):
 
 
 class RendezvousError(OrchestratorError):
-    """The ranks did not all come together in time; the message names those that are missing."""
+    """A rendezvous that timed out; the message names the missing ranks."""
 
 
 class RanksMissing(RendezvousError):
-    """Some ranks did not come. Never the fault of those who waited for them."""
+    """Missing ranks. Never the fault of the ranks that waited for them."""
 
 
 class PeerLost(OrchestratorError):
-    """A collective ended because another rank went away. Never the first cause of a failure."""
+    """A collective that ended because another rank was lost. Never the root cause of a failure."""
 
 
 class NoWayOn(PeerLost):
-    """Others are gone, and those that are left cannot, or must not, go on without them.
+    """A loss after which the remaining ranks cannot, or must not, continue.
 
     Attributes:
-        nodes: numbers of those nodes of which nobody is left.
+        nodes: numbers of the nodes without remaining ranks.
     """
 
     def __init__(self, message: str, nodes: Iterable[int]) -> None:
@@ -95,10 +93,10 @@ class NoWayOn(PeerLost):
 
 
 class StateLost(PeerLost):
-    """What is left of a group cannot put the optimizer's state together.
+    """A loss after which the rest of a group cannot restore the optimizer's state.
 
     Attributes:
-        ranks: of that group, whose part nobody has.
+        ranks: of that group, whose part is lost.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -107,24 +105,24 @@ class StateLost(PeerLost):
 
 
 class Fenced(PeerLost):
-    """The others have gone on without this rank, which was silent for too long."""
+    """Eviction of this rank, which was silent for too long: the others continue without it."""
 
     exit_code = FENCED_RANK
 
 
 class RankHangs(OrchestratorError):
-    """A rank gets nowhere, and does not work either."""
+    """A rank that makes no progress, and does not work either."""
 
 
 class NonFiniteError(OrchestratorError):
-    """The loss or a gradient became NaN or infinite; raised on all ranks in the same update."""
+    """A NaN or infinite loss or gradient, raised on all ranks in the same update."""
 
 
 class ReplicasDiffer(OrchestratorError):
-    """Ranks hold different weights; raised on all ranks together.
+    """Different weights on some ranks, raised on all ranks together.
 
     Attributes:
-        ranks: those that are unlike most.
+        ranks: those that differ from the majority.
     """
 
     def __init__(self, message: str, ranks: Iterable[int]) -> None:
@@ -133,33 +131,33 @@ class ReplicasDiffer(OrchestratorError):
 
 
 class SilenceError(OrchestratorError):
-    """A collective was called between two boundaries by a job that did not declare it."""
+    """A collective called between two boundaries by a job that did not declare it."""
 
 
 class RunFailed(OrchestratorError):
-    """A run ended because a rank failed."""
+    """The end of a run because a rank failed."""
 
 
 class Interrupted(OrchestratorError):
-    """A person ended a command before it had done what it was for."""
+    """The end of a command by the user, before it had finished."""
 
     exit_code = EXIT_INTERRUPTED
 
 
 class StopRequested(OrchestratorError):
-    """The run was asked to stop and did, at a point from which it can be resumed."""
+    """The requested stop of a run, at a point from which it can be resumed."""
 
     exit_code = EXIT_STOPPED
 
 
 def unreadable(error: OSError) -> RunFolderError:
-    """What the file system says of a path that somebody named, as a message."""
+    """Return the file system's error on a path that the user named, as a message."""
     what = f"{shortened(error.filename)}: " if error.filename else ""
     return RunFolderError(f"{what}{error.strerror or error}")
 
 
 def require_cwd() -> None:
-    """Refuse to begin in a working folder that is gone. Raises `RunFolderError`."""
+    """Refuse to begin in a working folder that was deleted. Raises `RunFolderError`."""
     try:
         os.getcwd()  # noqa: PTH109  # Path.cwd() would say no more
     except FileNotFoundError:
@@ -169,7 +167,7 @@ def require_cwd() -> None:
 
 
 def shortened(value: object, most: int = 60) -> str:
-    """A value in a message: its beginning, and how long it is.
+    """Shorten a value in a message: its beginning, and how long it is.
 
     >>> shortened("x" * 100, 10)
     'xxxxxxxxxx… (100 characters)'
@@ -182,7 +180,7 @@ def shortened(value: object, most: int = 60) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The entry of `known` that is spelled most like `word`, or None when none is close.
+    """Return the entry of `known` that is spelled most like `word`, or None when none is close.
 
     >>> nearest("stpes", ["steps", "global_batch"])
     'steps'
@@ -196,7 +194,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The tail of a message: `; did you mean 'steps'?`, or the list of what is known.
+    """Return the tail of a message: `; did you mean 'steps'?`, or the list of known names.
 
     >>> did_you_mean("stpes", ["steps"])
     "; did you mean 'steps'?"
@@ -215,8 +213,7 @@ MOST_SAID = 4000
 
 
 def words_of(error: BaseException) -> str:
-    """What it says, cut where nobody would read on. Anybody's errors come here, so it may be that
-    to print one is an error itself.
+    """Return an error's message, shortened. A third party's `__str__` may raise itself.
 
     >>> words_of(ValueError("x" * 5000)).strip("x")
     ' … (1,000 more characters in the log)'
@@ -230,7 +227,7 @@ def words_of(error: BaseException) -> str:
 
 
 def spans(numbers: Iterable[int]) -> list[str]:
-    """Numbers in order, neighbours joined.
+    """Return numbers in order, with neighbours joined.
 
     >>> spans([3, 1, 2, 7])
     ['1-3', '7']
@@ -245,7 +242,7 @@ def spans(numbers: Iterable[int]) -> list[str]:
 
 
 def describe_status(status: int) -> str:
-    """An exit status in words.
+    """Describe an exit status.
 
     >>> describe_status(-9), describe_status(5)
     ('killed by signal 9 (SIGKILL)', 'exited with code 5')

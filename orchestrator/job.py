@@ -1,4 +1,4 @@
-"""What a user writes: a job. No framework is imported here, so a job's file decides which it needs.
+"""The user's interface: a job. No framework is imported here: a job's file imports its own.
 
 A job is any class with `model`, `dataset` and `loss`; deriving from `Job` only saves typing. The
 keys under `job:` in the configuration (all but `_target_`) are its constructor's arguments.
@@ -60,30 +60,31 @@ class Job:
         raise NotImplementedError(f"{type(self).__name__} must define model()")
 
     def dataset(self) -> Any:
-        """Give the training data: anything with `len()` and `[index]`, the same on every rank."""
+        """Return the training data: anything with `len()` and `[index]`, the same on every rank."""
         raise NotImplementedError(f"{type(self).__name__} must define dataset()")
 
     def loss(self, model: Any, batch: Any) -> Loss:
-        """The loss of one micro-batch, as sums. No collective may be called here, unless the class
-        declares `talks_in_window`.
+        """Return the loss of one micro-batch, as sums.
+
+        It must not call a collective, unless the class declares `talks_in_window`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch)")
 
     def after_update(self, model: Any, update: int) -> None:
-        """Called on every rank once an update was applied, after the optimizer's step.
+        """Run after each update, on every rank, after the optimizer's step.
 
-        For what follows the weights, such as moving averages: keep them in the model's state, so
-        that checkpoints hold them. No gradients are recorded, and no collective may be called.
+        For values that follow the weights, such as moving averages: keep them in the model's state,
+        so that checkpoints hold them. No gradients are recorded, and no collective may be called.
         """
         del model, update
 
     def optimizer(self, model: Any) -> Any | None:
-        """Build an own optimizer, or give None for the one that the configuration names."""
+        """Build an own optimizer, or return None for the one that the configuration names."""
         del model
         return None
 
     def evaluate(self, model: Any) -> dict[str, float]:
-        """Held-out figures by name, computed on rank 0 while the others wait. Empty by default."""
+        """Return held-out figures by name. Called on rank 0; the others wait."""
         del model
         return {}
 
@@ -94,21 +95,21 @@ class Job:
 
 
 class Coupled(Protocol):
-    """What a job defines *instead of* `loss` when samples need each other's embeddings.
+    """Methods that a job defines *instead of* `loss` when samples need each other's embeddings.
 
     The update's loss is then a function of the embeddings of all its samples, wherever they were
-    computed: contrastive losses with global negatives, for one. The torch engine alone does this.
+    computed: contrastive losses with global negatives, for one. Only the torch engine does this.
     """
 
     def embed(self, model: Any, batch: Any) -> Any:
-        """A tensor, or a tuple of them, with one row for each sample of the micro-batch.
+        """Return a tensor, or a tuple of them, with one row for each sample of the micro-batch.
 
         Called twice for each micro-batch, with the same random numbers. No collective.
         """
         ...
 
     def loss_of_embeddings(self, model: Any, embeddings: Any) -> Loss:
-        """The loss as a sum over all samples of the update, in the update's order.
+        """Return the loss as a sum over all samples of the update, in the update's order.
 
         Called once an update on every rank, with the same values and random numbers. `model` gives
         the loss's own parameters, such as a temperature.
@@ -117,10 +118,10 @@ class Coupled(Protocol):
 
 
 def is_coupled(job: Any) -> bool:
-    """Whether a job, or its class, defines `embed` and `loss_of_embeddings`."""
+    """Return whether a job, or its class, defines `embed` and `loss_of_embeddings`."""
     return all(callable(getattr(job, name, None)) for name in COUPLED_METHODS)
 
 
 def has_own_rate(job: Any) -> bool:
-    """Whether a job, or its class, defines `learning_rate(update)`."""
+    """Return whether a job, or its class, defines `learning_rate(update)`."""
     return callable(getattr(job, "learning_rate", None))

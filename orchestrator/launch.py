@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 def _leave(*_: object) -> None:
     """End at once: before a run folder exists (see `runs.interrupts`) nothing needs cleaning up.
 
-    Not left to KeyboardInterrupt, which libraries turn into errors of their own.
+    This avoids KeyboardInterrupt, which libraries turn into errors of their own.
     """
     os.write(2, b"interrupted\n")
     os._exit(EXIT_INTERRUPTED)
 
 
 def run_app(arguments: Sequence[str]) -> int:
-    """Do what the arguments say, and return the exit code. Raise the errors of this package."""
+    """Run the command line, and return the exit code. Raise the errors of this package."""
     from rich.console import Console
 
     from orchestrator.cli.follow import OutputOptions
@@ -64,7 +64,7 @@ def run_app(arguments: Sequence[str]) -> int:
 
 
 def show_config(composer: Composer) -> None:
-    """Print what config.yaml of the run would say, or the part of it that --package names."""
+    """Print the run's config.yaml, or the part of it that --package names."""
     from omegaconf import OmegaConf
 
     from orchestrator.config.messages import no_such_key
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OrchestratorError as error:
             return print_error(error, verbose=not {"-v", "--verbose"}.isdisjoint(given))
     finally:
-        signal.signal(signal.SIGINT, before)  # whoever called this goes on
+        signal.signal(signal.SIGINT, before)  # the caller of this continues
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What is chosen by name, ours or somebody else's: clusters, transports, frameworks, trackers.
+"""Plug-ins that are chosen by name: clusters, transports, frameworks, trackers.
 
-Ours stand in a table as "module:Class", so that nothing is imported but what was chosen. Anybody
-else's is an entry point of an installed package, which is looked for when a name is not ours:
+Built-in ones are in a table as "module:Class", so that only the chosen one is imported. A third
+party's is an entry point of an installed package, which is searched when a name is not built in:
 
     [project.entry-points."orchestrator.clusters"]
     ssh = "my_package.cluster:SshCluster"
@@ -23,7 +23,7 @@ Base = TypeVar("Base")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seam:
-    """A kind of thing that others can add.
+    """A kind of plug-in.
 
     Attributes:
         key: of the configuration, where one is chosen.
@@ -38,7 +38,7 @@ class Seam:
     besides: tuple[str, ...] = ()
 
     def refusal(self, name: str) -> str | None:
-        """Why `name` cannot be chosen, in a sentence; None where it can. Imports nothing."""
+        """Return why `name` cannot be chosen, in a sentence; None if it can. Imports nothing."""
         if name in self.ours or name in self.besides:
             return None
         theirs = _entry_points(self.group)
@@ -59,10 +59,10 @@ class Seam:
         return f"{self.key} must be one of {', '.join(known)}, but is {shortened(name)!r}{end}"
 
     def load(self, name: str, base: type[Base]) -> type[Base]:
-        """The class that `name` stands for, a `base`.
+        """Return the class that `name` stands for, a `base`.
 
         Raises:
-            ConfigError: there is none of that name, or the package that has one cannot give it.
+            ConfigError: no plug-in has that name, or its package cannot provide it.
         """
         where = self.ours.get(name)
         if where is not None:
@@ -86,17 +86,17 @@ class Seam:
         return found
 
     def make(self, name: str, base: type[Base], *arguments: Any) -> Base:
-        """An object of the class that `name` stands for. Raises `ConfigError`."""
+        """Return an object of the class that `name` stands for. Raises `ConfigError`."""
         chosen: Any = self.load(name, base)
         with self.wrap_errors(name, "at its start"):
             return chosen(*arguments)
 
     @contextlib.contextmanager
     def wrap_errors(self, name: str, doing: str) -> Generator[None]:
-        """Whatever somebody else's class raises becomes one sentence that names its package.
+        """Turn any error of a third party's class into one sentence that names its package.
 
         Raises:
-            ConfigError: it raised what is no error of ours. Of our own classes that is a defect,
+            ConfigError: it raised another package's error. In a built-in class that is a defect,
                 which keeps its traceback.
         """
         try:
@@ -154,7 +154,7 @@ SEAMS = (CLUSTERS, TRANSPORTS, FRAMEWORKS, TRACKERS)
 
 
 def shadowed() -> list[str]:
-    """A sentence for each entry point that is never used, since its name is one of ours."""
+    """Yield a sentence for each entry point that is never used, since its name is built in."""
     return [
         f"{_package(entry)} registers {seam.key}={entry.name}, which is ours: its own is not used"
         for seam in SEAMS

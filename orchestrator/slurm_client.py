@@ -1,7 +1,7 @@
 """SLURM's commands: run with a deadline and a clean environment, their answers as values.
 
 No SLURM_* or SBATCH_* variable of an enclosing job reaches them, except SLURM_CONF, and none of the
-user's filters (SQUEUE_STATES, …). Without a controller each command takes about 10 s to say so;
+user's filters (SQUEUE_STATES, …). Without a controller each command takes about 10 s to fail;
 followers therefore use `start` and read the answer later.
 
 squeue knows jobs that are queued, run, or ended a short while ago (MinJobAge). sacct, where there
@@ -29,14 +29,14 @@ FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
 
 
 def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what another scheduler or launcher may have left in it."""
+    """Return the environment without variables of another scheduler or launcher."""
     return {k: v for k, v in env.items() if not k.startswith(FOREIGN_PREFIXES) and k not in FOREIGN}
 
 
 def own_job_id(env: Mapping[str, str]) -> str:
-    """The id of the job that this is, in SLURM's environment; "0" where there is none.
+    """Return this job's id from SLURM's environment; "0" outside a job.
 
-    An element of an array is told by its array: the number in SLURM_JOB_ID is its own in most
+    An element of an array is named by its array: the number in SLURM_JOB_ID is its own in most
     elements, but in one of them that of the whole array, which would be requeued or ended with it.
 
     >>> own_job_id({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"})
@@ -49,7 +49,7 @@ def own_job_id(env: Mapping[str, str]) -> str:
 
 TIMEOUT_S = 60.0
 CONF = "SLURM_CONF"
-# A person's own defaults of these commands: a partition in SQUEUE_PARTITION hides jobs of others.
+# A user's own defaults of these commands: a partition in SQUEUE_PARTITION hides jobs of others.
 FILTERS = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCTMGR_")
 DOWN = (
     "unable to contact slurm controller",
@@ -63,7 +63,7 @@ DOWN = (
     "communications connection failure",
     "transport endpoint is not connected",
     "connection reset",
-    "munge",  # the credentials' daemon is away: nothing can be asked, and nothing was said
+    "munge",  # the credentials' daemon does not answer: no command can be sent
     "protocol authentication error",
     "problem talking to the database",
     "temporarily unable to",
@@ -98,16 +98,16 @@ ELSEWHERE = (
 
 
 class SchedulerDown(NotNow):
-    """The scheduler does not answer; what was asked may be asked again later."""
+    """A scheduler that does not answer; a later retry may succeed."""
 
 
 class NoClient(ClusterError):
-    """SLURM's commands are not installed here, or know of no cluster."""
+    """Missing SLURM commands, or no configured cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command said."""
+    """A command's result."""
 
     code: int
     out: str
@@ -120,28 +120,28 @@ class Answer:
 
     @property
     def reports_unknown_job(self) -> bool:
-        """Whether the scheduler itself said that there is no such job."""
+        """Return whether the scheduler itself reports that there is no such job."""
         return self.code != 0 and "invalid job id" in self.err.lower()
 
     @property
     def no_slurm_conf(self) -> bool:
-        """Whether there is no slurm.conf to be found, here or on the network."""
+        """Return whether no slurm.conf was found, here or on the network."""
         return self.code != 0 and "could not establish a configuration source" in self.err.lower()
 
     @property
     def words(self) -> str:
-        """What it complained of, in its own words."""
+        """Return its error message."""
         return "\n".join(line for line in self.err.splitlines() if line.strip()) or self.out.strip()
 
 
 def explained(words: str) -> str:
-    """The scheduler's own words, and what they mean here."""
+    """Return the scheduler's error message with an explanation."""
     meaning = next((text for phrase, text in MEANINGS.items() if phrase in words.lower()), None)
     return f"the scheduler refuses it: {words}" + (f"\n{meaning}" if meaning else "")
 
 
 class PendingCommand:
-    """A command under way."""
+    """A running command."""
 
     def __init__(self, argv: tuple[str, ...], environment: Mapping[str, str]) -> None:
         self._argv = argv
@@ -153,7 +153,7 @@ class PendingCommand:
         )  # fmt: skip
 
     def answer(self) -> Answer | None:
-        """The answer once there is one."""
+        """Return the answer once there is one."""
         if self._process.poll() is None:
             if time.monotonic() < self._deadline:
                 return None
@@ -175,7 +175,7 @@ NO_FILE = "there is no such file"
 
 
 def _unreadable(path: str) -> str | None:
-    """Why a slurm.conf cannot be used from here; None when it can."""
+    """Return why a slurm.conf cannot be used from here; None if it can."""
     try:
         with Path(path).open("rb"):
             return None
@@ -200,7 +200,10 @@ class SlurmClient:
             raise NoClient(f"{CONF}={told}: {why}; unset it, or correct it")
 
     def environment(self, command: str) -> dict[str, str]:
-        """For a command: ours, without traces of an enclosing job. A job inherits sbatch's."""
+        """Return a command's environment: ours, without traces of an enclosing job.
+
+        A job inherits that of sbatch.
+        """
         conf = self._conf or os.environ.get(CONF)
         batch = command == "sbatch"
         drop = ("SLURMD_",) if batch else ("SLURMD_", *FILTERS)
@@ -227,11 +230,11 @@ class SlurmClient:
         timeout_s: float = TIMEOUT_S,
         holding: int | None = None,
     ) -> Answer:
-        """Run a command to its end. Raises `SchedulerDown` when nobody answers.
+        """Run a command to its end. Raises `SchedulerDown` without an answer.
 
         Args:
-            holding: a descriptor that it keeps open for as long as it runs, whatever becomes of
-                us. A Ctrl-C at our terminal is not its concern then.
+            holding: a descriptor that it keeps open for as long as it runs, even if this process
+                ends. A Ctrl-C at our terminal does not reach it then.
         """
         argv = self._argv(command)
         own: dict[str, Any] = {"timeout": timeout_s}
@@ -252,13 +255,13 @@ class SlurmClient:
         return answer
 
     def cluster_name(self) -> str:
-        """The name of this cluster among others. Raises `ClusterError`."""
+        """Return the name of this cluster among others. Raises `ClusterError`."""
         shown = self.must("scontrol", "show", "config")
         found = re.search(r"^ClusterName\s*=\s*(\S+)", shown, re.MULTILINE)
         return found[1] if found else ""
 
     def must(self, *command: str) -> str:
-        """Standard output of a command that has to succeed. Raises `ClusterError` otherwise."""
+        """Return a command's standard output. Raises `ClusterError` if it fails."""
         answer = self.ask(*command)
         if answer.code:
             raise ClusterError(f"{' '.join(command)}: {answer.words}")
@@ -278,9 +281,9 @@ ALIVE = frozenset({
     "SIGNALING", "STAGE_OUT", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT",
 })  # fmt: skip
 # A node could not start the job (its prolog failed, say, or it still had the job's last start):
-# SLURM queues it again and holds it for good, until somebody says `scontrol release`.
+# SLURM queues it again and holds it until `scontrol release`.
 HELD_AFTER_LAUNCH = "launch failed requeued held"
-# What stops a whole job, and with it all that would see its ranks stand still.
+# States that stop a whole job, so that its ranks stand still.
 STANDSTILL = {
     "STOPPED": "all of it was stopped (scancel -s STOP); `scancel -s CONT {}` lets it go on",
     "SUSPENDED": (
@@ -296,12 +299,12 @@ class Job:
     """A job as the scheduler sees it.
 
     Attributes:
-        state: SLURM's word, as in RUNNING, without what sacct adds to it ("CANCELLED by 0").
+        state: SLURM's state, as in RUNNING, without sacct's additions ("CANCELLED by 0").
         nodes: the node list in SLURM's notation; "" while it is pending.
         time_left_s: until the time limit; None when there is none or it is not known.
         start: seconds since 1970 of its start, or of the start that the scheduler expects.
         reason: why it is pending.
-        exit_code, exit_signal: of the batch script, where it has ended.
+        exit_code, exit_signal: of the batch script, once it has ended.
     """
 
     id: str
@@ -316,7 +319,7 @@ class Job:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, or may yet."""
+        """Return whether it runs, or may yet."""
         return self.state in ALIVE
 
     @property
@@ -325,17 +328,17 @@ class Job:
 
     @property
     def held(self) -> bool:
-        """Whether it waits for a person, since a node could not start it."""
+        """Return whether it waits for `scontrol release`, since a node could not start it."""
         return self.waiting and self.reason.lower().replace("_", " ") == HELD_AFTER_LAUNCH
 
     @property
     def standstill(self) -> str:
-        """Why a job that was started does nothing, and what lets it go on; "" of any other."""
+        """Return why a started job does nothing, and what lets it continue; "" for any other."""
         return STANDSTILL.get(self.state, "").format(self.id)
 
 
 def seconds(span: str) -> float | None:
-    """SLURM's [days-][hours:]minutes:seconds; None for UNLIMITED, N/A and the like.
+    """Parse SLURM's [days-][hours:]minutes:seconds; None for UNLIMITED, N/A and the like.
 
     >>> seconds("1-02:03:04"), seconds("0:59"), seconds("UNLIMITED")
     (93784.0, 59.0, None)
@@ -352,10 +355,10 @@ def _number(text: str) -> float | None:
 
 
 def read_queue(answer: Answer) -> dict[str, Job]:
-    """The jobs in squeue's answer; one whose id is unknown is absent.
+    """Return the jobs in squeue's answer; one whose id is unknown is absent.
 
     Raises:
-        SchedulerDown: it is no answer. Only a scheduler that answers can say that a job is gone.
+        SchedulerDown: it is no answer. Only a scheduler that answers can report a job as gone.
     """
     _require_answer(answer)
     jobs: dict[str, Job] = {}
@@ -369,7 +372,7 @@ def read_queue(answer: Answer) -> dict[str, Job]:
 
 
 def _require_answer(answer: Answer) -> None:
-    """Raises `SchedulerDown` unless it is the scheduler's word on jobs, be it "I know of none"."""
+    """Raise `SchedulerDown` unless the scheduler answered, be it that it knows no such job."""
     if answer.code and not answer.reports_unknown_job:
         raise SchedulerDown(f"the scheduler gave no answer: {answer.words}")
 
@@ -379,22 +382,22 @@ def queue_command(ids: Iterable[str]) -> tuple[str, ...]:
 
 
 def queued(client: SlurmClient, ids: Iterable[str]) -> dict[str, Job]:
-    """What squeue knows of these jobs. Raises `SchedulerDown`."""
+    """Return these jobs by squeue. Raises `SchedulerDown`."""
     return read_queue(client.ask(*queue_command(ids)))
 
 
 def queue_of_user(user_id: int) -> tuple[str, ...]:
-    """The command that tells of all jobs of a user."""
+    """Return the command for all jobs of a user."""
     return ("squeue", "-h", "-a", "-r", "-t", "all", "-u", str(user_id), "-o", QUEUE_FORMAT)
 
 
 def mine(client: SlurmClient, user_id: int) -> dict[str, Job]:
-    """All jobs of a user. Raises `SchedulerDown`."""
+    """Return all jobs of a user. Raises `SchedulerDown`."""
     return read_queue(client.ask(*queue_of_user(user_id)))
 
 
 def accounted(client: SlurmClient, ids: Iterable[str]) -> dict[str, list[Job]] | None:
-    """Every run of these jobs by sacct, oldest first; None where there is no accounting.
+    """Return every run of these jobs by sacct, oldest first; None without accounting.
 
     Raises:
         SchedulerDown: there is, but it does not answer.
@@ -422,7 +425,7 @@ def accounted(client: SlurmClient, ids: Iterable[str]) -> dict[str, list[Job]] |
 
 
 def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> list[tuple[str, str]]:
-    """(job or array, what sbatch was given) of a user's jobs by sacct; none without accounting.
+    """Return (job or array, sbatch's command) of a user's jobs by sacct; none without accounting.
 
     Args:
         since: seconds since 1970 of the earliest submission; clocks may differ by a day.
@@ -447,16 +450,16 @@ def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> lis
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStatus:
-    """One job as its own batch script and ranks need to know it. Times: seconds since 1970.
+    """Status of one job for its own batch script and ranks. Times: seconds since 1970.
 
     Attributes:
-        state: SLURM's word; COMPLETING hides what it will be.
-        restarts: how often it was started again, or is about to be.
+        state: SLURM's state; COMPLETING hides the final one.
+        restarts: how often it was restarted, or is about to be.
         requeue: whether it may be.
-        preempted_at: when it was chosen to make room; None when it was not.
+        preempted_at: when it was chosen for preemption; None when it was not.
         ends_at: its time limit, or when a preempted one is ended; None when there is no limit.
         exit_code, exit_signal: of its batch script, once that has ended.
-        reason: why it is in this state; "" when there is nothing to say.
+        reason: why it is in this state; "" without a reason.
     """
 
     state: str
@@ -470,15 +473,16 @@ class JobStatus:
 
     @property
     def cancelled(self) -> bool:
-        """Whether a person has ended it: a job that completes by itself has a reason to, and one
-        that is preempted or out of time too. To be asked while its batch script still runs.
+        """Return whether a user has ended it. Call this while its batch script still runs.
+
+        A job that completes by itself, is preempted or out of time has a reason.
         """
         ending = self.state == "COMPLETING" and not self.reason and self.preempted_at is None
         return ending or self.state == "CANCELLED"
 
 
 def read_job_status(text: str) -> JobStatus | None:
-    """One line of squeue's answer to `job_status_command`; None when it is empty."""
+    """Parse one line of squeue's answer to `job_status_command`; None when it is empty."""
     line = next((line for line in text.splitlines() if line.strip()), None)
     if line is None:
         return None
@@ -504,7 +508,7 @@ def job_status_command(job: str) -> tuple[str, ...]:
 
 
 def job_status(client: SlurmClient, job: str) -> JobStatus | None:
-    """How a job stands; None when the controller knows it no more. Raises `SchedulerDown`."""
+    """Return a job's status; None if the controller no longer knows it. Raises `SchedulerDown`."""
     answer = client.ask(*job_status_command(job))
     _require_answer(answer)
     return read_job_status(answer.out) if answer.code == 0 else None
@@ -519,7 +523,7 @@ TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\-]+): (?P
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskEnd:
-    """srun's word on one task."""
+    """srun's message on the end of one task."""
 
     rank: int
     node: str
@@ -527,7 +531,7 @@ class TaskEnd:
 
     @property
     def words(self) -> str:
-        """In our words, which are those of `describe_status`."""
+        """Describe the end as `describe_status` does."""
         code = EXITED.fullmatch(self.what)
         if code is not None:
             return describe_status(int(code[1]))
@@ -540,13 +544,13 @@ class TaskEnd:
 
     @property
     def stopped(self) -> bool:
-        """Whether it was told to end, as srun tells all others when one has failed."""
+        """Return whether it got a stop signal, as srun sends to the others when a task fails."""
         code = EXITED.fullmatch(self.what)
         return self.signal in STOP_SIGNALS or (code is not None and int(code[1]) in STOP_CODES)
 
 
 def numbers(listed: str) -> Iterator[int]:
-    """SLURM's list of numbers.
+    """Parse SLURM's list of numbers.
 
     >>> list(numbers("0,2-4"))
     [0, 2, 3, 4]
@@ -557,7 +561,7 @@ def numbers(listed: str) -> Iterator[int]:
 
 
 def task_ends(log: str) -> list[TaskEnd]:
-    """Every task that srun says ended badly, in the order in which it says so."""
+    """Return every abnormal end of a task in srun's log, in the log's order."""
     return [
         TaskEnd(rank=rank, node=found["node"], what=found["what"].strip())
         for found in TASKS.finditer(log)

@@ -1,4 +1,4 @@
-"""Copies of the code of a run, made at submission, so that what was submitted is what runs.
+"""Copies of the code of a run, made at submission, so that the submitted code is what runs.
 
 A queued job may start days later, and again after every preemption. It imports from its copy, so
 editing files meanwhile changes nothing. Copied are the source folders that hold this package and
@@ -49,7 +49,7 @@ NAMED_AT_MOST = 3
 
 
 def is_secret(name: str) -> bool:
-    """Whether a file of this name, with `/` between folders, holds secrets by convention.
+    """Return whether a file of this name, with `/` between folders, holds secrets by convention.
 
     >>> is_secret("conf/.env"), is_secret(".AWS/config"), is_secret("jobs/secrets.py")
     (True, True, False)
@@ -61,7 +61,7 @@ def is_secret(name: str) -> bool:
 
 
 def git_without_secrets() -> list[str]:
-    """A pathspec for git: all of the repository but such files."""
+    """Return a pathspec for git: all of the repository but such files."""
     wide = "top,exclude,icase,glob"
     names = [f":({wide})**/{name}" for name in SECRET_NAMES]
     return ["--", ":/", *names, *(f":({wide})**/{folder}/**" for folder in SECRET_FOLDERS)]
@@ -83,7 +83,7 @@ DIFF_LIMIT_BYTES = 1 << 20
 
 
 def is_installed(path: Path) -> bool:
-    """Whether a module's file lies in one of Python's own folders (site-packages and the like)."""
+    """Return whether a module's file is in one of Python's own folders, as site-packages."""
     return any(path.is_relative_to(folder) for folder in _own_folders())
 
 
@@ -93,16 +93,16 @@ def _own_folders() -> frozenset[str]:
 
 
 def folder_of(target: type) -> Path:
-    """Where a class's source lies; the working folder for what is installed or typed in."""
+    """Return a class's source folder; the working folder for what is installed or typed in."""
     file = getattr(sys.modules.get(target.__module__), "__file__", None)
     path = Path(file).absolute() if file else None
     return Path.cwd() if path is None or is_installed(path) else path.parent
 
 
 def code_state(folder: Path) -> dict[str, Any]:
-    """The folder's commit and its difference from it; `commit` is None where git knows neither.
+    """Return the folder's commit and its difference from it; `commit` is None without git.
 
-    What `secret_files` names is in no diff.
+    The diff leaves out `secret_files`.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     diff = _git(folder, "diff", "--no-ext-diff", "HEAD", *git_without_secrets()) or ""
@@ -115,7 +115,7 @@ def code_state(folder: Path) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Output of a git command about the folder; None without git or a repository."""
+    """Return the output of a git command about the folder; None without git or a repository."""
     try:
         done = subprocess.run(
             ["git", *arguments],
@@ -136,9 +136,9 @@ STARTER = Path(__file__).with_name("start_from_copy.py")
 
 
 def source_root(module: str) -> tuple[Path, str] | None:
-    """The folder on Python's path that holds a module, and the module's own top entry in it.
+    """Return the folder on Python's path that holds a module, and the module's top entry in it.
 
-    None for what is installed, built in, or not there.
+    None for an installed, built-in or missing module.
     """
     spec = find_module(module)
     places = list(spec.submodule_search_locations or []) if spec else []
@@ -151,7 +151,7 @@ def source_root(module: str) -> tuple[Path, str] | None:
 
 
 def source_roots(target: str | Program) -> dict[Path, set[str]]:
-    """The source folders to copy, each with the top entries that are needed from it for certain.
+    """Return the source folders to copy, each with the top entries that are certainly needed.
 
     Args:
         target: a job's class, by its dotted name, or a program.
@@ -174,9 +174,7 @@ def _source_roots(target: str | Program) -> dict[Path, set[str]]:
 
 
 def _root_of_script(program: Program) -> tuple[Path, str] | None:
-    """The repository that holds a program's script, or else its folder; and the script's name in
-    it.
-    """
+    """Return the repository, or else folder, of a program's script, and its name in it."""
     script = copied_script(program)
     if script is None:
         return None
@@ -185,7 +183,7 @@ def _root_of_script(program: Program) -> tuple[Path, str] | None:
 
 
 def _git_files(root: Path) -> list[str] | None:
-    """Files below `root` that git knows or would add; None where git does not say."""
+    """Return files below `root` that git knows or would add; None if git gives no answer."""
     try:
         done = subprocess.run(
             ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -199,8 +197,9 @@ def _git_files(root: Path) -> list[str] | None:
 
 
 def _walked(root: Path, tops: set[str]) -> Iterator[str]:
-    """Without git: the needed packages whole, and the modules that lie beside them; where a script
-    is needed, which may import or start whatever lies there, all of it.
+    """Return, without git: the needed packages whole, and the modules next to them.
+
+    For a script, which may import or start any file of its folder, all of it.
     """
     if any((root / top).is_file() for top in tops):
         tops = {"."}
@@ -216,8 +215,9 @@ def _walked(root: Path, tops: set[str]) -> Iterator[str]:
 
 
 def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[str]]:
-    """Names below `root` of the files to copy, with their sizes; and of those that are left out:
-    secrets, and links that lead out of `root`.
+    """Return names below `root` of the files to copy, with their sizes; and of those left out.
+
+    Left out are secrets, and links that lead out of `root`.
     """
     listed = _git_files(root)
     wanted = {*tops, *(f"{top}.py" for top in tops)}
@@ -243,8 +243,9 @@ def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[
 
 
 def _is_of_runs(root: Path, folder: str) -> bool:
-    """Whether a folder below `root` is a run's or a sweep's, or lies in one. Copies would hold
-    copies, and all that was trained before.
+    """Return whether a folder below `root` is a run's or a sweep's, or is inside one.
+
+    Copies would otherwise hold copies, and all earlier results.
     """
     while folder:
         lock, *others = (f"{root}/{folder}/{name}" for name in OF_RUNS)
@@ -255,8 +256,9 @@ def _is_of_runs(root: Path, folder: str) -> bool:
 
 
 def digests_of_code(target: str | Program) -> dict[str, str]:
-    """A digest of each source folder that a job's copy would hold: of what lies in the packages
-    that are needed for certain, and of every other Python file but those of tests.
+    """Return a digest of each source folder that a job's copy would hold.
+
+    It covers all of the packages that are certainly needed, and every other Python file but tests.
     """
     found: dict[str, str] = {}
     for root, tops in source_roots(target).items():
@@ -273,22 +275,22 @@ def digests_of_code(target: str | Program) -> dict[str, str]:
 
 
 def _leads_out(root: Path, name: str) -> bool:
-    """Whether a link would lead elsewhere from the copy than from here."""
+    """Return whether a link would lead elsewhere from the copy than from here."""
     link = root / name
     inside = Path(os.path.realpath(link)).is_relative_to(os.path.realpath(root))
     return not inside or os.path.isabs(os.readlink(link))  # noqa: PTH115, PTH117  # text is enough
 
 
 def copies(target: str | Program, into: Path) -> dict[Path, Path]:
-    """Where each source folder's copy goes: what the job's PYTHONPATH begins with, in order."""
+    """Return where each source folder's copy goes: the start of the job's PYTHONPATH, in order."""
     return {root: into / str(i) for i, root in enumerate(source_roots(target))}
 
 
 def take(target: str | Program, run: Path, into: Path) -> list[str]:
     """Copy the code of the run `run` into `into`.tar, which unpacks as the folder `into`.
 
-    Its digest is put beside it, together with its place: who unpacks it makes sure that it is what
-    was submitted, and for this run.
+    The digest of its content and place is written next to it: the unpacking process verifies that
+    it is the submitted copy, and for this run.
 
     Returns:
         The names of files that were left out: secrets, and links that lead elsewhere.
@@ -325,18 +327,20 @@ def take(target: str | Program, run: Path, into: Path) -> list[str]:
 
 
 def archive_of(into: Path) -> Path:
-    """The archive that unpacks as the folder `into`."""
+    """Return the archive that unpacks as the folder `into`."""
     return into.with_name(f"{into.name}.tar")
 
 
 def starter_of(into: Path) -> Path:
-    """The program that unpacks it where it runs."""
+    """Return the program that unpacks it where it runs."""
     return into.with_name(f"{into.name}.py")
 
 
 def digest_of(into: Path) -> Path:
-    """The digest of the archive's place and content, as `sha256sum --check` takes it with the
-    folder's name, a line feed, the starter and the archive as its input.
+    """Return the digest of the archive's place and content.
+
+    `sha256sum --check` takes it with the folder's name, a line feed, the starter and the archive as
+    its input.
     """
     return into.with_name(f"{into.name}.sha256")
 
@@ -350,7 +354,7 @@ def _sha256(into: Path, archive: Path) -> str:
 
 
 def _add(archive: tarfile.TarFile, path: str, name: str) -> None:
-    """Add a file or a link: its contents as they are at this moment, nothing of its owner."""
+    """Add a file or a link: its contents at this moment, without its owner."""
     entry = tarfile.TarInfo(name)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -1,15 +1,15 @@
-"""Unpack a run's copy of the code, once on each node, and go on with a program in it.
+"""Unpack a run's copy of the code, once on each node, and continue with a program in it.
 
-As `python -I COPY.py COPY PROGRAM ARGUMENT…`: this file lies beside the archive, COPY.tar, as
-COPY.py, and knows nothing of this package, which may be what is packed. The code is unpacked where
-hundreds of small files cost nothing: in TMPDIR, or where nobody has set that in the node's memory
-(/dev/shm; disks can take a second) if it is small, else in /tmp. Where that cannot be done, in the
-run folder, which is said. Whoever runs from it holds a lock on it, which the kernel frees. It is
-removed when nobody does (`after_node.sh`, `node_entry.py`), and what a node that lost power left,
+As `python -I COPY.py COPY PROGRAM ARGUMENT…`: this file lies next to the archive, COPY.tar, as
+COPY.py, and imports nothing of this package, which may be what is packed. The code is unpacked
+where hundreds of small files cost nothing: in TMPDIR, or without it in the node's memory (/dev/shm;
+disks can take a second) if it is small, else in /tmp. If that fails, in the run folder, with a
+note. A process that runs from it holds a lock on it, which the kernel releases. It is removed
+when no process does (`after_node.sh`, `node_entry.py`), and the remains on a node that lost power
 at the next start there.
 
-Only what has the digest beside it, COPY.sha256, is unpacked, and only into a folder that nobody
-else can write.
+Only an archive with the digest COPY.sha256 is unpacked, and only into a folder that no other user
+can write.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def sealed(copy: str) -> bytes:
-    """The archive, when it is what was submitted for this run; else ends the process."""
+    """Return the archive if it is the one submitted for this run; else end the process."""
     content: list[bytes] = []
     for suffix in (".py", ".tar", ".sha256"):
         descriptor = os.open(copy + suffix, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -51,7 +51,7 @@ def sealed(copy: str) -> bytes:
 
 
 def _held(place: Path) -> int:
-    """A descriptor of the folder `place`, which is made; it has to be this user's alone."""
+    """Return a descriptor of the folder `place`, which is made; it must be this user's alone."""
     with contextlib.suppress(FileExistsError):
         place.mkdir(mode=0o700)
     descriptor = os.open(place, FOLDER)
@@ -63,7 +63,7 @@ def _held(place: Path) -> int:
 
 
 def unpacked(place: Path, copy: str) -> int:
-    """Have the code in `place`; gives the descriptor that keeps it there. Raises `OSError`."""
+    """Unpack the code to `place`; return the descriptor that keeps it there. Raises `OSError`."""
     whole = place / WHOLE
     while True:
         descriptor = _held(place)
@@ -81,7 +81,7 @@ def unpacked(place: Path, copy: str) -> int:
 
 
 def _is_there(descriptor: int, place: Path) -> bool:
-    """Whether a folder that was opened is still the one of that name."""
+    """Return whether an opened folder is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(descriptor), place.stat())
     except FileNotFoundError:
@@ -103,7 +103,7 @@ def _unpack(place: Path, copy: str) -> None:
 
 
 def remove(place: Path) -> None:
-    """Unless somebody runs from it, or it is not this user's."""
+    """Remove a folder unless a process runs from it, or it is not this user's."""
     try:
         descriptor = os.open(place, FOLDER)
     except OSError:
@@ -119,9 +119,9 @@ def remove(place: Path) -> None:
 
 
 def bases(copy: str) -> list[Path]:
-    """Where the code may be unpacked on this node, the best first."""
+    """Return where the code may be unpacked on this node, the best first."""
     chosen = Path(os.environ.get("TMPDIR") or DISK)
-    if chosen != DISK:  # which slurmd sets where nobody else has set one
+    if chosen != DISK:  # which slurmd sets if it is not set otherwise
         found = [chosen]
     elif _serves(MEMORY, Path(f"{copy}.tar").stat().st_size):
         found = [MEMORY, DISK]
@@ -131,9 +131,7 @@ def bases(copy: str) -> list[Path]:
 
 
 def _serves(memory: Path, size: int) -> bool:
-    """Whether something of that size is small there, where others need room, too; and may be
-    written, and programs started from it.
-    """
+    """Return whether a folder takes that size without harm, is writable, and can run programs."""
     if size > SMALL_BYTES or not os.access(memory, os.W_OK):
         return False
     facts = os.statvfs(memory)
@@ -141,10 +139,10 @@ def _serves(memory: Path, size: int) -> bool:
 
 
 def somewhere(copy: str) -> tuple[Path, int]:
-    """The code on this node, and what keeps it there. Ends the process where that cannot be."""
+    """Return the code on this node, and what keeps it there. Ends the process if that fails."""
     env, mine = os.environ, f"{NAME}-{os.getuid()}-"
     restarts = env.get("SLURM_RESTART_COUNT", "0")
-    # Another cluster's job of this number, or one of long ago, is of other code, or another place.
+    # The code of another cluster's job of this number, or of an earlier one, differs in its place.
     digest = Path(f"{copy}.sha256").read_text("ascii", "replace")[:16]
     name = f"{mine}{digest}-{env['SLURM_JOB_ID']}-{restarts}-{env['SLURMD_NODENAME']}"
     said: list[str] = []

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001, RUF002 - the multiplication sign is meant: `2x` reads as a name.
-"""Numbers as people read them: bytes, counts, seconds, rates, shares, ratios.
+"""Numbers for people: bytes, counts, seconds, rates, shares, ratios.
 
 Every function takes a plain number in base units (bytes, seconds, samples) and returns text without
 markup. Not a place for tables or for deciding what is shown.
@@ -15,7 +15,7 @@ FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d{1,2})?")
 
 
 def format_bytes(count: float | None) -> str:
-    """Bytes in binary units, because memory is bought and exhausted in those.
+    """Format bytes in binary units, because memory is bought and exhausted in those.
 
     >>> [format_bytes(n) for n in (0, 1023, 1024, 1536 * 1024, 3 * 1024**3, -2048)]
     ['0 B', '1,023 B', '1.00 KiB', '1.50 MiB', '3.00 GiB', '-2.00 KiB']
@@ -34,7 +34,7 @@ def format_bytes(count: float | None) -> str:
 
 
 def format_count(count: float | None) -> str:
-    """A whole number with separators; a mean that is not whole keeps one or two decimals.
+    """Format a whole number with separators; a mean that is not whole keeps one or two decimals.
 
     >>> [format_count(n) for n in (7, 1234567, 1.0, 1.25, 1234.5, None)]
     ['7', '1,234,567', '1', '1.25', '1,234.5', 'unknown']
@@ -47,7 +47,7 @@ def format_count(count: float | None) -> str:
 
 
 def plural(count: float | None, noun: str) -> str:
-    """A count with its noun.
+    """Format a count with its noun.
 
     >>> plural(1, "node"), plural(1200, "rank"), plural(None, "sample")
     ('1 node', '1,200 ranks', 'unknown samples')
@@ -56,7 +56,7 @@ def plural(count: float | None, noun: str) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """A duration in at most two units, so that it fits a column and is read at a glance.
+    """Format a duration in at most two units, so that it fits a column and is read at a glance.
 
     >>> [format_seconds(s) for s in (0, 0.00042, 0.0123, 1.5, 59.99, 125, 7260, 200000)]
     ['0 s', '0.42 ms', '12.3 ms', '1.50 s', '1 min 00 s', '2 min 05 s', '2 h 01 min', '2 d 07 h']
@@ -77,7 +77,7 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_rate(per_second: float | None, what: str = "samples") -> str:
-    """So many of something a second.
+    """Format a rate per second.
 
     >>> format_rate(12345.6), format_rate(3.21), format_rate(None), format_rate(2.5e7, "tokens")
     ('12,346 samples/s', '3.21 samples/s', 'unknown', '25.0M tokens/s')
@@ -90,7 +90,7 @@ def format_rate(per_second: float | None, what: str = "samples") -> str:
 
 
 def format_percent(share: float | None) -> str:
-    """A share of one as percent.
+    """Format a share of one as percent.
 
     >>> format_percent(0.123), format_percent(1), format_percent(None)
     ('12.3%', '100.0%', 'unknown')
@@ -99,7 +99,7 @@ def format_percent(share: float | None) -> str:
 
 
 def short_number(text: str) -> str:
-    """A fraction of many digits as one that can be read; anything else as it is.
+    """Shorten a fraction of many digits; return anything else as it is.
 
     >>> [short_number(t) for t in ("0.012345678901", "0.1", "20261123.0", "1234567890", "adam")]
     ['0.0123457', '0.1', '2.02611e+07', '1234567890', 'adam']
@@ -108,7 +108,7 @@ def short_number(text: str) -> str:
 
 
 def format_number(value: object) -> str:
-    """A loss or a metric in four digits. NaN and infinities are shown, never hidden.
+    """Format a loss or a metric in four digits. NaN and infinities are shown, never hidden.
 
     >>> [format_number(v) for v in (0.123456, 2.5, 1e-7, 123456.0, 0, float("nan"), None, "n/a")]
     ['0.1235', '2.5000', '1.000e-07', '1.235e+05', '0', 'nan', 'unknown', 'n/a']
@@ -127,7 +127,7 @@ def format_number(value: object) -> str:
 
 
 def format_learning_rate(rate: float | None) -> str:
-    """As people write one in a configuration.
+    """Format a learning rate as in a configuration.
 
     >>> [format_learning_rate(r) for r in (0.001, 0.1, 0.00012346, 0.0, None)]
     ['0.001', '0.1', '0.0001235', '0', 'unknown']
@@ -136,7 +136,7 @@ def format_learning_rate(rate: float | None) -> str:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """How many times as much.
+    """Format a ratio.
 
     >>> [format_ratio(r) for r in (1.0, 0.2512, 12.34, 1e-4, None, float("inf"))]
     ['1.00×', '0.25×', '12.3×', '1.0e-04×', 'unknown', 'unknown']
@@ -149,6 +149,6 @@ def format_ratio(ratio: float | None) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Three significant digits above 1, all whole digits above 100."""
+    """Format three significant digits above 1, all whole digits above 100."""
     size = abs(value)
     return f"{value:,.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"

@@ -1,1 +1,1 @@
-"""Pure arithmetic: who computes what, in which order, at which rate, for how many bytes."""
+"""Pure arithmetic: which rank computes what, in which order, at which rate, for how many bytes."""

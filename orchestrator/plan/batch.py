@@ -4,7 +4,7 @@ For G samples an update, R ranks, K micro-steps and at most m samples a micro-ba
 
     K = ceil(ceil(G / R) / m) = ceil(G / (R m)).
 
-What is stated always wins: a default fills in only what the stated values leave open.
+Stated values always win: a default fills in only what they leave open.
 
 | stated | meaning |
 |---|---|
@@ -55,7 +55,7 @@ class Batch:
 
 
 def steps_for(global_batch: int, micro_batch: int, ranks: int) -> int:
-    """The least number of micro-steps in which no micro-batch exceeds `micro_batch` samples.
+    """Return the least number of micro-steps in which no micro-batch exceeds `micro_batch` samples.
 
     >>> steps_for(3072, 10, 240)
     2
@@ -131,7 +131,7 @@ def _disagreement(global_batch: int, steps: int, micro_batch: int, ranks: int) -
 
 
 def _nearest_micro_batch(block: int, steps: int, micro_batch: int) -> int | None:
-    """The cap nearest to `micro_batch` that cuts `block` samples into exactly `steps`, if any."""
+    """Return the cap nearest to `micro_batch` that cuts `block` samples into `steps`, if any."""
     least = -(-block // steps)
     most = max(block, micro_batch) if steps == 1 else (block - 1) // (steps - 1)
     return min(max(micro_batch, least), most) if least <= most else None

@@ -1,7 +1,7 @@
-"""The two checks that the modules here make of a value, in the words of the configuration.
+"""The two checks that the modules here make of a value, with the configuration's key names.
 
-Not a validator of configurations, which are checked before a plan is made: these keep values that
-were made by hand from meaning something else.
+They do not validate configurations, which are checked before a plan is made: they protect against
+wrong values from other callers.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from orchestrator.errors import PlanError, nearest
 
 
 def at_least(minimum: int, key: str, value: int) -> int:
-    """Give `value` back if it is `minimum` or more.
+    """Return `value` if it is `minimum` or more.
 
     >>> at_least(1, "accumulation.steps", 4)
     4
 
     Raises:
-        PlanError: it is less; the message names `key` as people spell it.
+        PlanError: it is less; the message names `key` as users spell it.
     """
     if value < minimum:
         raise PlanError(
@@ -28,7 +28,7 @@ def at_least(minimum: int, key: str, value: int) -> int:
 
 
 def one_of(key: str, value: str) -> str:
-    """Give `value` back if it is one of the schema's choices for `key`.
+    """Return `value` if it is one of the schema's choices for `key`.
 
     >>> one_of("accumulation.ragged", "drop")
     'drop'

@@ -1,4 +1,4 @@
-"""In which order the data set's samples are used: a pure function of (seed, update).
+"""The order in which the data set's samples are used: a pure function of (seed, update).
 
 Nothing is drawn while training, so a resumed run, another number of ranks and another micro-batch
 all see the same samples in the same update. The order of epoch e is
@@ -50,7 +50,7 @@ class DataOrder:
     Attributes:
         dataset_samples: samples of the data set.
         global_batch: samples of a full update.
-        ragged: what becomes of an epoch's last N mod G samples.
+        ragged: the use of an epoch's last N mod G samples.
             `update`: they make a smaller update of their own. An update never crosses epochs, so
             none holds more than N samples, also when G > N (each epoch is then one update).
             `drop`: they are left out of this epoch (G > N is refused: nothing would remain).
@@ -89,13 +89,13 @@ class DataOrder:
 
     @property
     def updates_per_epoch(self) -> int:
-        """Updates of one epoch; with `carry`, of the first one (later ones may have one less)."""
+        """Return one epoch's updates; with `carry`, the first's (later ones may have one less)."""
         if self.ragged == "drop":
             return self.dataset_samples // self.global_batch
         return -(-self.dataset_samples // self.global_batch)
 
     def updates_for(self, epochs: float) -> int:
-        """Updates that `epochs` epochs take, rounded up where that is not a whole number.
+        """Return the updates that `epochs` epochs take, rounded up to a whole number.
 
         With `carry` the last one is filled up from the epoch after, so that no sample is missed.
 
@@ -114,18 +114,18 @@ class DataOrder:
         return math.ceil(exact * self.updates_per_epoch)
 
     def epoch_of(self, update: int) -> int:
-        """The epoch, from 0, in which the update's first sample lies."""
+        """Return the epoch, from 0, that contains the update's first sample."""
         return self._first(update)[0]
 
     def samples_of(self, update: int) -> int:
-        """How many samples the update has, without computing which."""
+        """Return how many samples the update has, without computing which."""
         _, place = self._first(update)
         if self.ragged == "carry":
             return self.global_batch
         return min(self.global_batch, self.dataset_samples - place)
 
     def indices(self, update: int) -> NDArray[np.int64]:
-        """Samples of the data set in the update's order: int64, shape (samples,), read-only."""
+        """Return the dataset's samples in the update's order: int64, (samples,), read-only."""
         import numpy as np  # late, so that `plan` stays fast
 
         epoch, place = self._first(update)
@@ -144,7 +144,7 @@ class DataOrder:
         return joined
 
     def window(self, update: int) -> UpdateSamples:
-        """All of the above for one update.
+        """Return all of the above for one update.
 
         Raises:
             PlanError: `update` is negative.
@@ -157,7 +157,7 @@ class DataOrder:
         )
 
     def _first(self, update: int) -> tuple[int, int]:
-        """Epoch of the update's first sample, and its place in that epoch's order."""
+        """Return the epoch of the update's first sample, and its place in that epoch's order."""
         at_least(0, "the number of an update", update)
         if self.ragged == "carry":
             return divmod(update * self.global_batch, self.dataset_samples)
@@ -167,7 +167,7 @@ class DataOrder:
 
 @lru_cache(maxsize=2)  # a window that is carried over needs two epochs; each takes 8 bytes a sample
 def epoch_permutation(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of one epoch: a permutation of 0 .. samples - 1, int64, read-only.
+    """Return the order of one epoch: a permutation of 0 .. samples - 1, int64, read-only.
 
     >>> epoch_permutation(5, 0, 0).tolist()
     [0, 2, 1, 4, 3]

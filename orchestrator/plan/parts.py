@@ -1,4 +1,4 @@
-"""The parts of a plan, each a thought of its own; `Plan.figures` has all of them by name."""
+"""The parts of a plan; `Plan.figures` has all of them by name."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from orchestrator.plan.wire import Wire
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """What is known of a job beside its configuration: all of it on the ranks, less before.
+    """Facts of a job besides its configuration: all of them on the ranks, fewer before.
 
     Attributes:
         nodes: how many there really are; None for the most that the configuration asks for.
-        dataset_samples, parameters: of the data set and the model; None for what `facts` says.
+        dataset_samples, parameters: of the data set and the model; None: use `facts`.
         metric_count: metrics that the job reports besides its loss.
-        framework: that the job is written for, if that is known.
+        framework: the job's, if known.
         coupled: the job's loss is one of all embeddings, which are gathered once an update.
         extra_collectives: of each update, besides the gradient's reduction, as the engine counts
             them; None when there is none yet.
@@ -96,7 +96,7 @@ class Traffic:
     gathers: int = 0
 
     def among(self, ranks: int) -> int | None:
-        """`collectives` where the update is done by another number of ranks."""
+        """Return `collectives` for an update with another number of ranks."""
         if self.collectives is None or ranks == 1:
             return self.collectives and 0
         theirs = replace(self.wire, ranks=ranks).collectives(self.parameters)

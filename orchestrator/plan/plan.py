@@ -1,7 +1,7 @@
-"""The plan of a run: one value that says who computes what, printed by `plan`, kept as plan.json.
+"""The plan of a run: one value with each rank's work, printed by `plan`, kept as plan.json.
 
 It is made of a configuration before anything is started, with or without knowing the data set and
-the model; what is not known is None. The workers make it again with both known, and
+the model; unknown values are None. The workers make it again with both known, and
 `orchestrator.plan.window` derives every update from it.
 """
 
@@ -27,7 +27,7 @@ WIRE_ITEMSIZE = {"own": None, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a run will do.
+    """Work of a run.
 
     Attributes:
         nodes, ranks_per_node: R = nodes * ranks_per_node.
@@ -47,7 +47,7 @@ class Plan:
 
     @classmethod
     def of(cls, config: Config, known: Known | None = None) -> Plan:
-        """Plan with what is known: the ranks know all of it, the submitting side what `facts` says.
+        """Make a plan: with all facts on the ranks, with those of `facts` on the submitting side.
 
         Raises:
             PlanError: a batch, a schedule or a data set that cannot be planned.
@@ -81,20 +81,20 @@ class Plan:
 
     @property
     def updates(self) -> int | None:
-        """Of the whole run; None when not known."""
+        """Return the updates of the whole run; None when not known."""
         return self.length.updates
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Sentences for the person."""
+        """Return warnings for the user, as sentences."""
         return warnings_of(self.split, self.batch, self.modes, self.length, self.rates)
 
     def figures(self) -> dict[str, Any]:
-        """Everything by its name in plan.json.
+        """Return all values by their names in plan.json.
 
-        `steps` is what the batch numbers call for, `micro_steps` what the busiest rank takes: as
-        many, or less when samples are fewer. `micro_batch` is the stated cap, in reproducible mode
-        the leaf's size. `micro_batches` are R lists of sizes, none 0; an idle rank's is empty.
+        `steps` is the number by the batch numbers, `micro_steps` the busiest rank's: as many, or
+        less when samples are fewer. `micro_batch` is the stated cap, in reproducible mode the
+        leaf's size. `micro_batches` are R lists of sizes, none 0; an idle rank's is empty.
         """
         batch, split, length, rates = self.batch, self.split, self.length, self.rates
         return {
@@ -125,7 +125,7 @@ class Plan:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """`figures` as what JSON can hold: dicts, lists, numbers, strings, None."""
+        """Return `figures` as JSON types: dicts, lists, numbers, strings, None."""
         return _listed(self.figures())
 
 
@@ -159,7 +159,7 @@ def _batch(config: Config, ranks: int) -> Batch:
 
 
 def _order(modes: Modes, batch: Batch, samples: int | None) -> DataOrder:
-    # Without the data set the same checks run against one that is just large enough.
+    # Without the data set the same checks run for one that is just large enough.
     return DataOrder(
         dataset_samples=batch.global_batch if samples is None else samples,
         global_batch=batch.global_batch,
@@ -169,7 +169,7 @@ def _order(modes: Modes, batch: Batch, samples: int | None) -> DataOrder:
 
 
 def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length:
-    """`train.updates` wins over `train.epochs`; with neither it is one epoch."""
+    """Return the run's length: `train.updates`, else `train.epochs`, else one epoch."""
     known = samples is not None
     updates, epochs = train.updates, train.epochs
     if updates is None:
@@ -191,7 +191,7 @@ def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length
 
 def _rates(asked: ScheduleConfig, batch: Batch, length: Length, *, own: bool) -> Rates:
     total = length.updates
-    # An end that the workers will know must not stop a plan that is made without the data.
+    # The workers will know the run's end, so a plan without the data must not fail here.
     unknown = total is None and asked.decay in ("cosine", "linear")
     schedule = Schedule(
         base_lr=asked.base_lr,

@@ -1,4 +1,4 @@
-"""What a person should know of a plan that is allowed but perhaps not meant."""
+"""Warnings on a plan that is allowed but perhaps not meant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from orchestrator.plan.split import Split
 def warnings_of(
     split: Split, batch: Batch, modes: Modes, length: Length, rates: Rates
 ) -> tuple[str, ...]:
-    """All sentences that hold, the most important first. `split` is of the first window."""
+    """Return all warnings that apply, the most important first. `split` is of the first window."""
     return (
         *_idle(split, batch, modes),
         *_empty_steps(split, batch),
@@ -23,7 +23,7 @@ def warnings_of(
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words.
+    """Name ranks.
 
     >>> named_ranks([3]), named_ranks([1, 3, 4, 5])
     ('rank 3', 'ranks 1, 3-5')
@@ -32,7 +32,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def named_numbers(noun: str, numbers: Sequence[int]) -> str:
-    """Numbered things in words, runs of them shortened: never longer than a line.
+    """Name numbered things, with ranges shortened: never longer than a line.
 
     >>> named_numbers("point", [0, 1, 2])
     'points 0-2'

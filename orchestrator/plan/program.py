@@ -1,4 +1,4 @@
-"""The plan of a program: where its ranks are. What it computes is its own."""
+"""The plan of a program: only the places of its ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NOT_KNOWN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramPlan:
-    """What plan.json holds for a program.
+    """Content of plan.json for a program.
 
     Attributes:
-        words: its command line, as it was typed and with the arguments of the configuration.
+        words: its command line, as typed and with the arguments of the configuration.
     """
 
     nodes: int
@@ -53,7 +53,7 @@ class ProgramPlan:
 
 
 def plan_of_program(config: Config) -> ProgramPlan:
-    """The plan of a configuration whose job is a program."""
+    """Return the plan of a configuration whose job is a program."""
     program = program_of(config.job)
     start = ("-m", program.target) if program.is_module else (program.target,)
     return ProgramPlan(
@@ -67,7 +67,7 @@ def plan_of_program(config: Config) -> ProgramPlan:
 
 
 def _like_ours(command: tuple[str, ...]) -> Iterator[str]:
-    """Keys of ours among the words of a program, to whom they go all the same.
+    """Return notes on our keys among a program's arguments, which go to the program anyway.
 
     >>> [*_like_ours(("train.py", "lr=1", "+cluster=slurm", "model.cluster.nodes=3"))]
     ['+cluster=slurm stands after --, so it is told to train.py; ours stands before --']
@@ -81,7 +81,7 @@ def _like_ours(command: tuple[str, ...]) -> Iterator[str]:
 
 
 def notes_of_program(config: Config) -> list[str]:
-    """What is to be said of it beside its plan."""
+    """Return notes to print with its plan."""
     program = program_of(config.job)
     found = [NOT_KNOWN]
     apart = not program.is_module and copied_script(program) is None

@@ -73,14 +73,14 @@ class Schedule:
 
     @property
     def peak(self) -> float:
-        """The highest learning rate: after warm-up, before decay."""
+        """Return the highest learning rate: after warm-up, before decay."""
         if self.scaling == "none" or self.base_batch is None:
             return self.base_lr
         ratio = self.global_batch / self.base_batch
         return self.base_lr * (math.sqrt(ratio) if self.scaling == "sqrt" else ratio)
 
     def learning_rate(self, update: int) -> float:
-        """The learning rate of `update`, from 0; after the last update it stays where it ended.
+        """Return the learning rate of `update`, from 0; constant after the last update.
 
         >>> Schedule(
         ...     base_lr=0.1, base_batch=256, scaling="linear", warmup_updates=2, decay="cosine",

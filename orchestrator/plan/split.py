@@ -1,8 +1,8 @@
-"""Who computes which samples of one update: blocks of ranks, cut into micro-batches.
+"""The division of one update's samples: blocks of ranks, cut into micro-batches.
 
 Everything is in *places*: place p is the p-th sample of the update, in the update's own order.
-Which sample of the data set that is, `orchestrator.plan.order` knows. Blocks are contiguous, in
-rank order. The table is a value: another table for the same update gives the same gradient (in
+`orchestrator.plan.order` maps places to the data set's samples. Blocks are contiguous, in rank
+order. The table is a value: another table for the same update gives the same gradient (in
 reproducible mode, when it assigns whole leaves, the same bits).
 """
 
@@ -33,26 +33,26 @@ class Split:
 
     @property
     def ranks(self) -> int:
-        """How many ranks the table has, idle ones included."""
+        """Return how many ranks the table has, idle ones included."""
         return len(self.samples_per_rank)
 
     @property
     def samples(self) -> int:
-        """Samples of the update over all ranks."""
+        """Return the samples of the update over all ranks."""
         return self.starts[-1] + self.samples_per_rank[-1]
 
     @property
     def micro_steps(self) -> int:
-        """Micro-steps of the busiest rank."""
+        """Return the micro-steps of the busiest rank."""
         return max(map(len, self.micro_batches))
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
-        """Ranks without samples. They take part in the boundary all the same."""
+        """Return the ranks without samples. They take part in the boundary all the same."""
         return tuple(rank for rank, size in enumerate(self.samples_per_rank) if size == 0)
 
     def pieces(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """The `(start, count)` of each micro-batch of `rank`, in places of the update.
+        """Return the `(start, count)` of each micro-batch of `rank`, in places of the update.
 
         >>> split_window(3072, 240, cap=10).pieces(1)
         ((13, 7), (20, 6))
@@ -169,10 +169,10 @@ def assign_leaves(leaves_per_rank: Sequence[int], *, samples: int, leaf_size: in
 
 
 def split_for(samples: int, ranks: int, *, batch: Batch, reduction: str = "fast") -> Split:
-    """The even division of an update of `samples` samples under a run's batch numbers.
+    """Divide an update of `samples` samples evenly under a run's batch numbers.
 
-    It serves ragged windows too. Where a cap is stated it rules, so that a smaller window takes
-    fewer micro-steps; else blocks are cut into `batch.steps`.
+    It also divides ragged windows. A stated cap decides, so that a smaller window takes fewer
+    micro-steps; else blocks are cut into `batch.steps`.
 
     Raises:
         PlanError: an unknown `reduction`, or `reproducible` without a stated micro-batch; also as

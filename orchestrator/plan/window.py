@@ -1,7 +1,7 @@
-"""What one rank does in one update: its samples, its micro-batches, the learning rate.
+"""One rank's work in one update: its samples, its micro-batches, the learning rate.
 
-The loop asks once an update. Who computes what is a value (`Split`) that may be handed in, so that
-survivors, joiners or a balance by measured speed can use another table for the same update.
+The loop asks once an update. The division is a value (`Split`) that may be passed in, so that
+survivors, newcomers or a balance by measured speed can use another table for the same update.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class WindowPlanner:
     reduction: str = "fast"
 
     def assignment(self, update: int) -> Split:
-        """The even division of this update (whole leaves in reproducible mode)."""
+        """Return the even division of this update (whole leaves in reproducible mode)."""
         samples = self.order.samples_of(update)
         return _split_for(samples, self.ranks, batch=self.batch, reduction=self.reduction)
 
     def window(self, update: int, rank: int, assignment: Split | None = None) -> RankWindow:
-        """What `rank` does in `update`, by `assignment` or else by the even division.
+        """Return the work of `rank` in `update`, by `assignment` or else by the even division.
 
         Raises:
             PlanError: there is no such update or rank, `assignment` is not of as many samples as
@@ -99,7 +99,7 @@ class WindowPlanner:
 
 
 def planner_of(plan: Plan) -> WindowPlanner:
-    """The planner of a run whose data set is known.
+    """Return the planner of a run whose data set is known.
 
     Raises:
         PlanError: the plan was made without the data set's size.

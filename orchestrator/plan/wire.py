@@ -1,4 +1,4 @@
-"""What one update puts on the wire: how many collectives, how many bytes.
+"""Network traffic of one update: how many collectives, how many bytes.
 
 Pure arithmetic on counts. It knows the *layout* of what travels at the boundary (all gradients,
 then a short trailer of agreed numbers, cut into equal buckets), not how an engine fills it.
@@ -24,7 +24,7 @@ WHOLE, MOST_EARLY, SMALLEST, LARGEST = 3 * 2**20, 8, 2**20, 25 * 2**20
 
 
 def trailer_numbers(metric_count: int) -> int:
-    """How many numbers follow the gradients in a boundary's payload.
+    """Return how many numbers follow the gradients in a boundary's payload.
 
     `SUMS` sums and each metric take `LIMBS` numbers, the flags `FLAGS` more.
 
@@ -42,7 +42,7 @@ def trailer_numbers(metric_count: int) -> int:
 
 
 def padded(parameters: int, ranks: int) -> int:
-    """Numbers of a sharded gradient: made up to equal segments, one for each rank.
+    """Return the numbers of a sharded gradient, padded to equal segments, one for each rank.
 
     >>> padded(10, 4)
     12
@@ -51,7 +51,7 @@ def padded(parameters: int, ranks: int) -> int:
 
 
 def payload_bytes(parameters: int, *, itemsize: int, metric_count: int) -> int:
-    """Bytes that one rank hands to one synchronisation: every gradient and the trailer.
+    """Return the bytes of one rank in one synchronisation: every gradient and the trailer.
 
     Args:
         parameters: how many numbers the gradient has.
@@ -69,7 +69,7 @@ def payload_bytes(parameters: int, *, itemsize: int, metric_count: int) -> int:
 
 
 def bucket_count(payload: int, bucket_bytes: int | None, *, early: bool = True) -> int:
-    """Into how many equal buckets `payload` bytes are cut, so that none is over `bucket_bytes`.
+    """Return how many equal buckets `payload` bytes make, none over `bucket_bytes`.
 
     None: one up to 3 MiB, else eight, which is enough for most of them to travel while the backward
     still computes, but none below 1 MiB, where a collective's latency shows, nor above 25 MiB. Not
@@ -90,7 +90,7 @@ def bucket_count(payload: int, bucket_bytes: int | None, *, early: bool = True) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wire:
-    """How a gradient and what rides along travel in one update.
+    """Communication of a gradient and its trailer in one update.
 
     Attributes:
         ranks: R; on a single one nothing travels.
@@ -123,7 +123,7 @@ class Wire:
             )
 
     def collectives(self, parameters: int | None) -> int | None:
-        """Collectives that each rank takes part in during one update; 0 on a single rank.
+        """Return the collectives of each rank in one update; 0 on a single rank.
 
         They are all-reduces. When `sharded`, each bucket is a reduce-scatter of the gradient and a
         gather of the weights, and the trailer travels in one gather more. None when `parameters` is
@@ -150,7 +150,7 @@ class Wire:
         return bucket_count(parameters * self.wire_itemsize, self.bucket_bytes) + 1
 
     def bytes_sent(self, parameters: int | None) -> int | None:
-        """Bytes that each rank must send in one update, at the least: 2(R-1)/R of what it reduces.
+        """Return the least bytes that each rank sends in one update: 2(R-1)/R of what it reduces.
 
         That floor is reached by ring and recursive-halving all-reduces (Patarasuk and Yuan, 2009).
         Rounded up; None when `parameters` is unknown, 0 on a single rank.
@@ -182,12 +182,12 @@ class Wire:
         return payload_bytes(parameters, itemsize=self.itemsize, metric_count=self.metric_count)
 
     def gathers(self, parameters: int | None) -> int:
-        """Of `collectives` those that bring stepped weights back from their owners."""
+        """Return the part of `collectives` that gathers stepped weights from their owners."""
         if not self.sharded or self.ranks == 1 or parameters is None:
             return 0
         return self._sharded_buckets(parameters)
 
     def _sharded_buckets(self, parameters: int) -> int:
-        """None of them without a number for each rank."""
+        """Return the number of buckets, 0 without a number for each rank."""
         numbers = padded(parameters, self.ranks)
         return min(bucket_count(numbers * self.itemsize, self.bucket_bytes), numbers // self.ranks)

@@ -1,8 +1,8 @@
-"""What a third party's cluster, transport or tracker has to do: suites, to subclass with pytest.
+"""Test suites for a third party's cluster, transport or tracker, to subclass with pytest.
 
-Each is a class of tests that asks for one fixture of yours, and each ends in the real code: ranks
-are processes, and what they say is read back from the run's folder. See docs/how-to/extending.md.
-A suite is imported when it is first used: that of transports alone needs torch here.
+Each is a class of tests that needs one fixture of yours, and each runs the real code: ranks are
+processes, and their reports are read back from the run's folder. See docs/how-to/extending.md. A
+suite is imported when it is first used: only that of transports needs torch here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every cluster has to do, by the commands that people type.
+"""Requirements on every cluster, tested by the commands that users type.
 
     class TestMine(ClusterSuite):
         @pytest.fixture
@@ -7,7 +7,8 @@
 
 The fixture gives the overrides that choose it, for two nodes of up to two ranks each, whose ranks
 see pytest's temporary folder. torch has to be installed, and the cluster's package where a new
-process finds it. What goes on alone (`Cluster.attended` is False) is followed by `run.watch=true`.
+process finds it. A run that continues alone (`Cluster.attended` is False) is followed by
+`run.watch=true`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TRAINED = (
 
 
 class Started:
-    """A launch under way on two nodes of one rank each, in a folder of its own."""
+    """A running launch on two nodes of one rank each, in its own folder."""
 
     def __init__(self, cluster: Sequence[str], folder: Path, *more: str) -> None:
         self.run, self.signs = RunDir(folder / "run"), folder / "signs"
@@ -54,7 +55,7 @@ class Started:
 
     @classmethod
     def program(cls, cluster: Sequence[str], folder: Path, act: str, *more: str) -> Started:
-        """With the program of the trial, whose ranks do nothing but live and perhaps fail."""
+        """Start the trial program, whose ranks only live and perhaps fail."""
         words = f"-m,orchestrator.testing.trial_program,{folder / 'signs'},{act}"
         asked = ("job=program", f"job.command=[{words}]", "job.style=plain")
         return cls(cluster, folder, *asked, *more)
@@ -71,7 +72,7 @@ class Started:
         self._command("orchestrator", "resume", str(self.run.path), *overrides)
 
     def cancel(self, *options: str) -> None:
-        """As somebody would at another shell."""
+        """Cancel the run as from another shell."""
         words = ["orchestrator", "cancel", *options, str(self.run.path)]
         subprocess.run(
             [sys.executable, "-m", *words],
@@ -97,7 +98,7 @@ class Started:
         self._until(lambda: self.run.metrics.exists() and self.run.metrics.stat().st_size > 0)
 
     def lives(self) -> None:
-        """Wait until the program of every rank is there."""
+        """Wait until the program of every rank runs."""
         self._until(lambda: len(self._beats()) == 2)
 
     def _until(self, condition: Callable[[], bool]) -> None:
@@ -108,13 +109,13 @@ class Started:
             time.sleep(0.05)
 
     def _given_up(self, why: str) -> NoReturn:
-        """A cluster that keeps no promise may have to be rid of more than the launcher."""
+        """Clean up after a cluster that may leave more processes than the launcher."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         raise AssertionError(f"{why}:\n{self.output}")
 
     def _silent_within(self, most_s: float) -> bool:
-        """Whether every process of a rank is gone after that time, at the latest."""
+        """Return whether every process of a rank ends within that time."""
         until = time.monotonic() + most_s
         while True:
             before = self._beats()
@@ -128,7 +129,7 @@ class Started:
         return {path.name: path.stat().st_size for path in sorted(self.signs.glob("rank-?"))}
 
     def told(self) -> dict[int, Any]:
-        """What each rank said of where it is."""
+        """Return each rank's own report of where it is."""
         paths = sorted(self.signs.glob("*.json"))
         return {int(p.stem[5:]): json.loads(p.read_text(encoding="utf-8")) for p in paths}
 
@@ -140,7 +141,7 @@ class Started:
 
 
 def _blamed(started: Started, rank: int) -> str:
-    """The cause, once it is sure that the run failed and whom it is laid to."""
+    """Return the cause, once the run failed with the expected culprit."""
     result = started.result()
     expect(result["state"], "failed", "state of the run")
     culprit = result["culprit"] or {}
@@ -225,7 +226,7 @@ class ClusterSuite:
         self, cluster: Sequence[str], tmp_path: Path
     ) -> None:
         if not class_of(compose(cluster).cluster.kind).attended:
-            return  # what goes on alone has no launcher to outlive
+            return  # a run that continues alone has no launcher to outlive
         started = Started.program(cluster, tmp_path, "live")
         started.lives()
         os.killpg(started.process.pid, signal.SIGKILL)

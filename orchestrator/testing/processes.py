@@ -27,7 +27,7 @@ _context.set_forkserver_preload(
 
 
 def spec(rank: int, size: int, folder: Path, *, transport: str = "gloo", **more: Any) -> GroupSpec:
-    """A rank of a simulated node of its own."""
+    """Return the spec of a rank of a simulated node of its own."""
     given: dict[str, Any] = {"timeout_s": 60.0, "collective_timeout_s": 60.0, **more}
     return GroupSpec(
         rank=rank,
@@ -89,7 +89,7 @@ def collect(
     expected: Iterable[int] | None = None,
     timeout_s: float = 120,
 ) -> dict[int, tuple[Any, str | None]]:
-    """{rank: (result, traceback or None)} of `expected` ranks (all that were started)."""
+    """Return {rank: (result, traceback or None)} of `expected` ranks (all that were started)."""
     found: dict[int, tuple[Any, str | None]] = {}
     wanted = set(processes if expected is None else expected)
     try:
@@ -109,7 +109,7 @@ def collect(
 def run_ranks(
     size: int, folder: Path, function: Callable[..., Any], *arguments: Any, **more: Any
 ) -> list[Any]:
-    """Results of `function(group, *arguments)` on every rank, in rank order.
+    """Return results of `function(group, *arguments)` on every rank, in rank order.
 
     Args:
         function: of a module, so that it can be sent to a process.

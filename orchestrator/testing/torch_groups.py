@@ -1,4 +1,4 @@
-"""What a group of torch tensors has to do beside the suite of all groups (`conformance.py`).
+"""Requirements on a group of torch tensors besides the suite of all groups (`conformance.py`).
 
 Collective: each is called on every rank, and raises `AssertionError` where the contract is broken.
 """
@@ -24,7 +24,7 @@ SAMPLES = 13
 
 
 class TorchArrays:
-    """How the suite of all groups makes and reads torch's tensors."""
+    """Torch tensors for the suite of all groups."""
 
     def make(self, values: Sequence[Any], shape: Sequence[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.float32).reshape(list(shape))
@@ -38,7 +38,7 @@ def _expect_equal(found: Tensor, wanted: Tensor, what: str) -> None:
 
 
 def takes_every_dtype_and_stride(group: BaseGroup) -> None:
-    """Sums, broadcasts and gathers of tensors as models have them."""
+    """Test sums, broadcasts and gathers of tensors as models have them."""
     total, last = sum(range(group.size + 1)), group.size - 1
     sizes = [rank + 1 for rank in range(group.size)]
     for dtype in DTYPES:
@@ -56,7 +56,7 @@ def takes_every_dtype_and_stride(group: BaseGroup) -> None:
 
 
 def keeps_sums_under_way_apart(group: BaseGroup) -> None:
-    """Eight sums are begun before the first is waited for."""
+    """Begin eight sums before waiting for the first."""
     ranks = range(group.size)
     tensors = [torch.full((1000,), float(group.rank + n), device=group.device) for n in range(8)]
     for work in [group.all_reduce_sum_async(tensor) for tensor in tensors]:
@@ -66,7 +66,7 @@ def keeps_sums_under_way_apart(group: BaseGroup) -> None:
 
 
 def sends_pieces_to_those_they_are_for(group: BaseGroup) -> None:
-    """`all_to_all`, where the last rank gives nothing and gets something."""
+    """Test `all_to_all`, where the last rank gives nothing and gets something."""
     giving = group.size - 1 or 1
     first = 100.0 * group.rank
     mine = torch.arange(2 * group.size, device=group.device) + first
@@ -79,7 +79,7 @@ def sends_pieces_to_those_they_are_for(group: BaseGroup) -> None:
 
 
 def an_update_is_that_of_one_big_batch(group: BaseGroup) -> None:
-    """`Accumulator` over uneven parts, with each way to reduce that it has."""
+    """Test `Accumulator` over uneven parts, with each of its reductions."""
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 3, generator=draw, dtype=torch.float64)
     for options in ({}, {"shard_optimizer": True}, {"reduction": "reproducible"}):

@@ -1,4 +1,4 @@
-"""What every tracker has to do, as the class that writes a run's scalars uses it. No framework.
+"""Requirements on every tracker, as the class that writes a run's scalars uses it. No framework.
 
     class TestMine(TrackerSuite):
         @pytest.fixture
@@ -46,14 +46,14 @@ class TrackerSuite(ABC):
 
     @abstractmethod
     def read(self, run: RunDir) -> Sequence[tuple[int, Mapping[str, float]]]:
-        """What it has written."""
+        """Return what it has written."""
 
     def test_what_is_written_is_there_after_the_close_and_an_attempt_adds_to_it(
         self, tracker: Sequence[str], tmp_path: Path
     ) -> None:
         run, config = _begun(tracker, tmp_path)
         written = [(0, {LOSS: 0.5}), (1, {LOSS: 0.25, ACCURACY: 1.0}), (1, {LOSS: 0.125})]
-        for attempt in (written[:2], written[2:]):  # a resume comes to a step for the second time
+        for attempt in (written[:2], written[2:]):  # a resume reaches a step for the second time
             scalars = Scalars(run, config)
             for step, values in attempt:
                 scalars.write(step, values)

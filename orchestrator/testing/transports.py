@@ -1,4 +1,4 @@
-"""What every transport of torch has to do: groups of processes that form as those of a run do.
+"""Requirements on every transport of torch: groups of processes that form as those of a run do.
 
     class TestMine(TransportSuite):
         @pytest.fixture
@@ -23,7 +23,7 @@ LOST_AFTER_S = 3.0
 
 
 def all_checks(group: BaseGroup) -> str:
-    """The suite of groups and what torch asks beside it, one after another; gives the transport."""
+    """Run the suite of groups and torch's additions, one after another; return the transport."""
     for check in CHECKS:
         check(group, TorchArrays())
     for torch_check in TORCH_CHECKS:

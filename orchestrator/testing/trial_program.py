@@ -1,4 +1,4 @@
-"""The program of `ClusterSuite`: it says where it is, and is seen for as long as its process lives.
+"""The program of `ClusterSuite`: it reports where it is, and shows for as long as it lives.
 
 python -m orchestrator.testing.trial_program FOLDER end|live|raise|kill
 
@@ -19,7 +19,7 @@ BEAT_S = 0.05
 
 
 def main(folder: Path, act: str) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is to end at once has no say in it
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent ends it at once when needed
     rank = os.environ["SLURM_PROCID"]
     told = {
         "node": os.environ["SLURMD_NODENAME"],
