@@ -124,7 +124,7 @@ class Saved:
         return True
 
     def need(self) -> None:
-        """The loop ends. Raises `RunFolderError` if its last checkpoint is not written."""
+        """Raise `RunFolderError` if the last checkpoint could not be written."""
         if self._unsaved is not None:
             raise RunFolderError(f"{self._unsaved}; make room, and go on")
 

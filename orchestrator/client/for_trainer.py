@@ -45,7 +45,7 @@ class TrainerCallback(Base):
             control.should_training_stop = control.should_save = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """What the Trainer logs of an update is its line."""
+        """Record what the Trainer logs of an update."""
         del control
         if logs and "loss" in logs:
             samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -54,7 +54,7 @@ class TrainerCallback(Base):
             )
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """A checkpoint was written."""
+        """Mark a checkpoint that the Trainer has written."""
         del args, control
         if run and state.is_world_process_zero:
             mark(run.checkpoint_dir / f"{PREFIX}{state.global_step}")

@@ -119,7 +119,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str) -> Plan:
-    """The plan of these windows.
+    """Return the plan of these windows.
 
     Raises:
         ConfigError: it cannot be made; the message is in the words of the call.
@@ -138,7 +138,7 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
 
 
 def in_its_words(sentence: str) -> str:
-    """A sentence about keys of the configuration, about arguments of the same names.
+    """Turn a sentence about keys of the configuration into one about arguments.
 
     >>> in_its_words("accumulation.steps=0: it must be 1 or more")
     'steps=0: it must be 1 or more'
@@ -147,7 +147,7 @@ def in_its_words(sentence: str) -> str:
 
 
 def decided_by(samples: int, options: WindowOptions, plan: Plan) -> dict[str, Any]:
-    """What decides the samples and random numbers of every update: a training keeps it."""
+    """Return what decides the samples and random numbers of every update, and must not change."""
     leaf = plan.batch.micro_batch_cap if plan.modes.reduction == "reproducible" else None
     return {
         "samples": samples,

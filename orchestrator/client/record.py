@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import fcntl
 import json
-import os
 import queue
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import JobError
+from orchestrator.rundir.files import LineFile
 
 FLUSH_S = 5.0
 MOST_FIGURES = 100  # with the names below a line stays within what a glance at the file reads
@@ -56,7 +56,7 @@ def _figure(call: str, name: str, value: Any) -> Figure:
 
 
 def _on_its_way(value: Any) -> Callable[[], float]:
-    """A copy on the device, made in the order of this thread's work there."""
+    """Copy a number on its device, in the order of this thread's work there."""
     copy = value.clone()
     copied = sys.modules["torch"].Event(copy.device)
     copied.record()
@@ -98,25 +98,23 @@ class Lines:
         self._writer.join(FLUSH_S)
 
     def _write(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(self._path, flags, 0o600)
+        file = LineFile(self._path)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._say("another process of rank 0 reports as well; their updates mix in the record")
         except OSError:  # a file system without locks
             pass
-        waiting = b""
         while (record := self._lines.get()) is not None:
             if isinstance(record, threading.Event):
                 record.set()
                 continue
-            waiting += json.dumps(self._plain(record)).encode() + b"\n"
             try:
-                waiting = waiting[os.write(descriptor, waiting) :]
+                file.write(json.dumps(self._plain(record)))
             except OSError as error:  # the lines are kept, and follow as soon as there is room
                 self._say(f"metrics.jsonl could not be written: {error.strerror}")
-        os.close(descriptor)
+        with contextlib.suppress(OSError):  # told above
+            file.close()
 
     def _plain(self, value: Any) -> Any:
         if isinstance(value, Mapping):

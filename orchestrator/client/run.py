@@ -104,7 +104,7 @@ class Run:
             self.record({"saved": number, "update": number, "time": time.time()})
 
     def windows(self, samples: int, accumulator: Any = None, **options: Any) -> Any:
-        """The windows of a training: `for window in run.windows(len(data), global_batch=256)`.
+        """Return the windows of a training, as in `run.windows(len(data), global_batch=256)`.
 
         Needs torch and an `Accumulator`. Collective; see `client/options.py`, which has the
         options, and docs/how-to/library.md.

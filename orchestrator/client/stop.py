@@ -130,7 +130,7 @@ class Stop:
         self._step = None
 
     def take(self) -> None:
-        """A stop signal is a wish from now on, whoever else has a handler for it: a framework."""
+        """Handle stop signals from now on, in the place of any handler of a framework."""
         self._pid = os.getpid()
         for number in self._signals:
             signal.signal(number, self._handle)

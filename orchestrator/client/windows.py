@@ -52,12 +52,14 @@ class Window:
         self._given, self._windows = given, windows
 
     def __len__(self) -> int:
-        """This rank's micro-batches; a rank may have none."""
+        """Return the number of this rank's micro-batches, perhaps 0."""
         return len(self._given.micro_batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The numbers of each micro-batch's samples. Random numbers are drawn from a seed that
-        depends on the update and the micro-batch's place in it alone.
+        """Yield the numbers of each micro-batch's samples.
+
+        Random numbers come from a seed that depends only on the update and the micro-batch's place
+        in it.
         """
         for number, micro_batch in enumerate(self._given.micro_batches):
             self._windows.hand_out(self, number)
@@ -105,12 +107,12 @@ class Windows:
                 warn(in_its_words(sentence))
 
     def __len__(self) -> int:
-        """How many are still to come at the start of the loop."""
+        """Return how many windows come at the start of the loop."""
         return self.updates - self.first
 
     def indices(self) -> Iterator[list[int]]:
-        """This rank's micro-batches of all windows to come, in order: a `batch_sampler` for a
-        DataLoader, which reads ahead.
+        """Yield this rank's micro-batches of all windows to come, in order: a `batch_sampler` for
+        a DataLoader, which reads ahead.
         """
         for update in range(self.first, self.updates):
             for micro_batch in self._given.window(update).micro_batches:
@@ -198,7 +200,7 @@ class Windows:
                 self._run.record({"saved": update, "update": update, "time": time.time()})
 
     def _record(self, reports: Sequence[BoundaryReport], window: RankWindow) -> None:
-        """The first accumulator's report; of the others the losses, beside its metrics."""
+        """Record the first accumulator's report, and the others' losses as metrics."""
         line = update_line(reports[0], time.perf_counter() - self._began)
         others = {f"loss_{number}": one.loss for number, one in enumerate(reports) if number}
         self._run.record(
@@ -219,7 +221,7 @@ class Windows:
         return self._saved is not None and self._run.asked_to_stop()
 
     def _leave(self, *, whole: bool) -> None:
-        """The loop is left: by its end, by `break`, or by an error, which then says enough."""
+        """Stop tracking windows; warn if the loop was left by `break`."""
         self.going_on = False
         within = [part.leave() for part in self._parts]
         error = sys.exc_info()[1]

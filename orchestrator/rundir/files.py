@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import stat
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -27,6 +28,7 @@ BLOCK = 1 << 20
 READ = 1 << 16
 
 APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+MOST_LINES = 100_000  # kept in memory, some 70 MB of metrics; the oldest are given up first
 
 _defer_sync: ContextVar[bool] = ContextVar("_defer_sync", default=False)
 
@@ -219,3 +221,50 @@ def read_json(path: Path, *, checked: bool = False) -> dict[str, Any] | None:
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from error
     return parse_json(path, text, checked=checked)
+
+
+class LineFile:
+    """A file of lines that survives a full disk. Its owner is the only writer.
+
+    What cannot be written now follows later, in order; no line ever lacks a piece.
+
+    Attributes:
+        lost: lines that were given up, since more than `MOST_LINES` waited.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = open_nofollow(path, APPENDING)
+        self._waiting: deque[bytes] = deque(maxlen=MOST_LINES)
+        self.lost = 0
+
+    @property
+    def waiting(self) -> int:
+        """Return how many lines could not be written yet."""
+        return len(self._waiting)
+
+    def write(self, line: str) -> None:
+        """Append `line`, after those that wait. Raise `OSError` when it has to wait."""
+        self.lost += len(self._waiting) == MOST_LINES
+        self._waiting.append(line.encode() + b"\n")
+        self.flush()
+
+    def flush(self) -> None:
+        """Append what waits. Raise `OSError` when there is no room for all of it."""
+        while self._waiting:
+            end = os.fstat(self.descriptor).st_size
+            line = self._waiting[0]
+            try:
+                written = os.write(self.descriptor, line)
+                if written < len(line):  # the last bytes there were: once more, for the reason
+                    os.write(self.descriptor, line[written:])
+            except OSError:
+                os.ftruncate(self.descriptor, end)
+                raise
+            self._waiting.popleft()
+
+    def close(self) -> None:
+        """Close the file. Raise `OSError` if there was no room for some lines."""
+        try:
+            self.flush()
+        finally:
+            os.close(self.descriptor)

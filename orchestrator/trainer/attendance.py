@@ -111,10 +111,10 @@ class GracePeriod(Callback):
             self._stop.asked = self._stop.asked or self._cancelled()
 
     def _too_late(self, done: int, steps: int, deadline: float) -> bool:
-        """Whether the boundary, and a checkpoint after it, would come after the deadline.
+        """Return whether the boundary and a checkpoint after it would come after the deadline.
 
-        Where nothing could be saved by leaving now, the boundary is hoped for up to the last
-        micro-step that can be done in time.
+        If leaving now could not save anything, wait for the boundary up to the last micro-step that
+        ends in time.
         """
         now = self._clock()
         step_s = (now - self._began) / done if done else 0.0
@@ -152,7 +152,7 @@ class Follower(Callback):
 
 
 # ----------------------------------------------------------------------
-# Where the seconds of a few windows went, on every rank: what a page draws as a timeline.
+# Times of all ranks in a few windows, which the report draws as a timeline.
 
 LATEST = 1024  # windows that a rank keeps, beside the first
 Row = tuple[int, tuple[float, ...]]  # an update, and its seconds in the order of `PARTS`
@@ -199,7 +199,7 @@ class RankTimes(Callback):
             self._write(self._file)
 
     def _choice(self, first: Row, rows: Sequence[Row]) -> list[float]:
-        """An update for each of `KINDS`, or `NONE` to leave what was found; rank 0's counts."""
+        """Choose an update for each of `KINDS`; `NONE` keeps the present one. Rank 0 decides."""
         by_length = sorted(rows, key=_length)
         slowest, typical = by_length[-1], by_length[len(by_length) // 2]
         before = self._found.get("slowest")
@@ -257,13 +257,13 @@ class PlaceMarks(Callback):
 
 
 # ----------------------------------------------------------------------
-# What a rank does beside training: signs of life, and under a scheduler the fence and its way out.
+# Signs of life to the agent, and how a rank ends.
 
 WAITS_UNMARKED = ("nccl", "hccl")
 
 
 class Attendance:
-    """One rank's. `begin` before the ranks meet, `end` however it ends."""
+    """A rank's state as its agent sees it. Call `begin` before the ranks meet, and always `end`."""
 
     def __init__(self, run: RunDir, attempt: int, topology: Topology, stop: StopFlag) -> None:
         self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
@@ -286,7 +286,7 @@ class Attendance:
         """Publish this attempt; judge from now on whether this worker still gets anywhere.
 
         Raises:
-            Superseded: a newer attempt has begun.
+            StaleAttempt: a newer attempt has begun.
         """
         self._requeue = requeues(config.cluster.requeue, config.cluster.allocation)
         self._ahead_s = float(config.cluster.signal_ahead_s or SIGNAL_AHEAD_S)
@@ -295,7 +295,7 @@ class Attendance:
             self._fence.take()
 
     def _hang(self, sentence: str, stack: str) -> None:
-        """From the thread of `Life`: this rank gets nowhere, and never will."""
+        """End this rank, which makes no progress any more. Called in the thread of `Life`."""
         error = RankHangs(sentence)
         error.add_note(f"its stack:\n{stack}")
         print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)
@@ -347,7 +347,7 @@ class Attendance:
         return Deadline(self._stop, notice, lambda: ask_job_status(self._topology.job_id))
 
     def allow_result(self) -> None:
-        """Raises `Superseded` when result.json is another attempt's to write."""
+        """Raise `StaleAttempt` when a newer attempt writes result.json."""
         if self._topology.scheduled:
             self._fence.check()
 
@@ -360,13 +360,13 @@ class Attendance:
         return True
 
     def _why_stopped(self) -> str:
-        """By who leads, with the scheduler's word: one question a run, however many ranks leave."""
+        """Return the reason of a stop. Only the leading rank asks the scheduler."""
         if self.leads:
             return self._deadline.why(self._topology.restarts)
         return self._stop.words
 
     def why_for_good(self) -> str | None:
-        """Why a stop on rank 0 ends the run, although nobody asked for its end; None if one did."""
+        """Return why a stop ends the run for good; None if a person asked for its end."""
         run, told = self._run, "{}; with cluster.requeue=false it does not start again"
         queued = self._topology.scheduled and not run.read_submission().get("held")
         return told.format(self._why_stopped()) if queued and not run.cancel.exists() else None
@@ -381,17 +381,17 @@ class Attendance:
         )
 
     def restarted(self) -> None:
-        """A program begins: on rank 0, why again, where this is not its first attempt."""
+        """Write the reason of a restart before a program starts. Rank 0 only."""
         if self._attempt and self._topology.rank == 0:
             note = restart_note(self._run, self._attempt, self._topology, 0)
             write_json(self._run.restart(self._attempt), note)
 
     def at_a_program(self) -> None:
-        """The main thread waits for a program, for as long as it takes."""
+        """Mark that the main thread waits for a program."""
         self._life.at("its program", waits=True)
 
     def stands_before(self, since: float | None) -> None:
-        """This rank's program has not come to where the others would meet it; None: it has."""
+        """Report since when the ranks wait for this rank's program; None: it has joined them."""
         said = None
         if since is not None:
             at = "and has not opened the port where the ranks meet"
@@ -400,11 +400,11 @@ class Attendance:
         self._life.tell_behind(said)
 
     def goes_on_with(self, left: Survivors) -> None:
-        """From now on losses are survived: the others hear of this worker's end before it ends."""
+        """Survive losses from now on: tell the others of this worker's end before it ends."""
         self._left = left
 
     def at_the_end(self) -> None:
-        """The loop is done; what follows is the result, and goodbye."""
+        """Mark the end of the loop: only the result follows."""
         self._life.at("the end (result, goodbye to the others)")
 
     def failed(self, error: BaseException) -> None:

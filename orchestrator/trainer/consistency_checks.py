@@ -1,4 +1,4 @@
-"""Digests of values of any kind: samples, as data sets give them. No framework is imported."""
+"""Checks at the start: whether all ranks have the same data and rates, and facts are true."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _number(digest: bytes) -> int:
 
 
 def _parts(value: Any, depth: int) -> Iterator[tuple[str, bytes]]:
-    """What a value consists of, in order: (kind, bytes)."""
+    """Yield the parts of a value in order, as (kind, bytes)."""
     kind = type(value).__name__
     if isinstance(value, bytes | bytearray | memoryview):
         yield kind, bytes(value)
@@ -89,7 +89,7 @@ def _within(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_array(value: Any) -> Any:
-    """A tensor's, array's or picture's numbers; None for what has none, or only references."""
+    """Return the numbers of a tensor, array or picture; None for any other value."""
     import numpy as np
 
     torch: Any = sys.modules.get("torch")
@@ -107,14 +107,14 @@ def _as_array(value: Any) -> Any:
 
 
 # ----------------------------------------------------------------------
-# The data set has to be the same on every rank: each of them works out the same order from it.
+# The data set must be the same on every rank, since each derives the same order from it.
 
 _PLACES = 8  # of samples that are looked at
 _SEED = 20_240_229
 
 
 def agreed_samples(engine: Engine, dataset: Any) -> int:
-    """How many samples there are, once all ranks agree on that and on some of them. Collective.
+    """Return the number of samples, once all ranks agree on it and on some samples. Collective.
 
     Samples that a rank cannot read twice alike, since the data set draws numbers that no seed
     reaches, are not compared, but warned of.
@@ -151,7 +151,7 @@ def _agree_on_length(engine: Engine, samples: int) -> None:
 
 
 def _places_of(samples: int) -> list[int]:
-    """Samples to look at: the first two, and others up to the last.
+    """Return the samples to compare: the first two, and others up to the last.
 
     >>> _places_of(100), _places_of(3), _places_of(0)
     ([0, 1, 16, 33, 49, 66, 82, 99], [0, 1, 2], [])
@@ -189,7 +189,7 @@ def _generators_as_before() -> Generator[None]:
 
 
 def _seed(place: int) -> None:
-    """Samples that are augmented at random are to be the same ones on all ranks."""
+    """Seed all generators, so that samples with random augmentation are equal on all ranks."""
     import numpy as np
 
     random.seed(_SEED + place)
@@ -229,7 +229,7 @@ Rates = Callable[[int], float]
 
 
 def own_rates(job: Any, schedule: ScheduleConfig, engine: Engine, updates: int) -> Rates | None:
-    """The job's rates, if it has its own; None for those of the schedule. Collective if it has.
+    """Return the job's own rates, if it has any. Collective in that case.
 
     Raises:
         ConfigError: a schedule is configured as well.
@@ -271,7 +271,7 @@ def _rate(found: Any, named: str, update: int) -> float:
 
 
 # ----------------------------------------------------------------------
-# `facts.*` is what a person said of job and data before either was loaded. Here is the truth.
+# Comparison of `facts.*`, given before job and data were loaded, with what they are.
 
 _FIGURES = {"parameters", "dataset_samples", "bytes_on_wire_per_update", "schedule", "warnings"}
 """Of a plan, what is told but decides nothing; the schedule is there as its rates."""
@@ -338,7 +338,7 @@ class UpdateTime:
         self._said, self._seen = said, list[float]()
 
     def see(self, update_s: float) -> None:
-        """An update took so long, in seconds."""
+        """Note the seconds of an update."""
         if self._said is None:
             return
         self._seen.append(update_s)
@@ -354,11 +354,11 @@ class UpdateTime:
 
 
 # ----------------------------------------------------------------------
-# Whether the ranks go on without those that are lost, now that group and job are there.
+# Whether losses are survived, decided when group and job exist.
 
 
 def agreed_survival(config: Config, job: Any, group: Group) -> Config:
-    """`config` with `run.survive` true or false, alike on all ranks."""
+    """Return `config` with `run.survive` true or false, the same on all ranks."""
     on = planned_survival(config).on
     if config.run.survive is None and on:
         refusal = against(job, group)
@@ -369,7 +369,7 @@ def agreed_survival(config: Config, job: Any, group: Group) -> Config:
 
 
 # ----------------------------------------------------------------------
-# Did anybody ask for accelerators? Then `transport=auto` must not compute on CPUs in silence.
+# Requested accelerators: with them `transport=auto` must not silently compute on CPUs.
 
 OPTIONS = ("gpus", "gpus-per-task", "gpus-per-socket", "gres")
 HANDED_OUT = (
@@ -381,7 +381,7 @@ RESOURCES_OF_HOSTS = ("none", "tmp", "disk", "ssd", "nvme", "license", "bandwidt
 
 
 def devices_asked(cluster: ClusterConfig, env: Mapping[str, str], *, scheduled: bool) -> str:
-    """Who asked for devices, in words; "" when nobody did.
+    """Return the setting that requests devices; "" without one.
 
     >>> devices_asked(ClusterConfig(gpus_per_node="a100:4"), {}, scheduled=True)
     'cluster.gpus_per_node=a100:4'
@@ -410,7 +410,7 @@ PACKAGES = ("hydra-core", "omegaconf", "submitit", "numpy", "safetensors", "torc
 def describe_environment(
     framework_versions: Mapping[str, str], transport: str, code: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What was run and on what. Secrets are not copied: no environment variables.
+    """Describe code, packages and machine, without environment variables, which may be secret.
 
     Args:
         code: the `code_state` of what runs.

@@ -1,4 +1,4 @@
-"""What a rank of this run is: our training loop around a job, or the parent of a program."""
+"""Choice of a worker's main function: the training loop of a job, or the parent of a program."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from orchestrator.rundir.folder import RunDir
 
 
 def main_of(run: Path) -> Callable[[Path, int], int]:
-    """What to call, with the run and the attempt, to be one rank of the run in `run`; it gives the
-    exit code. Only what is needed is imported.
+    """Return the main function of a rank, from the run and the attempt to the exit code.
+
+    Import only what it needs.
     """
     if _names_program(RunDir(run)):
         from orchestrator.trainer.program import run_program
@@ -40,7 +41,7 @@ def _names_program(run: RunDir) -> bool:
 
 
 # ----------------------------------------------------------------------
-# What all ranks of a run import alike, for a process that they will be forked from.
+# Imports for the process that all ranks of a node are forked from.
 
 
 def preload(run: RunDir) -> None:

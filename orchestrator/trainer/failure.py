@@ -1,4 +1,4 @@
-"""What to do about errors of people's jobs, by the error's own words.
+"""Remedies for errors of jobs, and the record of a failure.
 
 A job was mostly written for another loop, which began a process group, moved batches and called
 backward. The errors that remain of it are Python's and torch's, and lead nowhere in this one.
@@ -61,7 +61,7 @@ _BY_KIND = {
 
 
 def remedy(error: BaseException) -> str | None:
-    """A sentence for who wrote the job; None for an error that tells nothing of this place.
+    """Return advice to the author of a job; None for an error that is not specific to this loop.
 
     >>> remedy(ValueError("Default process group has not been initialized, please …"))[:33]
     'there is no default process group'
@@ -73,11 +73,11 @@ def remedy(error: BaseException) -> str | None:
 
 
 # ----------------------------------------------------------------------
-# What a failing rank leaves behind, so that the run can say who failed first and why.
+# The record of a failure, from which the root cause of the run is found.
 
 
 def describe(error: BaseException) -> str:
-    """The cause in one line or a few: our own errors as they are, others with their type's name."""
+    """Return the cause in a few lines: our errors as they are, others with the type's name."""
     if told := _loader_worker(error):
         return told
     text = words_of(error)
@@ -99,8 +99,9 @@ _REMEDIES = {
 
 
 def _loader_worker(error: BaseException) -> str | None:
-    """A sentence about a loader's process that ended, where that is what happened: torch tells it
-    in an error of its own, raised wherever the rank happens to be, and says more in its cause.
+    """Return a sentence about a loader's process that ended, if that caused the error.
+
+    torch raises an error of its own wherever the rank is, whose cause says more.
     """
     found: list[tuple[str, str]] = []
     one: BaseException | None = error
@@ -126,9 +127,9 @@ def exit_code(error: BaseException) -> int:
 
 
 def failure_of(rank: int, node: str, error: BaseException) -> dict[str, Any]:
-    """What is kept of a rank's failure.
+    """Return the record of a rank's failure.
 
-    `secondary`: it failed only because a peer did, or differed. `hangs`: it got nowhere.
+    `secondary`: caused by another rank's failure or difference. `hangs`: without progress.
     """
     others = isinstance(error, ReplicasDiffer) and rank not in error.ranks
     return {
@@ -145,7 +146,7 @@ def failure_of(rank: int, node: str, error: BaseException) -> dict[str, Any]:
 
 
 def write_failure(run: RunDir, attempt: int, failure: dict[str, Any]) -> None:
-    """Into the attempt's folder. Where that is full or gone, it is all in the last word."""
+    """Write it into the attempt's folder. On a full disk, the agent still receives it."""
     try:
         write_json(run.failure(attempt, failure["rank"]), failure)
     except OSError as error:

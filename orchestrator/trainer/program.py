@@ -1,4 +1,4 @@
-"""Whether a program's rank comes to where the others are: seen from its connections, from outside.
+"""The parent of a program's rank: start it, watch it from outside, report how it ended.
 
 A rank that is stuck before it joins (in an import, say) leaves the others waiting for the half hour
 that torch gives it. Its own parent sees that the place is served and that it has no connection to
@@ -79,7 +79,7 @@ from orchestrator.trainer.rank_log import send_output_to
 
 
 class Joining:
-    """One rank's; asked every second until it has joined."""
+    """Whether a rank joins the others. `look` is called each second until it has."""
 
     def __init__(
         self, place: MeetingPlace, rank: int, cluster: ClusterConfig, attendance: Attendance
@@ -94,7 +94,7 @@ class Joining:
         self._joined = self._told = self._stands = False
 
     def look(self, pid: int) -> None:
-        """Raises `RankHangs` once it is sure that this rank keeps the others waiting."""
+        """Raise `RankHangs` once it is certain that the others wait for this rank."""
         if self._joined:
             return
         now = time.monotonic()
@@ -200,7 +200,7 @@ class PassingOn:
             return
 
     def _heeding(self, pid: int) -> int | None:
-        """The process that asks `should_stop`, as long as it is there."""
+        """Return the process that asks `should_stop`, while it lives."""
         found = read_number(str(self._note))
         ours = found in (pid, *descendants(pid)) and state_of(found) not in "ZX"
         return found if ours else None
@@ -292,7 +292,7 @@ def _say(error: BaseException) -> None:
 
 
 class _Parent:
-    """The program of this rank, and what is known of it."""
+    """The program of this rank, from its start to its end."""
 
     def __init__(
         self, run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
@@ -388,8 +388,10 @@ class _Parent:
             raise OrchestratorError(named) from error
 
     def _ignored(self, program: Program) -> list[signal.Signals]:
-        """A scheduler sends its notice to every process of a rank; the program is to hear of it
-        once, as the signal that it knows.
+        """Return the signals that the program ignores.
+
+        A scheduler sends its notice to all processes of a rank, but the program expects it once, as
+        its own stop signal.
         """
         notice = signal.SIGUSR2
         return [notice] if self._topology.scheduled and notice != self._signal(program) else []
@@ -433,7 +435,7 @@ class _Parent:
         return child.returncode
 
     def _look(self, joining: Joining, pid: int) -> None:
-        """Raises `RankHangs`, with the place of what in the program answers when it is asked."""
+        """Raise `RankHangs` with the stack of any process of the program that answers."""
         try:
             joining.look(pid)
         except RankHangs as error:
@@ -441,12 +443,12 @@ class _Parent:
             raise RankHangs(f"{error}{asked}") from error
 
     def depart(self) -> None:
-        """After a stop: note that the run goes on later, where it does; whoever comes first."""
+        """Note after a stop that the run continues later, if no other rank has."""
         if not self._run.departure(self._attempt).exists():
             self._attendance.leave(None)
 
     def end_program(self) -> None:
-        """Whatever happened, nothing of the program is left, and the log ends with a whole line."""
+        """End all processes of the program; end the log with a whole line."""
         if self._child is not None and self._child.poll() is None:
             end_all(self._child.pid)
             self._child.wait()
@@ -464,7 +466,7 @@ class _Parent:
             print(f"{ended} processes that the program left running were ended", flush=True)
 
     def _said(self) -> str:
-        """The end of what the program said in this attempt."""
+        """Return the end of the program's output in this attempt."""
         with self._log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._began_at, size - LOOKED_AT_BYTES))

@@ -1,4 +1,6 @@
-"""Where a program's ranks meet: a port of the first node, told through the run folder.
+"""A program's rendezvous, command line and variables.
+
+Its ranks meet at a port of the first node, which the run folder names.
 
 torchrun would look for a free port and let go of it, and another run may take it before the program
 does. Here it is kept for as long as the program runs (`listening.keep_port`).
@@ -85,7 +87,7 @@ def find(
 
 
 # ----------------------------------------------------------------------
-# What a program is told: its command line and its variables, exactly as its own launcher would.
+# Command line and variables of a program, exactly as its own launcher sets them.
 
 HIDDEN = (
     "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",
@@ -119,7 +121,7 @@ class Start:
 
 
 def command_line(program: Program, copies: Mapping[Path, Path]) -> list[str]:
-    """What is executed, a script or module in the copy of the code where there is one."""
+    """Return the command to execute; a script or module comes from the copy of the code, if any."""
     python = [sys.executable, "-u"]
     if program.is_module:
         # Python would begin its path with the working folder, whose files may have been edited.
@@ -185,8 +187,9 @@ def _ours(start: Start) -> dict[str, str]:
 def _search_path(
     found: dict[str, str], env: Mapping[str, str], program: Program, copies: Mapping[Path, Path]
 ) -> None:
-    """The user's own PYTHONPATH, in the copies where there are any; a batch script has put ours
-    before it. Of a module the folder that holds it comes first, as Python has it.
+    """Set the user's own PYTHONPATH, within the copies if there are any, without our entries.
+
+    For a module, the folder that holds it comes first, as in Python.
     """
     if OUTER_PATH_VARIABLE not in env:
         return

@@ -133,7 +133,7 @@ class ProgramFailed(OrchestratorError):
 
 
 def error_of(status: int, log: str, error_file: Path) -> OrchestratorError:
-    """What ended the program, as an error: `PeerLost` where it only followed another's end.
+    """Return what ended the program, as an error: `PeerLost` if another rank's end caused it.
 
     Args:
         status: as of `subprocess`, not 0.
@@ -149,7 +149,7 @@ def error_of(status: int, log: str, error_file: Path) -> OrchestratorError:
 
 
 def describe_end(status: int) -> str:
-    """An exit status in words; shells give 128 + n for a child that signal n killed.
+    """Describe an exit status; shells return 128 + n for a child that signal n killed.
 
     >>> describe_end(-9), describe_end(3)
     ('killed by signal 9 (SIGKILL)', 'exited with code 3')
@@ -163,7 +163,7 @@ def describe_end(status: int) -> str:
 
 
 def raised_in(log: str) -> str | None:
-    r"""The last exception that a log ends with: its line, and what its text has beside.
+    r"""Return the last exception in a log: its line, and the further lines of its text.
 
     >>> raised_in("x\nTraceback (most recent call last):\n  File …\nValueError: no\n")
     'ValueError: no'
@@ -187,7 +187,7 @@ def raised_in(log: str) -> str | None:
 
 
 def _of_error_file(path: Path) -> str | None:
-    """What torch.distributed.elastic's error handler wrote, as far as it is that."""
+    """Return the message that torch.distributed.elastic's error handler wrote, if it did."""
     try:
         value: Any = json.loads(read_end(path, LOOKED_AT_BYTES))
         message = value["message"]

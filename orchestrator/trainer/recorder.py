@@ -1,20 +1,15 @@
-"""A file of lines that survives a disk without room: what cannot be written now is kept and follows
-later, in order; a reader never sees a line with a piece missing.
-"""
+"""Rank 0's record of a run: metrics.jsonl, checkpoints, lines of its log, trackers, the result."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
 from orchestrator.client.loop import update_line
@@ -28,61 +23,13 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plugins import TRACKERS
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.checkpoints import Saves
-from orchestrator.rundir.files import APPENDING, open_nofollow
+from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import ProgressWriter, read_metrics, read_progress
 from orchestrator.rundir.warnings import NewWarnings, warn
 from orchestrator.trainer.consistency_checks import UpdateTime
 from orchestrator.trainer.loop import Callback, Done, Outcome
 from orchestrator.units import format_learning_rate, format_number, format_rate
-
-MOST_LINES = 100_000  # kept in memory, some 70 MB of metrics; the oldest are given up first
-
-
-class LineFile:
-    """Appends whole lines. Its owner is the only writer.
-
-    Attributes:
-        lost: lines that were given up, since more than `MOST_LINES` waited.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = open_nofollow(path, APPENDING)
-        self._waiting: deque[bytes] = deque(maxlen=MOST_LINES)
-        self.lost = 0
-
-    @property
-    def waiting(self) -> int:
-        """How many lines could not be written yet."""
-        return len(self._waiting)
-
-    def write(self, line: str) -> None:
-        """Append `line`, after those that wait. Raises `OSError` when it has to wait as well."""
-        self.lost += len(self._waiting) == MOST_LINES
-        self._waiting.append(line.encode() + b"\n")
-        self.flush()
-
-    def flush(self) -> None:
-        """Append what waits. Raises `OSError` when there is no room for all of it."""
-        while self._waiting:
-            end = os.fstat(self._descriptor).st_size
-            line = self._waiting[0]
-            try:
-                written = os.write(self._descriptor, line)
-                if written < len(line):  # the last bytes there were: once more, for the reason
-                    os.write(self._descriptor, line[written:])
-            except OSError:
-                os.ftruncate(self._descriptor, end)
-                raise
-            self._waiting.popleft()
-
-    def close(self) -> None:
-        """Raises `OSError` when lines are left that there is no room for."""
-        try:
-            self.flush()
-        finally:
-            os.close(self._descriptor)
-
 
 # ----------------------------------------------------------------------
 # Why an attempt was needed, and what was lost of the one before it.
@@ -91,7 +38,7 @@ NO_WORD = "it ended without a word: a node failed, or the time to stop was too s
 
 
 def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) -> dict[str, object]:
-    """The content of restart.json, for an attempt that begins after `updates` updates."""
+    """Return the content of restart.json for an attempt that begins after `updates` updates."""
     queued = topology.scheduled and not run.read_submission().get("held")
     why = RESUMED
     if topology.restarts or not queued:  # else somebody has submitted it once more
@@ -109,7 +56,7 @@ def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) ->
 
 
 # ----------------------------------------------------------------------
-# What is recorded of changes of the group: who is gone, and who has come.
+# Notes of changes of the group: lost ranks and replacements.
 
 Notes = dict[str, Any]
 WHO = {"survived": "gone", "joined": "came"}
@@ -126,7 +73,7 @@ def notes_of(
     *,
     redone: bool = True,
 ) -> Notes:
-    """Of one change.
+    """Return the notes of one change.
 
     Args:
         gone, came: ranks.
@@ -144,7 +91,7 @@ def notes_of(
 
 
 def merged(earlier: Notes, later: Notes) -> Notes:
-    """Both as one, with the facts of the later group.
+    """Merge notes, with the facts of the later group.
 
     >>> first = {"survived": {"generation": 1, "ranks": 3, "gone": [2], "seconds": 0.5}}
     >>> merged(first, {"survived": {"generation": 2, "ranks": 2, "gone": [0], "seconds": 0.25}})
@@ -256,8 +203,7 @@ class Saving:
         return self._thread is not None and self._thread.is_alive()
 
     def ended(self, *, wait: bool) -> Written | None:
-        """What came of the checkpoint that was begun last, once; None while it is being written,
-        and where there is none.
+        """Return how the latest checkpoint ended, once; None while it is written and without one.
 
         Args:
             wait: until it is written.
@@ -298,7 +244,7 @@ class UpdateLines:
         return min(LONGEST_S, max(SHORTEST_S, (now - self._began) / LINES))
 
     def update(self, update: int, *, loss: float, learning_rate: float, samples: int) -> None:
-        """An update (from 0) is done. The first and the last one are always told."""
+        """Log an update (from 0) now and then; always the first and the last one."""
         now = self._clock()
         self._samples += samples
         since = now - self._last
@@ -350,7 +296,7 @@ def result_of(
     memory: dict[str, list[int]],
     unwritten: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The values of result.json.
+    """Return the values of result.json.
 
     Args:
         unwritten: changes of the group after the last update, which no line has.
@@ -384,7 +330,7 @@ def result_of(
 
 
 # ----------------------------------------------------------------------
-# Where scalars go beside metrics.jsonl: `Tracker`, and what keeps one from ending a training.
+# Trackers, and a wrapper that keeps their errors from ending a training.
 
 
 class Tracker(ABC):
@@ -402,7 +348,7 @@ class Tracker(ABC):
     title: str = "what tracker.kind wants"
 
     def __init__(self, run: RunDir, config: Config) -> None:
-        """Raises `ConfigError` for options that cannot be; the run then does not begin."""
+        """Prepare to write. Raise `ConfigError` for invalid options, which ends the run."""
         self.run, self.config = run, config
         self.options = options_of(self.Options, config.tracker.options, "tracker.options")
 
@@ -428,7 +374,7 @@ class Scalars:
         self._try(lambda tracker: tracker.close())
 
     def _try(self, write: Callable[[Tracker], None]) -> None:
-        """A writer need not be able to go on after an error, so scalars end with the first."""
+        """Write, unless the tracker failed before: it need not work after an error."""
         tracker = self._tracker
         if tracker is None:
             return
@@ -444,7 +390,7 @@ class Scalars:
 
 
 # ----------------------------------------------------------------------
-# What rank 0 writes down: metrics.jsonl, scalars, checkpoints, where it stands.
+# The callback that writes all of this.
 
 
 class Progress(Callback):
@@ -616,7 +562,7 @@ class Recorder(Callback):
 
 
 def _warn_of_metrics(report: BoundaryReport) -> None:
-    """What `Loss.metrics` came to; a loss that is not finite is `train.on_non_finite`'s."""
+    """Warn of metrics that are not finite; for the loss there is `train.on_non_finite`."""
     for name, value in report.metrics.items():
         if not math.isfinite(value):
             warn(

@@ -1,4 +1,4 @@
-"""Where ranks begin from: the newest sound checkpoint, the same on all of them."""
+"""Setup of a rank: its job, group, engine and plan, and the checkpoint that it starts from."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from orchestrator.trainer.survival import Survivors, may_stay_out
 
 
 def restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> bool:
-    """Load it where there is one; rank 0 chooses. Whether there is. Collective."""
+    """Load the newest sound checkpoint, if any, and return whether there is one. Collective."""
     own = run.identity
     if rank == 0:
         checkpoint.make_again(run.checkpoints)
@@ -93,7 +93,7 @@ class Training:
     recorder: Recorder | None = None
 
     def save(self) -> None:
-        """A checkpoint of the last update. Collective."""
+        """Write a checkpoint after the last update. Collective."""
         if self.outcome.updates:
             self.engine.gather_state()
             if self.recorder is not None:
@@ -101,12 +101,12 @@ class Training:
                 self.recorder.settle()
 
     def over(self) -> bool:
-        """Whether no window follows."""
+        """Return whether no window follows."""
         assert self.planned.updates is not None  # noqa: S101  # the data set is known here
         return self.outcome.over(self.planned.updates)
 
     def back(self, rank: int) -> int | None:
-        """To the newest checkpoint: how many updates that takes back; None without one. Collective.
+        """Load the newest checkpoint; return how many updates that loses, None without one.
 
         Args:
             rank: of this one in the group as it is now.
@@ -120,7 +120,7 @@ class Training:
         return max(0, stood - outcome.updates)
 
     def write(self) -> Recorder:
-        """This rank writes from now on."""
+        """Make this rank the one that writes."""
         assert self.planned.updates is not None  # noqa: S101  # the data set is known here
         self.recorder = Recorder(
             self.run, self.attempt, self.config, self.engine, self.planned.updates
@@ -134,7 +134,7 @@ class Training:
         return planned.traffic.among(self.others.place[1] if self.others else planned.ranks)
 
     def _miss_lines(self) -> None:
-        """Say which lines nobody can write any more."""
+        """Warn of lines that no rank can write any more."""
         outcome = self.outcome
         first = outcome.kept[0].window.update if outcome.kept else outcome.updates
         if outcome.recorded < first:
@@ -274,7 +274,7 @@ def refuse_arguments(dotted: str, target: type, arguments: Mapping[str, Any]) ->
 
 
 def framework_of(job: Job, config: Config) -> str:
-    """The engine to use. Raises `JobError` when the job was written for another one."""
+    """Return the framework to use. Raise `JobError` if the job was written for another one."""
     own = getattr(job, "framework", "torch")
     asked = config.engine.framework
     if asked not in ("auto", own):
@@ -288,7 +288,7 @@ def framework_of(job: Job, config: Config) -> str:
 
 
 def engine_settings(config: Config, job: Job) -> EngineSettings:
-    """What of the configuration an engine needs: what has the same name in both is the same."""
+    """Return an engine's settings; fields with the same name in both are the same."""
     own: dict[str, Any] = {
         "leaf_size": config.accumulation.micro_batch,
         "optimizer": config.optimizer,
@@ -319,8 +319,9 @@ def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag
 
 
 def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
-    """The plan, now that the model and the data set are known; raises what `compare_facts` does
-    where the configuration said something else of them. Collective.
+    """Return the plan for the actual model and data set. Collective.
+
+    Raises what `compare_facts` does if they differ from the configured facts.
     """
 
     def plan_with(parameters: int | None, samples: int | None) -> Plan:
@@ -341,7 +342,7 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
 
 
 def _environment_before(run: RunDir) -> dict[str, Any] | None:
-    """What the attempt before computed with; None, and a warning, where that cannot be read."""
+    """Return the environment of the attempt before; None, with a warning, if it is unreadable."""
     try:
         return run.read_environment()
     except RunFolderError as error:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from orchestrator.trainer.recorder import LineFile
+from orchestrator.rundir.files import LineFile
 from tests.helpers import ROOT
 
 
