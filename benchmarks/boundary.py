@@ -21,7 +21,7 @@ share is higher than in most trainings."""
 
 
 def table(data: dict[str, Any]) -> str:
-    """A line for each K."""
+    """Return the table: a line for each K."""
     lines = [
         "| K | update (ms) | boundary beyond reduction and step (ms) | share | quartiles |",
         "|---:|---:|---:|---:|---:|",
@@ -37,7 +37,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def body(data: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     return f"{data['parameters'] / 1e6:.1f} million parameters. {NOTE}\n\n{table(data)}"
 
 

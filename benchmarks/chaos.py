@@ -32,7 +32,7 @@ of the next attempt was done, with the start of its processes. Medians, and the 
 
 
 def draws(seed: int, count: int) -> Iterator[Draw]:
-    """All kinds in turn, in an order of the seed's, each at a moment of the seed's."""
+    """Return faults of all kinds in turn, in an order and at moments drawn from the seed."""
     chance = random.Random(seed)  # noqa: S311  # it has to repeat
     kinds: list[str] = []
     for _ in range(count):
@@ -61,7 +61,7 @@ def play(
 
 
 def summary(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
-    """The figures, over all faults and by kind."""
+    """Return the figures, over all faults and by kind."""
 
     def spread(values: list[float]) -> dict[str, float | int] | None:
         return Spread.of(values).rounded(3) if values else None
@@ -87,7 +87,7 @@ def summary(outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """A line for each kind of fault, and one for all."""
+    """Return the table: a line for each kind of fault, and one for all."""
     lines = [
         "| fault | runs | as undisturbed | noticed (s) | updates again (s) | updates redone |",
         "|---|---:|---:|---:|---:|---:|",
@@ -99,7 +99,7 @@ def table(data: dict[str, Any]) -> str:
 
 
 def _cell(spread: dict[str, float] | None) -> str:
-    """Median, and the highest where there is more than one."""
+    """Return the median, and the highest value if there are several."""
     if spread is None:
         return ""
     most = f" (to {spread['high']:.3g})" if spread["count"] > 1 else ""
@@ -107,7 +107,7 @@ def _cell(spread: dict[str, float] | None) -> str:
 
 
 def body(data: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     wrong = [f"- {line}" for line in data["wrong"]] or ["None was otherwise."]
     share = data["all"]["scheduler_s"]
     said = (
@@ -120,7 +120,7 @@ def body(data: dict[str, Any]) -> str:
 
 
 def main(*, quick: bool, seed: int = 0, faults: int = 40) -> None:
-    """Play, print as it goes, keep the figures. Ends with 1 when one run was not as undisturbed."""
+    """Run all faults, print and keep the figures. Exit with 1 if one run differs."""
     base = Path(tempfile.mkdtemp(prefix="chaos-"))
     with dev_cluster("chaos", base=base, remove=True) as cluster:
         chosen = list(draws(seed, 8 if quick else faults))

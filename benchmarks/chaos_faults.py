@@ -112,7 +112,7 @@ def _node_down(scene: Scene) -> None:
 
 
 def _node_empty(scene: Scene) -> None:
-    """On a node that is not the batch script's, tasks and their step daemon vanish."""
+    """End the tasks and step daemon of a node that is not the batch script's."""
     breaking.kill_jobs(scene.cluster, scene.nodes()[-1])
 
 
@@ -130,7 +130,7 @@ def _away(stop: Callable[[DevCluster], None]) -> Callable[[Scene], None]:
 
 
 def _away_and_kill(scene: Scene) -> None:
-    """A rank dies while nobody can be asked what the scheduler thinks of it."""
+    """Kill a rank while the scheduler does not answer."""
     breaking.stop_controller(scene.cluster)
     _kill_rank(scene)
     time.sleep(AWAY_S)
@@ -142,7 +142,7 @@ def _cancel(scene: Scene) -> None:
 
 
 def _cancel_and_requeue(scene: Scene) -> None:
-    """A requeue must not undo what a person said."""
+    """Cancel and requeue: a requeue must not undo the user's cancel."""
     scene.verb("cancel", scene.run)
     _requeue(scene)
 

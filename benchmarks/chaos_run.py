@@ -119,7 +119,7 @@ class Disturbed:
             return False
 
     def _held(self) -> bool:
-        """Whether SLURM waits for a person, since a node still had the job's last start."""
+        """Return whether SLURM holds the job, since a node still had its last start."""
         query = ("squeue", "-h", "-a", "-j", self._job, "-o", "%r")
         try:
             return "requeued held" in self._cluster.command(*query)
@@ -127,7 +127,7 @@ class Disturbed:
             return False
 
     def _let_go(self) -> None:
-        """What a person would do, who reads in `status` that it waits for them."""
+        """Release the job, as a user would who sees in `status` that it is held."""
         self._state()
         if self._held() and not (self._run / "result.json").exists():
             self._cluster.command("scontrol", "release", self._job)
@@ -245,6 +245,6 @@ class Disturbed:
 
 
 def undisturbed(folder: Path) -> str:
-    """The digest of the same plan, local."""
+    """Return the digest of the same plan, run locally."""
     _must("orchestrator.launch", *PLAN, f"run.dir={folder}", "-q")
     return str(_json(folder / "result.json")["weights_sha256"])

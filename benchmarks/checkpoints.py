@@ -58,12 +58,12 @@ class Timed:
 
 
 def body(data: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     return f"{NOTE}\n\n{table(data)}"
 
 
 def table(data: dict[str, Any]) -> str:
-    """A line for each way."""
+    """Return the table: a line for each way."""
     lines = [
         "| a checkpoint is written | training stands still (s) | quartiles | ratio | quartiles |",
         "|---|---:|---:|---:|---:|",
@@ -94,7 +94,7 @@ class Training:
         self._engine, self._update = build_engine(Net(), settings, group), 0
 
     def stands_still(self, way: str) -> float:
-        """For how many seconds, for one checkpoint. `way`: how it is written."""
+        """Return for how many seconds one checkpoint stops training. `way`: how it is written."""
         timed, still = Timed(self._engine), 0.0
         saving = Saving(timed, background=way == BACKGROUND)  # type: ignore[arg-type]  # the part that is used
         folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))

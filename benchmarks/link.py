@@ -1,8 +1,9 @@
-"""Networks of a known speed between ranks, whose bytes nobody else adds to.
+"""Networks of a known speed between ranks, without other traffic.
 
 As root, ranks on the loopback get a network namespace to themselves, and ranks on a link one each,
 joined by a bridge, with a token bucket in both directions where a rate is asked for. Otherwise
-ranks share the machine's loopback, whose counters are everybody's, so bytes are not counted.
+ranks share the machine's loopback, whose counters include other processes, so bytes are not
+counted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Link:
 
 
 def cannot_make_networks() -> str | None:
-    """Why namespaces and shaping are not at hand; None when they are."""
+    """Return why namespaces and shaping are not available; None if they are."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
     absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -54,7 +55,7 @@ def _run(*words: str) -> None:
 
 @contextmanager
 def _namespace(name: str) -> Generator[tuple[str, ...]]:
-    """A network namespace with its loopback up; gives the words that enter it."""
+    """Make a network namespace with its loopback up; return the command prefix that enters it."""
     _run("ip", "netns", "add", name)
     try:
         _run("ip", "-n", name, "link", "set", "lo", "up")
@@ -64,13 +65,13 @@ def _namespace(name: str) -> Generator[tuple[str, ...]]:
 
 
 def alone() -> Link:
-    """One rank, which has nobody to talk to."""
+    """Return the link of a single rank."""
     return Link(name="none", prefixes=((),), address="127.0.0.1", interface="lo", senders=None)
 
 
 @contextmanager
 def loopback(ranks: int) -> Generator[Link]:
-    """All ranks on one loopback: one of their own where that can be made, else the machine's."""
+    """Return one loopback for all ranks: their own if possible, else the machine's."""
     if cannot_make_networks():
         yield Link(
             name="loopback", prefixes=((),) * ranks, address="127.0.0.1", interface="lo",
@@ -86,11 +87,11 @@ def loopback(ranks: int) -> Generator[Link]:
 
 @contextmanager
 def switched(ranks: int, rate: str | None, name: str) -> Generator[Link]:
-    """Every rank on a node of its own, all on one switch.
+    """Return a link with every rank on a node of its own, all on one switch.
 
     Args:
         ranks: 1 to 250.
-        rate: of each node's link, both ways, as tc spells it ("1gbit"); None for as fast as it is.
+        rate: of each node's link, both ways, as tc spells it ("1gbit"); None: unlimited.
         name: for tables.
 
     Raises:
@@ -127,7 +128,7 @@ def _plug_in(node: str, switch: str, port: str, address: str, rate: str | None) 
 
 
 def sent_bytes(interface: str) -> int:
-    """What left this process's `interface` so far, headers included."""
+    """Return the bytes sent on this process's `interface` so far, headers included."""
     for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == interface:

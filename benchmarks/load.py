@@ -61,7 +61,7 @@ class Counting:
         )  # fmt: skip
 
     def watcher(self, run: Path) -> subprocess.Popen[bytes]:
-        """One who follows a run from another shell."""
+        """Start a follower of a run, as from another shell."""
         return subprocess.Popen(
             [sys.executable, "-m", "orchestrator", "attach", str(run)],
             env=self._env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -69,12 +69,12 @@ class Counting:
 
     @property
     def calls(self) -> int:
-        """Of SLURM's commands, since the beginning."""
+        """Return the calls of SLURM's commands since the beginning."""
         return len(self._log.read_text().splitlines()) if self._log.exists() else 0
 
 
 def file_operations(pids: dict[str, int], seconds: float) -> dict[str, float]:
-    """System calls that name a file, a second, of each of these processes and its threads."""
+    """Return file system calls a second, of each of these processes and its threads."""
     with tempfile.TemporaryDirectory() as folder:
         traces = {
             name: subprocess.Popen(
@@ -98,7 +98,7 @@ def file_operations(pids: dict[str, int], seconds: float) -> dict[str, float]:
 
 
 def _idle(pids: Iterable[int]) -> bool:
-    """Whether these have done nothing much for a few seconds."""
+    """Return whether these have been idle for a few seconds."""
 
     def used() -> float:
         return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
@@ -110,7 +110,7 @@ def _idle(pids: Iterable[int]) -> bool:
 
 @contextmanager
 def _started(counting: Counting, cluster: DevCluster, run: Path) -> Iterator[dict[str, int]]:
-    """A job of two nodes with two ranks each whose rank 0 is stopped at its start: pids by rank."""
+    """Start a job of two nodes with two ranks each, with rank 0 stopped; return pids by rank."""
     counting.launch(
         f"run.dir={run}", "cluster.ranks_per_node=2", "train.updates=100000", "job.pause_s=0.02"
     )
@@ -149,7 +149,7 @@ def _operations(counting: Counting, cluster: DevCluster, base: Path, seconds: fl
 
 
 def _scheduler_calls(counting: Counting, base: Path, seconds: float) -> list[list[Any]]:
-    """To submit `JOBS` jobs by one sweep, and a minute while their user follows them all."""
+    """Count calls to submit `JOBS` jobs by a sweep, and in a minute of following them."""
     later, folder = "+cluster.slurm_flags.begin=now+3600", base / "watched"
     values = ",".join(str(seed) for seed in range(JOBS))
     counting.launch("-m", f"train.seed={values}", later, f"run.dir={folder}/${{train.seed}}",
@@ -187,11 +187,11 @@ def main(*, quick: bool = False) -> None:
 
 
 def table(data: dict[str, Any]) -> str:
-    """What is counted, and how many."""
+    """Return the table of counts."""
     rows = [f"| {what} | {figure:.3g} |" for what, figure in data["rows"]]
     return "\n".join(["| | counted |", "|---|---:|", *rows])
 
 
 def body(data: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     return f"{(__doc__ or '').strip()}\n\n{table(data)}"

@@ -36,7 +36,7 @@ class Spread:
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Spread:
-        """The spread of one figure or more.
+        """Return the spread of one figure or more.
 
         >>> Spread.of([1.0, 2.0, 3.0, 4.0, 100.0]).median
         3.0
@@ -48,7 +48,7 @@ class Spread:
         )
 
     def rounded(self, digits: int = 4) -> dict[str, float | int]:
-        """For JSON: as many significant digits as mean something."""
+        """Round for JSON to the significant digits."""
         return {
             key: value if key == "count" else float(f"{value:.{digits}g}")
             for key, value in asdict(self).items()
@@ -56,9 +56,9 @@ class Spread:
 
 
 def turns(names: Sequence[str], repetitions: int) -> list[list[str]]:
-    """Who runs when: everybody once a round, each round beginning with another.
+    """Return the order of contenders: each once a round, each round beginning with another.
 
-    The stride changes too, so that who follows whom does not stay the same.
+    The stride changes too, so that each contender follows different ones.
 
     >>> turns(["a", "b", "c"], 3)
     [['a', 'b', 'c'], ['b', 'a', 'c'], ['c', 'a', 'b']]
@@ -85,7 +85,7 @@ def interleaved(
 
 
 def ratios(figures: Mapping[str, Sequence[float]], reference: str) -> dict[str, list[float]]:
-    """Each contender to the reference in the same repetition: what drifts cancels out."""
+    """Return each contender's ratio to the reference in the same repetition: drift cancels out."""
     base = figures[reference]
     return {
         name: [one / other for one, other in zip(found, base, strict=True)]
@@ -94,7 +94,7 @@ def ratios(figures: Mapping[str, Sequence[float]], reference: str) -> dict[str, 
 
 
 def rows_of(figures: Mapping[str, Sequence[float]], reference: str) -> list[dict[str, Any]]:
-    """For JSON: name, spread, and spread of the ratios to the reference, of each contender."""
+    """Return rows for JSON: name, spread, and spread of the ratios to the reference."""
     relative = ratios(figures, reference)
     return [
         {
@@ -107,14 +107,14 @@ def rows_of(figures: Mapping[str, Sequence[float]], reference: str) -> list[dict
 
 
 def wait_for(condition: Callable[[], Any], what: str, patience_s: float = 150.0) -> Any:
-    """Its first value that is true. Raises `TimeoutError` when there is none in time."""
+    """Return the first true value. Raises `TimeoutError` when there is none in time."""
     if value := first_true(condition, seconds=patience_s):
         return value
     raise TimeoutError(f"{what} did not come within {patience_s:g} s")
 
 
 def machine() -> dict[str, Any]:
-    """What it was measured on, and how busy that was."""
+    """Describe the machine, and its load."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -136,7 +136,7 @@ def machine() -> dict[str, Any]:
 
 
 def keep(name: str, data: Mapping[str, Any], *, quick: bool) -> None:
-    """Write `results/<name>.json`; `quick` is told wherever its figures are shown."""
+    """Write `results/<name>.json`; `quick` is noted with its figures."""
     RESULTS.mkdir(exist_ok=True)
     whole = {"quick": quick, **data}
     text = json.dumps(whole, indent=1) + "\n"
@@ -144,5 +144,5 @@ def keep(name: str, data: Mapping[str, Any], *, quick: bool) -> None:
 
 
 def kept(name: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """Read a result back. Raises `FileNotFoundError` when nobody has measured it."""
+    """Read a result back. Raises `FileNotFoundError` if it was not measured."""
     return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))

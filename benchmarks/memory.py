@@ -51,7 +51,7 @@ def _environment() -> dict[str, str]:
 
 
 def plain_peak() -> int:
-    """Bytes of the plain loop's process."""
+    """Return the peak of the plain loop's process, in bytes."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PLAIN)],
         env=_environment(), capture_output=True, text=True, check=True,
@@ -60,7 +60,7 @@ def plain_peak() -> int:
 
 
 def our_peaks(ranks: int, steps: int) -> list[int]:
-    """Bytes of each rank's process."""
+    """Return the peak of each rank's process, in bytes."""
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
         subprocess.run(
@@ -76,7 +76,7 @@ def our_peaks(ranks: int, steps: int) -> list[int]:
 
 
 def body(data: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     buffer = data["gradient_bytes"]
     plain = data["rows"][0]["peak_bytes"]
     lines = [

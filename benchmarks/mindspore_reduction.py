@@ -27,7 +27,7 @@ BUCKETS_MIB = (25.0, 4.0)
 
 
 def rank_main(folder: Path, rank: int, repetitions: int) -> None:
-    """One rank: measures all sets; rank 0 leaves the figures."""
+    """Measure all sets on one rank; rank 0 writes the figures."""
     os.environ.setdefault("GLOG_v", "3")
     from mindspore import Tensor, nn, ops
 

@@ -63,7 +63,7 @@ JOB = """
 
 
 def _last_stamp(command: list[str], folder: Path) -> float:
-    """Seconds from starting `command` to the last rank's stamp."""
+    """Return seconds from starting `command` to the last rank's stamp."""
     stamps = folder / "stamps"
     shutil.rmtree(stamps, ignore_errors=True)
     stamps.mkdir()
@@ -92,7 +92,7 @@ def _free_port() -> int:
 
 
 def contenders(folder: Path) -> dict[str, Callable[[], float]]:
-    """Both ways, as functions that give seconds."""
+    """Return both ways, as functions that return seconds."""
     for name, text in (("stamp.py", STAMP), ("script.py", SCRIPT), ("start_job.py", JOB)):
         (folder / name).write_text(textwrap.dedent(text))
     count = iter(range(10**6))

@@ -77,7 +77,7 @@ class Ours:
         self.update = 0
 
     def seconds(self) -> float:
-        """Milliseconds an update."""
+        """Return milliseconds an update."""
         began = time.perf_counter()
         for _ in range(UPDATES):
             work = tuple(
@@ -134,7 +134,7 @@ class Bare:
         self.micro_step, self.boundary, self.batches = micro_step, boundary, batches()
 
     def seconds(self) -> float:
-        """Milliseconds an update."""
+        """Return milliseconds an update."""
         factor = Tensor(1.0 / (STEPS * SIZE), ms.float32)
         began = time.perf_counter()
         for _ in range(UPDATES):

@@ -1,4 +1,4 @@
-"""One rank beside a plain loop, on the CPU and on a GPU: the price where nobody talks."""
+"""One rank compared with a plain loop, on the CPU and on a GPU: the cost without communication."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ REFERENCE = "plain loop"
 
 
 def devices() -> dict[str, str | None]:
-    """The devices, each with why it cannot be used; None when it can."""
+    """Return the devices, each with why it cannot be used; None if it can."""
     absent = None if torch.cuda.is_available() else "needs CUDA, and torch sees no GPU"
     return {"cpu": None, "cuda": absent}
 
 
 def measured(device: str, steps: list[int], *, quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Times of both nets and peak memory of the larger, of everybody who is installed."""
+    """Return times of both nets and peak memory of the larger, of each installed contender."""
     names = [name for name in ALL if missing(name) is None]
     common = {"leaves": steps, "device": device}
     where = {"ranks": 1, "link": device}

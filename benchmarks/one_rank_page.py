@@ -17,7 +17,7 @@ def _peak(rows: list[Row]) -> str:
 
 
 def body(data: Row) -> str:
-    """The page: times, and peak memory of the larger net."""
+    """Return the page: times, and peak memory of the larger net."""
     parts = [METHOD, peers_page.verdict(data)]
     parts += [f"Skipped: {name}, which {reason}." for name, reason in data["skipped"].items()]
     parts += ["## Time of an update", tables.times(data), "## Peak memory (MiB)"]

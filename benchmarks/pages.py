@@ -38,7 +38,7 @@ _MARKED = re.compile(
 
 
 def table(part: Result) -> str:
-    """A table of contenders with ratios; several figures of a contender side by side."""
+    """Return a table of contenders with ratios; several figures of one are side by side."""
     figures = part["figures"]
     head = [f"{name} | quartiles | ratio" for name in figures]
     lines = [f"| contender | {' | '.join(head)} |", "|---|" + "---:|" * 3 * len(figures)]
@@ -56,7 +56,7 @@ def table(part: Result) -> str:
 
 
 def tables(data: Result) -> str:
-    """All parts of a plain result, each with its heading if it has one."""
+    """Return all parts of a plain result, each with its heading if it has one."""
     parts = [
         f"{part['heading']}:\n\n{table(part)}" if part["heading"] else table(part)
         for part in data["parts"]
@@ -100,13 +100,13 @@ _BLOCKS: dict[str, Callable[[Result], str]] = {
 
 
 def page(name: str, data: Result) -> str:
-    """The whole page of one result."""
+    """Return the whole page of one result."""
     title, body = _BODIES.get(name, (data.get("title", name), _plain))
     return f"# {title}\n\n{made_on(data)}\n\n{body(data)}\n"
 
 
 def made_on(data: Result) -> str:
-    """Where it was measured, in one sentence, and whether in a hurry."""
+    """Describe the machine in one sentence, and whether the run was quick."""
     machine = data["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     loads = [machine["load"], *data.get("load", [])]
@@ -118,11 +118,11 @@ def made_on(data: Result) -> str:
 
 
 def filled(text: str, folder: Path = RESULTS) -> str:
-    """`text` with the figures of the results in `folder` between its comments.
+    """Return `text` with the figures of the results in `folder` between its comments.
 
     Raises:
-        KeyError: a comment names a block that nobody makes.
-        FileNotFoundError: nobody has measured it.
+        KeyError: a comment names an unknown block.
+        FileNotFoundError: the result was not measured.
     """
 
     def figures(found: re.Match[str]) -> str:
@@ -136,7 +136,7 @@ def filled(text: str, folder: Path = RESULTS) -> str:
 
 
 def documents() -> list[Path]:
-    """Every document that may hold figures."""
+    """Return every document that may hold figures."""
     return [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
 
 

@@ -73,7 +73,7 @@ class Peers:
         }
 
     def run(self) -> None:
-        """All of it."""
+        """Measure all parts."""
         for ranks in self._extent.ranks:
             for name in self._links():
                 with _made(name, ranks) as link:
@@ -116,7 +116,7 @@ class Peers:
         self._keep()
 
     def _peaks(self, link: Link) -> None:
-        """Memory of the larger net, each contender in processes of its own, in turn."""
+        """Measure memory of the larger net, each contender in its own processes, in turn."""
         ranks, net = len(link.prefixes), "mlp"
         leaves = [ranks * steps for steps in self._extent.memory_steps]
         found: dict[tuple[str, int], list[float]] = {}

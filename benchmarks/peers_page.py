@@ -1,4 +1,4 @@
-"""The page, the README's summary and what is said of losses, from the results of `peers`."""
+"""The page, the README's summary and the table of losses, from the results of `peers`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ OVERSUBSCRIBED = (
 
 
 def lost(data: Row, name: str = OURS) -> list[Row]:
-    """Every cell in which `name` takes longer than DDP + no_sync, noisy ones included."""
+    """Return every cell in which `name` takes longer than DDP + no_sync, noisy ones included."""
     return [row for row in select(data["times"], name=name) if row["ratio"]["median"] > WORSE]
 
 
 def typical(data: Row, name: str, beside: str, **where: Any) -> float:
-    """The median over cells of one contender's ratio to another."""
+    """Return the median over cells of one contender's ratio to another."""
     others = {_place(row): row["ratio"]["median"] for row in select(data["times"], name=beside)}
     rows = select(data["times"], name=name, **where)
     return median(row["ratio"]["median"] / others[_place(row)] for row in rows)
@@ -45,7 +45,7 @@ def _place(row: Row) -> tuple[Any, ...]:
 
 
 def verdict(data: Row) -> str:
-    """How often, and where most, ours is slower than the reference."""
+    """Describe how often, and where most, ours is slower than the reference."""
     rows, slower = select(data["times"], name=OURS), lost(data)
     text = (
         f"Ours takes {median(row['ratio']['median'] for row in rows):.2f} times the seconds of "
@@ -72,7 +72,7 @@ def _notes(data: Row) -> list[str]:
 
 
 def body(data: Row) -> str:
-    """The page."""
+    """Return the page."""
     nets = "; ".join(f"{net}: {count:,} parameters" for net, count in data["parameters"].items())
     parts = [*_notes(data), f"Nets: {nets}.", "## Time of an update", tables.times(data)]
     parts += ["## Bytes to the floor, and collectives", tables.traffic(data)]
@@ -90,7 +90,7 @@ def _range(rows: list[Row]) -> str:
 
 
 def beside_all(data: Row) -> str:
-    """Ours beside each of the others in the median of cells, and the price of equal bits."""
+    """Compare ours with each other contender in the median of cells, and the cost of equal bits."""
     others = [name for name in data["contenders"] if not name.startswith(OURS)]
     told = [
         f"{typical(data, OURS, name):.2f} of {name}"
@@ -105,7 +105,7 @@ def beside_all(data: Row) -> str:
 
 
 def summary(data: Row) -> str:
-    """For the README: R = 2, a line for each contender."""
+    """Return the README's table: R = 2, a line for each contender."""
     links = distinct(data["times"], "link")
     most = max(distinct(data["times"], "steps"))
     net = data["peaks"][0]["net"]
@@ -131,7 +131,7 @@ def _circumstances(data: Row) -> str:
 
 
 def by_steps(data: Row) -> str:
-    """For the docs: what K costs on the slowest link, R = 2."""
+    """Return the docs' table: the cost of K on the slowest link, R = 2."""
     link = distinct(data["times"], "link")[-1]
     parts: list[str] = []
     for net in distinct(data["times"], "net"):

@@ -18,17 +18,17 @@ SMOOTHED = 5
 
 
 def select(rows: Iterable[Row], **where: Any) -> list[Row]:
-    """The rows that have these values."""
+    """Return the rows that have these values."""
     return [row for row in rows if all(row[key] == value for key, value in where.items())]
 
 
 def distinct(rows: Iterable[Row], key: str) -> list[Any]:
-    """The values of `key`, in the order in which they come."""
+    """Return the values of `key`, in order of appearance."""
     return list(dict.fromkeys(row[key] for row in rows))
 
 
 def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, the first column to the left."""
+    """Return a Markdown table, the first column to the left."""
     rule = "|---|" + "---:|" * (len(head) - 1)
     return "\n".join(
         [f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(one)} |" for one in lines)]
@@ -36,7 +36,7 @@ def grid(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Three digits, or whole milliseconds.
+    """Format three digits, or whole milliseconds.
 
     >>> milliseconds(0.01234), milliseconds(1.234)
     ('12.3', '1,234')
@@ -45,7 +45,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def cell(rows: list[Row]) -> str:
-    """Milliseconds, and the ratio with its quartiles, of the one row that there should be."""
+    """Format milliseconds, and the ratio with its quartiles, of the only row."""
     if not rows:
         return "not measured"
     (row,) = rows
@@ -57,7 +57,7 @@ def cell(rows: list[Row]) -> str:
 
 
 def sent(rows: list[Row], parameters: int) -> str:
-    """Bytes to the floor, and collectives, of the one row that there should be."""
+    """Format bytes relative to the floor, and collectives, of the only row."""
     if not rows:
         return "not measured"
     (row,) = rows
@@ -71,7 +71,7 @@ def sent(rows: list[Row], parameters: int) -> str:
 def by_contender(
     data: Row, rows: list[Row], cell: Any, columns: Sequence[Any], key: str = "steps"
 ) -> list[list[str]]:
-    """A line for each contender, with `cell` of its rows at each of the columns."""
+    """Return a line for each contender, with `cell` of its rows at each of the columns."""
     lines: list[list[str]] = []
     for name in data["contenders"]:
         if name in data["missing"]:
@@ -83,7 +83,7 @@ def by_contender(
 
 
 def times(data: Row) -> str:
-    """Seconds of an update: a table for each net, link and number of ranks."""
+    """Return seconds of an update: a table for each net, link and number of ranks."""
     parts: list[str] = []
     for net in distinct(data["times"], "net"):
         for ranks in distinct(data["times"], "ranks"):
@@ -101,7 +101,7 @@ def times(data: Row) -> str:
 
 
 def traffic(data: Row) -> str:
-    """Bytes to the floor, and collectives, of an update."""
+    """Return bytes relative to the floor, and collectives, of an update."""
     parts: list[str] = []
     link = distinct(data["times"], "link")[-1]
     for net in distinct(data["times"], "net"):
@@ -119,7 +119,7 @@ def traffic(data: Row) -> str:
 
 
 def memory(data: Row) -> str:
-    """Peak memory beyond what the process had before the model was built."""
+    """Return peak memory beyond what the process had before the model was built."""
     if not data["peaks"]:
         return "Not measured."
     first = data["peaks"][0]
@@ -143,12 +143,12 @@ def memory(data: Row) -> str:
 
 
 def mib(number: float) -> str:
-    """Bytes in MiB."""
+    """Format bytes in MiB."""
     return f"{number / 2**20:.0f}"
 
 
 def reached(row: Row, target: float) -> int | None:
-    """The number of updates after which the smoothed loss is at the target, or None."""
+    """Return after how many updates the smoothed loss reaches the target, or None."""
     losses = row["losses"]
     for end in range(SMOOTHED, len(losses) + 1):
         if sum(losses[end - SMOOTHED : end]) / SMOOTHED <= target:
@@ -157,7 +157,7 @@ def reached(row: Row, target: float) -> int | None:
 
 
 def to_loss(data: Row) -> str:
-    """Time to a given loss."""
+    """Return the time to a given loss."""
     parts: list[str] = []
     for net in distinct(data["losses"], "net"):
         for link in distinct(data["losses"], "link"):

@@ -39,7 +39,7 @@ _PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
 
 
 def write() -> None:
-    """All plots, beside the results."""
+    """Write all plots, next to the results."""
     data = kept("peers")
     with plt.rc_context(_STYLE):
         _save(time(data), "peers-time")
@@ -71,7 +71,7 @@ def _legend(figure: Any, axes: Axes) -> None:
 
 
 def time(data: Row) -> Any:
-    """Ratio of an update's seconds to the reference's over K; quartiles as bands."""
+    """Plot the ratio of an update's seconds to the reference's over K; quartiles as bands."""
     nets, places = distinct(data["times"], "net"), []
     for link in distinct(data["times"], "link"):
         places += [(link, ranks) for ranks in distinct(data["times"], "ranks")]
@@ -101,7 +101,7 @@ def time(data: Row) -> Any:
 
 
 def sent(data: Row) -> Any:
-    """Bytes of an update to the floor over K."""
+    """Plot the bytes of an update relative to the floor over K."""
     nets = distinct(data["times"], "net")
     figure, panels = _panels(1, len(nets))
     for axes, net in zip(panels[0], nets, strict=True):
@@ -125,7 +125,7 @@ def sent(data: Row) -> Any:
 
 
 def losses(data: Row) -> Any:
-    """Loss over seconds of training."""
+    """Plot the loss over seconds of training."""
     nets, links = distinct(data["losses"], "net"), distinct(data["losses"], "link")
     figure, panels = _panels(len(nets), len(links))
     for line, net in enumerate(nets):

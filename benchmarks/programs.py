@@ -34,7 +34,7 @@ CALLS = 200
 
 
 def starts(folder: Path) -> dict[str, Callable[[], float]]:
-    """Seconds from each command to the last rank's first line."""
+    """Return seconds from each command to the last rank's first line."""
     (folder / "train.py").write_text(STAMP)
     numbers = count()
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
@@ -54,7 +54,7 @@ def starts(folder: Path) -> dict[str, Callable[[], float]]:
 
 @contextmanager
 def runs(folder: Path) -> Iterator[tuple[Run, Run]]:
-    """Rank 0 and rank 1 of a run, as their programs see it."""
+    """Return rank 0 and rank 1 of a run, as their programs see it."""
     attempt = folder / "attempts" / "000"
     attempt.mkdir(parents=True)
     for name in (STOP_ASKED, STOP_AFTER):
@@ -67,7 +67,7 @@ def runs(folder: Path) -> Iterator[tuple[Run, Run]]:
 
 
 def calls(first: Run, second: Run) -> dict[str, Callable[[], float]]:
-    """Microseconds of a call."""
+    """Return the microseconds of a call."""
 
     def each(action: Callable[[int], object]) -> Callable[[], float]:
         def timed() -> float:

@@ -30,7 +30,7 @@ from orchestrator.engine.torch import TorchGroup
 
 
 class Bench:
-    """The task, the group, and one timed update of anybody."""
+    """The task, the group, and one timed update of any contender."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         self.task, self.net = task, NETS[task["net"]]
@@ -43,16 +43,16 @@ class Bench:
         self.counted = task["senders"] is not None and self.group.size > 1
 
     def contender(self, name: str) -> Contender:
-        """A fresh one, with the weights that everybody begins with."""
+        """Return a new contender, with the common initial weights."""
         return ALL[name](built(self.net).to(self.group.device), self.setting)
 
     def share(self, leaves: int) -> range:
-        """The micro-batches of this rank among `leaves`."""
+        """Return the micro-batches of this rank among `leaves`."""
         rank, ranks = self.group.rank, self.group.size
         return range(leaves * rank // ranks, leaves * (rank + 1) // ranks)
 
     def batches(self, update: int, leaves: int) -> list[Batch]:
-        """This rank's micro-batches of an update."""
+        """Return this rank's micro-batches of an update."""
         found = [self.net.batch(update * leaves + number) for number in self.share(leaves)]
         return [(x.to(self.group.device), y.to(self.group.device)) for x, y in found]
 
@@ -65,7 +65,7 @@ class Bench:
     def timed(
         self, contender: Contender, batches: Sequence[Batch], leaves: int
     ) -> tuple[float, Tensor]:
-        """Seconds of an update from barrier to barrier, and this rank's loss."""
+        """Return the seconds of an update from barrier to barrier, and this rank's loss."""
         self.together()
         began = time.perf_counter()
         loss = contender.update(batches, first=self.share(leaves).start, leaves=leaves)
@@ -73,11 +73,11 @@ class Bench:
         return time.perf_counter() - began, loss
 
     def seconds(self, contender: Contender, batches: Sequence[Batch], leaves: int) -> float:
-        """Seconds of an update."""
+        """Return the seconds of an update."""
         return self.timed(contender, batches, leaves)[0]
 
     def traffic(self, contender: Contender, batches: Sequence[Batch], leaves: int) -> list[Any]:
-        """Collectives of an update by the group's own count, and bytes that one rank sent."""
+        """Return collectives of an update by the group's own count, and bytes sent by one rank."""
         dist.barrier()
         calls = self.group.transport_collectives() or 0
         before = sent_bytes(self.task["interface"]) if self.counted else 0
@@ -89,14 +89,14 @@ class Bench:
         return [called, (sent_bytes(self.task["interface"]) - before) / self.task["senders"]]
 
     def agreed(self, number: int) -> int:
-        """Rank 0's number on all ranks."""
+        """Return rank 0's number on all ranks."""
         told = torch.tensor([number], device=self.group.device)
         dist.broadcast(told, 0)
         return int(told)
 
 
 def times(bench: Bench) -> list[dict[str, Any]]:
-    """An update of each contender in turn, for each number of micro-steps.
+    """Measure an update of each contender in turn, for each number of micro-steps.
 
     As many repetitions as fit into `budget_s`, within `repetitions` = [least, most].
     """
@@ -122,7 +122,7 @@ def times(bench: Bench) -> list[dict[str, Any]]:
 
 
 def losses(bench: Bench) -> list[dict[str, Any]]:
-    """`updates` updates of each contender on the same data, the same update of all in turn."""
+    """Train `updates` updates of each contender on the same data, in turn."""
     (leaves,) = bench.task["leaves"]
     names = bench.task["contenders"]
     contenders = {name: bench.contender(name) for name in names}
@@ -147,9 +147,9 @@ def losses(bench: Bench) -> list[dict[str, Any]]:
 
 
 def peaks(bench: Bench) -> list[dict[str, Any]]:
-    """Largest memory of rank 0 with one contender, beyond what it had before the model was built.
+    """Return rank 0's peak memory with one contender, beyond that before the model was built.
 
-    What libraries occupy by being imported is not counted against them.
+    Memory of imported libraries does not count.
     """
     (name,) = bench.task["contenders"]
     data = {leaves: bench.batches(0, leaves) for leaves in bench.task["leaves"]}
@@ -167,7 +167,7 @@ def peaks(bench: Bench) -> list[dict[str, Any]]:
 
 
 def boundary(bench: Bench) -> list[dict[str, Any]]:
-    """Seconds of our updates, and of their boundaries less the optimizer's step. For one rank."""
+    """Return one rank's seconds of updates, and of boundaries less the optimizer's step."""
     one = Ours(built(bench.net), bench.setting)
     stamps: list[float] = []
     optimizer = one.accumulator.optimizer

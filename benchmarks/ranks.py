@@ -84,7 +84,7 @@ def _free_port() -> int:
 
 
 def _environment(link: Link, rank: int, ranks: int, port: int) -> dict[str, str]:
-    """As torchrun has it for one process on each node: what the peers read."""
+    """Return torchrun's environment for one process on each node, which the peers read."""
     return {
         **os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "GROUP_RANK": str(rank),
         "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": link.address,

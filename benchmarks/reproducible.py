@@ -17,12 +17,12 @@ time."""
 
 
 def body(data: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     return f"{NOTE}\n\n{table(data)}"
 
 
 def table(data: dict[str, Any]) -> str:
-    """A line for each number of ranks."""
+    """Return the table: a line for each number of ranks."""
     lines = [
         "| ranks | fast (ms) | reproducible (ms) | ratio | quartiles | collectives |",
         "|---:|---:|---:|---:|---:|---:|",

@@ -74,7 +74,7 @@ REFERENCE = "submitit by hand"
 
 
 def _commands(base: Path, slurm_conf: Path) -> dict[str, list[str]]:
-    """Who submits, by which words; `RUN` stands for the folder of the run."""
+    """Return each contender's command; `RUN` stands for the folder of the run."""
 
     def script(name: str, *words: str) -> list[str]:
         return [sys.executable, str(base / name), *words]
@@ -106,7 +106,7 @@ class Submissions:
         self.cpu_s: dict[str, list[float]] = {}
 
     def timed(self, name: str, command: list[str]) -> float:
-        """Seconds of one command. Raises `RuntimeError` when it fails."""
+        """Return the seconds of one command. Raises `RuntimeError` when it fails."""
         folder = self._base / "run"
         shutil.rmtree(folder, ignore_errors=True)
         words = [word.replace("RUN", str(folder)) for word in command]
@@ -124,7 +124,7 @@ class Submissions:
         return seconds
 
     def measured(self, commands: dict[str, list[str]], repetitions: int) -> dict[str, list[float]]:
-        """Wall seconds of each, in turn."""
+        """Return the wall seconds of each, in turn."""
         calls: dict[str, Callable[[], float]] = {
             name: lambda name=name, command=command: self.timed(name, command)
             for name, command in commands.items()

@@ -1,5 +1,6 @@
-"""What surviving costs where nobody dies, how soon the others are back at work where somebody does,
-and what is left of the time where that comes again and again. torchft beside it, over gloo.
+"""The cost of surviving without a loss, the recovery time, and goodput under repeated losses.
+
+torchft is measured in the same way, over gloo.
 """
 
 from __future__ import annotations
@@ -45,31 +46,31 @@ class Work(Job):
     """Something to compute."""
 
     def model(self) -> nn.Module:
-        """The net."""
+        """Return the net."""
         return net()
 
     def dataset(self) -> TensorDataset:
-        """The same numbers on every rank."""
+        """Return the same numbers on every rank."""
         made = torch.Generator().manual_seed(1)
         return TensorDataset(torch.randn(SAMPLES, WIDTH, generator=made))
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """The larger its output, the worse."""
+        """Return a loss that grows with the output."""
         return Loss(loss_of(model, batch[0]), len(batch[0]))
 
 
 def net() -> nn.Module:
-    """The same for all contenders."""
+    """Return the net, the same for all contenders."""
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """As a sum over samples."""
+    """Return the loss as a sum over samples."""
     return model(batch).square().mean(1).sum()
 
 
 def seconds_of(survive: str, updates: int) -> float:
-    """Of an undisturbed run's training."""
+    """Return the seconds of an undisturbed run's training."""
     run = WatchedRun(updates, survive)
     try:
         return run.end()["seconds"]
@@ -78,7 +79,7 @@ def seconds_of(survive: str, updates: int) -> float:
 
 
 def processor_seconds() -> float:
-    """What children of ours that have ended took, theirs included."""
+    """Return the CPU seconds of our ended child processes and their descendants."""
     of_children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return of_children.ru_utime + of_children.ru_stime
 
@@ -86,7 +87,7 @@ def processor_seconds() -> float:
 def losses(
     records: list[dict[str, Any]], kills: list[tuple[float, int]]
 ) -> Iterator[dict[str, Any]]:
-    """What each kill came to, in seconds."""
+    """Return the seconds that each kill cost."""
     redone = [(place, one) for place, one in enumerate(records) if "survived" in one]
     for (killed, rank), (place, one) in zip(kills, redone, strict=True):
         back = one["time"] - one["update_s"]
@@ -99,7 +100,7 @@ def losses(
 
 
 def useful(records: list[dict[str, Any]]) -> dict[str, float]:
-    """How long a run trained, and how much of it in updates that counted, in seconds."""
+    """Return how long a run trained, and how much of it in updates that counted, in seconds."""
     whole = records[-1]["time"] - records[0]["time"] + records[0]["update_s"]
     return {"whole": whole, "useful": sum(one["update_s"] for one in records)}
 
@@ -107,10 +108,10 @@ def useful(records: list[dict[str, Any]]) -> dict[str, float]:
 def disturbed(
     updates: int, victims: list[int], every_s: float, digest: str, *, replaced: bool = False
 ) -> dict[str, Any]:
-    """A run that loses `victims` one after another; its figures.
+    """Run with `victims` killed one after another; return the figures.
 
     Args:
-        replaced: each comes back before the next one is killed.
+        replaced: each is replaced before the next one is killed.
     """
     run = WatchedRun(updates, WITH, f"run.max_replacements={len(victims) if replaced else 0}")
     try:
@@ -138,7 +139,7 @@ def _noted(records: list[dict[str, Any]], key: str) -> int:
 
 
 def undisturbed(updates: int) -> tuple[str, float]:
-    """The digest, and seconds an update."""
+    """Return the digest, and seconds an update."""
     run = WatchedRun(updates, WITH)
     try:
         ended = run.end()
@@ -148,7 +149,7 @@ def undisturbed(updates: int) -> tuple[str, float]:
 
 
 def table(data: dict[str, Any]) -> str:
-    """All figures."""
+    """Return the table of all figures."""
     of = data["losses"]
     lines = [
         "| measured | median | quartiles | largest |",
@@ -184,12 +185,12 @@ def table(data: dict[str, Any]) -> str:
 
 
 def body(data: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     return f"{NOTE}\n\n{table(data)}"
 
 
 def goodput(kills: int, update_s: float, every_s: float) -> dict[str, Any]:
-    """A run that loses a rank again and again, and gets it back."""
+    """Run with a rank killed again and again, and replaced."""
     # More than it would take: fewer ranks on a machine with few processors are faster.
     updates = int(1.5 * every_s * (kills + 0.5) / update_s)
     digest, _ = undisturbed(updates)
@@ -202,14 +203,15 @@ def goodput(kills: int, update_s: float, every_s: float) -> dict[str, Any]:
 
 
 def victims_of(kills: int) -> list[int]:
-    """Who is killed, the same for all contenders."""
+    """Return the ranks to kill, the same for all contenders."""
     chance = random.Random(7)  # noqa: S311  # it has to repeat
     return [chance.randrange(RANKS) for _ in range(kills)]
 
 
 def costs(updates: int, count: int, warm_up: int = 1) -> dict[str, list[dict[str, Any]]]:
-    """What it costs while nobody is lost: whole runs by turns, with and without. Of training the
-    seconds that pass, and of all of a run's processes what they take of processors.
+    """Measure the cost without a loss: whole runs in turn, with and without.
+
+    Returns the wall seconds of training, and the CPU seconds of all of a run's processes.
     """
     processor: dict[str, list[float]] = {WITHOUT: [], WITH: []}
 
@@ -225,7 +227,7 @@ def costs(updates: int, count: int, warm_up: int = 1) -> dict[str, list[dict[str
 
 
 def main(*, quick: bool = False) -> None:
-    """All of it; some forty minutes, or four."""
+    """Measure all parts, in some forty minutes, or four."""
     cost = costs(60, 2, warm_up=0) if quick else costs(500, 9)
     digest, update_s = undisturbed(60)
     victims = itertools.islice(itertools.cycle(range(RANKS)), 2 if quick else 12)

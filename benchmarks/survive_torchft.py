@@ -36,7 +36,7 @@ Its defaults are 5 s and 60 s, with which each loss would take longer."""
 
 
 def goodput(victims: list[int], every_s: float) -> dict[str, Any]:
-    """As `survive.goodput`; of all replicas together."""
+    """Measure as `survive.goodput`, of all replicas together."""
     row: dict[str, Any] = {"name": "torchft", "kills": 0, "useful": None, "equal": "-"}
     if importlib.util.find_spec("torchft") is None:
         return {**row, "why": ABSENT}
@@ -58,7 +58,7 @@ def goodput(victims: list[int], every_s: float) -> dict[str, Any]:
 
 
 def _loopback_up() -> None:
-    """In a namespace of this process's own, where nothing else is; refuses anywhere else."""
+    """Bring the loopback up in this process's own namespace; refuse anywhere else."""
     if [name for _, name in socket.if_nameindex()] != ["lo"]:
         raise SystemExit("this is no network namespace of its own: there is more than a loopback")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
@@ -66,7 +66,7 @@ def _loopback_up() -> None:
 
 
 def _disturbed(victims: list[int], every_s: float) -> list[list[dict[str, Any]]]:
-    """The steps of each replica; one that is killed is started again."""
+    """Return the steps of each replica; a killed one is restarted."""
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
@@ -108,7 +108,7 @@ def _steps(folder: Path, replica: int) -> list[dict[str, Any]]:
 
 
 def replica(lighthouse: str, number: int, folder: Path) -> None:
-    """Train until somebody ends it; a line for each step."""
+    """Train until killed; print a line for each step."""
     import torch
     from torch.distributed import TCPStore
     from torch.nn.utils import parameters_to_vector, vector_to_parameters

@@ -34,7 +34,7 @@ class Commands:
         )  # fmt: skip
 
     def sweep(self, points: int) -> list[str]:
-        """The words of a sweep."""
+        """Return the arguments of a sweep."""
         seeds = f"train.seed=range({points})"
         return ["-m", *self._place, seeds, f"run.dir={self.folder(points)}"]
 
@@ -42,7 +42,7 @@ class Commands:
         return self._base / str(points)
 
     def timed(self, what: str, wanted_s: float, module: str, *words: str) -> list[Any]:
-        """One row: what, its wall and CPU seconds, and the seconds that are wanted.
+        """Return one row: the name, its wall and CPU seconds, and the allowed seconds.
 
         Raises:
             RuntimeError: the command failed.
@@ -90,11 +90,11 @@ def main(*, quick: bool = False) -> None:
 
 
 def table(data: dict[str, Any]) -> str:
-    """What was asked, how long it took, and how long it may take."""
+    """Return the table: each command, how long it took, and how long it may take."""
     rows = [f"| {what} | {s:.3g} | {cpu:.3g} | {most:g} |" for what, s, cpu, most in data["rows"]]
     return "\n".join(["| | seconds | CPU seconds | wanted |", "|---|---:|---:|---:|", *rows])
 
 
 def body(data: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     return f"{(__doc__ or '').strip()}\n\n{table(data)}"

@@ -66,7 +66,7 @@ main()
 
 
 def idle(spans: Sequence[tuple[float, float]], slots: int) -> float:
-    """The part of `slots` slots' time that no span fills, from the first start to the last one.
+    """Return the part of `slots` slots' time that no span fills, from the first to the last start.
 
     >>> idle([(0.0, 2.0), (0.0, 4.0), (3.0, 9.0), (4.0, 5.0)], 2)
     0.125
@@ -77,13 +77,13 @@ def idle(spans: Sequence[tuple[float, float]], slots: int) -> float:
 
 
 def lengths(seed: int) -> list[float]:
-    """Seconds of each trial."""
+    """Return the seconds of each trial."""
     draw = random.Random(seed)  # noqa: S311  # no secret
     return [round(draw.uniform(SHORTEST_S, LONGEST_S), 2) for _ in range(TRIALS)]
 
 
 def searched(command: Sequence[str], folder: Path, seconds: Sequence[float]) -> dict[str, float]:
-    """Run one search; its idle part, and the whole command's seconds.
+    """Run one search; return its idle part, and the whole command's seconds.
 
     Raises:
         RuntimeError: the command failed, or not every trial was run once.
@@ -105,7 +105,7 @@ def searched(command: Sequence[str], folder: Path, seconds: Sequence[float]) -> 
 
 
 def commands(folder: Path, python: Path) -> dict[str, list[str]]:
-    """Each search's command; the folder of ours is new each time."""
+    """Return each search's command; the folder of ours is new each time."""
     run = folder / f"sweep-{time.time_ns()}"
     ours = [
         sys.executable, "-m", "orchestrator", "run", "-m", "sweep.search=grid", f"run.dir={run}",
@@ -153,7 +153,7 @@ def main(*, quick: bool = False) -> None:
 
 
 def table(data: dict[str, Any]) -> str:
-    """Both searches: idle, and the command's seconds."""
+    """Return the table of both searches: idle part, and the command's seconds."""
     lines = ["| search | idle | the whole search, seconds |", "|---|---:|---:|"]
     for name, row in data["rows"].items():
         part, seconds = row["idle"]["median"], row["seconds"]["median"]
@@ -163,5 +163,5 @@ def table(data: dict[str, Any]) -> str:
 
 
 def body(data: dict[str, Any]) -> str:
-    """The page."""
+    """Return the page."""
     return f"{(__doc__ or '').strip()}\n\n{table(data)}"

@@ -38,13 +38,13 @@ class WatchedRun:
         self.kills: list[tuple[float, int]] = []
 
     def records(self) -> list[dict[str, Any]]:
-        """Its updates so far."""
+        """Return its updates so far."""
         path = self._run / "metrics.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [one for line in lines if "loss" in (one := json.loads(line))]
 
     def kill(self, rank: int) -> None:
-        """In the middle of a window, as soon as may be."""
+        """Kill a rank in the middle of a window, as soon as possible."""
         names = {f"rank {rank}"}
         children = psutil.Process(self._process.pid).children(recursive=True)
         victim = next((child for child in children if _name(child) in names), None)
@@ -54,14 +54,14 @@ class WatchedRun:
         os.kill(victim.pid, signal.SIGKILL)
 
     def end(self) -> dict[str, Any]:
-        """Its result. Raises `RuntimeError` where it failed."""
+        """Return its result. Raises `RuntimeError` where it failed."""
         said, _ = self._process.communicate(timeout=600)
         if self._process.returncode:
             raise RuntimeError(said)
         return json.loads((self._run / "result.json").read_text())
 
     def close(self) -> None:
-        """Nothing of it is left."""
+        """End all its processes."""
         if self._process.poll() is None:
             self._process.terminate()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""What is trained: a few nets and their data, the same numbers on every rank and for everybody.
+"""The trained nets and their data: the same numbers on every rank and for all contenders.
 
 Every micro-batch of a net has equally many samples (tokens), the one case in which a mean of means
 over micro-steps and ranks, as the peers take it, is the mean over the global batch.
@@ -41,18 +41,18 @@ class Net:
 
 
 def built(net: Net) -> nn.Module:
-    """The model with the weights that everybody starts from."""
+    """Return the model with the common initial weights."""
     torch.manual_seed(0)
     return net.build()
 
 
 def total_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss as a sum over the micro-batch."""
+    """Return the loss as a sum over the micro-batch."""
     return functional.cross_entropy(model(batch[0]).flatten(0, -2), batch[1], reduction="sum")
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss as a mean over the micro-batch."""
+    """Return the loss as a mean over the micro-batch."""
     return functional.cross_entropy(model(batch[0]).flatten(0, -2), batch[1])
 
 
@@ -62,8 +62,9 @@ def _mlp(layer_count: int = _LAYERS) -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    """The transformer's scores, read once more by a GRU: many small parameters, little to compute,
-    so that what a tool does beside it for each of them shows.
+    """The transformer's scores, read once more by a GRU: many small parameters, little computation.
+
+    The overhead of a tool for each parameter shows here.
     """
 
     def __init__(self, width: int) -> None:
@@ -73,7 +74,7 @@ class Recurrent(nn.Module):
         self.output = nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(samples, places) of bytes -> (samples, places, 256)."""
+        """Map (samples, places) of bytes to (samples, places, 256)."""
         return self.output(self.gru(self.transformer(tokens))[0])
 
 
@@ -83,7 +84,7 @@ def _teacher() -> Tensor:
 
 
 def _drawn(number: int) -> Batch:
-    """Noise, and which of ten directions it points to most."""
+    """Draw noise, and return it with the one of ten directions that it points to most."""
     noise = torch.randn(_SAMPLES, _WIDTH, generator=torch.Generator().manual_seed(1000 + number))
     return noise, (noise @ _teacher()).argmax(1)
 
@@ -95,7 +96,7 @@ def _text() -> Tensor:
 
 
 def _read(number: int) -> Batch:
-    """Rows of the standard library's bytes, one after the other, and the byte that follows each."""
+    """Return rows of the standard library's bytes, in order, and each one's next byte."""
     text = _text()
     rows = (len(text) - 1) // _CONTEXT
     first = torch.arange(number * _SEQUENCES, (number + 1) * _SEQUENCES) * 7919 % rows * _CONTEXT

@@ -38,7 +38,7 @@ class TwoTowers(nn.Module):
         self.log_temperature = nn.Parameter(torch.tensor(-2.0))
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """(samples, 784) -> (samples, width) of unit length, for the left and the right halves."""
+        """Map (samples, 784) to (samples, width) of unit length, for left and right halves."""
         picture = pixels.view(-1, SIDE, SIDE)
         left, right = picture[:, :, : SIDE // 2], picture[:, :, SIDE // 2 :]
         return (

@@ -27,7 +27,7 @@ SEEN = 6  # patches that the context encoder sees; the others are predicted
 
 
 def patches_of(images: Tensor) -> Tensor:
-    """(samples, 784) -> (samples, 16, 49)."""
+    """Cut (samples, 784) into (samples, 16, 49)."""
     rows = images.view(-1, SIDE // PATCH, PATCH, SIDE // PATCH, PATCH).transpose(2, 3)
     return rows.reshape(-1, PATCHES, PATCH * PATCH)
 
@@ -54,7 +54,7 @@ class Encoder(nn.Module):
         self.blocks = _blocks(width, layers)
 
     def forward(self, patches: Tensor, places: Tensor) -> Tensor:
-        """(samples, n, 49) and their places (samples, n) -> (samples, n, width)."""
+        """Map (samples, n, 49) and their places (samples, n) to (samples, n, width)."""
         return self.blocks(self.inward(patches) + self.places(places))
 
 
@@ -67,7 +67,7 @@ class Predictor(nn.Module):
         self.blocks, self.outward = _blocks(width, layers), nn.Linear(width, width)
 
     def forward(self, seen: Tensor, places: Tensor, asked: Tensor) -> Tensor:
-        """(samples, n, width), places (samples, n), (samples, m) -> (samples, m, width)."""
+        """Map (samples, n, width), places (samples, n), (samples, m) to (samples, m, width)."""
         known, unknown = seen + self.places(places), self.unseen + self.places(asked)
         return self.outward(self.blocks(torch.cat([known, unknown], 1))[:, places.shape[1] :])
 
@@ -152,7 +152,7 @@ class Jepa(Job):
         return self._optimizer
 
     def scheduled(self, ends: Sequence[float], update: int) -> float:
-        """Along half a cosine from `ends[0]` at update 0 to `ends[1]` at the horizon."""
+        """Return a half cosine's value: `ends[0]` at update 0, `ends[1]` at the horizon."""
         progress = min(1.0, update / self.horizon)
         return ends[1] + (ends[0] - ends[1]) * (1 + math.cos(math.pi * progress)) / 2
 
@@ -167,7 +167,7 @@ class Jepa(Job):
             self._optimizer.param_groups[0]["weight_decay"] = decay
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """How often a held-out digit's nearest neighbour in training is of its class."""
+        """Return how often a held-out digit's nearest neighbour in training is of its class."""
         parameter = next(model.parameters())
 
         def represented(images: Tensor) -> Tensor:
@@ -186,5 +186,5 @@ class Jepa(Job):
 
 
 def _at(patches: Tensor, places: Tensor) -> Tensor:
-    """(samples, n, *) and places (samples, m) -> (samples, m, *)."""
+    """Gather (samples, n, *) at places (samples, m) to (samples, m, *)."""
     return patches.gather(1, places.unsqueeze(2).expand(-1, -1, patches.shape[2]))

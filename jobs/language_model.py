@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(samples, places, width) -> the same."""
+        """Map (samples, places, width) to the same."""
         samples, places, width = x.shape
         split = self.inward(self.norm1(x)).view(samples, places, 3, self.heads, -1)
         q, k, v = split.permute(2, 0, 3, 1, 4)
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
         self.output.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(samples, places) of bytes -> (samples, places, 256)."""
+        """Map (samples, places) of bytes to (samples, places, 256)."""
         x = self.embedding(tokens) + self.places.weight[: tokens.shape[1]]
         return self.output(self.norm(self.blocks(self.dropout(x))))
 
@@ -94,7 +94,7 @@ class LanguageModel(Job):
         return Paragraphs(self.sequences, self.context)
 
     def collate(self, samples: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """(samples, longest) of inputs, which begin with BEGIN, and of targets."""
+        """Return (samples, longest) of inputs, which begin with BEGIN, and of targets."""
         targets = pad_sequence([s.long() for s in samples], batch_first=True, padding_value=PADDING)
         inputs = functional.pad(targets[:, :-1].clamp(min=BEGIN), (1, 0), value=BEGIN)
         return inputs, targets

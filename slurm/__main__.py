@@ -54,7 +54,7 @@ def down(name: Name = DEFAULT_NAME) -> None:
 
 @app.command()
 def status(name: Name = DEFAULT_NAME) -> None:
-    """Say what runs; ends with 1 if the cluster is not up."""
+    """Print what runs; exit with 1 if the cluster is not up."""
     found = DevCluster(name).status()
     for daemon, pid in found.daemons.items():
         _out.print(f"{daemon:<12} {'not running' if pid is None else f'pid {pid}'}")
@@ -79,7 +79,7 @@ def remove(name: Name = DEFAULT_NAME) -> None:
 
 
 def main() -> None:
-    """Run a command; a person sees a message, never a traceback, for what they can mend."""
+    """Run a command; report an error that the user can fix as a message, without a traceback."""
     try:
         app()
     except DevClusterError as error:

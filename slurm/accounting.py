@@ -1,4 +1,4 @@
-"""What real accounting needs before slurmdbd and slurmctld start: tables, a cluster, an account."""
+"""Preparation of accounting before the daemons start: tables, a cluster, an account."""
 
 import shutil
 import subprocess
@@ -14,7 +14,7 @@ _OUTPUT_LINES = 12
 
 
 def create_tables(spec: ClusterSpec, at: Layout) -> None:
-    """Make MariaDB's own tables, once. Made aside and renamed: half-made ones are made again."""
+    """Make MariaDB's own tables, once. Partial ones are made again."""
     if at.database.exists():
         return
     aside = at.root / "mysql.new"
@@ -25,7 +25,7 @@ def create_tables(spec: ClusterSpec, at: Layout) -> None:
             program("mariadb-install-db"),
             f"--defaults-file={at.my_cnf}",
             f"--datadir={aside}",
-            # Whoever runs the cluster is known by the socket, without a password.
+            # The cluster's user is authenticated by the socket, without a password.
             "--auth-root-authentication-method=socket",
             f"--auth-root-socket-user={spec.user}",
             "--skip-test-db",
@@ -45,7 +45,7 @@ def create_tables(spec: ClusterSpec, at: Layout) -> None:
 
 
 def register(spec: ClusterSpec, at: Layout) -> None:
-    """Tell slurmdbd of the cluster, the account and the user; slurmctld wants to find them."""
+    """Register the cluster, the account and the user with slurmdbd, which slurmctld needs."""
     cluster, user = f"cluster={spec.cluster_name}", f"user={spec.user}"
     show = ("sacctmgr", "-n", "-P", "show", "assoc", cluster, f"account={ACCOUNT}", user)
     if client.call(at, *show, "format=user").strip():

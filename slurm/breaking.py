@@ -14,14 +14,14 @@ from slurm.errors import DevClusterError
 
 
 def crash_node(cluster: DevCluster, node: str) -> None:
-    """A machine loses power: slurmd, step daemons and tasks die at once."""
+    """Crash a machine as by a power loss: slurmd, step daemons and tasks die at once."""
     # slurmd first, so that it cannot report the others' end.
     processes.kill(_present(cluster.node_pids(node).slurmd))
     jobs.kill_jobs(cluster.layout, node)
 
 
 def kill_slurmd(cluster: DevCluster, node: str) -> int:
-    """Only slurmd dies: the node's tasks run on, also beside the restarted job. Its pid."""
+    """Kill slurmd only: the node's tasks live on, even in the job's restart. Return its pid."""
     pid = cluster.node_pids(node).slurmd
     if pid is None:
         raise DevClusterError(f"node {node} has no slurmd running")
@@ -30,12 +30,12 @@ def kill_slurmd(cluster: DevCluster, node: str) -> int:
 
 
 def kill_jobs(cluster: DevCluster, node: str) -> None:
-    """Tasks and step daemons die, slurmd lives: SLURM notices on the batch host at most."""
+    """Kill tasks and step daemons, but not slurmd: SLURM notices on the batch host at most."""
     jobs.kill_jobs(cluster.layout, node)
 
 
 def batch_script(cluster: DevCluster, job: str) -> int:
-    """The pid of a running job's batch script."""
+    """Return the pid of a running job's batch script."""
     for node in cluster.node_names:
         for daemon in cluster.node_pids(node).step_daemons:
             if (str(daemon.job), daemon.step) == (job, "batch"):
@@ -44,12 +44,12 @@ def batch_script(cluster: DevCluster, job: str) -> int:
 
 
 def kill_batch_script(cluster: DevCluster, job: str) -> None:
-    """The shell alone dies: SLURM then ends the ranks, and calls the job FAILED."""
+    """Kill only the shell: SLURM then ends the ranks, and calls the job FAILED."""
     processes.kill([batch_script(cluster, job)])
 
 
 def signal_rank(cluster: DevCluster, job: str, rank: int, number: signal.Signals) -> str:
-    """Signal one rank's processes; the node it is on."""
+    """Signal one rank's processes; return its node."""
     for node in cluster.node_names:
         found = [t for t in cluster.node_pids(node).tasks if (str(t.job), t.rank) == (job, rank)]
         for task in found:
@@ -60,32 +60,32 @@ def signal_rank(cluster: DevCluster, job: str, rank: int, number: signal.Signals
 
 
 def stop_munge(cluster: DevCluster) -> None:
-    """No credentials: every client command fails, and the daemons cannot talk to each other."""
+    """Stop munge: every client command fails, and the daemons cannot talk to each other."""
     _stop(cluster, MUNGED)
 
 
 def stop_accounting(cluster: DevCluster) -> None:
-    """Slurmdbd is away: sacct and sacctmgr fail, all else goes on."""
+    """Stop slurmdbd: sacct and sacctmgr fail, everything else continues."""
     _stop(cluster, ACCOUNTING)
 
 
 def set_node_down(cluster: DevCluster, node: str, reason: str = "broken on purpose") -> None:
-    """An administrator takes a node out: its jobs are signalled and requeued at once."""
+    """Set a node down as an administrator: its jobs are signalled and requeued at once."""
     cluster.command("scontrol", "update", f"nodename={node}", "state=down", f"reason={reason}")
 
 
 def set_node_up(cluster: DevCluster, node: str) -> None:
-    """The administrator gives it back."""
+    """Set a node up again as an administrator."""
     cluster.command("scontrol", "update", f"nodename={node}", "state=resume")
 
 
 def stop_controller(cluster: DevCluster) -> None:
-    """No controller: jobs run on, every client command fails. `up()` starts it again."""
+    """Stop the controller: jobs run on, every client command fails. `up()` starts it again."""
     _stop(cluster, CONTROLLER)
 
 
 def kill_every_daemon(cluster: DevCluster) -> None:
-    """All daemons die by SIGKILL; jobs' processes live on. Half-dead state, as after a crash."""
+    """Kill all daemons by SIGKILL; jobs' processes live on, as after a crash."""
     every = daemons(cluster.spec, cluster.layout).values()
     processes.kill(pid for daemon in every for pid in _present(processes.running_pid(daemon)))
 

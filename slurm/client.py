@@ -10,12 +10,12 @@ _CALL_SECONDS = 60
 
 
 def environment(at: Layout) -> dict[str, str]:
-    """All that a client command needs; nothing of the caller's own SLURM_* variables."""
+    """Return a client command's environment, without the caller's own SLURM_* variables."""
     return {"PATH": search_path(), "SLURM_CONF": str(at.slurm_conf)}
 
 
 def call(at: Layout, *command: str) -> str:
-    """Standard output of a command that must succeed; its own words are in the error if not."""
+    """Return standard output of a command that must succeed; otherwise raise with its error."""
     try:
         done = subprocess.run(
             command,
@@ -39,7 +39,7 @@ def call(at: Layout, *command: str) -> str:
 
 
 def node_states(at: Layout) -> dict[str, str]:
-    """Each node's state as sinfo spells it, such as "idle", "mixed" or "down*"."""
+    """Return each node's state as sinfo spells it, such as "idle", "mixed" or "down*"."""
     lines = call(at, "sinfo", "-h", "-N", "-p", "main", "-o", "%N %T").splitlines()
     states: dict[str, str] = {}
     for line in lines:
@@ -49,5 +49,5 @@ def node_states(at: Layout) -> dict[str, str]:
 
 
 def queued_jobs(at: Layout) -> list[str]:
-    """Ids of all jobs that have not ended yet, the completing ones included."""
+    """Return ids of all jobs that have not ended yet, the completing ones included."""
     return sorted(set(call(at, "squeue", "-h", "-a", "-o", "%A").split()))

@@ -50,7 +50,7 @@ class ClusterSpec:
 
     @property
     def confined(self) -> bool:
-        """Whether slurmd and srun can be told to listen at `address` only.
+        """Return whether slurmd and srun can be restricted to listening at `address`.
 
         Not where the name means another loopback address than 127.0.0.1 (Debian's 127.0.1.1): a
         step connects to where its request came from, and the kernel says 127.0.0.1 for all.
@@ -59,7 +59,7 @@ class ClusterSpec:
 
     @property
     def cluster_name(self) -> str:
-        """SLURM's ClusterName, also the prefix of the database's tables."""
+        """Return SLURM's ClusterName, also the prefix of the database's tables."""
         return self.name.replace("-", "_")
 
     @property
@@ -68,12 +68,12 @@ class ClusterSpec:
 
 
 def ports_needed(nodes: int) -> int:
-    """How many ports a cluster takes: slurmctld, slurmdbd and each slurmd."""
+    """Return how many ports a cluster takes: slurmctld, slurmdbd and each slurmd."""
     return 2 + nodes
 
 
 def slurm_conf(spec: ClusterSpec, at: Layout) -> str:
-    """slurm.conf: one controller, `spec.nodes` slurmd on this host, four partitions."""
+    """Return slurm.conf: one controller, `spec.nodes` slurmd on this host, four partitions."""
     controller_port, database_port, *node_ports = spec.ports
     lines = [
         f"ClusterName={spec.cluster_name}",
@@ -161,7 +161,7 @@ def _accounting_lines(spec: ClusterSpec, at: Layout, port: int) -> list[str]:
 
 
 def slurmdbd_conf(spec: ClusterSpec, at: Layout) -> str:
-    """slurmdbd.conf; SLURM demands that nobody but the owner can read it."""
+    """Return slurmdbd.conf; SLURM demands that only the owner can read it."""
     return _text(
         [
             "AuthType=auth/munge",
@@ -185,14 +185,14 @@ def slurmdbd_conf(spec: ClusterSpec, at: Layout) -> str:
 
 
 def gres_conf(spec: ClusterSpec, at: Layout) -> str:
-    """gres.conf: each node's pretended GPUs; a device file each, or no CUDA_VISIBLE_DEVICES."""
+    """Return gres.conf: each node's simulated GPUs; a device file each for CUDA's variable."""
     if not spec.shape.gpus:
         return _text([])
     return _text([f"Name=gpu File={at.devices}/nvidia[0-{spec.shape.gpus - 1}]"])
 
 
 def cgroup_conf(at: Layout) -> str:
-    """cgroup.conf: nothing uses cgroups here, but slurmd ends if it does not like what it finds.
+    """Return cgroup.conf: cgroups are not used here, but slurmd ends if it does not like them.
 
     It refuses a mix of versions, and a machine without any (both common in containers); version 1
     below a folder that does not exist is not looked at, and works everywhere.
@@ -201,7 +201,7 @@ def cgroup_conf(at: Layout) -> str:
 
 
 def my_cnf(spec: ClusterSpec, at: Layout) -> str:
-    """MariaDB on a socket in our folder only, small, and quick rather than safe from power cuts."""
+    """Return MariaDB's configuration: a socket in our folder only, small, fast, not crash-safe."""
     return _text(
         [
             "[mariadbd]",

@@ -11,12 +11,12 @@ MUNGED, DATABASE, ACCOUNTING, CONTROLLER = "munged", "mariadbd", "slurmdbd", "sl
 
 
 def node_daemon_name(node: str) -> str:
-    """The name under which the slurmd of a node has its pid file and log."""
+    """Return the name of a node's slurmd, as in its pid file and log."""
     return f"slurmd-{node}"
 
 
 def daemons(spec: ClusterSpec, at: Layout) -> dict[str, Daemon]:
-    """All daemons by name, first to last; all in the foreground, since we know their pid then."""
+    """Return all daemons by name, in order; in the foreground, so that their pids are known."""
     commands: dict[str, list[str]] = {
         MUNGED: [
             "munged",

@@ -41,7 +41,7 @@ class Status:
 
     @property
     def is_up(self) -> bool:
-        """Every daemon lives and every node takes jobs."""
+        """Return whether every daemon lives and every node takes jobs."""
         return bool(self.nodes) and None not in self.daemons.values() and usable(self.nodes)
 
 
@@ -74,25 +74,25 @@ class DevCluster:
 
     @property
     def state(self) -> Path:
-        """The folder that holds all of this cluster."""
+        """Return the folder that holds all of this cluster."""
         return self.layout.root
 
     @property
     def slurm_conf(self) -> Path:
-        """What SLURM_CONF must name for a client command to reach this cluster."""
+        """Return the SLURM_CONF with which a client command reaches this cluster."""
         return self.layout.slurm_conf
 
     @property
     def node_names(self) -> tuple[str, ...]:
-        """The nodes: n0, n1 and so on."""
+        """Return the nodes: n0, n1 and so on."""
         return self.spec.node_names
 
     def env(self) -> dict[str, str]:
-        """The environment of client commands: PATH and SLURM_CONF, nothing else."""
+        """Return the environment of client commands: PATH and SLURM_CONF, nothing else."""
         return client.environment(self.layout)
 
     def command(self, *argv: str) -> str:
-        """Standard output of a client command; raises with its own words where it fails."""
+        """Return standard output of a client command; raise with its error if it fails."""
         return client.call(self.layout, *argv)
 
     def up(self) -> tuple[str, ...]:
@@ -132,15 +132,15 @@ class DevCluster:
         return tuple(missing)
 
     def down(self) -> bool:
-        """Cancel its jobs and end every process of it; whether there was anything to end.
+        """Cancel its jobs and end every process of it; return whether there was anything to end.
 
-        Saved state stays: job ids go on counting, and `sacct` remembers.
+        Saved state stays: job ids continue counting, and `sacct` remembers.
         """
         with locked(self.layout.lock):
             return self._down()
 
     def remove(self) -> bool:
-        """Take it down and delete its folder; whether there was one."""
+        """Take it down and delete its folder; return whether there was one."""
         with locked(self.layout.lock):
             self._down()
             if not self.state.exists():
@@ -170,14 +170,14 @@ class DevCluster:
         return True
 
     def _cancel_jobs(self, running: Mapping[str, int]) -> None:
-        """End jobs in order, so that accounting says CANCELLED, but only as long as is useful."""
+        """Cancel jobs in order, so that accounting says CANCELLED, within a bounded time."""
         queued = client.queued_jobs(self.layout)
         if not queued:
             return
         client.call(self.layout, "scancel", "--quiet", *queued)
 
         def all_ended() -> bool:
-            # Where slurmd is dead nobody passes the signal on: those are killed afterwards.
+            # A dead slurmd forwards no signal: its jobs are killed afterwards.
             return not any(node_daemon_name(p.node) in running for p in job_processes(self.layout))
 
         becomes_true(all_ended, seconds=KILL_WAIT_SECONDS)
@@ -186,7 +186,7 @@ class DevCluster:
         becomes_true(lambda: not client.queued_jobs(self.layout), seconds=_REPORT_SECONDS)
 
     def status(self) -> Status:
-        """What runs; asks nothing of a controller that does not."""
+        """Return what runs; a controller that does not answer is not queried."""
         spec = load(self.layout)
         running = self._running(spec)
         reachable = running.get(CONTROLLER) is not None and running.get(MUNGED) is not None
@@ -198,7 +198,7 @@ class DevCluster:
         )
 
     def node_pids(self, node: str) -> NodeProcesses:
-        """What runs on one node: its slurmd, the step daemons, and the jobs' processes."""
+        """Return what runs on one node: its slurmd, the step daemons, and the jobs' processes."""
         spec = self.spec
         if node not in spec.node_names:
             raise DevClusterError(
@@ -213,7 +213,7 @@ class DevCluster:
 
     @property
     def spec(self) -> ClusterSpec:
-        """What it was last started with; raises where it never was."""
+        """Return the spec of the last start; raise if it never started."""
         spec = load(self.layout)
         if spec is None:
             raise DevClusterError(
@@ -229,7 +229,7 @@ class DevCluster:
         return {name: processes.running_pid(daemon) for name, daemon in every.items()}
 
     def _refuse_changes(self, spec: ClusterSpec) -> None:
-        """A running cluster of another shape must not be taken for what was asked."""
+        """Refuse to treat a running cluster of another shape as the requested one."""
         if self._shape != spec.shape:
             raise DevClusterError(
                 f"cluster {self.name!r} is up as {spec.shape}, but {self._shape} was asked; "

@@ -45,13 +45,13 @@ _APT_LOG_LINES = 15
 
 
 def search_path() -> str:
-    """PATH with the system folders added: an ordinary user's often lacks where daemons lie."""
+    """Return PATH with the system folders, which hold daemons and which users' PATH often lacks."""
     given = os.environ.get("PATH", os.defpath).split(os.pathsep)
     return os.pathsep.join([*given, *(f for f in _SYSTEM_FOLDERS if f not in given)])
 
 
 def program(name: str) -> str:
-    """The absolute path of a program, for a daemon whose command line we recognise later."""
+    """Return the absolute path of a program, for a daemon whose command line we recognise later."""
     found = shutil.which(name, path=search_path())
     if found is None:
         raise DevClusterError(f"program `{name}` is needed, but is not on PATH ({search_path()})")
@@ -59,12 +59,12 @@ def program(name: str) -> str:
 
 
 def cluster_programs(*, accounting: bool) -> Programs:
-    """What a cluster needs, with its accounting or without."""
+    """Return the programs that a cluster needs, with its accounting or without."""
     return _PROGRAMS | (_ACCOUNTING_PROGRAMS if accounting else {})
 
 
 def _missing(wanted: Programs) -> list[str]:
-    """Debian's names of the packages of which at least one program is absent."""
+    """Return Debian's names of the packages of which at least one program is absent."""
     path = search_path()
     return [
         package
@@ -75,7 +75,7 @@ def _missing(wanted: Programs) -> list[str]:
 
 def ensure_installed(wanted: Programs, *, say: Callable[[str], None]) -> None:
     """Install what is missing, or raise with the exact line to hand to an administrator."""
-    with _alone():  # somebody else's `up` may be in the middle of installing the same
+    with _alone():  # another `up` may be installing the same
         missing = _missing(wanted)
         if missing:
             _install(missing, wanted, say)
@@ -109,7 +109,7 @@ def _install(missing: list[str], wanted: Programs, say: Callable[[str], None]) -
 
 @contextlib.contextmanager
 def _alone() -> Generator[None, None, None]:
-    """One process at a time, where we can install: the lock is on apt-get's own file."""
+    """Allow one process at a time, if we can install: the lock is on apt-get's own file."""
     apt = shutil.which("apt-get", path=search_path())
     if os.geteuid() != 0 or apt is None:
         yield
@@ -135,7 +135,7 @@ def _apt(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def _no_service_starts() -> Generator[None, None, None]:
-    """Debian starts a service as soon as it is installed, unless policy-rc.d forbids it.
+    """Keep Debian from starting each service that it installs, by policy-rc.d.
 
     The administrator's own file, if there is one, is back afterwards; also when an earlier run
     was killed in between, which is why the saved copy is never overwritten.
@@ -154,7 +154,7 @@ def _no_service_starts() -> Generator[None, None, None]:
 
 
 def _disable_services(installed: list[str]) -> None:
-    """Under systemd the packages also ask to be started at the next boot; nobody wants that.
+    """Disable the packages' services, which systemd would start at the next boot.
 
     Only services that were not there before this run are touched.
     """

@@ -53,12 +53,12 @@ class NodeProcesses:
 
     @property
     def job_pids(self) -> tuple[int, ...]:
-        """Step daemons first: a step daemon that lives reports the end of its tasks."""
+        """Return pids, step daemons first: a live one reports the end of its tasks."""
         return tuple(p.pid for p in (*self.step_daemons, *self.tasks))
 
 
 def job_processes(at: Layout) -> Iterator[StepDaemon | Task]:
-    """Everything that jobs of this cluster have running now, on all nodes."""
+    """Return everything that jobs of this cluster have running now, on all nodes."""
     for process in psutil.process_iter():
         try:
             found = _step_daemon(process, at) or _task(process, at)

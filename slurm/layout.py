@@ -83,7 +83,7 @@ class Layout:
 
     @property
     def lock(self) -> Path:
-        """Beside the folder, not in it: held while the folder itself is removed."""
+        """Return the lock's path, outside the folder: held while the folder itself is removed."""
         return self.root.parent / f".{self.root.name}.lock"
 
     @property
@@ -100,7 +100,7 @@ class Layout:
         return self.log / f"{daemon}.log"
 
     def output_file(self, daemon: str) -> Path:
-        """What a daemon printed before its log was open: the reason of most failed starts."""
+        """Return the file of a daemon's early output, before its log was open."""
         return self.log / f"{daemon}.out"
 
     def create(self, nodes: tuple[str, ...]) -> None:
@@ -120,7 +120,7 @@ class Layout:
 
 
 def base_folder() -> Path:
-    """The folder of all clusters: $ORCHESTRATOR_SLURM_DEV, else ~/.orchestrator/slurm-dev."""
+    """Return all clusters' folder: $ORCHESTRATOR_SLURM_DEV, else ~/.orchestrator/slurm-dev."""
     given = os.environ.get(BASE_VARIABLE)
     if given:
         return Path(given).expanduser().absolute()
@@ -128,7 +128,7 @@ def base_folder() -> Path:
 
 
 def layout(name: str = DEFAULT_NAME, base: Path | None = None) -> Layout:
-    """The layout of the cluster `name`, whether it exists or not."""
+    """Return the layout of the cluster `name`, whether it exists or not."""
     if not _NAME.fullmatch(name):
         raise DevClusterError(
             f"a cluster's name must be up to 24 small letters, digits and '-', beginning with a "
@@ -149,5 +149,5 @@ def layout(name: str = DEFAULT_NAME, base: Path | None = None) -> Layout:
 
 
 def slurm_conf(name: str = DEFAULT_NAME) -> Path:
-    """The cluster's slurm.conf: `SLURM_CONF=<this>` is all that a client command needs."""
+    """Return the cluster's slurm.conf: a client command needs only `SLURM_CONF=<this>`."""
     return layout(name).slurm_conf

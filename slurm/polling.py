@@ -12,8 +12,9 @@ Value = TypeVar("Value")
 
 
 def first_true(condition: Callable[[], Value], *, seconds: float) -> Value:
-    """What `condition` gives once that is true, else what it gave last; asked often at first, then
-    less so, for `seconds`.
+    """Return the first true value of `condition`, else its last, after `seconds`.
+
+    It is called often at first, then less so.
     """
     deadline = time.monotonic() + seconds
     pause = _FIRST_PAUSE_SECONDS
@@ -24,7 +25,7 @@ def first_true(condition: Callable[[], Value], *, seconds: float) -> Value:
 
 
 def becomes_true(condition: Callable[[], bool], *, seconds: float) -> bool:
-    """Whether `condition` becomes true within `seconds`."""
+    """Return whether `condition` becomes true within `seconds`."""
     return first_true(condition, seconds=seconds)
 
 

@@ -18,7 +18,7 @@ _TRIES = 200
 
 
 def is_free(port: int) -> bool:
-    """Whether a daemon could listen on this port now, whatever address of ours it binds."""
+    """Return whether a daemon could listen on this port now, on any of our addresses."""
     with socket.socket() as probe:
         # As the daemons do: a port whose last connections are still in TIME_WAIT is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -30,7 +30,7 @@ def is_free(port: int) -> bool:
 
 
 def choose(count: int, *, preferred: tuple[int, ...], taken: set[int]) -> tuple[int, ...]:
-    """`count` free ports: the preferred ones if they will do, else neighbours found by chance.
+    """Return `count` free ports: the preferred ones if possible, else random neighbours.
 
     `taken` are ports that belong to other clusters, running or not.
     """
@@ -47,7 +47,7 @@ def choose(count: int, *, preferred: tuple[int, ...], taken: set[int]) -> tuple[
 
 
 def recorded(records: Iterable[Path]) -> set[int]:
-    """The ports that the given clusters' `cluster.json` name."""
+    """Return the ports that the given clusters' `cluster.json` name."""
     found: set[int] = set()
     for record in records:
         content = cast("dict[str, Any]", json.loads(record.read_text()))

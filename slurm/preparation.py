@@ -1,4 +1,4 @@
-"""All that lies on disk before the first daemon starts: record, configuration, key, devices."""
+"""Files on disk before the first daemon starts: record, configuration, key, devices."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ _KEY_BYTES = 1024
 
 @contextlib.contextmanager
 def locked(file: Path) -> Generator[None, None, None]:
-    """One process at a time; the kernel lets go of the lock when we die, however we die."""
+    """Hold a lock for one process at a time; the kernel releases it when we die."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -30,7 +30,7 @@ def locked(file: Path) -> Generator[None, None, None]:
 
 
 def load(at: Layout) -> ClusterSpec | None:
-    """What the cluster was last started with, or None where there is no cluster."""
+    """Return the spec of the last start, or None without a cluster."""
     try:
         content = cast("dict[str, Any]", json.loads(at.record.read_text()))
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def load(at: Layout) -> ClusterSpec | None:
 
 
 def decide(name: str, at: Layout, shape: Shape) -> ClusterSpec:
-    """Choose ports that no other cluster has, and record them before anybody else chooses.
+    """Choose ports that no other cluster has, and record them atomically.
 
     The ports of the last time are taken again if they are free.
     """
@@ -72,7 +72,7 @@ def decide(name: str, at: Layout, shape: Shape) -> ClusterSpec:
 
 
 def host_address() -> str:
-    """What this machine's name resolves to; slurmdbd and srun bind to nothing else."""
+    """Return the address of this machine's name; slurmdbd and srun bind to nothing else."""
     name = socket.gethostname()
     try:
         return socket.gethostbyname(name)
@@ -84,7 +84,7 @@ def host_address() -> str:
 
 
 def beyond_loopback(spec: ClusterSpec) -> str | None:
-    """What to tell the person where SLURM cannot be kept on loopback; None where it can."""
+    """Return a warning if SLURM cannot be kept on loopback; None if it can."""
     if spec.address == "127.0.0.1":
         return None
     where = f"SLURM listens at {spec.address}" if spec.confined else "slurmd listens everywhere"
@@ -113,7 +113,7 @@ def write_files(spec: ClusterSpec, at: Layout) -> None:
 
 
 def _write(file: Path, text: str) -> None:
-    """Whole or not at all, readable by the owner only (slurmdbd.conf must be)."""
+    """Write a file atomically, readable by the owner only (slurmdbd.conf must be)."""
     aside = file.with_name(f"{file.name}.new")
     aside.write_text(text)
     aside.chmod(0o600)

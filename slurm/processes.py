@@ -49,7 +49,7 @@ class Daemon:
 
 
 def start(daemon: Daemon) -> int:
-    """Start a daemon in a session of its own, as nobody's child, and return its pid."""
+    """Start a daemon in its own session, without a parent, and return its pid."""
     daemon.pid_file.unlink(missing_ok=True)
     with daemon.output.open("wb") as output:
         subprocess.run(
@@ -70,9 +70,9 @@ def start(daemon: Daemon) -> int:
 
 
 def running_pid(daemon: Daemon) -> int | None:
-    """The pid of the daemon if it lives and is really ours, else None.
+    """Return the pid of the daemon if it lives and is ours, else None.
 
-    Somebody may have started it again, as a rehearsal does; then it is in no file of ours.
+    A rehearsal may have restarted it; then it is in no file of ours.
     """
     with contextlib.suppress(FileNotFoundError, ValueError):
         pid = int(daemon.pid_file.read_text())
@@ -109,7 +109,7 @@ def _is(pid: int, daemon: Daemon) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not, even where init never reaps it."""
+    """Return whether a process runs; a zombie does not, even where init never reaps it."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -117,7 +117,7 @@ def is_alive(pid: int) -> bool:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Signal a process that may be gone by now."""
+    """Signal a process that may have ended by now."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -125,7 +125,7 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def end(pids: Iterable[int], *, patience_seconds: float) -> None:
-    """TERM, then KILL what is left after `patience_seconds`; returns when all are dead."""
+    """Send TERM, then KILL after `patience_seconds` to what is left; return when all are dead."""
     remaining = [pid for pid in pids if is_alive(pid)]
     for pid in remaining:
         send(pid, signal.SIGTERM)
@@ -135,7 +135,7 @@ def end(pids: Iterable[int], *, patience_seconds: float) -> None:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """KILL, and return when all are dead."""
+    """Send KILL, and return when all are dead."""
     remaining = list(pids)
     for pid in remaining:
         send(pid, signal.SIGKILL)
@@ -147,7 +147,7 @@ def kill(pids: Iterable[int]) -> None:
 
 
 def why_it_ended(daemon: Daemon) -> DevClusterError:
-    """An error that shows what the daemon said last; a person should not have to look for it."""
+    """Return an error with the daemon's last output, so that users need not search for it."""
     said: list[str] = []
     for file in (daemon.output, daemon.log):
         if file.exists():

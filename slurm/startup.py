@@ -63,7 +63,7 @@ def _listens(pid: int, port: int) -> bool:
 
 
 def usable(nodes: Mapping[str, str]) -> bool:
-    """Whether every node takes jobs; a '*' says that SLURM cannot reach it."""
+    """Return whether every node takes jobs; a '*' says that SLURM cannot reach it."""
     return all(state in _USABLE for state in nodes.values())
 
 

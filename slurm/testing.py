@@ -26,9 +26,10 @@ def dev_cluster(
     base: Path | None = None,
     remove: bool = False,
 ) -> Generator[DevCluster, None, None]:
-    """Up inside; down afterwards, unless it was up before. With `remove`, its folder goes too.
+    """Bring the cluster up inside, and down afterwards unless it was up before.
 
-    Use one name for each worker of a parallel test run: who brings it up takes it down.
+    With `remove`, its folder is removed too. Use one name for each worker of a parallel test run:
+    the worker that brings it up takes it down.
     """
     cluster = DevCluster(
         name, nodes=nodes, accounting=accounting, grace_seconds=grace_seconds, base=base, say=print

@@ -1,4 +1,4 @@
-"""Who is compared, by name. A contender whose package is not installed says so."""
+"""The compared frameworks, by name. A contender whose package is not installed says so."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL = {kind.name: kind for kind in _KINDS}
 
 
 def missing(name: str) -> str | None:
-    """Why the contender cannot take part here; None when it can."""
+    """Return why the contender cannot take part here; None if it can."""
     package = ALL[name].needs
     if package is None or find_spec(package) is not None:
         return None

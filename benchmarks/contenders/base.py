@@ -1,4 +1,4 @@
-"""One interface for everybody: this rank's micro-batches in, one update done."""
+"""One interface for all contenders: this rank's micro-batches in, one update done."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """Where model and batches live."""
+        """Return the device of model and batches."""
         return self.group.device
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The same for everybody, but for the parameters."""
+        """Return the optimizer, the same for all contenders but for the parameters."""
         return torch.optim.AdamW(model.parameters(), lr=self.rate)
 
 
@@ -51,7 +51,7 @@ class Contender:
         raise NotImplementedError
 
     def update(self, batches: Sequence[Batch], *, first: int, leaves: int) -> Tensor:
-        """One update. Collective.
+        """Run one update. Collective.
 
         Args:
             batches: this rank's micro-batches, on the device.
@@ -70,11 +70,11 @@ class Contender:
         return torch.stack(losses).mean()
 
     def begin(self, *, steps: int, first: int, leaves: int) -> None:
-        """Hear what comes; most need to know `steps` alone, to divide by."""
+        """Prepare an update; most contenders need only `steps`, to divide by."""
         raise NotImplementedError
 
     def micro_step(self, batch: Batch, step: int, *, last: bool) -> Tensor:
-        """Forward and backward; gives the mean loss."""
+        """Run forward and backward; return the mean loss."""
         raise NotImplementedError
 
     def end(self) -> None:

@@ -50,7 +50,7 @@ class HuggingFaceAccelerate(Contender):
         return loss
 
     def end(self) -> None:
-        """Nothing: `accumulate` let the last micro-step's `step` through."""
+        """Do nothing: `accumulate` let the last micro-step's `step` through."""
 
 
 class Fabric(Contender):
