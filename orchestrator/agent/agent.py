@@ -273,7 +273,10 @@ class Agent:
         now = time.monotonic()
         candidates = [one for one in self._others() if one.seniority not in self._gone]
         senior = [one for one in candidates if one.seniority < mine]
-        first_node_unknown = not self._gone and self._spec.index and not senior
+        # Whoever coordinates at the start is the first node's agent, however late that comes.
+        first_node_unknown = (
+            not self._gone and self._spec.index and not any(c.peer.node == 0 for c in candidates)
+        )
         if first_node_unknown and now - self._began < self._spec.join_s:  # it has not started yet
             time.sleep(RETRY_S)
             return

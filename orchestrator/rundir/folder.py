@@ -198,6 +198,10 @@ class RunDir:
         """Return the path by which the batch script says that it lives, and settles the attempt."""
         return self.attempt(attempt) / "settling"
 
+    def started_again(self, job_id: str) -> Path:
+        """Return the path of how often srun was started again in one start of a job."""
+        return self.attempts / f"again-{job_id}"
+
     def departure(self, attempt: int) -> Path:
         """Return the path of why an attempt ended although the run continues (preemption, …)."""
         return self.attempt(attempt) / "departure.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -41,7 +42,8 @@ def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) ->
     """Return the content of restart.json for an attempt that begins after `updates` updates."""
     queued = topology.scheduled and not run.read_submission().get("held")
     why = RESUMED
-    if topology.restarts or not queued:  # else somebody has submitted it once more
+    in_place = run.started_again(os.environ.get("SLURM_JOB_ID", "")).exists()
+    if topology.restarts or in_place or not queued:  # else somebody has submitted it once more
         why = restart_reason(run, attempt) or (NO_WORD if queued else why)
     place = read_progress(run.progress(attempt - 1))
     behind = place is not None and place.update >= updates

@@ -132,7 +132,13 @@ def settle(starter: Sequence[str], how: str = "after") -> Iterator[str]:
     """
     yield f"trap '' {STOP_SIGNALS}"
     yield f'{_words(starter)} {how} "$run" "$attempt" "$code" "$stop_signal"'
-    yield "exit $?"
+    yield "code=$?"
+    if how == "after":
+        yield f"if [ $code = {START_AGAIN} ]; then  # only srun was killed: the allocation is there"
+        yield f"    trap - {STOP_SIGNALS}"
+        yield '    exec "$BASH" "$0"'
+        yield "fi"
+    yield "exit $code"
 
 
 def _words(words: Sequence[str]) -> str:
@@ -349,14 +355,14 @@ def _preamble(config: Config) -> Iterator[str]:
     yield end
 
 
-def _our_environment(config: Config, here: Here, attempt: int) -> Iterator[str]:
+def _our_environment(config: Config, here: Here) -> Iterator[str]:
     """Yield our variables for the ranks, set last."""
     if config.cluster.interface is not None:
         yield f"export {INTERFACE_VARIABLE}={quoted(config.cluster.interface)}"
     # They would give the one task of a node a rank's part of it.
     yield f"unset {' '.join(PER_TASK)}"
     yield "export SUBMITIT_EXECUTOR=slurm"
-    yield f"export {BASE_ATTEMPT_VARIABLE}={attempt}"
+    yield f"export {BASE_ATTEMPT_VARIABLE}"
     if here.copies is not None:  # a program's path is the user's own, in the copies
         copies = json.dumps({str(root): copy.name for root, copy in here.copies.items()})
         yield f'export {OUTER_PATH_VARIABLE}="$PYTHONPATH"'
@@ -446,7 +452,10 @@ def _step(
         "    exit 1",
         "fi",
         *exit_if_ended(here.python, container=config.cluster.container is not None),
-        f"attempt=$(printf %03d $(({attempt} + ${{SLURM_RESTART_COUNT:-0}})))",
+        'again="$run/attempts/again-$SLURM_JOB_ID"  # how often srun was started again',
+        'require_plain "$again"',
+        f'{BASE_ATTEMPT_VARIABLE}=$(({attempt} + $(cat "$again" 2>/dev/null || echo 0)))',
+        f"attempt=$(printf %03d $(({BASE_ATTEMPT_VARIABLE} + ${{SLURM_RESTART_COUNT:-0}})))",
         'require_plain "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"',
         'mkdir -p "$run/attempts/$attempt"',
         f'exec {SRUN_LOG}>>"$run/attempts/$attempt/srun.log"',
@@ -458,7 +467,7 @@ def _step(
         *_environment(config),
         *(['export PYTHONPATH="$outer_path"'] if here.copies is not None else []),
         *_preamble(config),
-        *_our_environment(config, here, attempt),
+        *_our_environment(config, here),
         *srun_lines(config, here, run, shape, f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
         ") &",
         *wait_for_srun(held=held),

@@ -42,14 +42,19 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
         stop_signal: the first signal that the script got, or "".
     """
     from orchestrator.clusters.slurm.outcome import finish
+    from orchestrator.errors import START_AGAIN
     from orchestrator.rundir.folder import RunDir
 
+    in_place: list[bool] = []
     try:
-        once_more = finish(Path(run), int(attempt), int(code), stop_signal)
+        once_more = finish(
+            Path(run), int(attempt), int(code), stop_signal, in_place=lambda: in_place.append(True)
+        )
     finally:
         _leave_copy()
     ended = RunDir(Path(run)).read_result()
-    sys.exit(0 if once_more or (ended and ended["state"] != "failed") else 1)
+    well = once_more or (ended is not None and ended["state"] != "failed")
+    sys.exit(START_AGAIN if in_place else 0 if well else 1)
 
 
 def share(run: str, attempt: str, code: str, stop_signal: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.root_cause import (
     CAUSES,
     KILLED,
+    SRUN_ENDED,
+    SRUN_KILLED,
     culprit_without_outcome,
     ending,
     srun_ended,
@@ -32,7 +35,7 @@ from orchestrator.lifecycle.stopping.deadline import reason
 from orchestrator.lifecycle.stopping.departure import ask_for_requeue, departure_note
 from orchestrator.lifecycle.survival.links import refuses
 from orchestrator.rundir.checkpoints import Fence, read_newest
-from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import State, read_outcome, rule, write_end
@@ -82,6 +85,7 @@ def finish(
     stop_signal: str,
     again: Callable[[], None] | None = None,
     *,
+    in_place: Callable[[], None] | None = None,
     script_gone: str = "",
 ) -> bool:
     """Settle what the ranks could not.
@@ -90,6 +94,7 @@ def finish(
         code: srun's exit code.
         stop_signal: the first signal that the batch script got, or "".
         again: restarts a run in a shared job; None: the job is requeued.
+        in_place: starts srun again in the same allocation, if only srun was killed.
         script_gone: why the batch script ended, if the coordinator acts for it.
 
     Returns:
@@ -114,6 +119,8 @@ def finish(
         return False
     if departure is None and (why := _cut_short(run, attempt, code, stop_signal)):
         departure = departure_note(why)
+        if in_place is not None and job.state == "RUNNING" and why in (SRUN_KILLED, SRUN_ENDED):
+            again = partial(_start_in_place, run, in_place)
     outcome = read_outcome(run, attempt)
     cut_off = outcome is not None and outcome.state is not State.FINISHED
     if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
@@ -142,6 +149,16 @@ def _await_agents(run: RunDir, attempt: int) -> None:
             print("srun has ended, but agents go on; waiting for them", flush=True)  # noqa: T201  # batch.log
             reported = True
         time.sleep(LOOK_S)
+
+
+def _start_in_place(run: RunDir, start: Callable[[], None]) -> None:
+    """Count one more attempt of this start of the job, for the script and for who settles it."""
+    counted = run.started_again(os.environ["SLURM_JOB_ID"])
+    before = int(counted.read_text("ascii")) if counted.exists() else 0
+    write_atomically(counted, f"{before + 1}\n")
+    handle = read_handle(run)
+    write_json(run.handle, {**handle, "attempt": int(handle["attempt"]) + 1})
+    start()
 
 
 def _ended_alone(run: RunDir) -> bool:

@@ -74,7 +74,7 @@ BENIGN = slurm_config()
 TEXTS = [*(f"cluster.{name}" for name in PATTERNS), "cluster.comment", "run.name",
          "cluster.slurm_flags.mail-user", "cluster.environment.A", "cluster.slurm_conf",
          "run.dir", "cluster.slurm_flags.*", "cluster.environment.*",
-         "cluster.srun_flags.cpu-bind", "cluster.srun_flags.*", "cluster.gpus_per_node",
+         "cluster.srun_flags.mem-bind", "cluster.srun_flags.*", "cluster.gpus_per_node",
          "SBATCH_PARTITION",
          ]  # fmt: skip
 PIECES = ["\n", "\r", "\0", "\x1b", "\u2028", "$(touch pwned)", "`touch pwned`", "'", '"', "\\",

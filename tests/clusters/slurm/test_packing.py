@@ -244,7 +244,7 @@ def test_a_runs_own_script_asks_for_its_part_and_leaves_its_end_to_others(tmp_pa
     text = SlurmCluster(config).share_script(run.path, 0)
     for option in ("--exact", "--job-name=3", "--nodes=1", "--gpus-per-node=a:2", "--mem=1536M"):
         assert f"    {option} \\\n" in text
-    assert '" share "$run" "$attempt" "$code" "$stop_signal"\nexit $?' in text.replace(
+    assert '" share "$run" "$attempt" "$code" "$stop_signal"\ncode=$?\nexit $code' in text.replace(
         "node_entry.py share", 'node_entry.py" share'
     )
     assert "ORCHESTRATOR_BATCH_PID=$$" not in text, "that is the script's of the whole job"
