@@ -131,3 +131,14 @@ def test_a_data_set_that_differs_between_ranks_is_told(tmp_path, job, told):
     said = " ".join((done.stdout + done.stderr).split())
     assert done.returncode == 2, said
     assert told in said
+
+
+@pytest.mark.parametrize("verb", [(), ("plan",)])
+def test_a_traceback_that_is_asked_for_leaves_the_sentence_and_the_exit_code(tmp_path, verb):
+    module = "orchestrator" if verb else "orchestrator.launch"
+    for more in ((), ("-v",)):
+        done = helpers.call(*verb, "train.seed='", *more, module=module, cwd=tmp_path)
+        said = done.stdout + done.stderr
+        assert done.returncode == 2
+        assert ("Traceback" in said) == bool(more)
+        assert "error: the command line cannot be read at train.seed" in said
