@@ -299,12 +299,13 @@ def _of_all(pids: Iterable[int]) -> list[Connection]:
 
 
 def _agents_of(pids: Iterable[int]) -> list[int]:
-    """Return the agents whose workers these processes are."""
+    """Return the agents whose workers these processes are: forks have their agent's command."""
     found: set[int] = set()
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(pid).parent()
-            if parent is not None:
+            process = psutil.Process(pid)
+            parent = process.parent()
+            if parent is not None and parent.cmdline() == process.cmdline():
                 found.add(parent.pid)
     return sorted(found)
 

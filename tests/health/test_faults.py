@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from orchestrator.health.faults import FaultInjector
-from orchestrator.lifecycle.signs.processes import descendants
 from tests.helpers import until
 
 RANK = """
@@ -23,14 +22,6 @@ while word := link.recv(1):
         word = b"!"
     link.sendall(word)
 """
-
-WITNESSED = """
-import socket, subprocess, sys
-listener = socket.create_server(("127.0.0.1", 0))
-print(listener.getsockname()[1], flush=True)
-subprocess.run([sys.executable, "-c", "import sys; sys.stdin.read()"], pass_fds=[listener.fileno()])
-"""
-"""A rank with a child that holds where it listens, as its witness does."""
 
 
 @pytest.fixture
@@ -78,25 +69,6 @@ def test_what_is_silenced_hears_nothing_until_it_is_lifted_and_what_is_cut_is_cl
     assert ours.recv(1) == b""
     assert process.wait(5) == 0
     assert len(os.listdir("/proc/self/fd")) == open_before  # noqa: PTH208  # our own
-
-
-def test_who_is_silenced_gets_no_answer_from_beside_another_rank_either(rank):
-    """Not even a quick one: the others' witnesses would vouch for them across the cut."""
-    process, _, _ = rank
-    other = subprocess.Popen(
-        [sys.executable, "-c", WITNESSED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with other:
-        at = ("127.0.0.1", int(other.stdout.readline()))
-        assert until(lambda: descendants(other.pid) or None, 5, "its child")
-        hand = FaultInjector(lambda: {3: process.pid, 4: other.pid})
-        socket.create_connection(at, timeout=5).close()
-        hand.silence([], [3])
-        with pytest.raises(TimeoutError):
-            socket.create_connection(at, timeout=0.3)
-        hand.lift()
-        socket.create_connection(at, timeout=5).close()
-        other.stdin.close()
 
 
 def test_what_is_done_to_one_that_has_ended_is_done_to_nobody(rank):
