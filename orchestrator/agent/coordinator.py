@@ -497,6 +497,10 @@ class Coordinator:
             return
         if self._replacements.pending:
             return
+        if self._is_evicted():  # the attempt goes on elsewhere, and its outcome is theirs to write
+            print("the other nodes continue without this one; its agent ends", flush=True)
+            self._command(None, "end")
+            return
         state, culprit = self._settled()
         self.outcome = {"state": state.value, "culprit": culprit and culprit.to_json() | {
             "usage": culprit.usage, "hangs": culprit.hangs},
@@ -507,6 +511,13 @@ class Coordinator:
         except OSError as error:  # a full disk: the agents' output informs the launcher
             print(f"the outcome could not be written: {error}", flush=True)
         self._command(None, "end")
+
+    def _is_evicted(self) -> bool:
+        """Return whether all members are on nodes that this one cannot reach, and some may live."""
+        nodes = {self._node_of(member) for member in self._members}
+        if self._generation < 1 or not all(self.agents[index].gone for index in nodes):
+            return False
+        return any(not self._refuses(index) for index in nodes)
 
     def _lost_words(self, culprit: Culprit | None) -> str | None:
         """Describe a loss that is not the job's fault, which a scheduler restarts; else ""."""

@@ -1,13 +1,13 @@
 """Decisions of the coordinator, from events and a clock that the test sets; no processes."""
 
-import json
-
 import pytest
 
 from orchestrator.agent.coordinator import GRACE_S, SETTLE_S, Coordinator
-from orchestrator.agent.node_spec import AgentFile
+from orchestrator.agent.node_spec import AgentFile, publish_agent
+from orchestrator.engine.common.rendezvous import listen
 from orchestrator.lifecycle.survival.links import Peer
 from orchestrator.lifecycle.survival.record import GenerationRecord
+from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from tests.agent.specs import node_spec
 
@@ -61,9 +61,7 @@ class Attempt:
 
     @property
     def outcome(self):
-        return json.loads((self.run.attempt(0) / "outcome.json").read_text())["content"] if (
-            self.run.attempt(0) / "outcome.json"
-        ).exists() else None  # fmt: skip
+        return read_json(self.run.outcome(0))
 
     @property
     def newest(self):
@@ -269,3 +267,25 @@ def test_a_node_that_comes_back_before_its_loss_was_noticed_is_named(tmp_path):
     culprit = attempt.coordinator.outcome["culprit"]
     assert (culprit["rank"], culprit["node"]) == (None, "node1")
     assert "its agent is gone" in culprit["cause"]
+
+
+@pytest.mark.parametrize("others_live", [True, False])
+def test_an_evicted_node_leaves_the_outcome_to_the_nodes_that_go_on(tmp_path, others_live):
+    """The first node went on without this one, which heard nothing from it; it may have died."""
+    run = RunDir(tmp_path)
+    run.attempt(0).mkdir(parents=True)
+    record = GenerationRecord(run.attempt(0))
+    record.publish(0, [0, 1])
+    record.publish(1, [0], gone=[1])
+    listener = listen("127.0.0.1")
+    publish_agent(node_spec(tmp_path, nodes=2), listener.getsockname()[1])
+    if not others_live:
+        listener.close()
+    evicted = Attempt(tmp_path, nodes=2, index=1, gone=[0], begin=False)
+    evicted.coordinator.joined(1, [])
+    evicted.take("started", 1, pid=1)
+    evicted.end(1, 75, "fenced")
+    evicted.tick(MOMENT_S)
+    assert evicted.told("end")
+    assert (evicted.outcome is None) == others_live
+    listener.close()
