@@ -80,7 +80,8 @@ def test_lost_nodes_are_replaced_and_ranks_that_live_on_are_fenced_off(mended, t
     runs.wait_for_update(crashed, 6, attempt=1)  # the orphaned run's node is free now
     holds[1].release()
     assert runs.wait_over(mended, crashed)["weights_sha256"] == digest
-    assert runs.first_records(crashed)[1]["restart"]["why"] == f"node {dead} failed"
+    why = runs.first_records(crashed)[1]["restart"]["why"]  # whoever notices first
+    assert why in (f"node {dead} failed", f"node {dead} stopped answering")
     assert dead not in runs.nodes_of(mended, job)
 
 

@@ -18,6 +18,7 @@ from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.checksums import to_json_text
 from orchestrator.rundir.files import read_end, write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import read_outcome
 
 if TYPE_CHECKING:
     from orchestrator.slurm_client import SlurmClient
@@ -62,7 +63,10 @@ def restart_reason(run: RunDir, attempt: int) -> str | None:
     except FileNotFoundError:
         return None
     failed = NODE_FAILURE.search(said)  # the scheduler ended the job, agents included
-    return f"node {failed[1]} failed" if failed else None
+    if failed:
+        return f"node {failed[1]} failed"
+    outcome = read_outcome(run, last)  # the scheduler may have ended the job before srun noticed
+    return outcome.lost if outcome is not None else None
 
 
 def departure_note(why: str) -> dict[str, Any]:
