@@ -535,18 +535,8 @@ class TaskEnd:
         code = EXITED.fullmatch(self.what)
         if code is not None:
             return describe_status(int(code[1]))
-        number = self.signal
+        number = SIGNALS.get(self.what.removesuffix(" (core dumped)"))
         return describe_status(-number) if number else f"ended: {self.what}"
-
-    @property
-    def signal(self) -> int | None:
-        return SIGNALS.get(self.what.removesuffix(" (core dumped)"))
-
-    @property
-    def stopped(self) -> bool:
-        """Return whether it got a stop signal, as srun sends to the others when a task fails."""
-        code = EXITED.fullmatch(self.what)
-        return self.signal in STOP_SIGNALS or (code is not None and int(code[1]) in STOP_CODES)
 
 
 def numbers(listed: str) -> Iterator[int]:

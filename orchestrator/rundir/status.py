@@ -25,8 +25,7 @@ from orchestrator.rundir.warnings import read_warnings
 # Removed or replaced while scanning, or too deep for a run to have a path.
 NO_RUN_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 BEAT_S = 2.0
-BEAT_ENDED = "ended"
-BEAT_DIGITS, BEAT_BYTES = 12, 512  # a heartbeat's number, then what its rank waits for
+BEAT_BYTES = 12
 LOOK_TWICE_S = BEAT_S + 0.5
 ENDED_STATES = ("finished", "failed", "stopped", "cancelled", "pruned")
 OVER = (*ENDED_STATES, "lost")  # no process computes it any more
@@ -260,24 +259,22 @@ def infer_from_heartbeats(runs: Sequence[RunDir], found: dict[Path, RunStatus]) 
         if run.path not in before:
             continue
         now = _beats(run)
-        beating = any(
-            a != b for a, b in zip(now, before[run.path], strict=False) if b != BEAT_ENDED
-        )
+        beating = any(a != b for a, b in zip(now, before[run.path], strict=False))
         state = "running" if beating else "unknown"
         found[run.path] = replace(found[run.path], state=state)
 
 
-def read_beat(path: Path) -> str:
-    """Return a node's present beat: a number, `BEAT_ENDED`, or "" before the first."""
+def _beat(path: Path) -> str:
+    """Return a node's present beat: a number, or "" before the first."""
     try:
-        return read_text(path, at_most=BEAT_BYTES)[:BEAT_DIGITS].strip()
+        return read_text(path, at_most=BEAT_BYTES).strip()
     except FileNotFoundError:
         return ""
 
 
 def _beats(run: RunDir) -> list[str]:
     folder = run.attempt(max(0, run.attempts_made() - 1))
-    return [read_beat(folder / name) for name in names_in(folder) if name.startswith("heartbeat-")]
+    return [_beat(folder / name) for name in names_in(folder) if name.startswith("heartbeat-")]
 
 
 def find_runs(below: Path, *, waiting: bool = False) -> list[Path]:
