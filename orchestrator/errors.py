@@ -15,7 +15,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 3
 EXIT_INTERRUPTED = 130
-FENCED_RANK = 4  # a rank's own: no command ends with it
+EVICTED_RANK = 4  # a rank's own: no command ends with it
 START_AGAIN = 75  # exit code of a run's script in a shared job: restart the run
 
 
@@ -80,7 +80,7 @@ class PeerLost(OrchestratorError):
     """A collective that ended because another rank was lost. Never the root cause of a failure."""
 
 
-class NoWayOn(PeerLost):
+class Unrecoverable(PeerLost):
     """A loss after which the remaining ranks cannot, or must not, continue.
 
     Attributes:
@@ -104,10 +104,10 @@ class StateLost(PeerLost):
         self.ranks = tuple(ranks)
 
 
-class Fenced(PeerLost):
+class Evicted(PeerLost):
     """Eviction of this rank, which was silent for too long: the others continue without it."""
 
-    exit_code = FENCED_RANK
+    exit_code = EVICTED_RANK
 
 
 class RankHangs(OrchestratorError):

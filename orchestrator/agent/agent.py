@@ -19,6 +19,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.agent.coordinator import LEAST_SILENCE_S, SETTLE_S, Coordinator
+from orchestrator.agent.generations import GenerationRecord
+from orchestrator.agent.links import Link, connect, greeted
+from orchestrator.agent.liveness import BEAT_S
 from orchestrator.agent.node_spec import (
     AgentFile,
     NodeSpec,
@@ -28,9 +31,6 @@ from orchestrator.agent.node_spec import (
 )
 from orchestrator.agent.workers import STOP_SIGNALS, Workers
 from orchestrator.engine.common.rendezvous import listen
-from orchestrator.lifecycle.signs.node_watch import BEAT_S
-from orchestrator.lifecycle.survival.links import Link, connect, greeted
-from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 

@@ -14,14 +14,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from orchestrator.agent.generations import (
+    GenerationRecord,
+    member_of,
+    process_of,
+    rank_of,
+    to_blame,
+)
+from orchestrator.agent.links import refuses
+from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED
 from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.positions import Positions
 from orchestrator.agent.replacements import Replacements
 from orchestrator.agent.root_cause import TAKEN_AWAY, End, Straggler, blame
-from orchestrator.lifecycle.signs.node_watch import BEAT_S, FENCED, FINISHED, STOPPED
-from orchestrator.lifecycle.survival.links import refuses
-from orchestrator.lifecycle.survival.members import member_of, process_of, rank_of
-from orchestrator.lifecycle.survival.record import GenerationRecord, to_blame
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import Culprit, State
@@ -246,7 +251,7 @@ class Coordinator:
         """Handle a worker's end. Without its final message it is a failure, whatever its status."""
         rank, word = event["rank"], event["word"]
         self._words[rank] = word
-        if event["failure"] is not None and word != FENCED:
+        if event["failure"] is not None and word != EVICTED:
             self._failures.append(event["failure"])
         if word in (FINISHED, STOPPED):
             self._end_in_order()
@@ -265,7 +270,7 @@ class Coordinator:
         """Record a failure, or a loss that the other workers survive."""
         members = [self._member(rank) for rank in ranks]
         lost = set(self._members).intersection(members)
-        evicted = word == FENCED or not lost  # or a newcomer, which the others do not need
+        evicted = word == EVICTED or not lost  # or a newcomer, which the others do not need
         taken_away = not word and -end.status in TAKEN_AWAY
         if self._killed or not (evicted or (taken_away and self._survived)):
             self._failed(end)

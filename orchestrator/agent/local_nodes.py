@@ -9,7 +9,6 @@ node has its own parent (`node.py`). An agent is restarted only where workers ma
 from __future__ import annotations
 
 import faulthandler
-import gc
 import json
 import os
 import select
@@ -22,13 +21,19 @@ from typing import Any
 
 from orchestrator.agent.agent import Agent
 from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.agent.processes import (
+    adopt_orphans,
+    branch,
+    die_with,
+    ending,
+    leave,
+    name_process,
+)
+from orchestrator.agent.rank_log import send_output_to
+from orchestrator.agent.worker import preload, run_worker
 from orchestrator.agent.workers import STOP_SIGNALS, BecomeWorker, kill_descendants
-from orchestrator.lifecycle.forks import branch, ending, leave
-from orchestrator.lifecycle.prctl import adopt_orphans, die_with, name_process
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.trainer.entry import draw_other_numbers, preload
-from orchestrator.trainer.rank_log import send_output_to
 
 REST_S = 0.3
 """From an agent's end to its next process: the others notice first."""
@@ -162,7 +167,6 @@ def _live(order: dict[str, Any]) -> int:
     faulthandler.register(signal.SIGQUIT)  # when an import hangs, the launcher requests the stack
     preload(run)
     faulthandler.unregister(signal.SIGQUIT)
-    gc.freeze()  # imported objects are no garbage; collecting them would copy their pages
     if os.getppid() != order["launcher"]:
         return 1
     control, report = int(order["control"]), int(order["report"])
@@ -174,11 +178,7 @@ def _live(order: dict[str, Any]) -> int:
     ).serve()
     if rank is None:
         return 0
-    from orchestrator.trainer.entry import main_of
-
-    name_process(f"rank {rank}")
-    draw_other_numbers()
-    return main_of(run.path)(run.path, order["nodes"][0]["spec"]["attempt"])
+    return run_worker(run.path, order["nodes"][0]["spec"]["attempt"], rank)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import gc
 import os
 import signal
 import sys
@@ -19,21 +18,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from orchestrator.agent.agent import Agent
+from orchestrator.agent.liveness import Patience, Standstill
 from orchestrator.agent.local_nodes import NodeProcesses
 from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
+from orchestrator.agent.processes import die_with, ending, processor_s
 from orchestrator.agent.replacements import max_replacements
+from orchestrator.agent.topology import ADDRESS_VARIABLE, Topology, node_names
+from orchestrator.agent.worker import preload, run_worker
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.config.reading import read_config
 from orchestrator.config.schema import Config
-from orchestrator.lifecycle.address import ADDRESS_VARIABLE, node_names
-from orchestrator.lifecycle.forks import ending
-from orchestrator.lifecycle.prctl import die_with, name_process
-from orchestrator.lifecycle.signs.processes import processor_s
-from orchestrator.lifecycle.signs.standstill import Patience, Standstill
-from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.trainer.entry import draw_other_numbers, main_of, preload
 
 LOOK_S = 1.0
 
@@ -99,9 +95,7 @@ def be_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = Ag
     rank = nodes.serve()
     if rank is None:
         return nodes.status
-    name_process(f"rank {rank}")
-    draw_other_numbers()
-    return main_of(path)(path, attempt)
+    return run_worker(path, attempt, rank)
 
 
 def _import_framework(run: RunDir, hang_s: float) -> None:
@@ -126,7 +120,6 @@ def _import_framework(run: RunDir, hang_s: float) -> None:
     preload(run)
     done.set()
     watch.join()  # a fork must not run with another thread alive
-    gc.freeze()  # imported objects are no garbage; collecting them would copy their pages
 
 
 def main() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from orchestrator.agent.liveness import ASLEEP, FROZEN, NO_SIGN, Seen
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.root_cause import Straggler, add_waits, read_straggler, tail
-from orchestrator.lifecycle.signs.node_watch import ASLEEP, FROZEN, NO_SIGN, Seen
-from orchestrator.lifecycle.signs.stacks import (
+from orchestrator.agent.stacks import (
     DUMP_BYTES,
     STACK_S,
     Frame,

@@ -10,10 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from orchestrator.agent.generations import GenerationRecord, member_of
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.config.schema import RunConfig
-from orchestrator.lifecycle.survival.members import member_of
-from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_progress
 

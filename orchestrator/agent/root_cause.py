@@ -62,7 +62,7 @@ class Straggler:
 
 
 def read_straggler(rank: int, node: str, said: Mapping[str, Any]) -> Straggler:
-    """Parse a rank's own report; see `lifecycle/signs/signs_of_life.py`."""
+    """Parse a rank's own report; see `trainer/agent_link.py`."""
     return Straggler(
         rank=rank,
         node=node,

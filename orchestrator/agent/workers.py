@@ -2,7 +2,7 @@
 
 Workers are children of the agent, so their ends come from `waitpid`. Whether one is stopped,
 computing or asleep comes from `/proc`. Each worker reports its position in training in a line a
-second over a socket pair (`signs_of_life.Life` is the other end). A worker whose code holds
+second over a socket pair (`trainer/agent_link.py` is the other end). A worker whose code holds
 Python's interpreter cannot send that line, but its processor time still shows that it is alive.
 """
 
@@ -21,13 +21,11 @@ from typing import Any
 
 import psutil
 
-from orchestrator.lifecycle.forks import branch
-from orchestrator.lifecycle.prctl import adopt_orphans
-from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, NodeWatch
-from orchestrator.lifecycle.signs.processes import asleep_in, state_of
-from orchestrator.lifecycle.signs.stacks import ASKS, catches
-from orchestrator.lifecycle.survival.links import Link
-from orchestrator.lifecycle.topology import REPLACES_VARIABLE
+from orchestrator.agent.links import Link
+from orchestrator.agent.liveness import BEAT_S, LINK_VARIABLE, NodeWatch
+from orchestrator.agent.processes import adopt_orphans, asleep_in, branch, state_of
+from orchestrator.agent.stacks import ASKS, catches
+from orchestrator.agent.topology import REPLACES_VARIABLE
 
 KILL_DEADLINE_S = 5.0
 OOM_SCORE = "500"

@@ -20,14 +20,7 @@ from typing import Any
 
 import psutil
 
-from orchestrator.cli.follow import OutputOptions
-from orchestrator.cli.start import begun, way_of
-from orchestrator.clusters.slurm.admission import PARTITIONS, read_partitions
-from orchestrator.config.command_line import CommandLine, program_overrides
-from orchestrator.config.composer import Composer
-from orchestrator.errors import ClusterError, UsageError
-from orchestrator.health import exchange
-from orchestrator.lifecycle.address import (
+from orchestrator.agent.topology import (
     FABRIC_VARIABLES,
     INTERFACE_VARIABLE,
     address_of_interface,
@@ -35,6 +28,13 @@ from orchestrator.lifecycle.address import (
     is_loopback,
     own_address,
 )
+from orchestrator.cli.follow import OutputOptions
+from orchestrator.cli.start import begun, way_of
+from orchestrator.clusters.slurm.admission import PARTITIONS, read_partitions
+from orchestrator.config.command_line import CommandLine, program_overrides
+from orchestrator.config.composer import Composer
+from orchestrator.errors import ClusterError, UsageError
+from orchestrator.health import exchange
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics

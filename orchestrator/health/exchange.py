@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from orchestrator.lifecycle.address import interface_of, own_address
+from orchestrator.agent.topology import interface_of, own_address
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.program_link import ATTEMPT, RUN

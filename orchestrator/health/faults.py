@@ -24,8 +24,8 @@ from typing import Literal, TypeVar
 
 import psutil
 
+from orchestrator.agent.processes import descendants
 from orchestrator.errors import UsageError
-from orchestrator.lifecycle.signs.processes import descendants
 
 PER_RUN = 4
 EARLY = 0.7  # of a fault's own part of the run; the rest is for what follows from it

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import psutil
 
+from orchestrator.agent.generations import GenerationRecord
 from orchestrator.config.command_line import literally
 from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import Config, node_range
@@ -40,7 +41,6 @@ from orchestrator.health.faults import (
     Fault,
     FaultInjector,
 )
-from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail
 from orchestrator.slurm_client import Job, SchedulerDown, SlurmClient, queued

@@ -19,14 +19,13 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from orchestrator.agent.processes import fork, name_process
 from orchestrator.cli.follow import Interrupts, OutputOptions, run_to_end
 from orchestrator.clusters.api import Share, cluster_of
 from orchestrator.clusters.machine import Machine, free_memory_bytes
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, OrchestratorError, describe_status
-from orchestrator.lifecycle.forks import fork
-from orchestrator.lifecycle.prctl import name_process
 from orchestrator.plan.program import ProgramPlan
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import say

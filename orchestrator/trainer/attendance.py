@@ -12,35 +12,35 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from orchestrator.agent.liveness import FAILED, Patience
+from orchestrator.agent.topology import Topology
 from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
 from orchestrator.engine.api import Engine
 from orchestrator.errors import (
     EXIT_FAILED,
-    Fenced,
-    NoWayOn,
+    Evicted,
     RankHangs,
     StopRequested,
+    Unrecoverable,
 )
-from orchestrator.lifecycle.signs.node_watch import FAILED
-from orchestrator.lifecycle.signs.signs_of_life import Life, link_to_agent
-from orchestrator.lifecycle.signs.standstill import Patience
-from orchestrator.lifecycle.stopping.deadline import Deadline, Notice
-from orchestrator.lifecycle.stopping.departure import (
+from orchestrator.rundir.checkpoints import Fence
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn
+from orchestrator.trainer.agent_link import AgentLink, link_to_agent
+from orchestrator.trainer.failure import failure_of, write_failure
+from orchestrator.trainer.loop import Callback, Done, Outcome
+from orchestrator.trainer.recorder import Recorder, restart_note
+from orchestrator.trainer.stop import (
+    Deadline,
+    Notice,
+    StopFlag,
     ask_job_status,
     depart,
     goes_on,
     leave_without,
     requeues,
 )
-from orchestrator.lifecycle.stopping.stop_signals import StopFlag
-from orchestrator.lifecycle.topology import Topology
-from orchestrator.rundir.checkpoints import Fence
-from orchestrator.rundir.files import write_json
-from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.warnings import warn
-from orchestrator.trainer.failure import failure_of, write_failure
-from orchestrator.trainer.loop import Callback, Done, Outcome
-from orchestrator.trainer.recorder import Recorder, restart_note
 from orchestrator.trainer.survival import Survivors
 
 # ----------------------------------------------------------------------
@@ -242,7 +242,7 @@ class PlaceMarks(Callback):
             that a rank may wait for others anywhere in a boundary.
     """
 
-    def __init__(self, life: Life, *, waits_unmarked: bool) -> None:
+    def __init__(self, life: AgentLink, *, waits_unmarked: bool) -> None:
         self._life, self._waits_unmarked = life, waits_unmarked
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
@@ -269,7 +269,7 @@ class Attendance:
         self._run, self._attempt, self._topology, self._stop = run, attempt, topology, stop
         self._failure: dict[str, Any] | None = None
         log = run.rank_log(topology.rank)
-        self.life = self._life = Life(log, link_to_agent(), self._hang)
+        self.life = self._life = AgentLink(log, link_to_agent(), self._hang)
         self._life.on_message(self._heed_stop)
         self._life.begin()
         self._fence = Fence(run.newest_attempt, attempt)
@@ -295,7 +295,7 @@ class Attendance:
             self._fence.take()
 
     def _hang(self, sentence: str, stack: str) -> None:
-        """End this rank, which makes no progress any more. Called in the thread of `Life`."""
+        """End this rank, which makes no progress any more. Called in the thread of `AgentLink`."""
         error = RankHangs(sentence)
         error.add_note(f"its stack:\n{stack}")
         print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)
@@ -374,7 +374,7 @@ class Attendance:
     def excused(self, error: BaseException) -> bool:
         """Return whether the attempt ends in order by this error, since its job starts again."""
         return (
-            isinstance(error, NoWayOn)
+            isinstance(error, Unrecoverable)
             and self._topology.scheduled
             and self._requeue
             and leave_without(self._run, self._attempt, error)
@@ -412,7 +412,7 @@ class Attendance:
         if self._left is not None:
             self._left.end(FAILED)
         self._failure = failure_of(self._topology.rank, self._topology.node, error)
-        if not isinstance(error, Fenced):  # the others go on
+        if not isinstance(error, Evicted):  # the others go on
             write_failure(self._run, self._attempt, self._failure)
 
     def end(self, word: str) -> None:

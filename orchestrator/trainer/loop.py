@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from orchestrator.client.loop import RankWindows, is_due
 from orchestrator.config.schema import TrainConfig
 from orchestrator.engine.api import BoundaryReport, Engine, MicroBatch, Window
-from orchestrator.lifecycle.stopping.stop_signals import StopFlag
+from orchestrator.trainer.stop import StopFlag
 
 KEPT = 1000
 """Updates that each rank knows the figures of; a disk may be full for so many."""

@@ -14,34 +14,33 @@ import time
 import traceback
 from pathlib import Path
 
+from orchestrator.agent.liveness import EVICTED, FAILED, FINISHED, LINK_VARIABLE, STOPPED
+from orchestrator.agent.processes import this_process_alone
+from orchestrator.agent.rank_log import send_output_to
+from orchestrator.agent.topology import Topology, interface_variables
 from orchestrator.client.loop import RankWindows
 from orchestrator.errors import (
+    EVICTED_RANK,
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_STOPPED,
-    FENCED_RANK,
     OrchestratorError,
     PeerLost,
     StopRequested,
 )
-from orchestrator.lifecycle.address import interface_variables
-from orchestrator.lifecycle.forks import this_process_alone
-from orchestrator.lifecycle.signs.node_watch import FAILED, FENCED, FINISHED, LINK_VARIABLE, STOPPED
-from orchestrator.lifecycle.stopping.stop_signals import StopFlag
-from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn_into
 from orchestrator.trainer.attendance import Attendance
 from orchestrator.trainer.failure import exit_code
 from orchestrator.trainer.loop import Loop
-from orchestrator.trainer.rank_log import send_output_to
 from orchestrator.trainer.recorder import memory_of_ranks, result_of
 from orchestrator.trainer.setup import Training, set_up
+from orchestrator.trainer.stop import StopFlag
 
-LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, FENCED_RANK: FENCED}
+LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EVICTED_RANK: EVICTED}
 
 
-def run_rank(run_path: Path, attempt: int) -> int:
+def main(run_path: Path, attempt: int) -> int:
     """Be one rank of the run in `run_path`; give the exit code. Never raises what a job raised."""
     stop = StopFlag()
     if LINK_VARIABLE not in os.environ:

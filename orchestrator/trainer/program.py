@@ -22,6 +22,18 @@ import time
 import traceback
 from pathlib import Path
 
+from orchestrator.agent.liveness import (
+    AT_WORK,
+    FAILED,
+    FINISHED,
+    FROZEN,
+    LINK_VARIABLE,
+    STOPPED,
+)
+from orchestrator.agent.processes import adopt_orphans, descendants, die_with, state_of
+from orchestrator.agent.rank_log import send_output_to
+from orchestrator.agent.stacks import describe_processes
+from orchestrator.agent.topology import OUTER_UMASK_VARIABLE, Topology, interface_variables
 from orchestrator.config.program import Program, program_of
 from orchestrator.config.reading import read_config
 from orchestrator.config.schema import ClusterConfig, Config
@@ -34,20 +46,6 @@ from orchestrator.errors import (
     RankHangs,
     StopRequested,
 )
-from orchestrator.lifecycle.address import interface_variables
-from orchestrator.lifecycle.prctl import adopt_orphans, die_with
-from orchestrator.lifecycle.signs.node_watch import (
-    AT_WORK,
-    FAILED,
-    FINISHED,
-    FROZEN,
-    LINK_VARIABLE,
-    STOPPED,
-)
-from orchestrator.lifecycle.signs.processes import descendants, state_of
-from orchestrator.lifecycle.signs.stacks import describe_processes
-from orchestrator.lifecycle.stopping.stop_signals import STOP_SIGNALS, StopFlag
-from orchestrator.lifecycle.topology import OUTER_UMASK_VARIABLE, Topology
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.program_link import HEEDS, NOT_YET, read_number, write_number
@@ -75,7 +73,7 @@ from orchestrator.trainer.program_processes import (
     is_stopped,
     used_s,
 )
-from orchestrator.trainer.rank_log import send_output_to
+from orchestrator.trainer.stop import STOP_SIGNALS, StopFlag
 
 
 class Joining:
@@ -251,7 +249,7 @@ LOOK_S = 1.0
 LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED}
 
 
-def run_program(path: Path, attempt: int) -> int:
+def main(path: Path, attempt: int) -> int:
     """Be one rank of the run at `path`; give the exit code."""
     stop = StopFlag()
     if LINK_VARIABLE not in os.environ:

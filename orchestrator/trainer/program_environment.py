@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from orchestrator.agent.topology import COPIES_VARIABLE, OUTER_PATH_VARIABLE, Topology
 from orchestrator.config.job_source import script_of
 from orchestrator.config.program import Program
 from orchestrator.engine.common.rendezvous import Notice, keep_port
 from orchestrator.errors import ClusterError, RanksMissing, RendezvousError, StopRequested
-from orchestrator.lifecycle.topology import COPIES_VARIABLE, OUTER_PATH_VARIABLE, Topology
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.program_link import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
 from orchestrator.start_from_copy import PLACE_VARIABLE

@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
+from orchestrator.agent.processes import descendants, processor_s, state_of
 from orchestrator.errors import OrchestratorError, PeerLost, describe_status
-from orchestrator.lifecycle.signs.processes import descendants, processor_s, state_of
 from orchestrator.rundir.files import read_end
 
 LINGER_S = 1.0  # for what ends by itself once the program has: loaders, trackers

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, ClassVar, Protocol, cast
 
+from orchestrator.agent.topology import Topology
 from orchestrator.client.loop import update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import BoundaryReport, Engine
 from orchestrator.errors import ConfigError, RunFolderError
-from orchestrator.lifecycle.stopping.departure import restart_reason
-from orchestrator.lifecycle.topology import Topology
 from orchestrator.plan.plan import Plan
 from orchestrator.plugins import TRACKERS
 from orchestrator.rundir import checkpoints as checkpoint
@@ -30,6 +29,7 @@ from orchestrator.rundir.metrics import ProgressWriter, read_metrics, read_progr
 from orchestrator.rundir.warnings import NewWarnings, warn
 from orchestrator.trainer.consistency_checks import UpdateTime
 from orchestrator.trainer.loop import Callback, Done, Outcome
+from orchestrator.trainer.stop import restart_reason
 from orchestrator.units import format_learning_rate, format_number, format_rate
 
 # ----------------------------------------------------------------------

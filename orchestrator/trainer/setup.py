@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.agent.topology import Topology
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.job_source import check_target
 from orchestrator.config.reading import read_config
@@ -20,8 +21,6 @@ from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, Gr
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import JobError, RunFolderError, did_you_mean
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
-from orchestrator.lifecycle.stopping.stop_signals import StopFlag
-from orchestrator.lifecycle.topology import Topology
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.plugins import FRAMEWORKS, shadowed
@@ -43,6 +42,7 @@ from orchestrator.trainer.consistency_checks import (
 )
 from orchestrator.trainer.loop import Outcome
 from orchestrator.trainer.recorder import WHO, Notes, Recorder, unrecorded
+from orchestrator.trainer.stop import StopFlag
 from orchestrator.trainer.survival import Survivors, may_stay_out
 
 

@@ -14,26 +14,24 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
+from orchestrator.agent.generations import GenerationRecord, member_of, rank_of
+from orchestrator.agent.topology import Topology
 from orchestrator.config.schema import ClusterConfig, node_range
 from orchestrator.engine.api import BoundaryReport, Engine, Framework, GroupSpec, Survives, Window
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import (
     ConfigError,
-    Fenced,
-    NoWayOn,
+    Evicted,
     OrchestratorError,
     PeerLost,
     RendezvousError,
     StateLost,
     StopRequested,
+    Unrecoverable,
 )
-from orchestrator.lifecycle.signs.signs_of_life import Life
-from orchestrator.lifecycle.survival.members import member_of, rank_of
-from orchestrator.lifecycle.survival.membership import Generation, Members, Membership
-from orchestrator.lifecycle.survival.record import GenerationRecord
-from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
+from orchestrator.trainer.agent_link import AgentLink, Generation, Members, Membership
 from orchestrator.trainer.failure import describe
 from orchestrator.trainer.loop import Callback, Done, Outcome
 from orchestrator.trainer.recorder import Notes, notes_of
@@ -171,15 +169,15 @@ MOST_TRIES = 3
 
 @contextmanager
 def may_stay_out() -> Generator[None]:
-    """Raise `Fenced` for any error of a replacement that has not joined: the others train on."""
+    """Raise `Evicted` for any error of a replacement that has not joined: the others train on."""
     try:
         yield
-    except Fenced:
+    except Evicted:
         raise
     except BaseException as error:
         if not isinstance(error, OrchestratorError):
             traceback.print_exception(error)
-        raise Fenced(f"it could not take its place again: {describe(error)}") from error
+        raise Evicted(f"it could not take its place again: {describe(error)}") from error
 
 
 class Survivors(Callback):
@@ -205,7 +203,7 @@ class Survivors(Callback):
         topology: Topology,
         framework: Framework,
         engine: Engine,
-        life: Life,
+        life: AgentLink,
         *,
         back: Callable[[int], int | None],
         over: Callable[[], bool],
@@ -244,12 +242,12 @@ class Survivors(Callback):
         `outcome` to where the others are. Return what is to be recorded of it.
 
         Raises:
-            Fenced: the others' code differs from this worker's, or no other rank is left.
+            Evicted: the others' code differs from this worker's, or no other rank is left.
         """
         first = self._record.read(0)
         assert first is not None  # noqa: S101  # written before the first rank can be replaced
         if odd := changed(first["code"], modules_of(job)):
-            raise Fenced(f"{', '.join(odd)} changed on disk since the others began")
+            raise Evicted(f"{', '.join(odd)} changed on disk since the others began")
         newer = self._membership.join(stopped)
         self._members = tuple(one for one in newer.members if one != self._me)
         self._generation = newer.number - 1
@@ -300,8 +298,8 @@ class Survivors(Callback):
             Notes to record, of this change and of those before it.
 
         Raises:
-            Fenced: the others continue without this rank.
-            NoWayOn: too many losses came in one update, or a part of the state is lost.
+            Evicted: the others continue without this rank.
+            Unrecoverable: too many losses came in one update, or a part of the state is lost.
             PeerLost: no rank is known to be lost.
         """
         print(f"note: {error}", flush=True)  # goes to the rank's log
@@ -312,7 +310,7 @@ class Survivors(Callback):
                 noticed = noticed or newer.noticed
                 try:
                     lost = self._join(newer, outcome)
-                except NoWayOn:
+                except Unrecoverable:
                     raise
                 except (PeerLost, RendezvousError, StopRequested) as again:
                     error = again if isinstance(again, PeerLost) else PeerLost(str(again))
@@ -327,7 +325,7 @@ class Survivors(Callback):
             raise self._record.no_room or error
         self._generation = newer.number
         if self._me not in newer.members:
-            raise Fenced(
+            raise Evicted(
                 f"rank {self._spec.rank} was silent for {self._silence_s:g} s, and the others "
                 f"have gone on without it (generation {newer.number})"
             ) from error
@@ -374,7 +372,7 @@ class Survivors(Callback):
     def _notes(
         self, newer: Generation, outcome: Outcome, seconds: float, lost: int | None
     ) -> list[Notes]:
-        """Return the notes of all changes. Raises `NoWayOn` after too many losses in an update."""
+        """Return the notes of all changes; raise `Unrecoverable` after too many in an update."""
         gone, came = self._change_to(newer.members)
         update, count = outcome.updates + 1 + (lost or 0), len(newer.members)
         facts = {
@@ -424,10 +422,10 @@ class Survivors(Callback):
     def _node_of(self, member: int) -> int:
         return rank_of(member, self._spec.size) // self._ranks_per_node
 
-    def _no_way_on(self, why: str) -> NoWayOn:
-        return NoWayOn(why, sorted(self._all_nodes - self._nodes))
+    def _no_way_on(self, why: str) -> Unrecoverable:
+        return Unrecoverable(why, sorted(self._all_nodes - self._nodes))
 
-    def too_few(self) -> NoWayOn | None:
+    def too_few(self) -> Unrecoverable | None:
         """Return why the ranks that are left must not continue; None where they may."""
         words = self._few()
         return self._no_way_on(words) if words else None

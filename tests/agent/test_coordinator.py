@@ -3,10 +3,10 @@
 import pytest
 
 from orchestrator.agent.coordinator import GRACE_S, SETTLE_S, Coordinator
+from orchestrator.agent.generations import GenerationRecord
+from orchestrator.agent.links import Peer
 from orchestrator.agent.node_spec import AgentFile, publish_agent
 from orchestrator.engine.common.rendezvous import listen
-from orchestrator.lifecycle.survival.links import Peer
-from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from tests.agent.specs import node_spec

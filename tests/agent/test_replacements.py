@@ -2,8 +2,8 @@
 
 import pytest
 
+from orchestrator.agent.generations import GenerationRecord
 from orchestrator.agent.replacements import MOST_IN_VAIN, REST_S, Replacements
-from orchestrator.lifecycle.survival.record import GenerationRecord
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import ProgressWriter
 from tests.agent.specs import node_spec

@@ -12,8 +12,8 @@ from tests.helpers import environment, until
 NODE = """
 import json, os, random, selectors, signal, sys, time
 from orchestrator.agent.workers import BecomeWorker, Workers
-from orchestrator.lifecycle.forks import ending
-from orchestrator.trainer.entry import draw_other_numbers
+from orchestrator.agent.processes import ending
+from orchestrator.agent.worker import reseed_generators
 
 def leaves_a_child(rank):
     left, stays = sys.argv[2:4]
@@ -30,7 +30,7 @@ def leaves_a_child(rank):
 
 def tells(rank):
     import numpy, torch
-    draw_other_numbers()
+    reseed_generators()
     opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
     print(json.dumps({
         "rank": [rank, os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]],

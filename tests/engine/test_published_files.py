@@ -13,11 +13,11 @@ import time
 
 import pytest
 
+from orchestrator.agent.topology import Topology
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.rendezvous import RARE_S, Notice, keep_port
 from orchestrator.engine.mindspore import rendezvous as mindspore
 from orchestrator.engine.torch import rendezvous as torch_store
-from orchestrator.lifecycle.topology import Topology
 from orchestrator.trainer import program_environment
 from tests.helpers import environment
 

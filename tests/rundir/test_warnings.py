@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 
 @pytest.fixture
 def as_rank(tmp_path, monkeypatch):
-    """Makes this process a rank, as `run_rank` does."""
+    """Makes this process a rank, as a worker does."""
     monkeypatch.setattr(run_warnings, "_destination", None)
     return lambda rank, node=0: warn_into(tmp_path / f"warnings-{node:05d}.jsonl", rank)
 

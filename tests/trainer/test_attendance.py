@@ -4,16 +4,15 @@ import signal
 
 import pytest
 
+from orchestrator.agent.topology import Topology
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
-from orchestrator.lifecycle.stopping.departure import goes_on, restart_reason
-from orchestrator.lifecycle.stopping.stop_signals import StopFlag
-from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.trainer.attendance import Follower, GracePeriod
 from orchestrator.trainer.loop import Done, Outcome
+from orchestrator.trainer.stop import StopFlag, goes_on, restart_reason
 
 DONE = Done(
     Window(update=7, samples=10, micro_batches=(), steps=1, learning_rate=0.1),

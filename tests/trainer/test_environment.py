@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.agent.topology import Topology
 from orchestrator.config.program import Program
 from orchestrator.errors import ClusterError
-from orchestrator.lifecycle.topology import Topology
 from orchestrator.rundir.folder import RunDir
 from orchestrator.trainer.program_environment import MeetingPlace, Start, environment
 

@@ -44,7 +44,7 @@ def test_every_line_is_there_once_whole_and_in_order_wherever_the_room_ended(tmp
 PROGRAM = """
 import resource, signal, sys
 from pathlib import Path
-from orchestrator.trainer.rank_log import send_output_to
+from orchestrator.agent.rank_log import send_output_to
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 send_output_to(Path(sys.argv[1]))
 print("first")

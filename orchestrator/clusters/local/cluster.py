@@ -17,9 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, cast
 
+from orchestrator.agent.liveness import Patience, Standstill
 from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
+from orchestrator.agent.processes import processor_s
 from orchestrator.agent.replacements import max_replacements
 from orchestrator.agent.root_cause import tail
+from orchestrator.agent.stacks import STACK_S
 from orchestrator.clusters.api import Cluster, Culprit, Handle, Request, State
 from orchestrator.clusters.machine import share_gpus, visible_gpus
 from orchestrator.clusters.request import Share
@@ -27,9 +30,6 @@ from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError, TransportError, describe_status
-from orchestrator.lifecycle.signs.processes import processor_s
-from orchestrator.lifecycle.signs.stacks import STACK_S
-from orchestrator.lifecycle.signs.standstill import Patience, Standstill
 from orchestrator.plan.plan import Plan
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir

@@ -16,19 +16,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.agent.topology import (
+    BASE_ATTEMPT_VARIABLE,
+    BATCH_COPY_VARIABLE,
+    COPIES_VARIABLE,
+    INTERFACE_VARIABLE,
+    OUTER_PATH_VARIABLE,
+    OUTER_UMASK_VARIABLE,
+)
 from orchestrator.clusters.slurm.code_copy import BATCH_PID_VARIABLE, SCRIPT
 from orchestrator.clusters.slurm.safe_values import Default, applicable, quoted
 from orchestrator.config.program import short_name
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
 from orchestrator.errors import START_AGAIN
-from orchestrator.lifecycle.address import INTERFACE_VARIABLE
-from orchestrator.lifecycle.topology import (
-    BASE_ATTEMPT_VARIABLE,
-    BATCH_COPY_VARIABLE,
-    COPIES_VARIABLE,
-    OUTER_PATH_VARIABLE,
-    OUTER_UMASK_VARIABLE,
-)
 from orchestrator.rundir.folder import RunDir
 
 STOP_SIGNALS = "TERM INT HUP USR1 USR2"

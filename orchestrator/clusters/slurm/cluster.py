@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from orchestrator import snapshot
+from orchestrator.agent.processes import die_with
 from orchestrator.clusters.api import Admission, Cluster, Handle, Request, State
 from orchestrator.clusters.slurm.admission import (
     Gres,
@@ -58,7 +59,6 @@ from orchestrator.clusters.slurm.trust import client_of, remember
 from orchestrator.config.program import target_of
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
 from orchestrator.errors import ClusterError
-from orchestrator.lifecycle.prctl import die_with
 from orchestrator.rundir.files import APPENDING, open_nofollow, write_atomically
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import read_outcome

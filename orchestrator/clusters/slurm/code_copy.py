@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orchestrator.lifecycle.topology import BATCH_COPY_VARIABLE
+from orchestrator.agent.topology import BATCH_COPY_VARIABLE
 from orchestrator.rundir.folder import RunDir
 from orchestrator.start_from_copy import DISK, MEMORY, NAME
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from orchestrator.agent.links import refuses
 from orchestrator.agent.node_spec import agent_file
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.root_cause import (
@@ -31,9 +32,6 @@ from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.errors import ClusterError, RunFolderError
-from orchestrator.lifecycle.stopping.deadline import reason
-from orchestrator.lifecycle.stopping.departure import ask_for_requeue, departure_note
-from orchestrator.lifecycle.survival.links import refuses
 from orchestrator.rundir.checkpoints import Fence, read_newest
 from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
@@ -51,6 +49,7 @@ from orchestrator.slurm_client import (
     own_job_id,
     queued,
 )
+from orchestrator.trainer.stop import ask_for_requeue, departure_note, reason
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
 LOOK_S = 0.5

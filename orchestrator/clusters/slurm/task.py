@@ -12,9 +12,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.agent.liveness import write_beat
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.clusters.slurm.code_copy import BATCH_PID_VARIABLE
-from orchestrator.lifecycle.signs.heartbeat import write_beat
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
 
@@ -58,8 +58,8 @@ class Task:
         signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would only print
         from orchestrator.agent.agent import Agent
         from orchestrator.agent.node import be_node
-        from orchestrator.lifecycle.forks import ending
-        from orchestrator.lifecycle.topology import attempt_of
+        from orchestrator.agent.processes import ending
+        from orchestrator.agent.topology import attempt_of
 
         run, attempt = RunDir(Path(self.run)), attempt_of(os.environ)
 

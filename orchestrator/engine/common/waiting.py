@@ -1,6 +1,6 @@
 """Records of waits for other ranks, which tell a rank that hangs from one that waits for it.
 
-Groups record every wait for a collective; the rank's watch (`signs_of_life.py`) reads the records.
+Groups record every wait for a collective; `trainer/agent_link.py` reads the records.
 There is one list for the process, since one thread may wait while the main thread computes.
 """
 

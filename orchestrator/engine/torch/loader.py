@@ -171,6 +171,6 @@ def _begin_worker(_: int) -> None:
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.register(signal.SIGQUIT)  # its rank asks, see `lifecycle/signs/stacks.py`
+    faulthandler.register(signal.SIGQUIT)  # its rank asks, see `agent/stacks.py`
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -15,10 +15,10 @@ from orchestrator.clusters.slurm.outcome import (
     finish,
 )
 from orchestrator.config.schema import SIGNAL_AHEAD_S
-from orchestrator.lifecycle.stopping.deadline import LATE_S, reason
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import CONFIG_SECTIONS, RunDir
 from orchestrator.slurm_client import JOB_FIELDS, Answer, JobStatus, SlurmClient
+from orchestrator.trainer.stop import LATE_S, reason
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
 JOB = JobStatus(state="RUNNING")

@@ -4,21 +4,21 @@ import json
 
 import pytest
 
-from orchestrator.errors import UsageError
-from orchestrator.lifecycle.address import (
+from orchestrator.agent.topology import (
     address_of_interface,
     interface_variables,
     own_address,
     source_towards,
 )
-from tests.lifecycle import networks
+from orchestrator.errors import UsageError
+from tests.agent import networks
 
 MEET = """
 import json, os, sys
 from pathlib import Path
 from orchestrator.engine.api import GroupSpec
-from orchestrator.lifecycle.address import interface_variables
-from orchestrator.lifecycle.topology import Topology
+from orchestrator.agent.topology import interface_variables
+from orchestrator.agent.topology import Topology
 
 framework, folder, transport = sys.argv[1:]
 who = Topology.from_env(os.environ)

@@ -1,6 +1,6 @@
 """What a node knows of its ranks: which are alive, which stand still, how they ended.
 
-Each rank sends a line a second through a socket (`signs_of_life.py`); the agent reads them here.
+Each rank sends a line a second (`trainer/agent_link.py`), and its agent reads them here.
 It uses no files and nothing but the standard library, so that an agent starts fast.
 
 A sign of life is a line or, without one, processor time: code that computes without letting
@@ -10,12 +10,17 @@ Python's other threads run (a compiler, say) is slow, not dead.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from orchestrator.lifecycle.signs.processes import stat_of
+from orchestrator.agent.processes import stat_of
+from orchestrator.config.schema import ClusterConfig
+from orchestrator.rundir.files import open_nofollow
+from orchestrator.rundir.status import BEAT_BYTES
 
 BEAT_S = 1.0
 LINK_VARIABLE = "ORCHESTRATOR_LIFE_SOCKET"
@@ -30,7 +35,7 @@ ASLEEP = (
     "it slept in {} for {} s (cluster.hang_timeout_s), where nothing wakes it: a disk or a file "
     "system does not answer"
 )
-FINISHED, STOPPED, FAILED, FENCED = "finished", "stopped", "failed", "fenced"
+FINISHED, STOPPED, FAILED, EVICTED = "finished", "stopped", "failed", "fenced"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,3 +146,107 @@ class NodeWatch:
                 one.reported = True
                 lost.append(rank)
         return lost
+
+
+# ----------------------------------------------------------------------
+# Standstill detection: a main thread at one place longer than usual, without doing work.
+
+USUAL = 3.0
+LATEST = 3.0  # times heartbeat_timeout_s: when a standstill is reported at the latest
+LOOKS = 4
+"""How often processes are looked at during `notice_s`, once a place has lasted that long."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Patience:
+    """Time limits: when a standstill is reported, and when the rank is given up.
+
+    Attributes:
+        notice_s: nothing shorter is reported.
+        most_s: it is reported at the latest after this, whatever was usual.
+        hang_s: for how long neither the rank nor its children may leave the processors unused.
+    """
+
+    notice_s: float
+    most_s: float
+    hang_s: float
+
+    @classmethod
+    def of(cls, cluster: ClusterConfig) -> Patience:
+        """Derive the limits so that a rank that is behind reports before the others' wait ends."""
+        notice_s = cluster.heartbeat_timeout_s
+        over_s = min(cluster.collective_timeout_s, cluster.rendezvous_timeout_s) / 2
+        return cls(
+            notice_s=min(notice_s, over_s),
+            most_s=min(LATEST * notice_s, over_s),
+            hang_s=cluster.hang_timeout_s,
+        )
+
+
+class Standstill:
+    """How long the main thread has been at one place, sampled once a second.
+
+    Attributes:
+        reported: the standstill at the present place was reported.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._since = self._stood = self._longest = 0.0
+        self.reported = False
+        self._due = self._at_work = 0.0
+        self._used_s: float | None = None
+
+    def look(self, now: float, since: float, *, waits: bool) -> str:
+        """Return what to report: "behind", "moves", or nothing.
+
+        Args:
+            since: when the main thread reached its present place, or its last wait there ended.
+            waits: whether it waits for other ranks.
+        """
+        if since != self._since or waits:
+            self._longest = max(self._longest, self._stood)
+            self._since, self._stood = since, 0.0
+            before, self.reported = self.reported, False
+            self._used_s, self._due = None, since + self._patience.notice_s
+            return "moves" if before else ""
+        self._stood = now - since
+        limit = max(self._patience.notice_s, USUAL * self._longest)
+        if self.reported or self._stood <= min(limit, self._patience.most_s):
+            return ""
+        self.reported = True
+        return "behind"
+
+    def due(self, now: float) -> bool:
+        """Return whether the standstill is long enough to inspect processes."""
+        if not self._stood or now < self._due:
+            return False
+        self._due = now + min(self._patience.hang_s, self._patience.notice_s) / LOOKS
+        return True
+
+    def hangs(self, now: float, used_s: float) -> bool:
+        """Return whether the processors were unused for `hang_s`.
+
+        Args:
+            used_s: processor time of the process and its children so far.
+        """
+        before, elapsed = self._used_s, max(BEAT_S, now - self._at_work)
+        if before is None or used_s - before > AT_WORK * elapsed:
+            self._used_s, self._at_work = used_s, now
+        return now - self._at_work > self._patience.hang_s
+
+
+# ----------------------------------------------------------------------
+# The heartbeat file of a node: a number that grows, for `status` where the scheduler is silent.
+
+
+def write_beat(path: Path, beat: int) -> None:
+    """Write the node's newest beat over the one before it."""
+    try:
+        descriptor = open_nofollow(path, os.O_WRONLY | os.O_CREAT)
+        try:
+            os.pwrite(descriptor, f"{beat:<{BEAT_BYTES}}".encode("ascii"), 0)
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # a full disk: the heartbeat file alone decides nothing
+        print(f"no heartbeat could be written: {error.strerror}", flush=True)

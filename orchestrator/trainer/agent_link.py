@@ -1,6 +1,6 @@
 """A rank's signs of life, and its own judgement of whether it makes progress.
 
-A thread sends a line a second to the node's agent (`node_watch.py`) and checks where the main
+A thread sends a line a second to the node's agent (`agent/liveness.py`) and checks where the main
 thread is. The reaction is the same everywhere:
 
 | the main thread | then |
@@ -19,25 +19,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.engine.common import waiting
-from orchestrator.lifecycle.signs.node_watch import BEAT_S, LINK_VARIABLE, Seen
-from orchestrator.lifecycle.signs.processes import asleep_in, descendants, processor_s, state_of
-from orchestrator.lifecycle.signs.stacks import (
+from orchestrator.agent.liveness import BEAT_S, LINK_VARIABLE, Patience, Seen, Standstill
+from orchestrator.agent.processes import asleep_in, descendants, processor_s, state_of
+from orchestrator.agent.stacks import (
     answer_when_asked,
     as_lines,
     describe_processes,
     in_words,
     main_stack,
 )
-from orchestrator.lifecycle.signs.standstill import Patience, Standstill
+from orchestrator.engine.common import waiting
+from orchestrator.errors import Evicted
 from orchestrator.rundir.warnings import warn
 
 
@@ -51,7 +52,7 @@ def link_to_agent() -> socket.socket | None:
     return link
 
 
-class Life:
+class AgentLink:
     """Signs of life of one rank. Call `begin` first and `say` at the end.
 
     Args:
@@ -101,7 +102,7 @@ class Life:
                 for take in self._on_message:
                     take(message)
 
-    def begin(self) -> Life:
+    def begin(self) -> AgentLink:
         """Start the heartbeat. SIGQUIT now writes all threads' stacks to the log.
 
         This works even while code holds the interpreter.
@@ -210,3 +211,145 @@ class Life:
     def _beside_it(self) -> str:
         """Describe where this rank's loader processes are, if it has any."""
         return describe_processes(descendants(os.getpid()), self._log)
+
+
+# ----------------------------------------------------------------------
+# A worker's membership in its run: the current generation, as the worker's agent sends it.
+#
+# The agents watch the workers and each other, and their coordinator decides the next generation. A
+# worker asks nothing of other workers: it reports when it is ready to train, when it waits at a
+# boundary for newcomers, and when it ends; and it receives each new generation, whatever its main
+# thread does.
+#
+
+LOOK_S = 0.2
+Members = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Members that train together. `noticed`: monotonic time at which this worker received it."""
+
+    number: int
+    members: Members
+    noticed: float
+
+
+class Membership:
+    """Membership of one worker.
+
+    Args:
+        life: the worker's link to its agent.
+        me: its number among the members (`members.py`).
+        silence_s: how long the agents take to find a silent node.
+    """
+
+    def __init__(self, life: AgentLink, me: int, silence_s: float) -> None:
+        self._life, self._me, self._silence_s = life, me, silence_s
+        self._changed = threading.Condition()
+        self._latest = self._taken = self._kept = Generation(-1, (), time.monotonic())
+        self._left = False
+        self._received = 0.0
+        self._interrupt: Callable[[], None] = lambda: None
+        self.asked = False
+        life.on_message(self._take)
+        life.on_beat(self._end_unresponsive)
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        """Handle a message, from the thread that reads the link."""
+        newer = None
+        with self._changed:
+            if message.get("generation", -1) > self._latest.number:
+                newer = Generation(
+                    message["generation"], tuple(message["members"]), time.monotonic()
+                )
+                self._latest, self._received, self.asked = newer, time.monotonic(), False
+            self._left = self._left or message.get("left", False)
+            self.asked = message.get("newcomers", self.asked)
+            self._changed.notify_all()
+        if newer is not None and newer.number > 0:
+            self._interrupt()  # the main thread may wait for a lost worker
+
+    @property
+    def latest(self) -> Generation:
+        """Return the newest generation that this worker has received."""
+        return self._latest
+
+    def begin(self, code: Mapping[str, str]) -> Generation:
+        """Report that this worker is ready to train; wait for the first generation. Collective.
+
+        Args:
+            code: digests of the job's own modules, by name.
+        """
+        self._life.send_event("begins", code=dict(code))
+        with self._changed:
+            while self._latest.number < 0:
+                self._changed.wait(LOOK_S)
+            self._taken = self._latest
+        return self._latest
+
+    def join(self, stopped: Callable[[], bool]) -> Generation:
+        """Ask to join, and wait for the generation that includes this worker.
+
+        Raises:
+            Evicted: the run ends, or is asked to stop, before that.
+        """
+        print("note: this rank asks to be let in", flush=True)  # goes to the rank's log
+        self._life.send_event("joins")
+        with self._changed:
+            while self._me not in self._latest.members:
+                if self._left:
+                    raise Evicted("the run came to its end before this rank was let in")
+                if stopped():
+                    raise Evicted("the run is to stop, and this rank was not let in yet")
+                self._changed.wait(LOOK_S)
+            self._taken = self._latest
+        return self._latest
+
+    def ready(self, generation: int, updates: int) -> None:
+        """Mark this worker ready at the boundary of `generation`, where it waits for newcomers."""
+        self._life.send_event("ready", generation=generation, updates=updates)
+
+    def await_newer(self, than: int, timeout_s: float) -> Generation | None:
+        """Wait for a generation after `than`; return None at the timeout, or if none will come."""
+        until = time.monotonic() + max(timeout_s, 3 * self._silence_s)
+        with self._changed:
+            while self._latest.number <= than and not self._left:
+                if (left_s := until - time.monotonic()) <= 0:
+                    break
+                self._changed.wait(left_s)
+            self._taken = self._latest
+        return self._taken if self._taken.number > than else None
+
+    def on_news(self, interrupt: Callable[[], None]) -> None:
+        """Call `interrupt`, from another thread, when there is a newer generation."""
+        self._interrupt = interrupt
+
+    def end(self, word: str) -> None:
+        """Report that this worker ends, in order or because it failed: no generation follows."""
+        self._life.send_event("leaving", word=word)
+
+    def _end_unresponsive(self) -> None:
+        """End this process if its main thread does not return from an interrupted collective.
+
+        gloo can lose a send whose connection breaks as it begins, and the others would wait. The
+        only remaining worker holds the run's only state, so it waits for the collective's timeout.
+        """
+        wait = waiting.under_way() if waiting.waits() else None
+        if wait is None or self._taken is self._latest or self._kept is self._latest:
+            return
+        since, words = wait
+        late = time.monotonic() - self._received > self._silence_s
+        if not words or not late or since > self._received:
+            return
+        message = (
+            f"it did not come back from {words}, which was broken off {self._silence_s:g} s ago"
+        )
+        if len(self._latest.members) == 1:
+            self._kept = self._latest
+            warn(f"{message}; nobody else is left, so cluster.collective_timeout_s is waited out")
+            return
+        try:
+            warn(f"{message}; it is ended, and the others go on without it")
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)

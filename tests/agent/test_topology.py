@@ -2,8 +2,8 @@
 
 import pytest
 
+from orchestrator.agent.topology import Topology
 from orchestrator.errors import UsageError
-from orchestrator.lifecycle.topology import Topology
 
 ENVIRONMENT = {
     "SLURM_PROCID": "3",

@@ -6,16 +6,14 @@ import threading
 import pytest
 
 from orchestrator.errors import StopRequested
-from orchestrator.lifecycle.stopping import deadline
-from orchestrator.lifecycle.stopping.deadline import Deadline, Notice, killed_at
-from orchestrator.lifecycle.stopping.departure import depart
-from orchestrator.lifecycle.stopping.stop_signals import StopFlag
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import JobStatus
+from orchestrator.trainer import stop as deadline
 from orchestrator.trainer.attendance import GracePeriod
 from orchestrator.trainer.loop import Outcome
+from orchestrator.trainer.stop import Deadline, Notice, StopFlag, depart, killed_at
 
 TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
 NOTICE = Notice(kill_wait_s=30, preempt_s=20, ahead_s=60)

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from orchestrator.lifecycle.signs.node_watch import NodeWatch
-from orchestrator.lifecycle.signs.processes import descendants, state_of
-from orchestrator.lifecycle.signs.standstill import Patience, Standstill
+from orchestrator.agent.liveness import NodeWatch, Patience, Standstill
+from orchestrator.agent.processes import descendants, state_of
 from tests.helpers import until
 
 PATIENCE = Patience(notice_s=10.0, most_s=30.0, hang_s=60.0)
@@ -136,7 +135,7 @@ def test_who_said_its_last_word_or_computes_is_not_silent(child):
 
 
 def read(pid):
-    from orchestrator.lifecycle.signs.processes import processor_s
+    from orchestrator.agent.processes import processor_s
 
     return processor_s(pid)
 

@@ -1,0 +1,178 @@
+"""Forks for nodes and ranks of this machine and for a sweep's points, and their exit."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+
+@dataclass(slots=True)
+class Ending:
+    """Exit status of a process."""
+
+    code: int = 1
+
+
+@contextlib.contextmanager
+def ending() -> Generator[Ending]:
+    """End this process, and every fork that escapes the block, at the end of the block.
+
+    The status is 1 when the block raises; the log then has the traceback.
+    """
+    end = Ending()
+    try:
+        yield end
+    except BaseException:  # noqa: BLE001  # a child must not live on as a second parent
+        traceback.print_exc()
+        end.code = 1
+    finally:
+        leave(end.code)
+
+
+@contextlib.contextmanager
+def this_process_alone() -> Generator[None]:
+    """Exit any forked child that escapes this block.
+
+    Other code may fork and not end the child (`os.fork`, then `sys.exit` or an exception).
+    """
+    mine = os.getpid()
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == mine:
+            raise
+        leave(_status_of(error))
+    if os.getpid() != mine:
+        leave(0)
+
+
+def _status_of(error: BaseException) -> int:
+    """Return the exit status that Python would give, and print the error as it would."""
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return (error.code or 0) & 0xFF
+    traceback.print_exception(error)
+    return 1
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, without interpreter shutdown.
+
+    A group with a lost peer would wait in its destructor for operations that can never end
+    (architecture.md, at its end).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def branch() -> int:
+    """Fork within `ending`: the child has its own session, and dies with this process.
+
+    Returns:
+        The child's pid; in the child 0.
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if not pid:
+        die_with(parent)
+        os.setsid()
+    return pid
+
+
+def fork(be: Callable[[], int]) -> int:
+    """Fork a child that only calls `be`, which returns its exit status; return its pid."""
+    pid = branch()
+    if not pid:
+        with ending() as end:
+            end.code = be()
+    return pid
+
+
+# ----------------------------------------------------------------------
+# Kernel settings of a process: its parent-death signal, orphan adoption and name.
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with(parent: int | None, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when its parent ends; with None, no longer.
+
+    Args:
+        parent: its pid, to detect a parent that has already ended.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, 0 if parent is None else by, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def name_process(name: str) -> None:
+    """Set the name of this process in `ps -o comm` and `top`; the kernel keeps 15 bytes."""
+    _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Make orphaned descendants children of this process."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+# ----------------------------------------------------------------------
+# What the kernel knows of a process: whether it works, is stopped, or sleeps for good.
+
+
+def processor_s(pid: int) -> float:
+    """Return the processor time of a process so far, in seconds; 0.0 if it has ended."""
+    return stat_of(pid)[1]
+
+
+def state_of(pid: int) -> str:
+    """Return the kernel's state letter of a process: T stopped, t traced; X if it has ended."""
+    return stat_of(pid)[0]
+
+
+def stat_of(pid: int) -> tuple[str, float]:
+    """Return `state_of` and `processor_s`, read together."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return "X", 0.0
+    values = text.rpartition(")")[2].split()  # the process name may hold anything
+    ticks = int(values[11]) + int(values[12])
+    return values[0], ticks / 100.0
+
+
+def asleep_in(pid: int) -> str:
+    """Return the kernel function in which a process sleeps uninterruptibly (state D).
+
+    As when a disk or network file system does not answer; "" if it does not sleep like that.
+    """
+    if state_of(pid) != "D":
+        return ""
+    try:
+        name = Path(f"/proc/{pid}/wchan").read_text(encoding="ascii").strip("0\n")
+    except OSError:  # needs permission
+        name = ""
+    return name or "the kernel"
+
+
+def descendants(pid: int) -> list[int]:
+    """Return all descendants of a process: loader workers, compilers."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(word) for word in path.read_text(encoding="ascii").split()]
+        except (FileNotFoundError, ProcessLookupError):  # that thread has just ended
+            continue
+        for child in children:
+            found += [child, *descendants(child)]
+    return found

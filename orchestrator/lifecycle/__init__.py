@@ -1,1 +1,0 @@
-"""Lifecycle of a rank: signs of life, stops, checkpoints and eviction."""

@@ -1,1 +1,0 @@
-"""Signs of life and progress of a rank, and how others on and off its node see them."""

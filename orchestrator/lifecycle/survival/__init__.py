@@ -1,1 +1,0 @@
-"""How surviving ranks find each other and agree; see surviving.md."""
