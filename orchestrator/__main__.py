@@ -349,9 +349,7 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
 
 def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> None:
     from orchestrator.cli.start import describe, plan_and_notes
-    from orchestrator.config.rules import refuse_without_sweep
 
-    refuse_without_sweep(config)
     made = plan_and_notes(config)
     request, said = describe(config)
     if as_json:

@@ -39,7 +39,6 @@ def run_app(arguments: Sequence[str]) -> int:
     from orchestrator.cli.follow import OutputOptions
     from orchestrator.config.command_line import read_command_line
     from orchestrator.config.composer import Composer, print_help
-    from orchestrator.config.rules import refuse_without_sweep
 
     line = read_command_line(arguments)
     output = OutputOptions(console=Console(), verbose=line.verbose, quiet=line.quiet)
@@ -56,7 +55,6 @@ def run_app(arguments: Sequence[str]) -> int:
 
         return run_sweep(composer, output)
     config = found.config()
-    refuse_without_sweep(config)
     from orchestrator.cli.start import begun, way_of
 
     with begun(config, output, overrides=found.overrides) as ready:

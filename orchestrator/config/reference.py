@@ -82,7 +82,6 @@ MEANINGS = {
     "run.survive": "Continue without a lost rank; null: on several nodes, where supported ([surviving](../explanation/surviving.md))",
     "run.max_replacements": "Processes started for lost ranks; null: 16 ([surviving](../explanation/surviving.md))",
     "sweep.parallel": "Most points at once; auto: what this machine has room for, on a scheduler its own limit",
-    "sweep.pack": "Points that share a SLURM allocation; true: as many as a node can hold, or a number ([sweeps](../how-to/sweeps.md))",
     "sweep.force": "Also run finished points (as --force)",
     "sweep.objective": "Value of result.json that a search optimises; loss: the training's, at its end",
     "sweep.search": "Search method ([sweeps](../how-to/sweeps.md))",

@@ -310,14 +310,11 @@ class SweepConfig:
 
     parallel: at once, at the most; `auto`: as many as this machine has cores, memory and GPUs for
     (one where their speeds are compared), on a scheduler as it likes.
-    pack: points share allocations of a scheduler; true: as many as a node has room for, or a
-    number, at the most.
     force: also those that are done. objective: of result.json, what a search is told of a point.
     search and all below it are those of our own search, whose points are trials.
     """
 
     parallel: Any = "auto"
-    pack: Any = False
     force: bool = False
     objective: str = "loss"
     search: str = choice("none", "tpe", "random", "grid")

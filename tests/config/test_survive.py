@@ -64,7 +64,6 @@ REFUSED = (
     ({"transport": "nccl"}, "transport=gloo"),
     ({"job": {"_target_": "jobs.digits_mindspore.DigitsMindSpore"}}, "run.max_restarts=3"),
     ({"job": LIGHT}, "not available with numpy"),
-    ({"cluster__kind": "slurm", "sweep__pack": True}, "not available with sweep.pack"),
     ({"job": {"_target_": "tests.tiny_job.Talking"}}, "talks_in_window"),
     ({"job": {"_target_": "tests.tiny_job.Hidden"}}, "does not say which framework"),
 )

@@ -96,38 +96,6 @@ def test_the_same_line_again_runs_exactly_what_has_not_finished(swept, slurm):
     assert len({result(sweep / n)["updates"] for n in "0123"}) == 1
 
 
-def test_points_that_share_a_job_are_killed_cancelled_and_resumed_alone(slurm, tmp_path):
-    sweep, hold = tmp_path / "sweep", Hold(tmp_path / "hold").hold_before(299)
-    shape = ("cluster.nodes=1", "cluster.ranks_per_node=1", "cluster.memory_gib=1")
-    points = ("schedule.base_lr=0.1,0.2,0.3,0.4", "sweep.pack=true", hold.override)
-    slow = ("train.updates=300", "job.pause_s=0.05")
-    line = ("-m", *runs.overrides(slurm, sweep, *slow, *shape, *points))
-    shared = "4 points share 1 allocation, 4 at once in it"
-    assert shared in runs.verb("plan", *line).stdout
-    done = call(*line, **runs.QUIET)
-    assert shared in done.stdout, done.stdout + done.stderr
-    [first] = {runs.job_of(sweep / number) for number in "0123"}
-    for number in "0123":
-        runs.wait_for_update(sweep / number, 2)
-    shown = slurm.command("scontrol", "show", "job", first)
-    assert "NumNodes=1 NumCPUs=4 NumTasks=4" in shown
-    assert "MinMemoryNode=4G" in shown
-    rank_process(sweep / "1").kill()
-    assert runs.verb("cancel", sweep / "2").returncode == 0
-    wanted = {"0": "running", "1": "failed", "2": "stopped", "3": "running"}
-    until(lambda: states(sweep) == wanted, 60, "two ends")
-    again = call(*line, **runs.QUIET)
-    assert "2 points share 1 allocation" in again.stdout, again.stdout + again.stderr
-    now = [runs.job_of(sweep / number) for number in "0123"]
-    assert (now[0], now[3]) == (first, first)
-    assert now[1] == now[2] != first
-    for number in "12":
-        runs.wait_for_update(sweep / number, 3, attempt=1)
-    hold.release()
-    assert wait_for_end(sweep) == dict.fromkeys("0123", "finished")
-    assert {result(sweep / number)["updates"] for number in "0123"} == {300}
-
-
 @pytest.fixture
 def few(slurm):
     """Return a function that sets MaxSubmitJobs of an account that only this test uses."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.clusters.slurm.batch_script import option_line, script_name
-from orchestrator.clusters.slurm.packing import describe_packs, packed, submit_packed
 from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.clusters.slurm.submission import (
     ARRAYS,
@@ -48,7 +47,7 @@ def submit_as_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
         ClusterError: the scheduler refuses one of the submissions, or does not answer. Earlier ones
             are queued; of the others only their folders are left.
     """
-    placed, why = fitting(submit_packed(placed))
+    placed, why = fitting(placed)
     if len(placed) == 1:
         placed[0][0].submit(placed[0][1])
     elif placed:
@@ -106,14 +105,10 @@ def fitting(placed: Sequence[Placed]) -> tuple[list[Placed], list[str]]:
 def foresee(placed: Sequence[Placed]) -> list[str]:
     """Predict how `submit_as_arrays` would submit the runs.
 
-    Returns a sentence on runs that share allocations, and one for each limit with too little room.
+    Returns a sentence for each limit with too little room.
     """
-    packs, alone = packed(placed)
-    _, why = fitting(alone)
-    return [
-        *([describe_packs(packs, alone)] if packs else []),
-        *(f"{sentence}; the same line submits the others later" for sentence in why),
-    ]
+    _, why = fitting(placed)
+    return [f"{sentence}; the same line submits the others later" for sentence in why]
 
 
 def room(ask: Callable[[int], bool], most: int) -> int:

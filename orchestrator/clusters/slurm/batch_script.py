@@ -39,19 +39,15 @@ would end the script where srun fails, or have it forget srun's code.
 SRUN_LOG = 9  # the descriptor of its log, opened before any user code runs
 
 
-def signal_traps(*, held: bool = False, shared: bool = False) -> Iterator[str]:
+def signal_traps(*, held: bool = False) -> Iterator[str]:
     """Yield the traps that record signals and forward them to srun.
 
     A signal to the script alone (scancel --batch) is meant for the ranks. srun forwards USR2 to its
     tasks; on TERM it ends them, which only a launcher wants that holds the script
     (`CurrentAllocation`).
-
-    Args:
-        shared: the job is not the run's own, and its script exports the process id.
     """
-    if not shared:
-        yield f"{BATCH_PID_VARIABLE}=$$"
-        yield f"export {BATCH_PID_VARIABLE}"
+    yield f"{BATCH_PID_VARIABLE}=$$"
+    yield f"export {BATCH_PID_VARIABLE}"
     if not held:
         yield f'{BATCH_COPY_VARIABLE}="$SLURMD_NODENAME:${{TMPDIR-}}"'
         yield f"export {BATCH_COPY_VARIABLE}"
@@ -124,20 +120,15 @@ def wait_for_srun(*, held: bool = False) -> Iterator[str]:
     yield 'kill "$watcher" 2>/dev/null'
 
 
-def settle(starter: Sequence[str], how: str = "after") -> Iterator[str]:
-    """Yield the lines that settle the run after srun; their exit code is the script's.
-
-    Args:
-        how: "share" in a shared job: the code says whether the run is to restart.
-    """
+def settle(starter: Sequence[str]) -> Iterator[str]:
+    """Yield the lines that settle the run after srun; their exit code is the script's."""
     yield f"trap '' {STOP_SIGNALS}"
-    yield f'{_words(starter)} {how} "$run" "$attempt" "$code" "$stop_signal"'
+    yield f'{_words(starter)} after "$run" "$attempt" "$code" "$stop_signal"'
     yield "code=$?"
-    if how == "after":
-        yield f"if [ $code = {START_AGAIN} ]; then  # only srun was killed: the allocation is there"
-        yield f"    trap - {STOP_SIGNALS}"
-        yield '    exec "$BASH" "$0"'
-        yield "fi"
+    yield f"if [ $code = {START_AGAIN} ]; then  # only srun was killed: the allocation is there"
+    yield f"    trap - {STOP_SIGNALS}"
+    yield '    exec "$BASH" "$0"'
+    yield "fi"
     yield "exit $code"
 
 
@@ -418,18 +409,6 @@ def step_script(config: Config, run: RunDir, attempt: int, here: Here, shape: Se
     return "\n".join(["#!/bin/bash", *step, "exit $code"]) + "\n"
 
 
-def share_script(
-    config: Config, run: RunDir, attempt: int, here: Here, shape: Sequence[str]
-) -> str:
-    """Return the script for a shared allocation; `pack_script` handles its exit code."""
-    lines = [
-        "#!/bin/bash",
-        *_step(config, run, attempt, here, shape),
-        *settle([here.python, *here.starter], "share"),
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def _step(
     config: Config,
     run: RunDir,
@@ -444,7 +423,7 @@ def _step(
         OWN_SHELL,
         *(["outer_umask=$(umask)"] if here.copies is not None else []),
         "umask 077",
-        *signal_traps(held=held, shared=bool(shape) and not held),
+        *signal_traps(held=held),
         f"run={quoted(run.path)}",
         *path_checks(),
         'if ! [ -w "$run/attempts" ]; then',
@@ -472,77 +451,3 @@ def _step(
         ") &",
         *wait_for_srun(held=held),
     )
-
-
-BODY = """\
-outer_umask=$(umask)
-umask 077
-{pid}=$$
-export {pid}
-stop_signal= points= again= killed= code=0
-declare -A name_of
-forward_stop() {{  # a run's script that is started in the background is deaf to INT
-    stop_signal=${{stop_signal:-$1}}
-    [ -z "$points" ] || kill -"${{1/#INT/TERM}}" $points 2>/dev/null
-}}
-for name in {signals}; do
-    trap "forward_stop $name" "$name"
-done
-is_here() {{  # in a later start: a run that was submitted anew meanwhile is another job's
-    [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] ||
-        grep -qsF "\\"job_id\\": \\"$SLURM_JOB_ID\\"" "$sweep/$1/handle.json"
-}}
-for name in {names}; do
-    is_here "$name" || continue
-    (umask "$outer_umask"; exec bash "$sweep/$name/submitit/{script}.sh") \\
-        >>"$sweep/$name/logs/batch.log" 2>&1 &
-    points="$points $!"
-    name_of[$!]=$name
-done
-[ -z "$stop_signal" ] || forward_stop "$stop_signal"
-for point in $points; do
-    # A signal ends the wait, not the point; bash keeps the code for whoever asks again.
-    while wait "$point"; [ $? -gt 128 ] && kill -0 "$point" 2>/dev/null; do :; done
-    wait "$point"
-    ended=$?
-    case $ended in
-        0) ;;
-        {again}) again="$again ${{name_of[$point]}}" ;;
-        *) code=1 ;;
-    esac
-    [ $ended -le 128 ] || killed="$killed ${{name_of[$point]}}"
-done
-trap '' {signals}
-[ -n "$again$killed" ] || exit $code
-"""
-
-
-def pack_script(
-    runs: Sequence[Path], attempt: int, options: Mapping[str, object], here: Here
-) -> str:
-    """Return the text for sbatch for runs that share a job.
-
-    Args:
-        runs: their folders, in one parent, named by their numbers.
-        options: of sbatch, for all together.
-        here: the submitting side, with the code that they share.
-    """
-    body = BODY.format(
-        pid=BATCH_PID_VARIABLE,
-        signals=STOP_SIGNALS,
-        names=" ".join(quoted(run.name) for run in runs),
-        script=script_name(attempt),
-        again=START_AGAIN,
-    )
-    starter = " ".join(map(quoted, [here.python, *here.starter]))
-    return "\n".join([
-        "#!/bin/bash",
-        *(option_line(name, value) for name, value in options.items()),
-        "",
-        OWN_SHELL,
-        f"sweep={quoted(runs[0].parent)}",
-        body + "\n".join(search_path(here)),
-        f'{starter} again "$sweep" {attempt} "$again" "$killed"',
-        "exit $code",
-        "",
-    ])  # fmt: skip

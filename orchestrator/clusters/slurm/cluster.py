@@ -39,12 +39,10 @@ from orchestrator.clusters.slurm.batch_script import (
     batch_script,
     script_name,
     shape_of,
-    share_script,
     step_script,
 )
 from orchestrator.clusters.slurm.code_copy import SCRIPT, after_node
 from orchestrator.clusters.slurm.handle import SlurmHandle
-from orchestrator.clusters.slurm.packing import all_memory, refuse_uncounted, step_of
 from orchestrator.clusters.slurm.root_cause import culprit_without_outcome
 from orchestrator.clusters.slurm.safe_values import (
     check_clusters,
@@ -144,13 +142,6 @@ class SlurmCluster(OnSlurm):
     def script(self, run: RunDir, attempt: int, place: Here) -> str:
         return batch_script(self.decided, run, attempt, place)
 
-    def share_script(self, run: Path, attempt: int, copy: Path | None = None) -> str:
-        """Return the script of a run in a shared allocation, see `packing.py`."""
-        folder = RunDir(run)
-        place = here(self.config, copy or folder.snapshot(attempt))
-        shape = [*step_of(run.name), *shape_of(self.config.cluster), *all_memory(self.config)]
-        return share_script(self.config, folder, attempt, place, shape)
-
     @classmethod
     def chosen(cls, config: Config) -> type[Cluster]:
         if config.cluster.allocation == "new":
@@ -165,7 +156,6 @@ class SlurmCluster(OnSlurm):
         """
         cluster, options = self.config.cluster, request.details["options"]
         alike = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
-        refuse_uncounted(self.config, options)
         if alike not in _answers:
             client = SlurmClient(cluster.slurm_conf)
             job = wanted(
@@ -221,7 +211,7 @@ class SlurmCluster(OnSlurm):
 
     @classmethod
     def foresee_all(cls, placed: Sequence[tuple[Cluster, Request]], most: int | None) -> list[str]:
-        """Predict shared allocations and the site's limits, see `arrays.py`."""
+        """Predict the site's limits, see `arrays.py`."""
         del most
         return foresee([(c, r) for c, r in placed if isinstance(c, SlurmCluster)])
 

@@ -15,13 +15,6 @@ from datetime import datetime
 from pathlib import Path
 
 from orchestrator.clusters.api import Handle, State
-from orchestrator.clusters.slurm.packing import (
-    end_parts,
-    is_over,
-    is_packed_in,
-    of_whole_jobs,
-    title_of,
-)
 from orchestrator.clusters.slurm.root_cause import ending
 from orchestrator.clusters.slurm.submission import is_element
 from orchestrator.clusters.slurm.trust import client_of, read_handle
@@ -76,7 +69,7 @@ def _cancel(
     stops: dict[RunDir, Job] = {}
     for run, job_id in members:
         job = jobs.get(job_id)
-        if job is None or not job.alive or is_over(run):
+        if job is None or not job.alive:
             continue
         if not is_ours(run, job):
             found[run.path] = (
@@ -111,15 +104,12 @@ def _send(client: SlurmClient, jobs: Mapping[RunDir, str], how: str, *flags: str
     with contextlib.ExitStack() as marks:
         for run in jobs:
             marks.enter_context(_marked_cancelled(run, how))
-        whole = of_whole_jobs(jobs)
-        end_parts(client, {run: job for run, job in jobs.items() if job not in whole}, *flags)
-        if not whole:
-            return
-        answer = client.ask("scancel", *flags, *sorted(whole))
+        ids = sorted(set(jobs.values()))
+        answer = client.ask("scancel", *flags, *ids)
         # of many, some may have just ended: they are over, and the others got the signal
         lines = [line for line in answer.words.lower().splitlines() if line.strip()]
         over = [line for line in lines if any(words in line for words in IS_OVER)]
-        if answer.code and not (len(whole) > 1 and lines == over):
+        if answer.code and not (len(ids) > 1 and lines == over):
             raise ClusterError(f"scancel: {answer.words}")
 
 
@@ -143,7 +133,7 @@ def is_ours(run: RunDir, job: Job) -> bool:
     """Return whether a job's batch script, as the scheduler knows it, is in this run's folder."""
     script = Path(os.path.realpath(job.command))
     own = script.is_relative_to(os.path.realpath(run.submitit))
-    return own or is_element(run.path, script, job.id) or is_packed_in(run, script, job.id)
+    return own or is_element(run.path, script, job.id)
 
 
 def _await_the_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
@@ -153,9 +143,7 @@ def _await_the_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
     while left and time.monotonic() < deadline:
         known = queued(client, [job.id for job in left.values()])
         for run, job in list(left.items()):
-            if run.result.exists():  # its job waits on, for others
-                del left[run]
-            elif job.id not in known or not known[job.id].alive:
+            if job.id not in known or not known[job.id].alive:
                 write_end(run, State.STOPPED)
                 del left[run]
         if left:
@@ -216,7 +204,7 @@ class SlurmHandle(Handle):
         handle = read_handle(run)
         self._run = run
         self.job_id = str(handle["job_id"])
-        self.title = title_of(run, self.job_id)
+        self.title = f"job {self.job_id}"
         self._news = News()
         self.client = client_of(run, handle.get("slurm_conf"))
         self.job: Job | None = None
@@ -243,7 +231,6 @@ class SlurmHandle(Handle):
         self._ask(ended=result is not None)
         if result is not None:
             over = self.silent_since is not None or (self.job is not None and not self.job.alive)
-            over = over or is_over(self._run)  # others may continue in its job
             # The result is final; squeue, which is asked rarely, may show the job for a while.
             self._result_at = self._result_at or time.monotonic()
             over = over or time.monotonic() - self._result_at > RESULT_GRACE_S
@@ -311,7 +298,7 @@ class SlurmHandle(Handle):
 
     def in_progress(self) -> str:
         job = self._asked_now()
-        lives = job is not None and job.alive and not is_over(self._run)
+        lives = job is not None and job.alive
         return f"{self.title}, {job.state.lower()}" if job is not None and lives else ""
 
     def cancel(self, run: RunDir, *, now: bool) -> str:

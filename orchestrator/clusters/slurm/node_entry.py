@@ -1,7 +1,5 @@
 """Entry points of the batch script: `node_entry.py node FOLDER | after RUN ATTEMPT CODE SIGNAL`.
 
-In a shared job also `share RUN ATTEMPT CODE SIGNAL | again SWEEP ATTEMPT RUNS KILLED`.
-
 Run as a file, so that the first entry of Python's path is this file's folder, which is removed:
 with `-m` it would be the user's working folder, whose files may have been edited since.
 """
@@ -57,30 +55,6 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     sys.exit(START_AGAIN if in_place else 0 if well else 1)
 
 
-def share(run: str, attempt: str, code: str, stop_signal: str) -> None:
-    """Settle a run in a shared job, whose script requeues it."""
-    from orchestrator.clusters.slurm.outcome import finish
-    from orchestrator.errors import START_AGAIN
-    from orchestrator.rundir.folder import RunDir
-
-    try:
-        once_more = finish(Path(run), int(attempt), int(code), stop_signal, again=lambda: None)
-    finally:
-        _leave_copy()
-    ended = RunDir(Path(run)).read_result()
-    sys.exit(START_AGAIN if once_more else 0 if ended and ended["state"] != "failed" else 1)
-
-
-def again(sweep: str, first: str, runs: str, killed: str) -> None:
-    """Requeue a shared job, for the runs that are to restart."""
-    from orchestrator.clusters.slurm.outcome import start_again
-
-    try:
-        start_again(Path(sweep), int(first), runs.split(), killed.split())
-    finally:
-        _leave_copy()
-
-
 def _leave_copy() -> None:
     """Remove this node's copy of the code, unless a rank still runs from it."""
     if LOCK_VARIABLE not in os.environ:
@@ -94,7 +68,4 @@ def _leave_copy() -> None:
 if __name__ == "__main__":
     if sys.path[0] == str(Path(__file__).resolve().parent):
         del sys.path[0]
-    verbs = {
-        "node": node, "after": after, "share": share, "again": again,
-    }  # fmt: skip
-    verbs[sys.argv[1]](*sys.argv[2:])
+    {"node": node, "after": after}[sys.argv[1]](*sys.argv[2:])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from orchestrator.config.program import is_program
 from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.checkpoints import Fence, read_newest
-from orchestrator.rundir.files import read_json, write_atomically, write_json
+from orchestrator.rundir.files import write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import State, read_outcome, rule, write_end
@@ -82,7 +82,6 @@ def finish(
     attempt: int,
     code: int,
     stop_signal: str,
-    again: Callable[[], None] | None = None,
     *,
     in_place: Callable[[], None] | None = None,
     script_gone: str = "",
@@ -92,7 +91,6 @@ def finish(
     Args:
         code: srun's exit code.
         stop_signal: the first signal that the batch script got, or "".
-        again: restarts a run in a shared job; None: the job is requeued.
         in_place: starts srun again in the same allocation, if only srun was killed.
         script_gone: why the batch script ended, if the coordinator acts for it.
 
@@ -113,9 +111,10 @@ def finish(
         _note(run, attempt, departure, job, restarts)
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
         return False
-    if job.cancelled or (again is not None and _ended_alone(run)):
+    if job.cancelled:
         write_end(run, State.STOPPED, cancelled_by_scheduler())
         return False
+    again = partial(ask_for_requeue, SlurmClient(), job_id)
     if departure is None and (why := _cut_short(run, attempt, code, stop_signal)):
         departure = departure_note(why)
         if in_place is not None and job.state == "RUNNING" and why in (SRUN_KILLED, SRUN_ENDED):
@@ -130,7 +129,7 @@ def finish(
         job,
         departure=departure,
         culprit=lambda: culprit_of(run, attempt, code),
-        again=again or (lambda: ask_for_requeue(SlurmClient(), job_id)),
+        again=again,
     )
 
 
@@ -158,11 +157,6 @@ def _start_in_place(run: RunDir, start: Callable[[], None]) -> None:
     handle = read_handle(run)
     write_json(run.handle, {**handle, "attempt": int(handle["attempt"]) + 1})
     start()
-
-
-def _ended_alone(run: RunDir) -> bool:
-    """Return whether a user ended this step at once, but not its job."""
-    return (read_json(run.cancel) or {}).get("how") == "now"
 
 
 def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | None:
@@ -371,35 +365,3 @@ def _of_killed_script(run: RunDir, attempt: int, job: JobStatus) -> dict[str, An
     if not job.exit_signal or job.state != "FAILED" or run.failures(attempt):
         return None
     return {"why": "its batch script was killed", "updates": None, "time": time.time()}
-
-
-def start_again(sweep: Path, first: int, again: Sequence[str], killed: Sequence[str]) -> None:
-    """Requeue the job, unless the scheduler has done so, or no run needs it.
-
-    Args:
-        first: the attempt of the job's first start.
-        again: the runs to restart, as their own scripts found.
-        killed: runs whose scripts were killed before they could decide.
-    """
-    client, job_id = SlurmClient(), own_job_id(os.environ)
-    job = ask_job(client, job_id)
-    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    if job is None or job.restarts != restarts or job.state not in OURS or job.cancelled:
-        return
-    attempt, wanted = first + restarts, False
-    for run in [RunDir(sweep / name) for name in again]:
-        if run.cancel.exists() and run.read_result() is None:  # while it waited for the others
-            write_end(run, State.STOPPED)
-        wanted |= run.read_result() is None
-    for run in [RunDir(sweep / name) for name in killed]:
-        wanted |= run.read_result() is None and conclude(
-            run,
-            attempt,
-            job,
-            departure=run.read(run.departure(attempt))
-            or departure_note("its batch script was killed"),
-            culprit=lambda run=run: culprit_of(run, attempt, KILLED),
-            again=lambda: None,
-        )
-    if wanted:
-        ask_for_requeue(client, job_id)

@@ -12,11 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from orchestrator.clusters.slurm.outcome import dismiss_held, settle_ended
-from orchestrator.clusters.slurm.packing import (
-    is_over,
-    others_left,
-    waits_for_others,
-)
 from orchestrator.clusters.slurm.root_cause import ending
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
@@ -33,7 +28,6 @@ from orchestrator.rundir.status import (
 )
 from orchestrator.slurm_client import Job, SlurmClient, accounted, mine, queued
 
-WAITS = "it starts again when the other points of its job have ended"
 HELD = (
     "{}: a node could not start it, and it waits until you say `scontrol release {}`; "
     "`sinfo -R` may know which node, and why"
@@ -98,7 +92,7 @@ def _open(status: RunStatus) -> bool:
 def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[str]:
     """Merge the scheduler's answer into a run's status; finish what its batch script could not."""
     over = not _open(found[run.path])
-    if (not job.alive and not over) or (job.held and over and not others_left(run)):
+    if (not job.alive and not over) or (job.held and over):
         try:
             sentence = dismiss_held(run, job) if job.held else settle_ended(run, job)
         except DAMAGE as error:  # the scheduler is silent again, or the folder is damaged
@@ -117,8 +111,6 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
     """Merge the folder's status and the scheduler's; a live job's is the later."""
     status = replace(status, nodes=job.nodes)
     ended = status.state in ENDED_STATES
-    if ended and job.alive and is_over(run):  # others continue in its job
-        return status
     if ended and not job.alive:
         cancelled = status.state == "stopped" and job.state == "CANCELLED"
         return replace(status, state="cancelled") if cancelled else status
@@ -139,6 +131,4 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
     if ended or job.state == "COMPLETING":
         name = "ending"
     reason = job.standstill or status.reason
-    if name in ("running", "starting") and waits_for_others(run):
-        reason = WAITS
     return replace(status, state=name, reason=reason, time_left_s=job.time_left_s)

@@ -109,7 +109,6 @@ def queue(
     slurm_conf: str | None,
     elements: Mapping[str, str] = ALONE,
     *,
-    pack: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Queue a batch script, and record the job's id in its runs; return the id.
@@ -117,7 +116,6 @@ def queue(
     Args:
         folder: of the run, or of the sweep.
         elements: the index in the array of each run, by its folder's name.
-        pack: they are no elements, but share the job; their indices are "".
 
     Raises:
         ClusterError: the scheduler refuses it, or does not answer. If that is not known, the note
@@ -126,7 +124,7 @@ def queue(
     before = (folder.read_handle() or {}).get("job_id", "") if elements is ALONE else ""
     note = {
         "kind": "slurm", "script": str(script), "attempt": attempt, "slurm_conf": slurm_conf,
-        "elements": dict(elements), "pack": pack, "before": before, "time": time.time(),
+        "elements": dict(elements), "before": before, "time": time.time(),
     }  # fmt: skip
     with _noted(folder, note) as lock:
         asking = _Asking(SlurmClient(slurm_conf), note, lock)
@@ -263,8 +261,7 @@ def _check(folder: RunDir, note: Mapping[str, Any]) -> None:
     """Refuse a note that leads to another folder."""
     names, indices = note["elements"].keys(), note["elements"].values()
     alone = dict(note["elements"]) == ALONE
-    words = names if note.get("pack") else (*names, *indices)
-    if not alone and not all(NUMBER.fullmatch(str(word)) for word in words):
+    if not alone and not all(NUMBER.fullmatch(str(word)) for word in (*names, *indices)):
         raise RunFolderError(f"{folder.submitting} is damaged: it names no runs of this folder")
 
 
@@ -274,14 +271,11 @@ def _write_down(folder: RunDir, note: Mapping[str, Any], job: str) -> None:
         for name, index in note["elements"].items():
             handle = {
                 "kind": "slurm",
-                "job_id": f"{job}_{index}" if index and not note.get("pack") else job,
+                "job_id": f"{job}_{index}" if index else job,
                 "attempt": note["attempt"],
                 "slurm_conf": note["slurm_conf"],
                 "time": time.time(),
             }
-            if note.get("pack"):
-                names = list(note["elements"])
-                handle["pack"] = {"script": Path(note["script"]).name, "runs": names}
             if (folder.path / name).is_dir():
                 write_json(RunDir(folder.path / name).handle, handle)
     folder.submitting.unlink()
@@ -297,7 +291,6 @@ class Member(Protocol):
     tell: Callable[[str], None]
 
     def request(self, run: Path, attempt: int, copy: Path | None = None) -> Request: ...
-    def share_script(self, run: Path, attempt: int, copy: Path | None = None) -> str: ...
     def submit(self, request: Request) -> Handle: ...
     def copy_code(self, run: Path, into: Path) -> None: ...
     def write_epilog(self, run: RunDir) -> None: ...
