@@ -504,7 +504,7 @@ def from_settings(settings: Settings) -> Iterator[Finding]:
 def _partitions(text: str) -> Iterator[Finding]:
     known = read_partitions(text).values()
     for one in known:
-        limit = "no time limit" if one.allows.minutes is None else f"{one.allows.minutes:g} minutes"
+        limit = "no time limit" if one.minutes is None else f"{one.minutes:g} minutes"
         yield Finding(
             about="partitions",
             found=f"{one.name}{' (default)' * one.is_default}: {one.nodes} nodes, {limit}, "

@@ -96,8 +96,8 @@ def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
     ("override", "words", "hint"),
     [
         ("cluster.partition=hihg", "invalid partition specified: hihg", "did you mean 'high'?"),
-        ("cluster.account=devv", "no account 'devv'", "did you mean 'dev'?"),
-        ("cluster.qos=fast", "no qos 'fast'", "normal"),
+        ("cluster.account=devv", "Invalid account", "`sacctmgr show associations` lists yours"),
+        ("cluster.qos=fast", "Invalid qos", "no such quality of service"),
         ("cluster.nodes=9", "Node count specification invalid", "partition main gives 4 at most"),
         ("+cluster.slurm_flags.gres=npu:1", "Invalid generic resource (gres)", "no such resource"),
         ("cluster.exclude=n[0-2]", "gives 1 at most", "without the 3 of cluster.exclude"),

@@ -164,10 +164,10 @@ class SlurmCluster(OnSlurm):
                 cpus=cluster.ranks_per_node * cluster.cpus_per_rank,
             )
             _answers[alike] = retry_unanswered(
-                lambda: check_request(client, self.config, job, request.text), tell=self.tell
+                lambda: check_request(client, job, request.text), tell=self.tell
             )
         said = _answers[alike]
-        slow = too_slow(self.config, said.grace_s)
+        slow = too_slow(self.config, said.grace_s(self.config))
         return Admission(
             words=said.words + self._survives(),
             warnings=(*said.warnings, *([slow] if slow else [])),

@@ -1,0 +1,162 @@
+"""Requests that a scheduler could never run, by its own answers. Nothing is started."""
+
+import pytest
+
+from orchestrator.clusters.slurm.admission import (
+    Verdict,
+    Wanted,
+    chosen_partitions,
+    misfit,
+    preempt_grace_s,
+    read_partitions,
+    read_test_only,
+    too_slow,
+    wanted,
+)
+from orchestrator.config.schema import Config
+from orchestrator.slurm_client import Answer
+
+PARTITIONS = (
+    "PartitionName=main AllowGroups=ALL Default=YES GraceTime=0 MaxNodes=UNLIMITED "
+    "MaxTime=UNLIMITED PreemptMode=OFF State=UP TotalNodes=4\n"
+    "PartitionName=low Default=NO GraceTime=20 MaxNodes=2 MaxTime=1-00:00:00 "
+    "PreemptMode=REQUEUE State=UP TotalNodes=4\n"
+    "PartitionName=old Default=NO GraceTime=0 MaxNodes=UNLIMITED MaxTime=30:00 PreemptMode=OFF "
+    "State=DOWN TotalNodes=4\n"
+    "PartitionName=shut Default=NO GraceTime=0 MaxNodes=UNLIMITED MinNodes=2 MaxTime=UNLIMITED "
+    "MaxCPUsPerNode=6 PreemptMode=OFF State=DRAIN TotalNodes=4\n"
+)
+SHAPES = "main|3|8|16384|gpu:a100:4(S:0-1)\nmain|1|64|256000|gpu:h100:8,npu:2\n"
+
+
+def test_partitions_are_read_with_their_limits():
+    found = read_partitions(PARTITIONS)
+    assert found["main"].is_default
+    assert found["main"].minutes is None
+    low = found["low"]
+    assert (low.max_nodes, low.minutes, low.grace_s) == (2, 1440, 20)
+    assert not found["old"].up
+    assert found["old"].open
+    assert not found["shut"].open
+
+
+def test_what_a_partition_never_gives_is_found_although_slurm_would_take_it():
+    found = read_partitions(PARTITIONS)
+    assert misfit(Wanted(nodes=2), found["low"]) is None
+    assert "gives 2 at most" in misfit(Wanted(nodes=3), found["low"])
+    assert "try cluster.time_min=1440" in misfit(Wanted(minutes=1441), found["low"])
+    assert misfit(Wanted(), found["old"]) is None  # it is down, not closed: a job waits there
+    assert "takes no jobs" in misfit(Wanted(most_nodes=2), found["shut"])
+    assert "gives 2 at least" in misfit(Wanted(most_nodes=1), found["shut"])
+    assert "6 CPUs of a node at most" in misfit(Wanted(most_nodes=2, cpus=7), found["shut"])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "against"),
+    [
+        (4, {}, None),
+        (3, {"gpus-per-node": "a100:4"}, None),
+        (4, {"gpus-per-node": "a100:4"}, "4 gpu:a100"),
+        (4, {"gpus-per-node": "4"}, None),
+        (2, {"gpus-per-node": "8"}, "has 8 at most"),
+        (1, {"gpus-per-node": "9"}, "has 8 at most"),
+        (1, {"gres": "npu:2"}, None),
+        (2, {"gres": "npu:2"}, "2 npu"),
+        (1, {"gres": "none"}, None),
+        (1, {"mem": "200000M"}, None),
+        (2, {"mem": "200G"}, "cluster.memory_gib"),
+        (1, {"mem": "200000M", "gpus-per-node": "a100:1"}, "too few nodes with all"),
+    ],
+)
+def test_what_no_configured_node_has_can_never_run(nodes, options, against):
+    main = read_partitions(PARTITIONS, SHAPES)["main"]
+    said = misfit(wanted(options, nodes=(nodes, nodes), cpus=8), main)
+    assert (said is None) if against is None else against in said
+
+
+def test_cpus_are_those_of_a_nodes_ranks_unless_they_may_be_overcommitted():
+    main = read_partitions(PARTITIONS, SHAPES)["main"]
+    assert "cluster.cpus_per_rank" in misfit(wanted({}, nodes=(2, 2), cpus=9), main)
+    assert misfit(wanted({"overcommit": True}, nodes=(2, 2), cpus=9), main) is None
+
+
+class Client:
+    """Answers as sacctmgr, one table for associations and one for qos."""
+
+    def __init__(self, *qualities, default=""):
+        self.tables = {"assoc": [default], "qos": qualities}
+
+    def ask(self, *command, **_):
+        return Answer(0, "".join(f"{row}\n" for row in self.tables[command[3]]), "")
+
+
+BY_PARTITION, BY_QOS = "PreemptType = preempt/partition_prio", "PreemptType    = preempt/qos"
+# As sacctmgr prints Name, GraceTime and Preempt.
+QUALITIES = ("normal|00:00:00|", "low|00:00:15|", "high|00:00:00|low,scavenge")
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "qos", "client", "grace"),
+    [
+        (BY_PARTITION, "REQUEUE", None, Client(), 20),
+        (BY_PARTITION, "GANG,SUSPEND", None, Client(), None),  # it continues later
+        ("PreemptType = preempt/none", "REQUEUE", "low", Client(*QUALITIES), None),
+        (BY_QOS, "REQUEUE", "low", Client(*QUALITIES), 15),
+        (BY_QOS, "REQUEUE", "normal", Client(*QUALITIES), None),
+        (BY_QOS, "REQUEUE", None, Client(*QUALITIES, default="low"), 15),
+        (BY_QOS, "REQUEUE", None, Client(*QUALITIES), None),
+        (BY_QOS, "REQUEUE", "low", Client(), None),
+    ],
+)
+def test_the_notice_of_a_preemption_is_that_of_the_partition_or_of_the_qos(
+    settings, mode, qos, client, grace
+):
+    known = read_partitions(PARTITIONS.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}"))
+    assert preempt_grace_s(client, settings, Wanted(qos=qos), [known["low"]]) == grace
+
+
+def test_an_update_longer_than_the_shortest_notice_is_a_warning():
+    config = Config()
+    assert Verdict(words="").grace_s(config) == 60
+    preempted = Verdict(words="", preempt_grace_s=20, kill_wait_s=5)
+    assert preempted.grace_s(config) == 25
+    config.cluster.signal_ahead_s = 5
+    assert preempted.grace_s(config) == 5
+    assert too_slow(config, 20) is None
+    config.facts.update_s = 19
+    assert too_slow(config, 20) is None
+    config.facts.update_s = 45.5
+    assert "cluster.signal_ahead_s=46" in too_slow(config, 20)
+
+
+KNOWN = read_partitions(
+    "PartitionName=main Default=YES TotalNodes=3 MaxTime=UNLIMITED State=UP\n"
+    "PartitionName=low Default=NO TotalNodes=3 MaxTime=UNLIMITED State=UP\n"
+    "PartitionName=short Default=NO TotalNodes=3 MaxTime=00:01:00 State=UP\n", ""
+)  # fmt: skip
+TAKEN = "Job 1 to start at 2026-11-22T05:56:20 using 2 processors on nodes n[0-1] in partition low"
+
+
+def placed(answer, *partitions):
+    job = Wanted(partitions=partitions)
+    return read_test_only(answer, job, chosen_partitions(job, KNOWN), KNOWN)
+
+
+@pytest.mark.parametrize("asked", [(), ("main",), ("short", "main"), ("mian",)])
+def test_a_job_is_held_to_the_limits_of_the_partition_that_the_site_moves_it_to(asked):
+    words = f"sbatch: jobs of this site go to low\nsbatch: {TAKEN}\n"
+    job, said, told = placed(Answer(0, "", words), *asked)
+    assert job.partitions == ("low",)
+    assert said == TAKEN
+    assert told == [
+        "sbatch says: jobs of this site go to low",
+        f"this site places the job in partition low, not in {','.join(asked) or 'the default'}",
+    ]
+
+
+@pytest.mark.parametrize(
+    "answer", [Answer(0, "", f"sbatch: {TAKEN}\n"), Answer(1, "", f"sbatch: error: no\n{TAKEN}")]
+)
+def test_a_job_that_stays_where_it_was_meant_to_be_is_told_of_nothing(answer):
+    job, _, told = placed(answer, "short", "low")
+    assert (job.partitions, told) == (("short", "low"), [])
