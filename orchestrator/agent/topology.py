@@ -24,6 +24,7 @@ PLACE_VARIABLES = {
 }
 BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
 # Node and folder in which the batch script continues with the ranks' copy of the code.
+BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"  # the process of the batch script
 BATCH_COPY_VARIABLE = "ORCHESTRATOR_BATCH_COPY"
 COPIES_VARIABLE = "ORCHESTRATOR_COPIES"
 """Each folder whose code was copied at submission, and its copy, as JSON; for programs."""

@@ -9,29 +9,35 @@ of their own. The code is copied once per array.
 from __future__ import annotations
 
 import getpass
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from orchestrator.clusters.api import Request
+from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import option_line, script_name
 from orchestrator.clusters.slurm.safe_values import quoted
-from orchestrator.clusters.slurm.submission import (
-    ARRAYS,
-    BeyondLimit,
-    Placed,
-    group_equal,
-    lay_out,
-    next_name,
-    number_of,
-    queue,
-)
+from orchestrator.clusters.slurm.submission import ARRAYS, NUMBER, BeyondLimit, queue
+from orchestrator.config.program import target_of
 from orchestrator.errors import spans
-from orchestrator.rundir.files import write_atomically
-from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.files import (
+    make_folder,
+    names_in,
+    read_json,
+    write_atomically,
+    write_json,
+    written_together,
+)
+from orchestrator.rundir.folder import RunDir, code_state_beside
 from orchestrator.slurm_client import SlurmClient
 from orchestrator.units import plural
 
+Placed = tuple[BaseSlurmCluster, Request]
+
+CODE = "code"  # the folder of code that several runs start from, next to them
+UNLIKE = ("job-name", "output")  # differs between a sweep's points, and no limit depends on it
 LIMITED_BY = ("account", "qos", "partition", "reservation")  # which limits hold for a job
 # Values of `scontrol show assoc_mgr`: MaxSubmitJobs=20(3), of which 3 are used; N for no limit.
 FIGURES = re.compile(r"(\w*SubmitJobs\w*)=(\d+)\((\d+)\)")
@@ -47,32 +53,14 @@ def submit_as_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
         ClusterError: the scheduler refuses one of the submissions, or does not answer. Earlier ones
             are queued; of the others only their folders are left.
     """
-    placed, why = fitting(placed)
-    if len(placed) == 1:
-        placed[0][0].submit(placed[0][1])
-    elif placed:
-        _submit_arrays(placed, at_once)
+    fit, why = fitting(placed)
+    starts: list[Callable[[], object]] = []
+    for group in _equal_runs(fit):  # all files are written before the first job is queued
+        starts += _starts(group, at_once)
+    for start in starts:
+        start()
     if why:
         raise BeyondLimit("\n".join(why))
-
-
-def _submit_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
-    confs = {cluster.config.cluster.slurm_conf for cluster, _ in placed}
-    most = {conf: largest_array(conf) for conf in confs}
-    sweeps: dict[Path, list[Placed]] = {}
-    for member in placed:
-        sweeps.setdefault(member[1].run.parent, []).append(member)
-    for sweep, members in sweeps.items():
-        arrays: list[Array] = []
-        for group in group_equal(members):
-            may = most[group[0][0].config.cluster.slurm_conf]
-            for part in _parts(group, may):
-                if number_of(part[0]) is None or len(part) == 1:
-                    part[0][0].submit(part[0][1])
-                else:
-                    arrays.append(_prepared(part, at_once, may))
-        for one in arrays:
-            queue(RunDir(sweep), one.script, one.attempt, one.conf, one.elements, tell=one.tell)
 
 
 def fitting(placed: Sequence[Placed]) -> tuple[list[Placed], list[str]]:
@@ -90,32 +78,24 @@ def fitting(placed: Sequence[Placed]) -> tuple[list[Placed], list[str]]:
         limited.setdefault(key, []).append((cluster, request))
     for members in limited.values():
         (cluster, request), total = members[0], len(members)
-        conf = cluster.config.cluster.slurm_conf
-        client, most = SlurmClient(conf), min(total, *largest_array(conf)) if total > 1 else 1
         found = total
-        if most > 1 and (room := room_for(client, request.text, most)) < most:
-            found = room
-            why.append(
-                f"{tightest(client)}: there is room for {found} of {plural(total, 'point')} now"
-            )
+        if total > 1:
+            client = SlurmClient(cluster.config.cluster.slurm_conf)
+            most = min(total, *largest_array(client))
+            if (room := room_for(client, request.text, most)) < most:
+                found = room
+                why.append(
+                    f"{tightest(client)}: there is room for {room} of {plural(total, 'point')} now"
+                )
         fit += members[:found]
     return fit, why
 
 
-def foresee(placed: Sequence[Placed]) -> list[str]:
-    """Predict how `submit_as_arrays` would submit the runs.
-
-    Returns a sentence for each limit with too little room.
-    """
-    _, why = fitting(placed)
-    return [f"{sentence}; the same line submits the others later" for sentence in why]
-
-
-def room(ask: Callable[[int], bool], most: int) -> int:
+def largest_accepted(ask: Callable[[int], bool], most: int) -> int:
     """Return how many of `most` are accepted, asking about few numbers.
 
     >>> asked = []
-    >>> room(lambda n: asked.append(n) or n <= 5, 100), asked
+    >>> largest_accepted(lambda n: asked.append(n) or n <= 5, 100), asked
     (5, [100, 1, 2, 4, 8, 6, 5])
     """
     if most < 1 or ask(most):
@@ -140,7 +120,7 @@ def room_for(client: SlurmClient, script: str, most: int) -> int:
         answer = client.ask("sbatch", "--test-only", f"--array=0-{count - 1}", text=script)
         return not BeyondLimit.found_in(answer.words)
 
-    return room(accepted, most)
+    return largest_accepted(accepted, most)
 
 
 def tightest(client: SlurmClient) -> str:
@@ -155,75 +135,129 @@ def tightest(client: SlurmClient) -> str:
     return f"{name}={most}, of which {used} are taken"
 
 
-def largest_array(conf: str | None) -> tuple[int, int]:
+def largest_array(client: SlurmClient) -> tuple[int, int]:
     """Return how many indices and how many elements an array may have.
 
     MaxArraySize is one more than the highest index.
     """
-    shown = SlurmClient(conf).must("scontrol", "show", "config")
+    shown = client.must("scontrol", "show", "config")
     indices, tasks = MAX_ARRAY_SIZE.search(shown), MAX_ARRAY_TASKS.search(shown)
     most = int(indices[1]) if indices else 1001
     return most, min(most, int(tasks[1])) if tasks else most
 
 
-def _parts(group: list[Placed], most: tuple[int, int]) -> Iterator[list[Placed]]:
-    """Split runs into arrays at the highest index, 0 to 1000, 1001 to 2001, and by size.
+def _equal_runs(placed: Sequence[Placed]) -> list[list[Placed]]:
+    """Group equal runs in one parent folder, in order; each other run alone."""
+    groups: dict[object, list[Placed]] = {}
+    for place, (cluster, request) in enumerate(placed):
+        key: object = (
+            cluster.config.cluster.slurm_conf,
+            request.run.parent,
+            request.attempt,
+            tuple((k, v) for k, v in request.details["options"].items() if k not in UNLIKE),
+        )
+        numbered = NUMBER.fullmatch(request.run.name)
+        groups.setdefault(key if numbered else place, []).append((cluster, request))
+    return list(groups.values())
 
-    Each run is alone if the site has no arrays.
-    """
-    indices, tasks = most
-    if indices < 1:
-        yield from ([member] for member in group)
+
+def _starts(group: list[Placed], at_once: int | None) -> Iterator[Callable[[], object]]:
+    """Write the files of equal runs; yield what queues them, an array or a run at a time."""
+    if len(group) < 2:
+        yield from (partial(cluster.submit, request) for cluster, request in group)
         return
+    indices, tasks = largest_array(SlurmClient(group[0][0].config.cluster.slurm_conf))
     parts: dict[int, list[Placed]] = {}
-    for member in group:
-        parts.setdefault((number_of(member) or 0) // indices, []).append(member)
-    for part in parts.values():
-        yield from (part[n : n + tasks] for n in range(0, len(part), tasks))
+    for cluster, request in group:
+        # an array's indices end there, so the next one counts from it; without arrays, one each
+        place = int(request.run.name) // indices if indices else len(parts)
+        parts.setdefault(place, []).append((cluster, request))
+    for whole in parts.values():
+        for part in (whole[n : n + tasks] for n in range(0, len(whole), max(1, tasks))):
+            cluster, request = part[0]
+            if len(part) == 1:
+                yield partial(cluster.submit, request)
+                continue
+            sweep = request.run.parent
+            lay_out(sweep, part)
+            script = _next_path(sweep / ARRAYS).with_suffix(".sh")
+            write_atomically(script, array_script([r for _, r in part], at_once, indices))
+            elements = {r.run.name: str(int(r.run.name) % indices) for _, r in part}
+            conf = cluster.config.cluster.slurm_conf
+            yield partial(
+                queue, RunDir(sweep), script, request.attempt, conf, elements, tell=cluster.tell
+            )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Array:
-    """An array for sbatch: its script, and each run's index by its folder's name."""
-
-    script: Path
-    elements: dict[str, str]
-    attempt: int
-    conf: str | None
-    tell: Callable[[str], None]
+def _next_path(folder: Path) -> Path:
+    """Return a numbered path in a folder that is not taken."""
+    if not folder.is_dir():
+        make_folder(folder)
+    taken = [int(stem) for name in names_in(folder) if (stem := name.split(".")[0]).isdigit()]
+    return folder / f"{max(taken, default=-1) + 1:03d}"
 
 
-def _prepared(part: Sequence[Placed], at_once: int | None, most: tuple[int, int]) -> Array:
-    """Prepare one array of equal runs: write all its files."""
-    cluster, request = part[0]
-    sweep, attempt = request.run.parent, request.attempt
-    lay_out(
-        sweep, part, lambda member, asked, copy: member.request(asked.run, asked.attempt, copy).text
-    )
-    largest, _ = most
-    script = next_name(sweep / ARRAYS).with_suffix(".sh")
-    write_atomically(script, array_script(part, at_once, largest))
-    return Array(
-        script=script,
-        elements={a.run.name: str(int(a.run.name) % largest) for _, a in part},
-        attempt=attempt,
-        conf=cluster.config.cluster.slurm_conf,
-        tell=cluster.tell,
-    )
+def lay_out(sweep: Path, part: Sequence[Placed]) -> list[Path]:
+    """Write the batch scripts of runs of one sweep and what these start.
+
+    Returns:
+        The copies of the code, of which runs of the same program share one.
+    """
+
+    def source_of(cluster: BaseSlurmCluster) -> object:
+        target = target_of(cluster.config.job)
+        return target if isinstance(target, str) else target.command
+
+    copies: dict[object, Path] = {}
+    for cluster, _ in part:
+        if cluster.config.run.snapshot and source_of(cluster) not in copies:
+            copies[source_of(cluster)] = copy = _next_path(sweep / CODE)
+            cluster.copy_code(sweep, copy)
+    states: dict[tuple[Path, str], Path] = {}
+    with written_together([sweep]):
+        for cluster, request in part:
+            run, copy = RunDir(request.run), copies.get(source_of(cluster))
+            cluster.write_start(run)
+            text = cluster.request(request.run, request.attempt, copy).text
+            write_atomically(run.submitit / f"{script_name(request.attempt)}.sh", text)
+            if copy is not None:
+                _write_code_state(copy, run, request.attempt, states)
+    return list(copies.values())
 
 
-def array_script(part: Sequence[Placed], at_once: int | None, largest: int) -> str:
+def _write_code_state(
+    copy: Path, run: RunDir, attempt: int, states: dict[tuple[Path, str], Path]
+) -> None:
+    """Write which code it is to the run's folder, for readers of this run alone.
+
+    Its differences from git may be large, so runs share the file; not the copy's digest, which
+    includes its name.
+
+    Args:
+        states: what was written so far, by the copy and the file's name.
+    """
+    run.code.mkdir(mode=0o700, exist_ok=True)
+    state = code_state_beside(run.snapshot(attempt))
+    first = states.setdefault((copy, state.name), state)
+    if first is state:
+        write_json(state, read_json(code_state_beside(copy)) or {})
+    else:
+        state.unlink(missing_ok=True)
+        os.link(first, state)
+
+
+def array_script(part: Sequence[Request], at_once: int | None, largest: int) -> str:
     """Return the array's script: its elements' request, and where each continues.
 
     Args:
         largest: MaxArraySize. Runs of higher numbers count from there, and name their log
             themselves.
     """
-    _, request = part[0]
+    request = part[0]
     sweep, stated = request.run.parent, dict(request.details["options"])
-    numbers = [int(asked.run.name) for _, asked in part]
+    numbers = [int(one.run.name) for one in part]
     offset = min(numbers) // largest * largest
-    names = {str(asked.details["options"]["job-name"]) for _, asked in part}
+    names = {str(one.details["options"]["job-name"]) for one in part}
     stated["job-name"] = names.pop() if len(names) == 1 else sweep.name
     stated["output"] = f"{sweep}/%a/logs/batch.log" if not offset else "/dev/null"
     limit = f"%{at_once}" if at_once else ""

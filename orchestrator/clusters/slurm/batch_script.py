@@ -12,24 +12,28 @@ killed itself, the coordinator or the next `resume` or `status` does that.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator import snapshot
 from orchestrator.agent.topology import (
     BASE_ATTEMPT_VARIABLE,
     BATCH_COPY_VARIABLE,
+    BATCH_PID_VARIABLE,
     COPIES_VARIABLE,
     INTERFACE_VARIABLE,
     OUTER_PATH_VARIABLE,
     OUTER_UMASK_VARIABLE,
 )
-from orchestrator.clusters.slurm.code_copy import BATCH_PID_VARIABLE, SCRIPT
-from orchestrator.clusters.slurm.safe_values import Default, applicable, quoted
-from orchestrator.config.program import short_name
+from orchestrator.clusters.slurm.safe_values import Default, applicable, quoted, read_defaults
+from orchestrator.config.program import short_name, target_of
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
 from orchestrator.errors import START_AGAIN
 from orchestrator.rundir.folder import RunDir
+from orchestrator.start_from_copy import DISK, MEMORY, NAME
 
 STOP_SIGNALS = "TERM INT HUP USR1 USR2"
 OWN_SHELL = "set +eufC +o pipefail +o posix"
@@ -136,6 +140,7 @@ def _words(words: Sequence[str]) -> str:
     return " ".join(map(quoted, words))
 
 
+AFTER_NODE = "after_node.sh"
 STARTER = "clusters/slurm/node_entry.py"
 KEPT = ("--kill-on-bad-exit=0", "--wait=0")
 """srun ends no node when another one has ended: the agents' coordinator decides that."""
@@ -183,6 +188,32 @@ PER_TASK = (
 )  # fmt: skip
 
 
+def here(config: Config, copy: Path) -> Here:
+    """Return the submitting side as it is now.
+
+    Args:
+        copy: where the copy of the code goes, if there is to be one.
+    """
+    target = target_of(config.job)
+    roots = snapshot.source_roots(target)
+    if config.run.snapshot:
+        places = snapshot.copies(target, copy)
+    else:
+        places = {root: root for root in roots}
+    package = snapshot.PACKAGE
+    own = places.get(package.parent)
+    path = [*places.values(), Path.cwd()]
+    return Here(
+        python=sys.executable,
+        folder=Path.cwd(),
+        package=own / package.name if own else package,
+        path=tuple(dict.fromkeys(path)),
+        unpacked=copy if config.run.snapshot else None,
+        defaults=read_defaults(os.environ),
+        copies=None if isinstance(target, str) else places if config.run.snapshot else {},
+    )
+
+
 def cpus_per_node(cluster: ClusterConfig) -> int:
     """Return how many CPUs the ranks of a node take together."""
     return cluster.ranks_per_node * cluster.cpus_per_rank
@@ -221,7 +252,7 @@ def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list
         [f"--cpus-per-task={cpus_per_node(cluster)}"],
         *([option] for option in shape or ["--ntasks-per-node=1"]),
         [f"--output={run.logs}/node%n.log"],
-        [f"--task-epilog={run.submitit / SCRIPT}"],
+        [f"--task-epilog={run.submitit / AFTER_NODE}"],
         *(
             [f"--{name}" if value is True else f"--{name}={value}"]
             for name, value in flags.items()
@@ -451,3 +482,26 @@ def _step(
         ") &",
         *wait_for_srun(held=held),
     )
+
+
+def after_node(run: RunDir) -> str:
+    """Return the script that srun starts after a node's task (--task-epilog).
+
+    It removes the run's unpacked code from the node, however the node's agent ended.
+    """
+    return f"""\
+#!/bin/sh
+# Started by the scheduler on each node whose task has ended.
+exec >/dev/null 2>&1
+run={quoted(run.path)}
+mine={NAME}-$(id -u) start=$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}-$SLURMD_NODENAME
+if [ "${BATCH_COPY_VARIABLE}" = "$SLURMD_NODENAME:${{TMPDIR-}}" ] &&
+    kill -0 "${BATCH_PID_VARIABLE}"; then  # the batch script runs from it, and removes it
+    exit
+fi
+for base in "${{TMPDIR:-{DISK}}}" {MEMORY} {DISK} "$run/{run.code.name}"; do
+    for copy in "$base/$mine"-*-"$start"; do
+        [ ! -d "$copy" ] || flock -n "$copy" rm -rf "$copy"
+    done
+done
+"""

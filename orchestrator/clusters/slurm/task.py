@@ -14,7 +14,7 @@ from pathlib import Path
 
 from orchestrator.agent.liveness import write_beat
 from orchestrator.agent.node_spec import NodeSpec
-from orchestrator.clusters.slurm.code_copy import BATCH_PID_VARIABLE
+from orchestrator.agent.topology import BATCH_PID_VARIABLE
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
 

@@ -8,9 +8,8 @@ import subprocess
 import pytest
 
 from orchestrator.clusters.api import Request
-from orchestrator.clusters.slurm.arrays import array_script
+from orchestrator.clusters.slurm.arrays import array_script, lay_out
 from orchestrator.clusters.slurm.cluster import SlurmCluster
-from orchestrator.clusters.slurm.submission import lay_out
 from orchestrator.config.composer import compose
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir, code_state_beside
@@ -30,7 +29,7 @@ def test_a_runs_own_script_finds_the_users_umask_and_its_log_is_the_users_alone(
         run=run, attempt=0, nodes=1, ranks_per_node=1, text="",
         details={"options": {"job-name": "a sweep's", "nodes": "1"}},
     )  # fmt: skip
-    text = array_script([(None, asked)], None, largest)
+    text = array_script([asked], None, largest)
     assert f"#SBATCH --array={number % largest}" in text
     done = subprocess.run(
         ["bash", "-c", 'umask 027; exec bash -c "$1"', "-", text], capture_output=True, text=True,
@@ -50,7 +49,7 @@ def test_each_run_can_tell_its_code_however_the_copy_and_the_attempt_are_numbere
     copies = set()
     for attempt, some in ((0, runs[:2]), (0, runs[2:]), (1, runs), (3, runs)):
         placed = [(cluster, cluster.request(run.path, attempt)) for run in some]
-        copy = lay_out(tmp_path, placed, lambda *_: "")
+        [copy] = lay_out(tmp_path, placed)
         copies.add(copy)
         state = read_json(code_state_beside(copy), checked=True)
         assert state["folder"]

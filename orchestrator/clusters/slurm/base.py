@@ -1,0 +1,90 @@
+"""Parts of a submission that new jobs and steps of an existing allocation have in common."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Collection
+from pathlib import Path
+
+from orchestrator import snapshot
+from orchestrator.clusters.api import Cluster, Request
+from orchestrator.clusters.slurm.batch_script import AFTER_NODE, Here, after_node, all_options, here
+from orchestrator.clusters.slurm.safe_values import (
+    check_clusters,
+    check_defaults,
+    check_preamble,
+    check_values,
+)
+from orchestrator.clusters.slurm.task import write_task
+from orchestrator.clusters.slurm.trust import client_of, remember
+from orchestrator.config.program import target_of
+from orchestrator.config.schema import node_range
+from orchestrator.rundir.files import write_atomically
+from orchestrator.rundir.folder import RunDir
+from orchestrator.snapshot import shorten
+
+
+class BaseSlurmCluster(Cluster):
+    """The machine's SLURM, or the one of `cluster.slurm_conf`."""
+
+    def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:
+        conf = self.config.cluster.slurm_conf
+        if conf is not None:
+            if typed is None or "cluster.slurm_conf" in typed:
+                remember(conf)
+            client_of(run, conf)
+
+    def request(self, run: Path, attempt: int, copy: Path | None = None) -> Request:
+        """Return the submission as a value; `text` is the exact script.
+
+        Args:
+            copy: where the code's shared copy is; None: in the run's folder.
+        """
+        config, folder = self.decided, RunDir(run)
+        check_values(config, run, Path.cwd())
+        place = here(config, copy or folder.snapshot(attempt))
+        check_clusters(os.environ)
+        check_defaults(place.defaults)
+        check_preamble(config.cluster.preamble)
+        script = self.script(folder, attempt, place)
+        options = {
+            k: v if v is True else str(v) for k, v in all_options(config, folder, place).items()
+        }
+        return Request(
+            run=run,
+            attempt=attempt,
+            nodes=node_range(config.cluster.nodes)[1],
+            ranks_per_node=config.cluster.ranks_per_node,
+            environment=dict(config.cluster.environment),
+            text=script,
+            details={"sbatch": script, "options": options},
+        )
+
+    @abstractmethod
+    def script(self, run: RunDir, attempt: int, place: Here) -> str:
+        """Return the exact script that starts the ranks."""
+
+    def lay_out(self, request: Request) -> None:
+        """Write the run's code, its task and its clean-up script to its folder."""
+        run = RunDir(request.run)
+        if self.config.run.snapshot:
+            self.copy_code(run.path, run.snapshot(request.attempt))
+        self.write_start(run)
+
+    def copy_code(self, run: Path, into: Path) -> None:
+        """Copy the run's code, and report the files left out."""
+        left_out = snapshot.take(target_of(self.config.job), run, into)
+        if left_out:
+            self.tell(
+                f"the copy of the code leaves out what holds secrets by its name, and links "
+                f"that lead elsewhere: {shorten(left_out)}"
+            )
+
+    def write_start(self, run: RunDir) -> None:
+        """Write the task of each node, and the script that srun starts after it."""
+        run.submitit.mkdir(mode=0o700, exist_ok=True)
+        script = run.submitit / AFTER_NODE
+        write_atomically(script, after_node(run))
+        script.chmod(0o700)
+        write_task(run)
