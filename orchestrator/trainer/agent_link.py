@@ -1,7 +1,7 @@
-"""A rank's signs of life, and its own judgement of whether it makes progress.
+"""A worker's link to its agent: heartbeats, stops, membership, and its own check for progress.
 
 A thread sends a line a second to the node's agent (`agent/liveness.py`) and checks where the main
-thread is. The reaction is the same everywhere:
+thread is:
 
 | the main thread | then |
 |---|---|
@@ -13,6 +13,10 @@ thread is. The reaction is the same everywhere:
 The places are those of the loop: a micro-step (data, forward and backward), a boundary, and what
 follows it. Marking one costs an assignment; the main thread makes no system call. Each line holds
 the place, so that it is known even after the rank cannot report any more (`Seen`).
+
+A worker asks nothing of other workers. It reports when it is ready to train, when it waits at a
+boundary for newcomers, and when it ends; and it receives each new generation, whatever its main
+thread does.
 """
 
 from __future__ import annotations
@@ -40,160 +44,133 @@ from orchestrator.agent.stacks import (
 from orchestrator.engine.common import waiting
 from orchestrator.errors import Evicted
 from orchestrator.rundir.warnings import warn
+from orchestrator.trainer.loop import Callback, Done
 
-
-def link_to_agent() -> socket.socket | None:
-    """Return the socket that the agent of this node gave to this process, if one did."""
-    number = os.environ.pop(LINK_VARIABLE, None)
-    if number is None:
-        return None
-    link = socket.socket(fileno=int(number))
-    link.set_inheritable(False)
-    return link
+POLL_S = 0.2
 
 
 class AgentLink:
-    """Signs of life of one rank. Call `begin` first and `say` at the end.
+    """Link of one worker to its agent. Call `send_end` at the end.
 
     Args:
         log: this rank's log, in the run folder's `logs`.
-        link: to the agent; None without one.
+        on_stop: called with the name of each stop signal that the agent received.
         on_hang: called from the thread, with a sentence and the stack, when this rank hangs; it
             ends the process.
     """
 
     def __init__(
-        self,
-        log: Path,
-        link: socket.socket | None,
-        on_hang: Callable[[str, str], None],
+        self, log: Path, on_stop: Callable[[str], None], on_hang: Callable[[str, str], None]
     ) -> None:
-        self._log, self._link, self._on_hang = log, link, on_hang
+        self._log, self._on_stop, self._on_hang = log, on_stop, on_hang
         folder = next(folder for folder in log.parents if folder.name == "logs")
-        self._shown = log.relative_to(folder.parent)
-        self._place: tuple[float, str, tuple[int, ...], bool] = (time.monotonic(), "", (), False)
-        self._standstill: Standstill | None = None
+        self._shown_log = log.relative_to(folder.parent)
+        self._socket = socket.socket(fileno=int(os.environ.pop(LINK_VARIABLE)))
+        self._socket.set_inheritable(False)
+        os.register_at_fork(after_in_child=self._socket.close)
         self._sending = threading.Lock()
-        self._over = threading.Event()
-        self._on_message: list[Callable[[dict[str, Any]], None]] = []
-        self._on_beat: list[Callable[[], None]] = []
+        self._broken = False
+        self._ended = threading.Event()
+        self._standstill: Standstill | None = None
+        self._membership: Membership | None = None
+        self._place: tuple[float, str, tuple[int, ...], bool] = (0.0, "", (), False)
+        answer_when_asked()
+        self.mark("the start (imports, the job's own)")
+        self._send({})
+        for name, run in (("heartbeat", self._send_heartbeats), ("agent", self._receive)):
+            threading.Thread(target=run, name=name, daemon=True).start()
 
-    @property
-    def has_agent(self) -> bool:
-        """Return whether an agent of ours watches and commands this process."""
-        return self._link is not None
-
-    def on_message(self, take: Callable[[dict[str, Any]], None]) -> None:
-        """Call `take`, from the reading thread, with each message of the agent."""
-        self._on_message.append(take)
-
-    def on_beat(self, look: Callable[[], None]) -> None:
-        """Call `look` once a second, from the heartbeat thread."""
-        self._on_beat.append(look)
+    # ------------------------------------------------------------------ messages
 
     def send_event(self, event: str, **values: Any) -> None:
         """Send the agent an event for the coordinator."""
         self._send({"event": event, **values})
 
-    def _read(self, link: socket.socket) -> None:
-        with link.makefile("rb") as lines:
+    def send_behind(self, report: dict[str, Any] | None) -> None:
+        """Report that this rank is behind the others, or (None) no longer."""
+        self._send({"behind": report})
+
+    def send_end(self, word: str, failure: dict[str, Any] | None) -> None:
+        """Report how this rank ended. Without this message, it counts as lost."""
+        self._ended.set()
+        self._send({"word": word, "failure": failure})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with self._sending:
+            if self._broken:
+                return
+            try:
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
+            except OSError as error:
+                self._broken = True
+                print(f"warning: this rank's agent does not answer: {error}", flush=True)
+
+    def _receive(self) -> None:
+        with self._socket.makefile("rb") as lines:
             for line in lines:
                 message = json.loads(line)
-                for take in self._on_message:
-                    take(message)
+                if "stop" in message:
+                    self._on_stop(message["stop"])
+                if self._membership is not None:
+                    self._membership.receive(message)
 
-    def begin(self) -> AgentLink:
-        """Start the heartbeat. SIGQUIT now writes all threads' stacks to the log.
+    def join_membership(self, me: int, silence_s: float) -> Membership:
+        """Take part in generations from now on, as member `me`."""
+        self._membership = Membership(self, me, silence_s)
+        return self._membership
 
-        This works even while code holds the interpreter.
-        """
-        answer_when_asked()
-        self.at("the start (imports, the job's own)")
-        if self._link is not None:
-            os.register_at_fork(after_in_child=self._link.close)
-        self._send({})
-        threading.Thread(target=self._live, name="life", daemon=True).start()
-        if self._link is not None:
-            reading = threading.Thread(
-                target=self._read, args=(self._link,), name="agent", daemon=True
-            )
-            reading.start()
-        return self
+    # ------------------------------------------------------------------ progress
 
-    def expect(self, patience: Patience) -> None:
-        """Start judging progress."""
+    def expect_progress(self, patience: Patience) -> None:
+        """Check the main thread's progress from now on."""
         self._standstill = Standstill(patience)
 
-    def at(self, words: str, *numbers: int, waits: bool = False) -> None:
-        """Mark where the main thread is. `words` has a `%d` for each number.
+    def mark(self, place: str, *numbers: int, waits: bool = False) -> None:
+        """Mark where the main thread is. `place` has a `%d` for each number.
 
         Args:
             waits: it may wait for others there without marking it (accelerators' collectives do).
         """
-        self._place = (time.monotonic(), words, numbers, waits)
+        self._place = (time.monotonic(), place, numbers, waits)
 
-    def say(self, word: str, failure: dict[str, Any] | None = None) -> None:
-        """Send the final message: how this rank ended. Without it, the rank counts as lost."""
-        self._over.set()
-        self._send({"word": word, "failure": failure})
-
-    def tell_behind(self, said: dict[str, Any] | None) -> None:
-        """Report that this rank is behind, or (None) no longer."""
-        self._send({"behind": said})
-
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._link is None:
-            return
-        with self._sending:
-            try:
-                self._link.sendall(json.dumps(message).encode() + b"\n")
-            except OSError as error:
-                self._link = None
-                print(f"warning: this rank's agent does not listen: {error}", flush=True)
-
-    def _live(self) -> None:
-        while not self._over.wait(BEAT_S):
-            if self._link is not None:
-                self._send({"seen": asdict(self.seen())})
-            for look in self._on_beat:
-                look()
+    def _send_heartbeats(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self._send({"seen": asdict(self._seen())})
+            if self._membership is not None:
+                self._membership.end_if_unresponsive()
             if self._standstill is not None:
-                self._look(self._standstill)
+                self._check_progress(self._standstill)
 
-    def seen(self) -> Seen:
-        """Return where this rank is. Callable from any thread."""
-        now, (came, words, numbers, may_wait) = time.monotonic(), self._place
-        where, stack, waits = words % numbers, tuple(main_stack()), ""
+    def _seen(self) -> Seen:
+        now, (came, place, numbers, may_wait) = time.monotonic(), self._place
+        where, stack, waits = place % numbers, tuple(main_stack()), ""
         wait = waiting.under_way() or ((came, "") if may_wait and numbers else None)
         if wait is not None and now - wait[0] >= BEAT_S:
             waits = f"{now - wait[0]:.0f} s at {where}" + (f", for {wait[1]}" if wait[1] else "")
         return Seen(at=f"at {where}, {in_words(stack)}", waits=waits, stack=stack)
 
-    def _look(self, standstill: Standstill) -> None:
-        now = time.monotonic()
-        came, words, numbers, may_wait = self._place
-        where = words % numbers
-        since = max(came, waiting.last_ended())
-        news = standstill.look(now, since, waits=may_wait or waiting.waits())
-        if news == "moves":
-            self._send({"behind": None})
+    def _check_progress(self, standstill: Standstill) -> None:
+        now, (came, place, numbers, may_wait) = time.monotonic(), self._place
+        where, since = place % numbers, max(came, waiting.last_ended())
+        change = standstill.look(now, since, waits=may_wait or waiting.waits())
+        if change == "moves":
+            self.send_behind(None)
             print("note: it moves on", flush=True)
         if standstill.reported:
             stack = main_stack()
             at, lines = in_words(stack), as_lines(stack)
-            message = {"where": where, "since": since, "at": at, "stack": lines}
-            self._send({"behind": message})
-            if news == "behind":
+            self.send_behind({"where": where, "since": since, "at": at, "stack": lines})
+            if change == "behind":
                 print("\n".join(lines), flush=True)
                 warn(
-                    f"it has stood at {where} for {now - since:.0f} s, {at}{self._beside_it()}; "
-                    f"{self._shown} has its stack",
-                    kind=f"standing at {words}",
+                    f"it has stood at {where} for {now - since:.0f} s, {at}{self._children()}; "
+                    f"{self._shown_log} has its stack",
+                    kind=f"standing at {place}",
                 )
         if standstill.due(now):
-            self._perhaps_hangs(standstill, where, now - since)
+            self._check_hang(standstill, where, now - since)
 
-    def _perhaps_hangs(self, standstill: Standstill, where: str, stood_s: float) -> None:
+    def _check_hang(self, standstill: Standstill, where: str, stood_s: float) -> None:
         children = descendants(os.getpid())
         stopped = [pid for pid in children if state_of(pid) == "T"]
         used_s = sum(map(processor_s, [os.getpid(), *children]))
@@ -206,23 +183,38 @@ class AgentLink:
             why += f", asleep in {kernel}: a disk or a file system does not answer"
         stack = main_stack()
         sentence = f"it hangs: it has been at {where} for {stood_s:.0f} s {why}; {in_words(stack)}"
-        self._on_hang(sentence + self._beside_it(), "\n".join(as_lines(stack)))
+        self._on_hang(sentence + self._children(), "\n".join(as_lines(stack)))
 
-    def _beside_it(self) -> str:
+    def _children(self) -> str:
         """Describe where this rank's loader processes are, if it has any."""
         return describe_processes(descendants(os.getpid()), self._log)
 
 
-# ----------------------------------------------------------------------
-# A worker's membership in its run: the current generation, as the worker's agent sends it.
-#
-# The agents watch the workers and each other, and their coordinator decides the next generation. A
-# worker asks nothing of other workers: it reports when it is ready to train, when it waits at a
-# boundary for newcomers, and when it ends; and it receives each new generation, whatever its main
-# thread does.
-#
+class PlaceMarks(Callback):
+    """Mark each place of the loop, on every rank.
 
-LOOK_S = 0.2
+    Args:
+        waits_unmarked: the transport's collectives return before they are done (accelerators), so
+            that a rank may wait for others anywhere in a boundary.
+    """
+
+    def __init__(self, link: AgentLink, *, waits_unmarked: bool) -> None:
+        self._link, self._waits_unmarked = link, waits_unmarked
+
+    def on_micro_step(self, update: int, done: int, steps: int) -> None:
+        if done < steps:
+            self._link.mark("micro-step %d of %d of update %d", done + 1, steps, update + 1)
+        else:
+            self._link.mark("the boundary of update %d", update + 1, waits=self._waits_unmarked)
+
+    def on_boundary(self, done: Done) -> None:
+        after = done.window.update + 1
+        self._link.mark("what follows update %d (records, evaluation, checkpoint)", after)
+
+
+# ----------------------------------------------------------------------
+# Membership: the current generation, as the coordinator decided it.
+
 Members = tuple[int, ...]
 
 
@@ -236,57 +228,50 @@ class Generation:
 
 
 class Membership:
-    """Membership of one worker.
+    """Membership of one worker; see `AgentLink.join_membership`.
 
     Args:
-        life: the worker's link to its agent.
-        me: its number among the members (`members.py`).
+        me: its number among the members (`agent/generations.py`).
         silence_s: how long the agents take to find a silent node.
+
+    Attributes:
+        latest: the newest generation that this worker has received.
+        newcomers_wait: the coordinator asks this worker to let newcomers in.
     """
 
-    def __init__(self, life: AgentLink, me: int, silence_s: float) -> None:
-        self._life, self._me, self._silence_s = life, me, silence_s
+    def __init__(self, link: AgentLink, me: int, silence_s: float) -> None:
+        self._link, self._me, self._silence_s = link, me, silence_s
         self._changed = threading.Condition()
-        self._latest = self._taken = self._kept = Generation(-1, (), time.monotonic())
+        self.latest = self._taken = self._kept = Generation(-1, (), time.monotonic())
         self._left = False
-        self._received = 0.0
         self._interrupt: Callable[[], None] = lambda: None
-        self.asked = False
-        life.on_message(self._take)
-        life.on_beat(self._end_unresponsive)
+        self.newcomers_wait = False
 
-    def _take(self, message: Mapping[str, Any]) -> None:
+    def receive(self, message: Mapping[str, Any]) -> None:
         """Handle a message, from the thread that reads the link."""
-        newer = None
+        newer = message.get("generation", -1) > self.latest.number
         with self._changed:
-            if message.get("generation", -1) > self._latest.number:
-                newer = Generation(
-                    message["generation"], tuple(message["members"]), time.monotonic()
-                )
-                self._latest, self._received, self.asked = newer, time.monotonic(), False
+            if newer:
+                members = tuple(message["members"])
+                self.latest = Generation(message["generation"], members, time.monotonic())
+                self.newcomers_wait = False
             self._left = self._left or message.get("left", False)
-            self.asked = message.get("newcomers", self.asked)
+            self.newcomers_wait = message.get("newcomers", self.newcomers_wait)
             self._changed.notify_all()
-        if newer is not None and newer.number > 0:
+        if newer and self.latest.number > 0:
             self._interrupt()  # the main thread may wait for a lost worker
 
-    @property
-    def latest(self) -> Generation:
-        """Return the newest generation that this worker has received."""
-        return self._latest
-
-    def begin(self, code: Mapping[str, str]) -> Generation:
+    def begin(self, code: Mapping[str, str]) -> None:
         """Report that this worker is ready to train; wait for the first generation. Collective.
 
         Args:
             code: digests of the job's own modules, by name.
         """
-        self._life.send_event("begins", code=dict(code))
+        self._link.send_event("begins", code=dict(code))
         with self._changed:
-            while self._latest.number < 0:
-                self._changed.wait(LOOK_S)
-            self._taken = self._latest
-        return self._latest
+            while self.latest.number < 0:
+                self._changed.wait(POLL_S)
+            self._taken = self.latest
 
     def join(self, stopped: Callable[[], bool]) -> Generation:
         """Ask to join, and wait for the generation that includes this worker.
@@ -295,59 +280,59 @@ class Membership:
             Evicted: the run ends, or is asked to stop, before that.
         """
         print("note: this rank asks to be let in", flush=True)  # goes to the rank's log
-        self._life.send_event("joins")
+        self._link.send_event("joins")
         with self._changed:
-            while self._me not in self._latest.members:
+            while self._me not in self.latest.members:
                 if self._left:
                     raise Evicted("the run came to its end before this rank was let in")
                 if stopped():
                     raise Evicted("the run is to stop, and this rank was not let in yet")
-                self._changed.wait(LOOK_S)
-            self._taken = self._latest
-        return self._latest
-
-    def ready(self, generation: int, updates: int) -> None:
-        """Mark this worker ready at the boundary of `generation`, where it waits for newcomers."""
-        self._life.send_event("ready", generation=generation, updates=updates)
+                self._changed.wait(POLL_S)
+            self._taken = self.latest
+        return self.latest
 
     def await_newer(self, than: int, timeout_s: float) -> Generation | None:
         """Wait for a generation after `than`; return None at the timeout, or if none will come."""
         until = time.monotonic() + max(timeout_s, 3 * self._silence_s)
         with self._changed:
-            while self._latest.number <= than and not self._left:
+            while self.latest.number <= than and not self._left:
                 if (left_s := until - time.monotonic()) <= 0:
                     break
                 self._changed.wait(left_s)
-            self._taken = self._latest
+            self._taken = self.latest
         return self._taken if self._taken.number > than else None
 
-    def on_news(self, interrupt: Callable[[], None]) -> None:
-        """Call `interrupt`, from another thread, when there is a newer generation."""
+    def ready(self, generation: int, updates: int) -> None:
+        """Mark this worker ready at the boundary of `generation`, where it waits for newcomers."""
+        self._link.send_event("ready", generation=generation, updates=updates)
+
+    def on_newer(self, interrupt: Callable[[], None]) -> None:
+        """Call `interrupt`, from another thread, when a newer generation comes."""
         self._interrupt = interrupt
 
-    def end(self, word: str) -> None:
+    def leave(self, word: str) -> None:
         """Report that this worker ends, in order or because it failed: no generation follows."""
-        self._life.send_event("leaving", word=word)
+        self._link.send_event("leaving", word=word)
 
-    def _end_unresponsive(self) -> None:
+    def end_if_unresponsive(self) -> None:
         """End this process if its main thread does not return from an interrupted collective.
 
         gloo can lose a send whose connection breaks as it begins, and the others would wait. The
         only remaining worker holds the run's only state, so it waits for the collective's timeout.
         """
         wait = waiting.under_way() if waiting.waits() else None
-        if wait is None or self._taken is self._latest or self._kept is self._latest:
+        if wait is None or self._taken is self.latest or self._kept is self.latest:
             return
         since, words = wait
-        late = time.monotonic() - self._received > self._silence_s
-        if not words or not late or since > self._received:
+        received = self.latest.noticed
+        if not words or since > received or time.monotonic() - received <= self._silence_s:
             return
         message = (
             f"it did not come back from {words}, which was broken off {self._silence_s:g} s ago"
         )
-        if len(self._latest.members) == 1:
-            self._kept = self._latest
-            warn(f"{message}; nobody else is left, so cluster.collective_timeout_s is waited out")
+        if len(self.latest.members) == 1:
+            self._kept = self.latest
+            warn(f"{message}; no other rank is left, so cluster.collective_timeout_s is waited out")
             return
         try:
             warn(f"{message}; it is ended, and the others go on without it")

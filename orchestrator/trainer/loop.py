@@ -1,24 +1,23 @@
-"""The training loop for jobs, the same for every framework: windows in, records out."""
+"""The training loop of jobs, the same for every framework, and its callbacks."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from orchestrator.client.loop import RankWindows, is_due
 from orchestrator.config.schema import TrainConfig
 from orchestrator.engine.api import BoundaryReport, Engine, MicroBatch, Window
-from orchestrator.trainer.stop import StopFlag
 
 KEPT = 1000
-"""Updates that each rank knows the figures of; a disk may be full for so many."""
+"""Updates whose lines a new rank 0 can write, if the disk was full when the last one was lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An update that was applied: its window, what all ranks know of it, this rank's seconds."""
+    """An applied update: its window, the boundary's report, and this rank's seconds."""
 
     window: Window
     report: BoundaryReport
@@ -27,25 +26,23 @@ class Done:
 
 
 class Callback:
-    """Base of what follows the loop on a rank; each method does nothing until it is overridden.
+    """Base of the callbacks of a rank's loop; a method that is not overridden does nothing.
 
     The loop calls its callbacks in the order of their list. An exception leaves the loop.
     """
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
-        """Handle a place in a window: `done` of `steps` micro-steps; after all of them the boundary
-        follows.
-        """
+        """Handle the start of a micro-step, after `done` of `steps`; after all, of the boundary."""
 
     def on_meeting(self, engine: Engine, *, last: bool) -> None:
-        """Use that all ranks are between the same two windows. Collective.
+        """Exchange data between two windows, on all ranks. Collective.
 
         Args:
             last: no window follows.
         """
 
     def before_record(self) -> None:
-        """Raise where this rank may not write any more; called before each of the methods below."""
+        """Raise if this rank must not write any more; called before each of the methods below."""
 
     def on_boundary(self, done: Done) -> None:
         """Handle an applied update. Not collective."""
@@ -59,16 +56,14 @@ class Callback:
 
 @dataclass(slots=True)
 class Outcome:
-    """How the loop ended. `updates` and `samples` count from the run's beginning.
+    """Progress and end of the loop. `updates` and `samples` count from the run's beginning.
 
     Attributes:
         done: the last update of this attempt.
-        kept: it and those before it, for a rank that comes to write where the one that wrote is
-            gone with lines that there was no room for.
-        newcomers: the loop was left after it for others to be let in; nothing but its record has
-            followed it yet.
-        returned: this attempt went back to a checkpoint, whose last update was done before.
-        recorded, evaluated: how many updates this rank has recorded, and when it evaluated last.
+        kept: it and those before it.
+        newcomers: the loop ended after it to let others in; only its record was written so far.
+        returned: this attempt went back to a checkpoint.
+        recorded, evaluated: updates that this rank has recorded, and after which it evaluated.
     """
 
     state: str = "finished"
@@ -85,20 +80,20 @@ class Outcome:
     newcomers: bool = False
     kept: deque[Done] = field(default_factory=lambda: deque(maxlen=KEPT))
 
-    def take(self, done: Done) -> None:
-        """One more update was applied."""
+    def add(self, done: Done) -> None:
+        """Add an applied update."""
         self.done = done
         self.kept.append(replace(done, window=replace(done.window, micro_batches=())))
         self.updates, self.loss = done.window.update + 1, done.report.loss
         self.samples += done.window.samples
 
     def over(self, updates: int) -> bool:
-        """Whether no window follows: all `updates` are done, or all ranks agreed to stop."""
+        """Return whether no window follows: all `updates` are done, or all ranks agreed to stop."""
         stops = self.done is not None and self.done.report.stop_requested
         return self.updates >= updates or stops
 
     def go_back(self) -> None:
-        """To `updates` and `samples`, which are a checkpoint's now."""
+        """Forget what came after the checkpoint that `updates` and `samples` are now of."""
         self.done, self.returned = None, True
         self.recorded = min(self.recorded, self.updates)
         self.evaluated = min(self.evaluated, self.updates)
@@ -112,8 +107,7 @@ class Loop:
 
     Attributes:
         updates: of the whole run.
-        outcome: where the run stands; the loop continues it. Survivors of a loss enter the loop of
-            their next group with the one that they had.
+        outcome: progress, which the loop continues, in the next group after a loss too.
     """
 
     engine: Engine
@@ -121,7 +115,7 @@ class Loop:
     callbacks: Sequence[Callback]
     settings: TrainConfig
     updates: int
-    stop: StopFlag
+    stop_requested: Callable[[], bool]
     rank: int
     outcome: Outcome
 
@@ -141,10 +135,10 @@ class Loop:
                 self._micro_step(window, number)
                 engine.micro_step(next(batches), micro_batch)
             self._micro_step(window, window.steps)
-            report = engine.boundary(stop=self.stop.requested)
+            report = engine.boundary(stop=self.stop_requested())
             seconds, epoch = time.perf_counter() - began, self.windows.epoch_of(update)
             done = Done(window, report, seconds, epoch)
-            outcome.take(done)
+            outcome.add(done)
             if report.newcomers and not outcome.over(self.updates):
                 outcome.newcomers = True
                 self._record(done)

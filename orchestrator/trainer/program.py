@@ -1,14 +1,13 @@
 """The parent of a program's rank: start it, watch it from outside, report how it ended.
 
 A rank that is stuck before it joins (in an import, say) leaves the others waiting for the half hour
-that torch gives it. Its own parent sees that the place is served and that it has no connection to
-it. One that does not use a processor either is given up after `cluster.rendezvous_timeout_s`; one
-that computes (a data set that is prepared first) after `cluster.collective_timeout_s`. Nothing is
-said of programs that never form a group.
+that torch gives it. Its parent sees that the port is served and that the program has no connection
+to it. A rank that uses no processor either fails after `cluster.rendezvous_timeout_s`; one that
+computes (a data set that is prepared first) after `cluster.collective_timeout_s`. A program that
+never forms a group is not judged.
 
-Rank 0 serves the place, so while it is stuck nobody can see that others want to come: an attempt
-that is refused leaves no trace, and a program whose first rank only waits may be none that forms a
-group. It is warned of, and named once the others give up. MindSpore's place is served by ours.
+Rank 0 serves the port, so while it is stuck, nothing shows whether others want to connect. It is
+only warned of, and blamed once the others give up. MindSpore's port is served by ours.
 """
 
 from __future__ import annotations
@@ -17,41 +16,22 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
-import traceback
 from pathlib import Path
 
-from orchestrator.agent.liveness import (
-    AT_WORK,
-    FAILED,
-    FINISHED,
-    FROZEN,
-    LINK_VARIABLE,
-    STOPPED,
-)
+from orchestrator.agent.liveness import AT_WORK, FROZEN
 from orchestrator.agent.processes import adopt_orphans, descendants, die_with, state_of
-from orchestrator.agent.rank_log import send_output_to
 from orchestrator.agent.stacks import describe_processes
-from orchestrator.agent.topology import OUTER_UMASK_VARIABLE, Topology, interface_variables
-from orchestrator.config.program import Program, program_of
+from orchestrator.agent.topology import OUTER_UMASK_VARIABLE
+from orchestrator.agent.workers import STOP_SIGNALS
+from orchestrator.config.program import program_of
 from orchestrator.config.reading import read_config
-from orchestrator.config.schema import ClusterConfig, Config
+from orchestrator.config.schema import Config
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.errors import (
-    EXIT_FAILED,
-    EXIT_FINISHED,
-    EXIT_STOPPED,
-    OrchestratorError,
-    RankHangs,
-    StopRequested,
-)
+from orchestrator.errors import EXIT_FINISHED, OrchestratorError, RankHangs, StopRequested
 from orchestrator.rundir.files import write_json
-from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.program_link import HEEDS, NOT_YET, read_number, write_number
-from orchestrator.rundir.warnings import warn, warn_into
-from orchestrator.trainer.attendance import Attendance
-from orchestrator.trainer.failure import exit_code
+from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.program_environment import (
     MeetingPlace,
     Start,
@@ -73,43 +53,56 @@ from orchestrator.trainer.program_processes import (
     is_stopped,
     used_s,
 )
-from orchestrator.trainer.stop import STOP_SIGNALS, StopFlag
+from orchestrator.trainer.stop import restart_note
+from orchestrator.trainer.worker import Worker, run_worker
+
+TICK_S = 0.25
+CHECK_S = 1.0
+STOP_AGAIN_S = 5.0
+"""After which another stop signal is forwarded to the program as well."""
+SHOULD_STOP_S = 5.0
+"""Within which a rank that calls `should_stop` after every update has called it."""
+
+
+def main(path: Path, attempt: int) -> int:
+    """Run one rank of a program; return its exit status."""
+    adopt_orphans()
+    program = ProgramRank()
+    return run_worker(path, attempt, program.run, program.clean_up)
 
 
 class Joining:
-    """Whether a rank joins the others. `look` is called each second until it has."""
+    """Check for whether a rank's program joins the others. Call `check` each second."""
 
-    def __init__(
-        self, place: MeetingPlace, rank: int, cluster: ClusterConfig, attendance: Attendance
-    ) -> None:
+    def __init__(self, place: MeetingPlace, worker: Worker, config: Config) -> None:
         self._address, self._port = place.address, place.port
-        self._serves = rank == 0 and place.scheduler is None
-        self._attendance = attendance
-        self._patience_s = cluster.rendezvous_timeout_s
-        self._most_s = max(cluster.collective_timeout_s, self._patience_s)
-        self._began = self._looked = time.monotonic()
+        self._serves = worker.topology.rank == 0 and place.scheduler is None
+        self._link = worker.link
+        self._patience_s = config.cluster.rendezvous_timeout_s
+        self._most_s = max(config.cluster.collective_timeout_s, self._patience_s)
+        self._began = self._checked = time.monotonic()
         self._idle_since, self._used_s = self._began, 0.0
-        self._joined = self._told = self._stands = False
+        self._joined = self._warned = self._reported = False
 
-    def look(self, pid: int) -> None:
+    def check(self, pid: int) -> None:
         """Raise `RankHangs` once it is certain that the others wait for this rank."""
         if self._joined:
             return
         now = time.monotonic()
         used = used_s(pid)
-        if used - self._used_s > AT_WORK * (now - self._looked):
+        if used - self._used_s > AT_WORK * (now - self._checked):
             self._idle_since = now
-        self._looked, self._used_s = now, used
+        self._checked, self._used_s = now, used
         if has_joined(pid, self._port):
             self._joined = True
-            self._attendance.stands_before(None)
+            self._link.send_behind(None)
             return
         waited_s = now - self._began
         if waited_s < self._patience_s:
             return
         idle = now - self._idle_since >= self._patience_s / 2
         if self._serves:
-            self._does_not_serve(idle=idle)
+            self._report_unserved(idle=idle)
             return
         if not is_served(self._address, self._port):
             return
@@ -124,71 +117,76 @@ class Joining:
             )
         if waited_s >= self._most_s:
             raise RankHangs(f"{sentence} (cluster.collective_timeout_s)")
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             warn(f"{sentence}; it is at work, so it is waited for", kind="not joined")
 
-    def _does_not_serve(self, *, idle: bool) -> None:
-        """On rank 0: if the others fail, it is known why; until then who looks on is told."""
-        if not self._stands:
-            self._stands = True
-            self._attendance.stands_before(self._began)
-        if idle and not self._told:
-            self._told = True
+    def _report_unserved(self, *, idle: bool) -> None:
+        """On rank 0: let the agent know, in case the others fail; warn if it is idle."""
+        if not self._reported:
+            self._reported = True
+            self._link.send_behind(
+                {
+                    "where": "the start of its program",
+                    "since": self._began,
+                    "at": "and has not opened the port where the ranks meet",
+                    "stack": [],
+                }
+            )
+        if idle and not self._warned:
+            self._warned = True
             warn(
                 f"the program of rank 0 has not opened {self._address}:{self._port}, where the "
                 f"ranks meet, in {self._patience_s:g} s (cluster.rendezvous_timeout_s), and uses "
-                f"no processor: whoever waits for it there does so until a time-out of its own",
+                f"no processor: ranks that wait for it there do so until a time-out of their own",
                 kind="not served",
             )
 
 
-# ----------------------------------------------------------------------
-# A stop that came to a rank, on its way to the program: as the signal that the program knows.
+class StopForwarding:
+    """Forwards a stop to the program, as the signal that it knows.
 
-AGAIN_S = 5.0  # after which another stop signal of ours is passed on as well
-
-
-class PassingOn:
-    """To the process that asks `should_stop`, or to all of the program where none does. Workers of
-    a loader would end by it before the update is done, and take the training with them.
-
-    Args:
-        number: the signal.
+    The process that calls `should_stop` gets it, or the whole program if none does: workers of a
+    loader would end by it before the update is done, and the training with them.
 
     Attributes:
-        done: whether the program was told to stop.
+        done: whether the program was asked to stop.
     """
 
-    def __init__(
-        self, run: RunDir, attempt: int, rank: int, stop: StopFlag, number: signal.Signals
-    ) -> None:
-        self._stop, self._number = stop, number
-        self._note = run.attempt(attempt) / HEEDS.format(rank)
-        self._asked_file = str(run.stop_asked(attempt))
-        self._agreed_file = str(run.stop_after(attempt))
-        self._at: float | None = None
-        self._told: int | None = None  # which process; all of them, where None
+    def __init__(self, worker: Worker, number: signal.Signals) -> None:
+        run, attempt, topology = worker.run, worker.attempt, worker.topology
+        self._stop, self._number, self._size = worker.stop, number, topology.size
+        self._rank, self._folder = topology.rank, run.attempt(attempt)
+        self._asked, self._agreed = str(run.stop_asked(attempt)), str(run.stop_after(attempt))
+        self._sent_at: float | None = None
+        self._sent_to: int | None = None  # None: all processes
+        self._unheeded_since: float | None = None
+        self._warned = False
 
     @property
     def done(self) -> bool:
-        return self._at is not None
+        return self._sent_at is not None
 
-    def look(self, pid: int) -> None:
-        """Pass on what there is. `pid`: of the program's first process, which leads its group."""
+    @property
+    def agreed(self) -> bool:
+        """Return whether the ranks of the program agreed to stop."""
+        return read_number(self._agreed) != NOT_YET
+
+    def check(self, pid: int) -> None:
+        """Forward a pending stop. `pid`: of the program's first process, which leads its group."""
         if not self._stop.requested:
             return
         now, heeding = time.monotonic(), self._heeding(pid)
-        others_left = self._told is not None and heeding is None  # they have not heard of it
-        if self._at is not None and not others_left:
-            again = max(self._stop.times.values(), default=0.0) > self._at
-            if not again or now < self._at + AGAIN_S:
+        others_left = self._sent_to is not None and heeding is None  # they have not received it
+        if self._sent_at is not None and not others_left:
+            again = max(self._stop.times.values()) > self._sent_at
+            if not again or now < self._sent_at + STOP_AGAIN_S:
                 return
-        first, self._at, self._told = self._at is None, now, heeding
-        if first and heeding is not None and read_number(self._agreed_file) != NOT_YET:
+        first, self._sent_at, self._sent_to = self._sent_at is None, now, heeding
+        if first and heeding is not None and self.agreed:
             return  # it knows from the others, or is done: a Python that ends has no handler left
         print(f"asked to stop: {self._number.name} to the program", flush=True)
-        write_number(self._asked_file, 0)
+        write_number(self._asked, 0)
         try:
             if heeding is None:
                 os.killpg(pid, self._number)
@@ -198,39 +196,19 @@ class PassingOn:
             return
 
     def _heeding(self, pid: int) -> int | None:
-        """Return the process that asks `should_stop`, while it lives."""
-        found = read_number(str(self._note))
+        """Return the process that calls `should_stop`, while it lives."""
+        found = read_number(str(self._folder / HEEDS.format(self._rank)))
         ours = found in (pid, *descendants(pid)) and state_of(found) not in "ZX"
         return found if ours else None
 
-
-# ----------------------------------------------------------------------
-# Ranks of a program that never ask whether to stop, while others do: the stop waits for them.
-
-PATIENCE_S = 5.0  # in which a rank that asks after every update has asked
-
-
-class Unheeded:
-    """Looked at by rank 0's parent, from outside: rank 0 may be one that never asks."""
-
-    def __init__(self, run: RunDir, attempt: int, size: int) -> None:
-        self._folder, self._size = run.attempt(attempt), size
-        self._asked, self._after = run.stop_asked(attempt), run.stop_after(attempt)
-        self._since: float | None = None
-        self._told = False
-
-    def look(self, now: float) -> None:
-        """Warn once when a stop was asked for some time ago, and only some ranks would heed it.
-
-        Args:
-            now: of the monotonic clock.
-        """
-        if self._told or read_number(str(self._asked)) == NOT_YET:
+    def check_all_heed(self, now: float) -> None:
+        """On rank 0, warn once if a stop was asked for, and only some ranks call `should_stop`."""
+        if self._warned or self._rank or read_number(self._asked) == NOT_YET:
             return
-        self._since = now if self._since is None else self._since
-        if now - self._since < PATIENCE_S or read_number(str(self._after)) != NOT_YET:
+        self._unheeded_since = self._unheeded_since or now
+        if now - self._unheeded_since < SHOULD_STOP_S or self.agreed:
             return
-        self._told = True
+        self._warned = True
         missing = [r for r in range(self._size) if not (self._folder / HEEDS.format(r)).exists()]
         if 0 < len(missing) < self._size:
             named = ", ".join(map(str, missing))
@@ -241,111 +219,63 @@ class Unheeded:
             )
 
 
-# ----------------------------------------------------------------------
-# A rank whose work is a program: start it as its own launcher would, attend it, say how it ended.
-
-TICK_S = 0.25
-LOOK_S = 1.0
-LAST_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED}
-
-
-def main(path: Path, attempt: int) -> int:
-    """Be one rank of the run at `path`; give the exit code."""
-    stop = StopFlag()
-    if LINK_VARIABLE not in os.environ:
-        stop.install()  # else the agent acts on signals, and this process ignores them
-    adopt_orphans()
-    run, topology = RunDir(path), Topology.from_env(os.environ)
-    if topology.scheduled:
-        os.environ.update(interface_variables(os.environ, topology.address))
-    log = run.rank_log(topology.rank)
-    send_output_to(log)
-    warn_into(run.warnings(attempt, topology.node_index), topology.rank)
-    attendance = Attendance(run, attempt, topology, stop)
-    parent = _Parent(run, attempt, topology, stop, attendance)
-    code = EXIT_FAILED
-    try:
-        code = parent.attend()
-    except StopRequested:
-        code = EXIT_STOPPED
-        parent.depart()
-    except BaseException as error:  # noqa: BLE001  # whatever ended this rank has to be told to the others
-        if attendance.excused(error):
-            code = EXIT_STOPPED
-        else:
-            _say(error)
-            attendance.failed(error)
-            code = exit_code(error)
-    finally:
-        parent.end_program()
-        attendance.end(LAST_WORDS.get(code, FAILED))
-    return code
-
-
-def _say(error: BaseException) -> None:
-    if not isinstance(error, OrchestratorError):
-        traceback.print_exception(error)
-    else:
-        print(f"error: {error}", file=sys.stderr)
-
-
-class _Parent:
+class ProgramRank:
     """The program of this rank, from its start to its end."""
 
-    def __init__(
-        self, run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
-    ) -> None:
-        self._run, self._attempt, self._topology = run, attempt, topology
-        self._stop, self._attendance = stop, attendance
-        self._log = run.rank_log(topology.rank)
-        self._began_at = self._log.stat().st_size
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
         self._place: MeetingPlace | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._own: set[int] = set()  # children that are ours, not the program's
+        self._log_began = 0
 
-    def attend(self) -> int:
-        """Start the program, attend it to its end, and give this rank's exit code.
+    def run(self, worker: Worker) -> int:
+        """Start the program and wait for its end; return this rank's exit status.
 
         Raises:
             OrchestratorError: it failed, hangs, or could not be started; or it was asked to stop.
         """
-        run, rank = self._run, self._topology.rank
+        self._worker = worker
+        run, attempt, topology = worker.run, worker.attempt, worker.topology
+        self._log_began = run.rank_log(topology.rank).stat().st_size
         config = read_config(run.existing().read_config())
         program = program_of(config.job)
-        self._attendance.begin(config)
-        self._attendance.restarted()
-        start = self._start_of(config, program)
-        child, began = self._begin(start), time.monotonic()
-        self._child = child
-        self._attendance.at_a_program()
-        asked = PassingOn(run, self._attempt, rank, self._stop, self._signal(program))
-        status = self._wait(child, start, config, asked)
-        if rank == 0:
-            ran = {"seconds": time.monotonic() - began}
-            write_json(run.program_end(self._attempt), ran)
-        said = self._said()
-        self._collect()
-        agreed = read_number(str(run.stop_after(self._attempt))) != NOT_YET
-        if asked.done or (agreed and status == 0):
-            if status not in (0, -signal.SIGTERM, -self._signal(program)):
+        number = signal.Signals[f"SIG{program.stop_signal}"]
+        worker.begin(config)
+        if attempt and topology.rank == 0:
+            write_json(run.restart(attempt), restart_note(run, attempt, topology, 0))
+        start = self._prepare(worker, config)
+        # A scheduler signals all processes of a rank; the program expects its own stop signal only.
+        ignored = [signal.SIGUSR2] if topology.scheduled and number != signal.SIGUSR2 else []
+        began = time.monotonic()
+        child = self._child = self._start(start, ignored)
+        worker.link.mark("its program", waits=True)
+        stop = StopForwarding(worker, number)
+        status = self._wait(child, worker, config, stop)
+        if topology.rank == 0:
+            write_json(run.program_end(attempt), {"seconds": time.monotonic() - began})
+        output = self._output(run.rank_log(topology.rank))
+        self._end_leftovers()
+        if stop.done or (stop.agreed and status == 0):
+            if status not in (0, -signal.SIGTERM, -number):
                 warn(f"asked to stop, the program {describe_end(status)}", kind="stopped otherwise")
             raise StopRequested("the program ended after it was asked to stop")
         if status:
-            raise error_of(status, said, start.error_file)
+            raise error_of(status, output, start.error_file)
         return EXIT_FINISHED
 
-    def _start_of(self, config: Config, program: Program) -> Start:
-        run, attempt, topology = self._run, self._attempt, self._topology
-        timeout_s = config.cluster.rendezvous_timeout_s
+    def _prepare(self, worker: Worker, config: Config) -> Start:
+        run, attempt, topology = worker.run, worker.attempt, worker.topology
+        program, timeout_s = program_of(config.job), config.cluster.rendezvous_timeout_s
         published = run.meeting_place(attempt)
-        if topology.rank == 0:  # before any rank looks: file systems remember what was not there
+        if topology.rank == 0:  # before any rank looks: file systems cache absent names
             write_number(str(run.stop_asked(attempt)), NOT_YET)
             write_number(str(run.stop_after(attempt)), NOT_YET)
         if program.style != "plain" and topology.rank == 0:
             self._place = host(published, topology, program.style, timeout_s)
         elif program.style != "plain":
             with for_others():
-                self._place = find(published, topology, timeout_s, lambda: self._stop.requested)
+                self._place = find(published, topology, timeout_s, lambda: worker.stop.requested)
         return Start(
             program=program,
             topology=topology,
@@ -357,20 +287,17 @@ class _Parent:
             timeout_s=timeout_s,
         )
 
-    def _begin(self, start: Start) -> subprocess.Popen[bytes]:
+    def _start(self, start: Start, ignored: list[signal.Signals]) -> subprocess.Popen[bytes]:
         copies = copies_of(os.environ)
         words = command_line(start.program, copies)
-        print(f"attempt {self._attempt}: {' '.join(shown(words))}", flush=True)
+        print(f"attempt {start.attempt}: {' '.join(shown(words))}", flush=True)
         self._own = set(descendants(os.getpid()))
-        parent, ignored = os.getpid(), self._ignored(start.program)
-        umask = int(os.environ.get(OUTER_UMASK_VARIABLE, "-1"), 8)
+        parent, umask = os.getpid(), int(os.environ.get(OUTER_UMASK_VARIABLE, "-1"), 8)
 
-        def become() -> None:
+        def set_signals() -> None:
             die_with(parent)
             for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_DFL)
-            for number in ignored:
-                signal.signal(number, signal.SIG_IGN)
+                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
         try:
             return subprocess.Popen(
@@ -379,93 +306,76 @@ class _Parent:
                 env=environment(os.environ, start, copies),
                 start_new_session=True,
                 umask=umask,
-                preexec_fn=become,  # noqa: PLW1509  # other threads of ours hold no lock it needs
+                preexec_fn=set_signals,  # noqa: PLW1509  # other threads of ours hold no lock it needs
             )
         except OSError as error:
             named = f"{start.program.target} cannot be started: {error.strerror}"
             raise OrchestratorError(named) from error
 
-    def _ignored(self, program: Program) -> list[signal.Signals]:
-        """Return the signals that the program ignores.
-
-        A scheduler sends its notice to all processes of a rank, but the program expects it once, as
-        its own stop signal.
-        """
-        notice = signal.SIGUSR2
-        return [notice] if self._topology.scheduled and notice != self._signal(program) else []
-
-    @staticmethod
-    def _signal(program: Program) -> signal.Signals:
-        return signal.Signals[f"SIG{program.stop_signal}"]
-
     def _wait(
-        self, child: subprocess.Popen[bytes], start: Start, config: Config, asked: PassingOn
+        self,
+        child: subprocess.Popen[bytes],
+        worker: Worker,
+        config: Config,
+        stop: StopForwarding,
     ) -> int:
-        """Wait for its end; meanwhile pass a stop on, and look from outside whether it lives."""
-        joining = start.place and Joining(
-            start.place, self._topology.rank, config.cluster, self._attendance
-        )
-        unheeded = None
-        if self._topology.rank == 0:
-            unheeded = Unheeded(self._run, self._attempt, self._topology.size)
-        silence_s, stopped_since, look = config.cluster.heartbeat_timeout_s, None, 0.0
+        """Wait for the program's end; forward a stop, and check from outside for progress.
+
+        Raises:
+            RankHangs: with the stack of any process of the program that can be asked for it.
+        """
+        joining = self._place and Joining(self._place, worker, config)
+        silence_s, stopped_since, check = config.cluster.heartbeat_timeout_s, None, 0.0
         descriptor = os.pidfd_open(child.pid)
         try:
             while child.poll() is None:
                 select.select([descriptor], [], [], TICK_S)
-                asked.look(child.pid)
+                stop.check(child.pid)
                 now = time.monotonic()
-                if now < look:
+                if now < check:
                     continue
-                look = now + LOOK_S
-                if unheeded is not None:
-                    unheeded.look(now)
-                if not is_stopped(child.pid):
-                    stopped_since = None
-                    if joining is not None and not self._stop.requested:
-                        self._look(joining, child.pid)
+                check = now + CHECK_S
+                stop.check_all_heed(now)
+                if is_stopped(child.pid):
+                    stopped_since = stopped_since or now
+                    if now - stopped_since >= silence_s:
+                        raise RankHangs(FROZEN.format(f"{silence_s:g}"))
                     continue
-                stopped_since = stopped_since or now
-                if now - stopped_since >= silence_s:
-                    raise RankHangs(FROZEN.format(f"{silence_s:g}"))
+                stopped_since = None
+                if joining is not None and not worker.stop.requested:
+                    try:
+                        joining.check(child.pid)
+                    except RankHangs as error:
+                        log = worker.run.rank_log(worker.topology.rank)
+                        where = describe_processes([child.pid, *descendants(child.pid)], log)
+                        raise RankHangs(f"{error}{where}") from error
         finally:
             os.close(descriptor)
         return child.returncode
 
-    def _look(self, joining: Joining, pid: int) -> None:
-        """Raise `RankHangs` with the stack of any process of the program that answers."""
-        try:
-            joining.look(pid)
-        except RankHangs as error:
-            asked = describe_processes([pid, *descendants(pid)], self._log)
-            raise RankHangs(f"{error}{asked}") from error
+    def _output(self, log: Path) -> str:
+        """Return the end of the program's output in this attempt."""
+        with log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_began, size - LOOKED_AT_BYTES))
+            return file.read().decode("utf-8", errors="replace")
 
-    def depart(self) -> None:
-        """Note after a stop that the run continues later, if no other rank has."""
-        if not self._run.departure(self._attempt).exists():
-            self._attendance.leave(None)
+    def _end_leftovers(self) -> None:
+        if self._child is not None and (ended := end_leftovers(self._own)):
+            print(f"{ended} processes that the program left running were ended", flush=True)
 
-    def end_program(self) -> None:
+    def clean_up(self) -> None:
         """End all processes of the program; end the log with a whole line."""
         if self._child is not None and self._child.poll() is None:
             end_all(self._child.pid)
             self._child.wait()
-        self._collect()
+        self._end_leftovers()
         if self._place is not None:
             self._place.close()
-        with self._log.open("rb") as file:
+        if self._worker is None:
+            return
+        with self._worker.run.rank_log(self._worker.topology.rank).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 1))
             if file.read(1) not in (b"", b"\n"):
                 print(flush=True)
-
-    def _collect(self) -> None:
-        if self._child is not None and (ended := end_leftovers(self._own)):
-            print(f"{ended} processes that the program left running were ended", flush=True)
-
-    def _said(self) -> str:
-        """Return the end of the program's output in this attempt."""
-        with self._log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._began_at, size - LOOKED_AT_BYTES))
-            return file.read().decode("utf-8", errors="replace")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, ClassVar, Protocol, cast
 
-from orchestrator.agent.topology import Topology
 from orchestrator.client.loop import update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
@@ -24,38 +22,12 @@ from orchestrator.plugins import TRACKERS
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.checkpoints import Saves
 from orchestrator.rundir.files import LineFile
-from orchestrator.rundir.folder import RESUMED, RunDir
-from orchestrator.rundir.metrics import ProgressWriter, read_metrics, read_progress
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import ProgressWriter, read_metrics
 from orchestrator.rundir.warnings import NewWarnings, warn
 from orchestrator.trainer.consistency_checks import UpdateTime
 from orchestrator.trainer.loop import Callback, Done, Outcome
-from orchestrator.trainer.stop import restart_reason
 from orchestrator.units import format_learning_rate, format_number, format_rate
-
-# ----------------------------------------------------------------------
-# Why an attempt was needed, and what was lost of the one before it.
-
-NO_WORD = "it ended without a word: a node failed, or the time to stop was too short"
-
-
-def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) -> dict[str, object]:
-    """Return the content of restart.json for an attempt that begins after `updates` updates."""
-    queued = topology.scheduled and not run.read_submission().get("held")
-    why = RESUMED
-    in_place = run.started_again(os.environ.get("SLURM_JOB_ID", "")).exists()
-    if topology.restarts or in_place or not queued:  # else somebody has submitted it once more
-        why = restart_reason(run, attempt) or (NO_WORD if queued else why)
-    place = read_progress(run.progress(attempt - 1))
-    behind = place is not None and place.update >= updates
-    return {
-        "attempt": attempt,
-        "restarts": topology.restarts,
-        "why": why,
-        "resumed_from": updates,
-        "lost_updates": place.update - updates if behind and place else 0,
-        "lost_micro_steps": place.done if behind and place else 0,
-    }
-
 
 # ----------------------------------------------------------------------
 # Notes of changes of the group: lost ranks and replacements.

@@ -31,7 +31,6 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import code_state, folder_of
-from orchestrator.trainer.attendance import Attendance
 from orchestrator.trainer.consistency_checks import (
     agreed_samples,
     agreed_survival,
@@ -44,40 +43,20 @@ from orchestrator.trainer.loop import Outcome
 from orchestrator.trainer.recorder import WHO, Notes, Recorder, unrecorded
 from orchestrator.trainer.stop import StopFlag
 from orchestrator.trainer.survival import Survivors, may_stay_out
-
-
-def restore(run: RunDir, engine: Engine, outcome: Outcome, rank: int) -> bool:
-    """Load the newest sound checkpoint, if any, and return whether there is one. Collective."""
-    own = run.identity
-    if rank == 0:
-        checkpoint.make_again(run.checkpoints)
-        checkpoint.remove_partial(run.checkpoints)
-    found, passed_over = checkpoint.newest(run.checkpoints, own) if rank == 0 else (None, [])
-    for sentence in passed_over:
-        warn(sentence)
-    if (updates := int(engine.gather([found.updates if found else -1])[0][0])) < 0:
-        return False
-    chosen = found or checkpoint.load(checkpoint.folder_of(run.checkpoints, updates), own)
-    engine.load_state(chosen.folder, chosen.extra)
-    outcome.updates, outcome.samples = chosen.updates, chosen.samples
-    return True
-
-
-# ----------------------------------------------------------------------
-# All that a rank trains with, as one value: the engine, the plan, the record, and who writes.
+from orchestrator.trainer.worker import Worker
 
 
 @dataclass(kw_only=True, slots=True)
 class Training:
-    """One rank's, from its first window to its last.
+    """State of one rank's training, from its first window to its last.
 
     Attributes:
         group: the first one.
-        rates: of the job, in the place of the plan's.
-        others: None where nobody goes on without the others.
-        outcome: where the run stands.
-        entered: of a newcomer, what is to be recorded of its coming.
-        recorder: on rank 0 what writes. When that one dies, another rank 0's comes into being.
+        updates: of the whole run.
+        rates: the job's own learning rates, if any.
+        survivors: None where losses are not survived.
+        changes: a newcomer's notes of its coming, to be recorded.
+        recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
     """
 
     run: RunDir
@@ -86,11 +65,28 @@ class Training:
     engine: Engine
     group: Group
     planned: Plan
+    updates: int
     rates: Callable[[int], float] | None
-    others: Survivors | None = None
+    survivors: Survivors | None = None
     outcome: Outcome = field(default_factory=Outcome)
-    entered: list[Notes] | None = None
+    changes: list[Notes] | None = None
     recorder: Recorder | None = None
+
+    def restore(self, rank: int) -> bool:
+        """Load the newest sound checkpoint, if any; return whether there is one. Collective."""
+        run, outcome, own = self.run, self.outcome, self.run.identity
+        if rank == 0:
+            checkpoint.make_again(run.checkpoints)
+            checkpoint.remove_partial(run.checkpoints)
+        found, passed_over = checkpoint.newest(run.checkpoints, own) if rank == 0 else (None, [])
+        for sentence in passed_over:
+            warn(sentence)
+        if (updates := int(self.engine.gather([found.updates if found else -1])[0][0])) < 0:
+            return False
+        chosen = found or checkpoint.load(checkpoint.folder_of(run.checkpoints, updates), own)
+        self.engine.load_state(chosen.folder, chosen.extra)
+        outcome.updates, outcome.samples = chosen.updates, chosen.samples
+        return True
 
     def save(self) -> None:
         """Write a checkpoint after the last update. Collective."""
@@ -100,91 +96,72 @@ class Training:
                 self.recorder.on_checkpoint(self.outcome.updates, self.outcome.samples)
                 self.recorder.settle()
 
-    def over(self) -> bool:
-        """Return whether no window follows."""
-        assert self.planned.updates is not None  # noqa: S101  # the data set is known here
-        return self.outcome.over(self.planned.updates)
-
-    def back(self, rank: int) -> int | None:
+    def go_back(self, rank: int) -> int | None:
         """Load the newest checkpoint; return how many updates that loses, None without one.
 
         Args:
-            rank: of this one in the group as it is now.
+            rank: this one's in the present group.
         """
         if self.recorder is not None:
-            self.recorder.settle()  # what is being written counts
-        outcome, stood = self.outcome, self.outcome.updates
-        if not restore(self.run, self.engine, outcome, rank):
+            self.recorder.settle()  # a checkpoint that is being written counts
+        before = self.outcome.updates
+        if not self.restore(rank):
             return None
-        outcome.go_back()
-        return max(0, stood - outcome.updates)
+        self.outcome.go_back()
+        return max(0, before - self.outcome.updates)
 
-    def write(self) -> Recorder:
+    def record(self) -> Recorder:
         """Make this rank the one that writes."""
-        assert self.planned.updates is not None  # noqa: S101  # the data set is known here
-        self.recorder = Recorder(
-            self.run, self.attempt, self.config, self.engine, self.planned.updates
-        )
-        self.recorder.note["planned_collectives"] = self._collectives_planned()
+        self.recorder = Recorder(self.run, self.attempt, self.config, self.engine, self.updates)
+        self.recorder.note["planned_collectives"] = self._planned_collectives()
         return self.recorder
 
-    def _collectives_planned(self) -> int | None:
+    def _planned_collectives(self) -> int | None:
         """Return the collectives of each update of this group, if the plan knows them."""
-        planned = self.planned
-        return planned.traffic.among(self.others.place[1] if self.others else planned.ranks)
+        ranks = self.survivors.place[1] if self.survivors else self.planned.ranks
+        return self.planned.traffic.among(ranks)
 
-    def _miss_lines(self) -> None:
-        """Warn of lines that no rank can write any more."""
-        outcome = self.outcome
+    def take_over_record(self, changes: list[Notes]) -> None:
+        """On rank 0 of a new group, record the changes that no line has, or only lines of updates
+        that are done again. A new rank 0 continues the record of the one before.
+        """
+        recorder, updates = self.recorder, self.outcome.updates
+        if recorder is None:
+            recorder = self.record()
+            self._continue_record(recorder)
+        notes = unrecorded(changes, recorder.noted, updates)
+        recorder.noted = [line for line in recorder.noted if line["update"] < updates]
+        recorder.note.update(notes, planned_collectives=self._planned_collectives())
+
+    def _continue_record(self, recorder: Recorder) -> None:
+        outcome, history = self.outcome, read_metrics(self.run.metrics)
+        recorded = max((r["update"] + 1 for r in history.updates), default=0)
+        outcome.recorded = min(recorded, outcome.updates)
         first = outcome.kept[0].window.update if outcome.kept else outcome.updates
         if outcome.recorded < first:
             warn(
                 f"metrics.jsonl lacks updates {outcome.recorded + 1} to {first}: the rank that "
                 f"wrote it is gone, and there had been no room for its lines"
             )
-
-    def write_on(self, history: list[Notes]) -> None:
-        """On the rank that writes in the next group: write what the one before it had no time for,
-        and with it the changes that no line has yet, or only lines of updates that are done again.
-        """
-        recorder, updates = self.recorder, self.outcome.updates
-        if recorder is None:
-            recorder = self.write()
-            there = read_metrics(self.run.metrics)
-            recorded = max((r["update"] + 1 for r in there.updates), default=0)
-            self.outcome.recorded = min(recorded, updates)
-            self._miss_lines()
-            for record in there.evaluations:
-                if record["update"] == updates - 1:
-                    self.outcome.evaluated = updates
-                    self.outcome.evaluation = record["evaluation"]
-            mine = [line for line in there.updates if line.get("attempt", 0) == self.attempt]
-            recorder.noted = [line for line in mine if any(key in line for key in WHO)]
-        notes = unrecorded(history, recorder.noted, updates)
-        recorder.noted = [line for line in recorder.noted if line["update"] < updates]
-        recorder.note.update(notes, planned_collectives=self._collectives_planned())
+        for record in history.evaluations:
+            if record["update"] == outcome.updates - 1:
+                outcome.evaluated, outcome.evaluation = outcome.updates, record["evaluation"]
+        mine = [line for line in history.updates if line.get("attempt", 0) == self.attempt]
+        recorder.noted = [line for line in mine if any(key in line for key in WHO)]
 
 
-# ----------------------------------------------------------------------
-# What a rank makes before its first window: its job, its group, its engine, the plan of what it is
-# to do, and the state that it goes on from.
-
-
-def set_up(
-    run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
-) -> Training:
-    """Make all that the rank trains with, and stand where the run does. Collective; of a rank that
-    takes the place of one that is gone, only once the others let it in.
+def set_up(worker: Worker) -> Training:
+    """Build what this rank trains with, and restore the run's state. Collective; a replacement of a
+    lost rank does so alone, until the others let it in.
     """
-    with may_stay_out() if topology.replaces else nullcontext():
-        return _set_up(run, attempt, topology, stop, attendance)
+    with may_stay_out() if worker.topology.replaces else nullcontext():
+        return _set_up(worker)
 
 
-def _set_up(
-    run: RunDir, attempt: int, topology: Topology, stop: StopFlag, attendance: Attendance
-) -> Training:
+def _set_up(worker: Worker) -> Training:
+    run, attempt, topology, stop = worker.run, worker.attempt, worker.topology, worker.stop
     config = read_config(run.existing().read_config())
-    attendance.begin(config)
+    worker.begin(config)
     spec = _group_spec(config, run.attempt(attempt), topology, stop)
     _start_ahead(config, spec)
     job = build_job(config.job)
@@ -198,18 +175,19 @@ def _set_up(
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     training = Training(
         run=run, attempt=attempt, config=config, engine=engine, group=group, planned=planned,
-        rates=own_rates(job, config.schedule, engine, planned.updates),
+        updates=planned.updates, rates=own_rates(job, config.schedule, engine, planned.updates),
     )  # fmt: skip
+    outcome = training.outcome
     if config.run.survive:
-        training.others = Survivors(
-            spec, config.cluster, topology, framework, engine, attendance.life,
-            back=training.back, over=training.over,
+        training.survivors = Survivors(
+            spec, config.cluster, framework, engine, worker,
+            updates=training.updates, go_back=training.go_back,
         )  # fmt: skip
-    if alone and training.others is not None:
-        training.entered = training.others.join(job, training.outcome, lambda: stop.requested)
-        attendance.goes_on_with(training.others)
+    if alone and training.survivors is not None:
+        training.changes = training.survivors.join(job, outcome, lambda: stop.requested)
+        worker.membership = training.survivors.membership
         return training
-    restore(run, engine, outcome := training.outcome, topology.rank)
+    training.restore(topology.rank)
     checkpoint.refuse_beyond(run, outcome.updates, planned.updates)
     if config.train.initial_weights is not None and not outcome.updates:
         checkpoint.check_initial(run)
@@ -218,11 +196,11 @@ def _set_up(
         copied = run.submitted_code(attempt) if topology.scheduled and config.run.snapshot else None
         code = copied or code_state(folder_of(type(job)))
         environment = describe_environment(framework.versions(), group.transport, code)
-        _write_down(run, environment, engine, planned)
-        training.write()
-    if training.others is not None:
-        training.others.begin(job, group)
-        attendance.goes_on_with(training.others)
+        _write_environment(run, environment, engine, planned)
+        training.record()
+    if training.survivors is not None:
+        training.survivors.begin(job, group)
+        worker.membership = training.survivors.membership
     return training
 
 
@@ -350,8 +328,10 @@ def _environment_before(run: RunDir) -> dict[str, Any] | None:
         return None
 
 
-def _write_down(run: RunDir, environment: dict[str, Any], engine: Engine, planned: Plan) -> None:
-    """Rank 0's part before training: what it is computed with, the plan, and what to know of it."""
+def _write_environment(
+    run: RunDir, environment: dict[str, Any], engine: Engine, planned: Plan
+) -> None:
+    """On rank 0, write the environment and the plan, and warn of what is unusual in them."""
     environment["optimizer"] = engine.optimizer_used()
     changed = [*shadowed(), *warnings_of(environment, _environment_before(run))]
     micro_batches = sum(map(len, planned.split.micro_batches))
@@ -362,9 +342,9 @@ def _write_down(run: RunDir, environment: dict[str, Any], engine: Engine, planne
 
 
 def _start_ahead(config: Config, spec: GroupSpec) -> None:
-    """Let the framework start what takes time before the job is imported, if the job's source says
-    which framework that is. Raises `JobError` when it is not installed as it must be, `ConfigError`
-    when the tracker's package is not.
+    """Let the framework start slow parts before the job is imported, if its source names one.
+
+    Raises `JobError` if the framework, `ConfigError` if the tracker's package, is not installed.
     """
     named = check_target(config.job).framework
     check_installed(named)

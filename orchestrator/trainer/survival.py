@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from orchestrator.agent.generations import GenerationRecord, member_of, rank_of
-from orchestrator.agent.topology import Topology
 from orchestrator.config.schema import ClusterConfig, node_range
 from orchestrator.engine.api import BoundaryReport, Engine, Framework, GroupSpec, Survives, Window
 from orchestrator.engine.common.waiting import for_others
@@ -31,10 +30,11 @@ from orchestrator.errors import (
 )
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
-from orchestrator.trainer.agent_link import AgentLink, Generation, Members, Membership
+from orchestrator.trainer.agent_link import Generation, Members
 from orchestrator.trainer.failure import describe
 from orchestrator.trainer.loop import Callback, Done, Outcome
 from orchestrator.trainer.recorder import Notes, notes_of
+from orchestrator.trainer.worker import Worker
 
 
 def went_away(gone: Sequence[int], update: int, *, over: bool) -> str:
@@ -63,10 +63,10 @@ def ranks(numbers: Sequence[int]) -> str:
 
 
 # ----------------------------------------------------------------------
-# The state of the loop, which a rank that has done the last update sends to one that has not.
+# The progress of the loop, which a rank that has done the last update sends to one that has not.
 
 
-def standing_to_json(outcome: Outcome) -> str:
+def progress_to_json(outcome: Outcome) -> str:
     """Return the last update and the samples so far as JSON."""
     if outcome.done is None:
         return "null"
@@ -82,12 +82,12 @@ def standing_to_json(outcome: Outcome) -> str:
     )
 
 
-def take_standing(outcome: Outcome, text: str) -> None:
+def load_progress(outcome: Outcome, text: str) -> None:
     """Bring `outcome` to where the sender of `text` is."""
     found: dict[str, Any] = json.loads(text)
     window = Window(**found["window"] | {"micro_batches": ()})
     report = BoundaryReport(**found["report"])
-    outcome.take(Done(window, report, found["seconds"], found["epoch"]))
+    outcome.add(Done(window, report, found["seconds"], found["epoch"]))
     outcome.samples = found["samples"]
 
 
@@ -185,12 +185,12 @@ class Survivors(Callback):
 
     Args:
         spec: of the attempt's first group, also on a replacement.
-        engine: one that `Survives`.
-        back: goes back to the newest checkpoint, as `Training.back`.
-        over: returns whether no window follows.
+        updates: of the whole run.
+        go_back: see `Training.go_back`.
 
     Attributes:
         place: this worker's rank in the present group, and the group's size.
+        membership: see `AgentLink`.
 
     Raises:
         ConfigError: the framework's engine cannot continue in another group.
@@ -200,32 +200,28 @@ class Survivors(Callback):
         self,
         spec: GroupSpec,
         cluster: ClusterConfig,
-        topology: Topology,
         framework: Framework,
         engine: Engine,
-        life: AgentLink,
+        worker: Worker,
         *,
-        back: Callable[[int], int | None],
-        over: Callable[[], bool],
+        updates: int,
+        go_back: Callable[[int], int | None],
     ) -> None:
-        if not life.has_agent:
-            raise ConfigError(
-                "run.survive=true needs an agent on each node, which starts the ranks"
-            )
         if not hasattr(engine, "regroup"):
             raise ConfigError(
                 f"run.survive=true is not available with the engine of {type(framework).__name__}, "
                 "which cannot go on in another group; leave it out, and use run.max_restarts"
             )
-        self._spec, self._framework, self._back, self._over = spec, framework, back, over
+        self._spec, self._framework, self._updates = spec, framework, updates
+        self._go_back = go_back
         self._engine = cast("Survives", engine)
-        self._me = member_of(spec.rank, topology.replaces, spec.size)
-        self._ranks_per_node = spec.size // topology.nodes
-        self._all_nodes = set(range(topology.nodes))
+        self._me = member_of(spec.rank, worker.topology.replaces, spec.size)
+        nodes = worker.topology.nodes
+        self._ranks_per_node, self._all_nodes = spec.size // nodes, set(range(nodes))
         self._least_nodes = 1 if isinstance(cluster.nodes, int) else node_range(cluster.nodes)[0]
         self._silence_s = min(cluster.heartbeat_timeout_s, SILENCE_S)
         self._record = GenerationRecord(spec.folder)
-        self._membership = Membership(life, self._me, self._silence_s)
+        self.membership = worker.link.join_membership(self._me, self._silence_s)
         self._generation = 0
         self._members: Members = tuple(range(spec.size))
         self._history: list[Notes] = []
@@ -234,12 +230,12 @@ class Survivors(Callback):
 
     def begin(self, job: Any, group: Any) -> None:
         """Take part from the attempt's beginning, once the engine is built."""
-        self._membership.on_news(group.interrupt)
-        self._membership.begin(modules_of(job))
+        self.membership.on_newer(group.interrupt)
+        self.membership.begin(modules_of(job))
 
     def join(self, job: Any, outcome: Outcome, stopped: Callable[[], bool]) -> list[Notes]:
-        """Take the place of a lost rank: ask, wait until a boundary lets this worker in, and bring
-        `outcome` to where the others are. Return what is to be recorded of it.
+        """Replace a lost rank: ask, wait until a boundary lets this worker in, and bring `outcome`
+        to where the others are. Return the notes to record.
 
         Raises:
             Evicted: the others' code differs from this worker's, or no other rank is left.
@@ -248,24 +244,20 @@ class Survivors(Callback):
         assert first is not None  # noqa: S101  # written before the first rank can be replaced
         if odd := changed(first["code"], modules_of(job)):
             raise Evicted(f"{', '.join(odd)} changed on disk since the others began")
-        newer = self._membership.join(stopped)
+        newer = self.membership.join(stopped)
         self._members = tuple(one for one in newer.members if one != self._me)
         self._generation = newer.number - 1
         return self.go_on(PeerLost("this rank takes its place again"), outcome)
-
-    def end(self, word: str) -> None:
-        """Tell the others that this worker ends, so that they do not count it as lost."""
-        self._membership.end(word)
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
         """Leave the window when there is a newer generation; before the boundary, which tells all
         ranks, say whether newcomers wait.
         """
         del update
-        if self._membership.latest.number > self._generation:
+        if self.membership.latest.number > self._generation:
             raise PeerLost("another rank is gone")
         if done == steps:
-            self._engine.newcomers_wait(self._membership.asked)
+            self._engine.newcomers_wait(self.membership.newcomers_wait)
 
     def before_record(self) -> None:
         """On the rank that writes: raise `PeerLost` by the record itself, since the thread that
@@ -282,9 +274,9 @@ class Survivors(Callback):
         Returns and raises as `go_on`.
         """
         self._engine.before_growth()
-        self._membership.ready(self._generation, outcome.updates)
+        self.membership.ready(self._generation, outcome.updates)
         with for_others("newcomers to be let in"):
-            self._membership.await_newer(self._generation, self._spec.collective_timeout_s)
+            self.membership.await_newer(self._generation, self._spec.collective_timeout_s)
         return self.go_on(PeerLost("newcomers are let in"), outcome)
 
     def go_on(self, error: PeerLost, outcome: Outcome) -> list[Notes]:
@@ -320,7 +312,7 @@ class Survivors(Callback):
 
     def _next(self, error: PeerLost) -> Generation:
         """Return the next generation. Raises as `go_on` does if there is none."""
-        newer = self._membership.await_newer(self._generation, self._silence_s + MARGIN_S)
+        newer = self.membership.await_newer(self._generation, self._silence_s + MARGIN_S)
         if newer is None:
             raise self._record.no_room or error
         self._generation = newer.number
@@ -336,19 +328,19 @@ class Survivors(Callback):
         members = newer.members
         rank = members.index(self._me)
         group = self._formed(newer, rank)
-        self._membership.on_news(group.interrupt)
-        if self._membership.latest.number > newer.number:  # before there was a group to interrupt
+        self.membership.on_newer(group.interrupt)
+        if self.membership.latest.number > newer.number:  # before there was a group to interrupt
             raise PeerLost("one more rank is gone")
         self.place = rank, len(members)
         try:
-            told = self._engine.catch_up(group, outcome.updates, standing_to_json(outcome))
+            told = self._engine.catch_up(group, outcome.updates, progress_to_json(outcome))
         except StateLost as lost:
             self._engine.regroup(group)
-            if (taken_back := self._back(rank)) is None:
+            if (taken_back := self._go_back(rank)) is None:
                 raise self._no_way_on(f"{lost}, and there is no checkpoint yet") from lost
             return taken_back
         if told is not None:
-            take_standing(outcome, told)
+            load_progress(outcome, told)
         self._engine.regroup(group)
         return None
 
@@ -357,7 +349,7 @@ class Survivors(Callback):
         beside = [one for one in newer.members if self._node_of(one) == node]
 
         def given_up() -> bool:
-            return self._membership.latest.number > newer.number
+            return self.membership.latest.number > newer.number
 
         spec = replace(
             self._spec,
@@ -379,7 +371,7 @@ class Survivors(Callback):
             "generation": newer.number, "ranks": count, "nodes": len(self._nodes),
             "seconds": round(seconds, 3),
         }  # fmt: skip
-        over = lost is None and self._over()
+        over = lost is None and outcome.over(self._updates)
         self._history.append(notes_of(gone, came, facts, lost, redone=not over))
         if came:
             self._say(f"{ranks(came)} came back; {count} ranks go on with update {update}")

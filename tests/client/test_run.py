@@ -2,10 +2,12 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +24,8 @@ from orchestrator.rundir.program_link import (
     WORLD,
     write_number,
 )
-from orchestrator.trainer.program import PATIENCE_S, Unheeded
+from orchestrator.trainer.program import SHOULD_STOP_S, StopForwarding
+from orchestrator.trainer.stop import StopFlag
 from tests.helpers import environment
 
 IMPORT = """
@@ -108,18 +111,26 @@ def test_all_ranks_stop_after_the_same_update_whoever_is_asked_whenever(attempt,
     assert last[0] > min(asked.values())
 
 
+def forwarding_of(attempt):
+    rank_0 = SimpleNamespace(
+        run=RunDir(attempt.parents[1]), attempt=0, stop=StopFlag(),
+        topology=SimpleNamespace(rank=0, size=3),
+    )  # fmt: skip
+    return StopForwarding(rank_0, signal.SIGTERM)
+
+
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_stop_waits_for_ranks_that_never_ask_and_says_who_they_are(attempt, silent):
     ranks = {rank: Stop(attempt, rank, 3) for rank in range(3) if rank != silent}
     assert not any(stop.due(0) for stop in ranks.values())
-    unheeded = Unheeded(RunDir(attempt.parents[1]), 0, 3)
-    unheeded.look(0.0)
+    forwarding = forwarding_of(attempt)
+    forwarding.check_all_heed(0.0)
     write_number(str(attempt / STOP_ASKED), 0)
     assert not any(stop.due(update) for update in (1, 2) for stop in ranks.values())
-    unheeded.look(1.0)
+    forwarding.check_all_heed(1.0)
     with pytest.warns(UserWarning, match=f"rank {silent} never called should_stop"):
-        unheeded.look(1.0 + PATIENCE_S)
-    unheeded.look(100.0)  # and says it once
+        forwarding.check_all_heed(1.0 + SHOULD_STOP_S)
+    forwarding.check_all_heed(100.0)  # once
 
 
 def test_nothing_is_said_of_programs_that_none_or_all_of_whose_ranks_ask(attempt):
@@ -127,6 +138,6 @@ def test_nothing_is_said_of_programs_that_none_or_all_of_whose_ranks_ask(attempt
     for ranks in ((), (0, 1, 2)):
         for rank in ranks:
             Stop(attempt, rank, 3).due(0)
-        unheeded = Unheeded(RunDir(attempt.parents[1]), 0, 3)
-        unheeded.look(0.0)
-        unheeded.look(PATIENCE_S)
+        forwarding = forwarding_of(attempt)
+        forwarding.check_all_heed(1.0)
+        forwarding.check_all_heed(1.0 + SHOULD_STOP_S)

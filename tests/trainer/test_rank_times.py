@@ -6,8 +6,8 @@ import torch
 
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.torch import run_in_threads
-from orchestrator.trainer.attendance import RankTimes
 from orchestrator.trainer.loop import Done
+from orchestrator.trainer.rank_times import RankTimes
 
 
 class Gathers:

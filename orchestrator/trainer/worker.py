@@ -1,0 +1,172 @@
+"""A worker process, from its environment to its exit status, for jobs and for programs.
+
+Each worker is a fork of its node's agent (`agent/worker.py`), which gives it SLURM's variables.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from orchestrator.agent.liveness import EVICTED, FAILED, FINISHED, STOPPED, Patience
+from orchestrator.agent.rank_log import send_output_to
+from orchestrator.agent.topology import Topology, interface_variables
+from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
+from orchestrator.errors import (
+    EVICTED_RANK,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    Evicted,
+    OrchestratorError,
+    RankHangs,
+    StopRequested,
+    Unrecoverable,
+)
+from orchestrator.rundir.checkpoints import Fence
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn_into
+from orchestrator.trainer.agent_link import AgentLink, Membership
+from orchestrator.trainer.failure import exit_code, failure_of, write_failure
+from orchestrator.trainer.stop import Notice, StopFlag, note_departure, note_lost_nodes
+
+END_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EVICTED_RANK: EVICTED}
+
+
+def run_worker(
+    path: Path,
+    attempt: int,
+    body: Callable[[Worker], int],
+    clean_up: Callable[[], None] = lambda: None,
+) -> int:
+    """Run `body` as this worker; return its exit status. Errors are recorded, not raised.
+
+    Args:
+        body: trains, or runs a program, and returns the exit status.
+        clean_up: called after an error is recorded, before the agent learns of the end.
+    """
+    run, topology = RunDir(path), Topology.from_env(os.environ)
+    if topology.scheduled:
+        os.environ.update(interface_variables(os.environ, topology.address))
+    send_output_to(run.rank_log(topology.rank))
+    warn_into(run.warnings(attempt, topology.node_index), topology.rank)
+    worker, code = Worker(run, attempt, topology), EXIT_FAILED
+    try:
+        code = body(worker)
+    except StopRequested:
+        worker.depart(None)
+        code = EXIT_STOPPED
+    except BaseException as error:  # noqa: BLE001  # all ranks learn what ended this one
+        code = worker.fail(error)
+    finally:
+        clean_up()
+        worker.end(END_WORDS.get(code, FAILED))
+    return code
+
+
+class Worker:
+    """This process as its agent and the run folder see it.
+
+    Attributes:
+        stop: the request to stop, which the agent forwards.
+        fence: the right of this attempt to write.
+        membership: where losses are survived.
+    """
+
+    def __init__(self, run: RunDir, attempt: int, topology: Topology) -> None:
+        self.run, self.attempt, self.topology = run, attempt, topology
+        self.stop = StopFlag()
+        self.link = AgentLink(run.rank_log(topology.rank), self._take_stop, self._hang)
+        self.fence = Fence(run.newest_attempt, attempt)
+        self.membership: Membership | None = None
+        self._failure: dict[str, Any] | None = None
+        self._requeue, self._ahead_s = False, 0.0
+
+    def _take_stop(self, name: str) -> None:
+        self.stop.set(signal.Signals[name])
+
+    def begin(self, config: Config) -> None:
+        """Publish this attempt, and check this worker's progress from now on.
+
+        Raises:
+            StaleAttempt: a newer attempt has begun.
+        """
+        cluster = config.cluster
+        self._requeue = cluster.requeue is not False and cluster.allocation == "new"
+        self._ahead_s = float(cluster.signal_ahead_s or SIGNAL_AHEAD_S)
+        self.link.expect_progress(Patience.of(cluster))
+        if self.topology.scheduled and self.topology.rank == 0:
+            self.fence.take()
+
+    # ------------------------------------------------------------------ stops
+
+    @property
+    def notice(self) -> Notice | None:
+        """Return the times that a stop leaves; None if the scheduler does not restart the run."""
+        return Notice.read(self.run.read_submission(), self._ahead_s) if self._requeue else None
+
+    @property
+    def _restarts(self) -> bool:
+        """Return whether the scheduler restarts the run after a stop."""
+        return self.topology.scheduled and self._requeue and not self.run.cancel.exists()
+
+    def depart(self, updates: int | None) -> bool:
+        """Note after a stop that the run continues later; return whether it does.
+
+        Args:
+            updates: completed; None if this worker cannot know, and another one's note stays.
+        """
+        if not self._restarts:
+            return False
+        self.fence.check()
+        if updates is not None or not self.run.departure(self.attempt).exists():
+            note_departure(self.run, self.attempt, self.stop.words, updates)
+        return True
+
+    def why_for_good(self) -> str | None:
+        """Return why a stop ends the run for good; None if a person asked for its end."""
+        queued = self.topology.scheduled and not self.run.read_submission().get("held")
+        if not queued or self.run.cancel.exists():
+            return None
+        return f"{self.stop.words}; with cluster.requeue=false it does not start again"
+
+    # ------------------------------------------------------------------ the end
+
+    def fail(self, error: BaseException) -> int:
+        """Record what ended this worker, for people and other ranks; return the exit status."""
+        if isinstance(error, Unrecoverable) and error.nodes and self._restarts:
+            note_lost_nodes(self.run, self.attempt, error)
+            return EXIT_STOPPED
+        if not isinstance(error, OrchestratorError):
+            traceback.print_exception(error)
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        self._record(error)
+        return exit_code(error)
+
+    def _hang(self, sentence: str, stack: str) -> None:
+        """End this worker, which makes no progress. Called in a thread of the link."""
+        error = RankHangs(sentence)
+        error.add_note(f"its stack:\n{stack}")
+        print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)
+        self._record(error)
+        self.link.send_end(FAILED, self._failure)
+        os._exit(EXIT_FAILED)
+
+    def _record(self, error: BaseException) -> None:
+        if self.membership is not None:
+            self.membership.leave(FAILED)
+        self._failure = failure_of(self.topology.rank, self.topology.node, error)
+        if not isinstance(error, Evicted):  # the others go on
+            write_failure(self.run, self.attempt, self._failure)
+
+    def end(self, word: str) -> None:
+        """Report how this worker ended: without a report, it counts as lost."""
+        if self.membership is not None:
+            self.membership.leave(word)
+        self.link.send_end(word, self._failure)

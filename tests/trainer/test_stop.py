@@ -1,0 +1,221 @@
+"""Stops: their deadline, leaving a window in time, departures, with a clock that the test sets."""
+
+import signal
+
+import pytest
+
+from orchestrator.agent.topology import Topology
+from orchestrator.engine.api import BoundaryReport, Window
+from orchestrator.errors import StopRequested
+from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
+from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.trainer.loop import Done, Outcome
+from orchestrator.trainer.stop import (
+    Follower,
+    LeaveInTime,
+    Notice,
+    StopFlag,
+    note_departure,
+    restart_reason,
+)
+
+TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
+NOTICE = Notice(kill_wait_s=30, preempt_s=20, ahead_s=60)
+
+DONE = Done(
+    Window(update=7, samples=10, micro_batches=(), steps=1, learning_rate=0.1),
+    BoundaryReport(update=7, loss=0, weight=1),
+    seconds=9,
+    epoch=0,
+)
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    for attempt in range(3):
+        run.attempt(attempt).mkdir()
+    return run
+
+
+def test_only_the_newest_attempt_may_write(run):
+    old, new = Fence(run.newest_attempt, 9), Fence(run.newest_attempt, 10)
+    assert read_newest(run.newest_attempt) == -1
+    old.take()
+    old.check()
+    new.take()
+    assert read_newest(run.newest_attempt) == 10
+    with pytest.raises(StaleAttempt, match="attempt 10 of this run has begun"):
+        old.check()
+    with pytest.raises(StaleAttempt):
+        old.take()
+    assert read_newest(run.newest_attempt) == 10
+    new.check()
+
+
+class Record:
+    """Stands for rank 0's recorder."""
+
+    save_s = 0.0
+
+    def __init__(self, whole):
+        self.saved, self.whole = [], whole
+
+    def can_save(self):
+        return self.whole
+
+    def settle(self): ...
+
+    def on_checkpoint(self, updates, samples):
+        self.saved.append((updates, samples))
+
+
+class Rank0:
+    """A loop's callback on rank 0, with a clock; `stop_at` is the time of a stop signal."""
+
+    def __init__(self, run, grace_s, *, whole=True):
+        self.now, self.record, self.stop = 1000.0, Record(whole), StopFlag()
+        self.callback = LeaveInTime(
+            self.record, fence=Fence(run.newest_attempt, 0), stop=self.stop,
+            notice=None if grace_s is None else Notice(ahead_s=grace_s),
+            cancelled=run.cancel.exists, outcome=Outcome(updates=7, samples=70),
+            clock=lambda: self.now,
+        )  # fmt: skip
+
+    def ask(self, number=USR2):
+        self.stop.signal = number
+        self.stop.times.setdefault(number, self.now)
+
+    def steps(self, seconds, numbers, steps):
+        for done in numbers:
+            self.callback.on_micro_step(7, done, steps)
+            self.now += seconds
+
+
+def test_a_boundary_in_time_is_waited_for(run):
+    rank = Rank0(run, 30.0)
+    rank.ask()
+    rank.steps(5, range(5), 4)
+    assert rank.record.saved == []
+
+
+@pytest.mark.parametrize(("whole", "why"), [(True, "after the grace of 10 s"), (False, "is lost")])
+def test_a_window_whose_boundary_would_come_too_late_is_left(run, whole, why):
+    """A sharded state cannot be saved in mid-window, and the message says so."""
+    rank = Rank0(run, 10.0, whole=whole)
+    rank.ask()
+    with pytest.raises(StopRequested, match=why):
+        rank.steps(5, range(5), 4)
+    assert rank.record.saved == [(7, 70)] * whole
+
+
+def test_a_boundary_is_waited_for_to_the_last_if_leaving_would_save_nothing(run):
+    rank = Rank0(run, 10.0, whole=False)
+    rank.ask()
+    rank.steps(2, range(4), 8)  # by their pace the boundary comes after 16 s
+    with pytest.raises(StopRequested):  # one more would end after the kill
+        rank.steps(2, [4], 8)
+
+
+def test_if_the_run_does_not_restart_a_stop_always_waits_for_the_boundary(run):
+    rank = Rank0(run, None)
+    rank.ask()
+    rank.steps(1000, range(5), 4)
+    write_json(run.cancel, {"how": "stop"})
+    rank = Rank0(run, 10.0)
+    rank.ask()
+    rank.steps(1000, range(5), 4)
+    assert rank.record.saved == []
+
+
+def test_a_request_to_cancel_is_read_at_boundaries_once_a_second(run):
+    rank = Rank0(run, 10.0)
+    rank.callback.on_micro_step(7, 4, 4)
+    assert not rank.stop.requested
+    write_json(run.cancel, {"how": "stop"})
+    for now in (1000.5, 1002.0):
+        rank.now = now
+        rank.steps(0, [2, 4], 4)
+        assert rank.stop.requested == (now > 1001)
+
+
+def test_updates_longer_than_the_grace_are_warned_of_once(run):
+    callback = Rank0(run, 2.0).callback
+    with pytest.warns(UserWarning, match="longer than the 2 s"):
+        callback.on_boundary(DONE)
+    callback.on_boundary(DONE)  # a second warning would be an error
+
+
+def test_a_superseded_attempt_writes_nothing_more(run):
+    rank = Rank0(run, 10.0)
+    Fence(run.newest_attempt, 1).take()
+    with pytest.raises(StaleAttempt):
+        rank.callback.before_record()
+    rank.ask()
+    with pytest.raises(StaleAttempt):
+        rank.steps(5, range(4), 4)
+    assert rank.record.saved == []
+
+
+def test_the_others_leave_a_window_when_rank_0_has(run):
+    stop = StopFlag()
+    follower = Follower(stop, run.departure(0))
+    write_json(run.departure(0), {"why": "preempted"})
+    follower.on_micro_step(0, 1, 4)  # this rank has no request yet
+    stop.set(USR2)
+    with pytest.raises(StopRequested):
+        follower.on_micro_step(0, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("signals_ago", "left_s"),
+    [
+        ({USR2: 0}, 50),  # the shorter of a time limit's notice and preemption's grace
+        ({USR2: 12}, 38),
+        ({TERM: 0}, 30),
+        ({USR2: 45, TERM: 1}, 5),
+        ({USR2: 1, TERM: 0}, 30),
+    ],
+)
+def test_the_kill_is_expected_at_the_earliest_possible_time(signals_ago, left_s):
+    stop = StopFlag()
+    stop.times = {number: 1000.0 - ago for number, ago in signals_ago.items()}
+    assert NOTICE.deadline(stop) == 1000.0 + left_s
+
+
+def test_the_notice_is_read_from_the_submission():
+    assert Notice(kill_wait_s=3, ahead_s=10).shortest_s == 10
+    assert Notice.read({"kill_wait_s": 3, "preempt_grace_s": 0}, 60).shortest_s == 3
+    assert Notice.read({}, 60) == Notice(ahead_s=60), "where the scheduler was not asked"
+
+
+def topology(base):
+    return Topology(
+        rank=0, size=2, local_rank=0, node_index=0, nodes=2, node="n0", address="127.0.0.1",
+        job_id="1", restarts=2, base_attempt=base,
+    )  # fmt: skip
+
+
+def test_attempts_count_on_over_requeues_and_resubmissions():
+    assert topology(0).attempt == 2
+    assert topology(5).attempt == 7
+    assert not topology(None).scheduled
+
+
+def test_an_earlier_reason_for_a_departure_stays(run):
+    lost = {"why": "node n1 went away", "updates": None, "time": 1.0}
+    write_json(run.departure(0), lost)
+    note_departure(run, 0, "asked to stop by SIGTERM", 5)
+    found = read_json(run.departure(0))
+    assert (found["why"], found["updates"]) == ("node n1 went away", 5)
+
+
+def test_the_reason_of_a_restart_is_the_node_that_failed_or_what_was_left_behind(run):
+    assert restart_reason(run, 0) is None
+    assert restart_reason(run, 1) is None
+    write_json(run.departure(0), {"why": "preempted"})
+    assert restart_reason(run, 1) == "preempted"
+    run.srun_log(1).write_text("srun: error: Node failure on n3\nsrun: Job step aborted\n")
+    assert restart_reason(run, 2) == "node n3 failed"
