@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 from orchestrator import snapshot
 from orchestrator.agent.topology import (
@@ -36,115 +37,149 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.start_from_copy import DISK, MEMORY, NAME
 
 STOP_SIGNALS = "TERM INT HUP USR1 USR2"
-OWN_SHELL = "set +eufC +o pipefail +o posix"
-"""What a site's BASH_ENV, or SHELLOPTS and POSIXLY_CORRECT in the submitting shell, has switched on
-would end the script where srun fails, or have it forget srun's code.
-"""
-SRUN_LOG = 9  # the descriptor of its log, opened before any user code runs
-
-
-def signal_traps(*, held: bool = False) -> Iterator[str]:
-    """Yield the traps that record signals and forward them to srun.
-
-    A signal to the script alone (scancel --batch) is meant for the ranks. srun forwards USR2 to its
-    tasks; on TERM it ends them, which only a launcher wants that holds the script
-    (`CurrentAllocation`).
-    """
-    yield f"{BATCH_PID_VARIABLE}=$$"
-    yield f"export {BATCH_PID_VARIABLE}"
-    if not held:
-        yield f'{BATCH_COPY_VARIABLE}="$SLURMD_NODENAME:${{TMPDIR-}}"'
-        yield f"export {BATCH_COPY_VARIABLE}"
-    yield "stop_signal= srun="
-    yield "forward_stop() {"
-    yield "    stop_signal=${stop_signal:-$1}"
-    yield f'    [ -z "$srun" ] || kill -{"$1" if held else "USR2"} "$srun" 2>/dev/null'
-    yield "}"
-    yield f"for name in {STOP_SIGNALS}; do"
-    yield '    trap "forward_stop $name" "$name"'
-    yield "done"
-
-
-def path_checks() -> Iterator[str]:
-    """Yield the checks that refuse links and fifos in the run's folder."""
-    yield "require_plain() {  # each path is missing, a file or a folder; no link"
-    yield "    for place; do"
-    yield '        if ! [ -L "$place" ]; then'
-    yield '            ! [ -e "$place" ] || [ -f "$place" ] || [ -d "$place" ] && continue'
-    yield "        fi"
-    yield '        echo "error: $place is a link, or neither a file nor a folder" >&2'
-    yield "        exit 1"
-    yield "    done"
-    yield "}"
-    yield 'require_plain "$run/attempts" "$run/logs" "$run/code" "$run/submitit" "$run"/submitit/*'
-
-
-def exit_if_ended(python: str, *, container: bool) -> Iterator[str]:
-    """Yield the checks that end a job whose run has ended or cannot start."""
-    yield 'if [ -e "$run/result.json" ]; then'
-    yield '    echo "this run has ended already; to go on: python -m orchestrator resume $run"'
-    yield "    exit 0"
-    yield "fi"
-    yield 'if ! [ -d "$run/submitit" ]; then'
-    yield '    echo "error: $run/submitit is gone, and with it what the ranks are told to do" >&2'
-    yield "    exit 1"
-    yield "fi"
-    if container:  # it has its own Python
-        return
-    yield f"if ! [ -x {quoted(python)} ]; then"
-    yield f'    echo "error: there is no Python at "{quoted(python)}" on node $SLURMD_NODENAME" >&2'
-    yield "    exit 1"
-    yield "fi"
-
-
-def exit_if_stopped() -> Iterator[str]:
-    """Yield the first lines of srun's subshell: a stop may have come before it."""
-    yield '[ ! -e "$run/cancel" ] || exit 0'
-    yield '[ -z "$stop_signal" ] || exit 143'
-
-
-def wait_for_srun(*, held: bool = False) -> Iterator[str]:
-    """Yield the wait for srun's end, which signals do not interrupt.
-
-    An unresponsive node would keep srun from ending, so srun is ended after the outcome is written.
-    """
-    yield "srun=$!"
-    yield 'pause() { read -rt "$1" <> <(:); }'
-    yield "("
-    yield '    until [ -e "$run/attempts/$attempt/outcome.json" ]; do pause 1; done'
-    yield '    : >"$run/attempts/$attempt/settling"  # the script lives, and settles the run'
-    yield f'    for name in USR2 TERM KILL; do pause {LATE_S}; kill -$name "$srun"; done'
-    yield f") {SRUN_LOG}>&- 2>/dev/null &"
-    yield "watcher=$!"
-    yield f'[ -z "$stop_signal" ] || kill -{"$stop_signal" if held else "USR2"} "$srun" 2>/dev/null'
-    yield "# A signal ends the wait, not srun; bash keeps the code for whoever asks again."
-    yield 'while wait "$srun"; [ $? -gt 128 ] && kill -0 "$srun" 2>/dev/null; do :; done'
-    yield 'wait "$srun"'
-    yield "code=$?"
-    yield 'kill "$watcher" 2>/dev/null'
-
-
-def settle(starter: Sequence[str]) -> Iterator[str]:
-    """Yield the lines that settle the run after srun; their exit code is the script's."""
-    yield f"trap '' {STOP_SIGNALS}"
-    yield f'{_words(starter)} after "$run" "$attempt" "$code" "$stop_signal"'
-    yield "code=$?"
-    yield f"if [ $code = {START_AGAIN} ]; then  # only srun was killed: the allocation is there"
-    yield f"    trap - {STOP_SIGNALS}"
-    yield '    exec "$BASH" "$0"'
-    yield "fi"
-    yield "exit $code"
-
-
-def _words(words: Sequence[str]) -> str:
-    return " ".join(map(quoted, words))
-
-
+SRUN_LOG = 9  # the descriptor of srun's log, opened before any user code runs
+PREAMBLE = 8  # the descriptor of the preamble's text
+LATE_S = 10  # between the signals to an srun that does not end
 AFTER_NODE = "after_node.sh"
 STARTER = "clusters/slurm/node_entry.py"
-KEPT = ("--kill-on-bad-exit=0", "--wait=0")
-"""srun ends no node when another one has ended: the agents' coordinator decides that."""
-LATE_S = 10
+PER_TASK = (
+    "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU",
+    "SLURM_TRES_PER_TASK", "SLURM_DISTRIBUTION",
+)  # fmt: skip
+
+
+class Shell(Template):
+    """Shell text with values at `@{name}`."""
+
+    delimiter = "@"
+
+    def lines(self, **values: object) -> list[str]:
+        """Return the text's lines with these values."""
+        return self.substitute(STOP_SIGNALS=STOP_SIGNALS, SRUN_LOG=SRUN_LOG, **values).splitlines()
+
+
+# What a site's BASH_ENV, or SHELLOPTS and POSIXLY_CORRECT in the submitting shell, has switched on
+# would end the script where srun fails, or have it forget srun's code.
+OWN_SHELL = "set +eufC +o pipefail +o posix"
+# A signal to the script alone (scancel --batch) is meant for the ranks. srun forwards USR2 to its
+# tasks; on TERM it ends them, which only a launcher wants that holds the script (allocation.py).
+TRAPS = Shell("""\
+stop_signal= srun=
+forward_stop() {
+    stop_signal=${stop_signal:-$1}
+    [ -z "$srun" ] || kill -@{forwarded} "$srun" 2>/dev/null
+}
+for name in @{STOP_SIGNALS}; do
+    trap "forward_stop $name" "$name"
+done
+""")
+CHECKS = Shell("""\
+run=@{run}
+refuse_links() {
+    for place; do
+        [ ! -L "$place" ] || { echo "error: $place is a link" >&2; exit 1; }
+    done
+}
+refuse_links "$run/attempts" "$run/logs" "$run/code" "$run/submitit" "$run"/submitit/*
+if ! [ -w "$run/attempts" ]; then
+    echo "error: the run folder $run cannot be written on node $SLURMD_NODENAME" >&2
+    exit 1
+fi
+if [ -e "$run/result.json" ]; then
+    echo "this run has ended already; to go on: python -m orchestrator resume $run"
+    exit 0
+fi
+if ! [ -d "$run/submitit" ]; then
+    echo "error: $run/submitit is gone, and with it what the ranks are told to do" >&2
+    exit 1
+fi
+""")
+PYTHON_CHECK = Shell("""\
+if ! [ -x @{python} ]; then
+    echo "error: there is no Python at "@{python}" on node $SLURMD_NODENAME" >&2
+    exit 1
+fi
+""")
+ATTEMPT = Shell("""\
+again="$run/attempts/again-$SLURM_JOB_ID"  # how often srun was started again
+refuse_links "$again"
+@{BASE}=$((@{attempt} + $(cat "$again" 2>/dev/null || echo 0)))
+attempt=$(printf %03d $((@{BASE} + ${SLURM_RESTART_COUNT:-0})))
+refuse_links "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"
+mkdir -p "$run/attempts/$attempt"
+exec @{SRUN_LOG}>>"$run/attempts/$attempt/srun.log"
+""")
+# Only the submitted code runs. Each node unpacks it afresh.
+SOUND_CODE = Shell("""\
+snapshot=@{snapshot}
+refuse_links "$snapshot.py" "$snapshot.tar" "$snapshot.sha256"
+printf '%s\\n' "$snapshot" | cat - "$snapshot.py" "$snapshot.tar" |
+    sha256sum --check --strict --status "$snapshot.sha256" || {
+    echo "error: the code in $snapshot.tar is damaged: $snapshot.sha256 differs" >&2
+    exit 1
+}
+""")
+SUBSHELL = Shell("""\
+(  # whatever is set, trapped or ended in here, what follows it is done
+[ ! -e "$run/cancel" ] || exit 0
+[ -z "$stop_signal" ] || exit 143
+""")
+# Signals do not interrupt the wait for srun. An unresponsive node would keep srun from ending, so
+# srun is ended after the outcome is written.
+WAIT = Shell("""\
+) &
+srun=$!
+pause() { read -rt "$1" <> <(:); }
+(
+    until [ -e "$run/attempts/$attempt/outcome.json" ]; do pause 1; done
+    : >"$run/attempts/$attempt/settling"  # the script lives, and settles the run
+    for name in USR2 TERM KILL; do pause @{LATE_S}; kill -$name "$srun"; done
+) @{SRUN_LOG}>&- 2>/dev/null &
+watcher=$!
+[ -z "$stop_signal" ] || kill -@{first} "$srun" 2>/dev/null
+# A signal ends the wait, not srun; bash keeps the code for whoever asks again.
+while wait "$srun"; [ $? -gt 128 ] && kill -0 "$srun" 2>/dev/null; do :; done
+wait "$srun"
+code=$?
+kill "$watcher" 2>/dev/null
+""")
+SETTLE = Shell("""\
+trap '' @{STOP_SIGNALS}
+@{starter} after "$run" "$attempt" "$code" "$stop_signal"
+code=$?
+if [ $code = @{START_AGAIN} ]; then  # only srun was killed: the allocation is there
+    trap - @{STOP_SIGNALS}
+    exec "$BASH" "$0"
+fi
+exit $code
+""")
+EPILOG = Shell("""\
+#!/bin/sh
+# Started by the scheduler on each node whose task has ended.
+exec >/dev/null 2>&1
+run=@{run}
+mine=@{NAME}-$(id -u) start=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$SLURMD_NODENAME
+if [ "$@{BATCH_COPY}" = "$SLURMD_NODENAME:${TMPDIR-}" ] &&
+    kill -0 "$@{BATCH_PID}"; then  # the batch script runs from it, and removes it
+    exit
+fi
+for base in "${TMPDIR:-@{DISK}}" @{MEMORY} @{DISK} "$run/@{code}"; do
+    for copy in "$base/$mine"-*-"$start"; do
+        [ ! -d "$copy" ] || flock -n "$copy" rm -rf "$copy"
+    done
+done
+""")
+
+
+def after_node(run: RunDir) -> str:
+    """Return the script that srun starts after a node's task (--task-epilog).
+
+    It removes the run's unpacked code from the node, however the node's agent ended.
+    """
+    return EPILOG.substitute(
+        run=quoted(run.path), code=run.code.name, NAME=NAME, DISK=DISK, MEMORY=MEMORY,
+        BATCH_COPY=BATCH_COPY_VARIABLE, BATCH_PID=BATCH_PID_VARIABLE,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,12 +215,6 @@ class Here:
             return ["-u", str(program)]
         inside = program.relative_to(self.unpacked) if self.in_copy(program) else program
         return ["-I", f"{self.unpacked}.py", str(self.unpacked), str(inside)]
-
-
-PER_TASK = (
-    "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU",
-    "SLURM_TRES_PER_TASK", "SLURM_DISTRIBUTION",
-)  # fmt: skip
 
 
 def here(config: Config, copy: Path) -> Here:
@@ -229,70 +258,6 @@ def shape_of(asked: ClusterConfig) -> Iterator[str]:
         yield f"--gpus-per-node={asked.gpus_per_node}"
     if asked.memory_gib is not None:
         yield f"--mem={round(asked.memory_gib * 1024)}M"
-
-
-def srun_lines(
-    config: Config, here: Here, run: RunDir, shape: Sequence[str], end: str
-) -> Iterator[str]:
-    """Yield the shell lines of srun; the last is `end`."""
-    yield from _lines(_srun(config, here, run, shape), end)
-
-
-def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list[list[str]]:
-    """Yield srun and the ranks' program, a line a part."""
-    cluster = config.cluster
-    containers, python = _launcher(cluster, here, run)
-    flags = {"mpi": "none", **cluster.srun_flags}
-    return [
-        ["exec", "srun"],
-        ["--unbuffered"],
-        *([option] for option in KEPT),
-        *([["--no-kill"]] if config.run.survive else []),
-        ["--export=ALL"],
-        [f"--cpus-per-task={cpus_per_node(cluster)}"],
-        *([option] for option in shape or ["--ntasks-per-node=1"]),
-        [f"--output={run.logs}/node%n.log"],
-        [f"--task-epilog={run.submitit / AFTER_NODE}"],
-        *(
-            [f"--{name}" if value is True else f"--{name}={value}"]
-            for name, value in flags.items()
-            if value is not False
-        ),
-        *([option] for option in containers),
-        [*python, *here.starter[:2]],
-        [*here.starter[2:], "node"],
-        [str(run.submitit)],
-    ]
-
-
-def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str], list[str]]:
-    """Return (srun's options, the command before the starter) for a container, or for none."""
-    folders = {run.path, here.folder, *here.path}
-    inner = {f for f in folders if any(f != other and f.is_relative_to(other) for other in folders)}
-    shared = sorted(str(folder) for folder in folders - inner)
-    if cluster.container_runtime == "pyxis":
-        mounts = ",".join(f"{folder}:{folder}" for folder in shared)
-        return [
-            f"--container-image={cluster.container}",
-            f"--container-mounts={mounts}",
-            f"--container-workdir={here.folder}",
-        ], ["python3"]
-    if cluster.container_runtime == "apptainer":
-        gpus = ["--nv"] if gpu_count(cluster.gpus_per_node) else []
-        binds = "--bind=" + ",".join(shared)
-        return [], ["apptainer", "exec", *gpus, binds, str(cluster.container), "python3"]
-    return [], [here.python]
-
-
-def _lines(parts: list[list[str]], end: str) -> Iterator[str]:
-    """Yield a long command, a line a part."""
-    for number, words in enumerate(parts):
-        indent = "    " if number else ""
-        yield f"{indent}{' '.join(map(quoted, words))} \\"
-    yield f"    {end}"
-
-
-PREAMBLE = 8  # the descriptor of its text
 
 
 def job_name(config: Config) -> str:
@@ -356,76 +321,20 @@ def option_line(name: str, value: object) -> str:
     return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={quoted(value)}"
 
 
-def _environment(config: Config) -> Iterator[str]:
-    """Yield the user's variables. They hold for the preamble, for srun and for the ranks."""
-    threads = str(config.cluster.cpus_per_rank)
-    values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **config.cluster.environment}
-    for name, value in values.items():
-        yield f"export {name}={quoted(value)}"
-
-
-def _preamble(config: Config) -> Iterator[str]:
-    """Yield the user's preamble, read as its own file, so that it cannot affect later lines."""
-    lines = config.cluster.preamble
-    if not lines:
-        return
-    end = "END_OF_PREAMBLE"
-    while end in lines:
-        end += "_"
-    yield f". /dev/fd/{PREAMBLE} {PREAMBLE}<<'{end}'  # cluster.preamble"
-    yield from lines
-    yield end
-
-
-def _our_environment(config: Config, here: Here) -> Iterator[str]:
-    """Yield our variables for the ranks, set last."""
-    if config.cluster.interface is not None:
-        yield f"export {INTERFACE_VARIABLE}={quoted(config.cluster.interface)}"
-    # They would give the one task of a node a rank's part of it.
-    yield f"unset {' '.join(PER_TASK)}"
-    yield "export SUBMITIT_EXECUTOR=slurm"
-    yield f"export {BASE_ATTEMPT_VARIABLE}"
-    if here.copies is not None:  # a program's path is the user's own, in the copies
-        copies = json.dumps({str(root): copy.name for root, copy in here.copies.items()})
-        yield f'export {OUTER_PATH_VARIABLE}="$PYTHONPATH"'
-        yield f'export {OUTER_UMASK_VARIABLE}="$outer_umask"'
-        yield f"export {COPIES_VARIABLE}={quoted(copies)}"
-    yield from search_path(here)
-
-
-def search_path(here: Here) -> Iterator[str]:
-    """Yield PYTHONPATH: the run's own code first; its copy, if that is unpacked."""
-    path = ":".join(str(folder) for folder in here.path if not here.in_copy(folder))
-    if path:
-        yield f'export PYTHONPATH={quoted(path)}"${{PYTHONPATH:+:$PYTHONPATH}}"'
-
-
-def _sound_code(here: Here) -> Iterator[str]:
-    """Yield the check that only the submitted code runs. Each node unpacks it afresh."""
-    if here.unpacked is None:
-        return
-    yield f"snapshot={quoted(here.unpacked)}"
-    yield 'require_plain "$snapshot.py" "$snapshot.tar" "$snapshot.sha256"'
-    yield 'printf \'%s\\n\' "$snapshot" | cat - "$snapshot.py" "$snapshot.tar" |'
-    yield '    sha256sum --check --strict --status "$snapshot.sha256" || {'
-    yield '    echo "error: the code in $snapshot.tar is damaged: $snapshot.sha256 differs" >&2'
-    yield "    exit 1"
-    yield "}"
-
-
 def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
     """Return the text for sbatch. The values must have passed `check_values`.
 
     Args:
         attempt: number of the job's first start; a requeued job adds SLURM_RESTART_COUNT to it.
     """
+    starter = _words([here.python, *here.starter])
     lines = [
         "#!/bin/bash",
         *(option_line(name, value) for name, value in options(config, run)),
         *_from_environment(config, run, here),
         "",
         *_step(config, run, attempt, here),
-        *settle([here.python, *here.starter]),
+        *SETTLE.lines(starter=starter, START_AGAIN=START_AGAIN),
     ]
     return "\n".join(lines) + "\n"
 
@@ -445,63 +354,130 @@ def _step(
     run: RunDir,
     attempt: int,
     here: Here,
-    shape: Sequence[str] = (),
+    shape: Sequence[str] = ("--ntasks-per-node=1",),
     *,
     held: bool = False,
 ) -> Iterator[str]:
-    """Yield the lines from the node's checks to srun's `code`; no `shape` in the run's own job."""
+    """Yield the lines from the node's checks to srun's `code`."""
+    program = here.copies is not None  # its path and umask are the user's own
+    containers = config.cluster.container is not None  # it has its own Python
+    path = search_path(here)
     yield from (
         OWN_SHELL,
-        *(["outer_umask=$(umask)"] if here.copies is not None else []),
+        *(["outer_umask=$(umask)"] if program else []),
         "umask 077",
-        *signal_traps(held=held),
-        f"run={quoted(run.path)}",
-        *path_checks(),
-        'if ! [ -w "$run/attempts" ]; then',
-        '    echo "error: the run folder $run cannot be written on node $SLURMD_NODENAME" >&2',
-        "    exit 1",
-        "fi",
-        *exit_if_ended(here.python, container=config.cluster.container is not None),
-        'again="$run/attempts/again-$SLURM_JOB_ID"  # how often srun was started again',
-        'require_plain "$again"',
-        f'{BASE_ATTEMPT_VARIABLE}=$(({attempt} + $(cat "$again" 2>/dev/null || echo 0)))',
-        f"attempt=$(printf %03d $(({BASE_ATTEMPT_VARIABLE} + ${{SLURM_RESTART_COUNT:-0}})))",
-        'require_plain "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"',
-        'mkdir -p "$run/attempts/$attempt"',
-        f'exec {SRUN_LOG}>>"$run/attempts/$attempt/srun.log"',
-        *_sound_code(here),
-        *(["outer_path=${PYTHONPATH-}"] if here.copies is not None else []),
-        *search_path(here),
-        "(  # whatever is set, trapped or ended in here, what follows it is done",
-        *exit_if_stopped(),
-        *_environment(config),
-        *(['export PYTHONPATH="$outer_path"'] if here.copies is not None else []),
-        *_preamble(config),
-        *_our_environment(config, here),
-        *srun_lines(config, here, run, shape, f"2>&{SRUN_LOG} {SRUN_LOG}>&-"),
-        ") &",
-        *wait_for_srun(held=held),
+        f"{BATCH_PID_VARIABLE}=$$",
+        f"export {BATCH_PID_VARIABLE}",
     )
+    if not held:
+        yield f'{BATCH_COPY_VARIABLE}="$SLURMD_NODENAME:${{TMPDIR-}}"'
+        yield f"export {BATCH_COPY_VARIABLE}"
+    yield from TRAPS.lines(forwarded="$1" if held else "USR2")
+    yield from CHECKS.lines(run=quoted(run.path))
+    yield from () if containers else PYTHON_CHECK.lines(python=quoted(here.python))
+    yield from ATTEMPT.lines(BASE=BASE_ATTEMPT_VARIABLE, attempt=attempt)
+    if here.unpacked is not None:
+        yield from SOUND_CODE.lines(snapshot=quoted(here.unpacked))
+    yield from ["outer_path=${PYTHONPATH-}"] if program else []
+    yield from path
+    yield from SUBSHELL.lines()
+    yield from _exports(config.cluster.environment, config.cluster.cpus_per_rank)
+    yield from ['export PYTHONPATH="$outer_path"'] if program else []
+    yield from _preamble(config)
+    if config.cluster.interface is not None:
+        yield f"export {INTERFACE_VARIABLE}={quoted(config.cluster.interface)}"
+    # They would give the one task of a node a rank's part of it.
+    yield f"unset {' '.join(PER_TASK)}"
+    yield "export SUBMITIT_EXECUTOR=slurm"
+    yield f"export {BASE_ATTEMPT_VARIABLE}"
+    if here.copies is not None:
+        copies = json.dumps({str(root): copy.name for root, copy in here.copies.items()})
+        yield f'export {OUTER_PATH_VARIABLE}="$PYTHONPATH"'
+        yield f'export {OUTER_UMASK_VARIABLE}="$outer_umask"'
+        yield f"export {COPIES_VARIABLE}={quoted(copies)}"
+    yield from path
+    for number, words in enumerate(_srun(config, here, run, shape)):
+        yield f"{'    ' if number else ''}{_words(words)} \\"
+    yield f"    2>&{SRUN_LOG} {SRUN_LOG}>&-"
+    yield from WAIT.lines(LATE_S=LATE_S, first="$stop_signal" if held else "USR2")
 
 
-def after_node(run: RunDir) -> str:
-    """Return the script that srun starts after a node's task (--task-epilog).
+def search_path(here: Here) -> list[str]:
+    """Return the line of PYTHONPATH: the run's own code first; its copy, if that is unpacked."""
+    path = ":".join(str(folder) for folder in here.path if not here.in_copy(folder))
+    return [f'export PYTHONPATH={quoted(path)}"${{PYTHONPATH:+:$PYTHONPATH}}"'] if path else []
 
-    It removes the run's unpacked code from the node, however the node's agent ended.
-    """
-    return f"""\
-#!/bin/sh
-# Started by the scheduler on each node whose task has ended.
-exec >/dev/null 2>&1
-run={quoted(run.path)}
-mine={NAME}-$(id -u) start=$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}-$SLURMD_NODENAME
-if [ "${BATCH_COPY_VARIABLE}" = "$SLURMD_NODENAME:${{TMPDIR-}}" ] &&
-    kill -0 "${BATCH_PID_VARIABLE}"; then  # the batch script runs from it, and removes it
-    exit
-fi
-for base in "${{TMPDIR:-{DISK}}}" {MEMORY} {DISK} "$run/{run.code.name}"; do
-    for copy in "$base/$mine"-*-"$start"; do
-        [ ! -d "$copy" ] || flock -n "$copy" rm -rf "$copy"
-    done
-done
-"""
+
+def _words(words: Sequence[str]) -> str:
+    return " ".join(map(quoted, words))
+
+
+def _exports(environment: Mapping[str, str], threads: int) -> Iterator[str]:
+    """Yield the user's variables. They hold for the preamble, for srun and for the ranks."""
+    values = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **environment}
+    for name, value in values.items():
+        yield f"export {name}={quoted(value)}"
+
+
+def _preamble(config: Config) -> Iterator[str]:
+    """Yield the user's preamble, read as its own file, so that it cannot affect later lines."""
+    lines = config.cluster.preamble
+    if not lines:
+        return
+    end = "END_OF_PREAMBLE"
+    while end in lines:
+        end += "_"
+    yield f". /dev/fd/{PREAMBLE} {PREAMBLE}<<'{end}'  # cluster.preamble"
+    yield from lines
+    yield end
+
+
+def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list[list[str]]:
+    """Return srun and the ranks' program, the words of a line each."""
+    cluster = config.cluster
+    containers, python = _launcher(cluster, here, run)
+    flags = {"mpi": "none", **cluster.srun_flags}
+    alone = [
+        "--unbuffered",
+        # srun ends no node when another one has ended: the agents' coordinator decides that
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        *(["--no-kill"] if config.run.survive else []),
+        "--export=ALL",
+        f"--cpus-per-task={cpus_per_node(cluster)}",
+        *shape,
+        f"--output={run.logs}/node%n.log",
+        f"--task-epilog={run.submitit / AFTER_NODE}",
+        *(
+            f"--{name}" if value is True else f"--{name}={value}"
+            for name, value in flags.items()
+            if value is not False
+        ),
+        *containers,
+    ]
+    return [
+        ["exec", "srun"],
+        *([option] for option in alone),
+        [*python, *here.starter[:2]],
+        [*here.starter[2:], "node"],
+        [str(run.submitit)],
+    ]
+
+
+def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str], list[str]]:
+    """Return (srun's options, the command before the starter) for a container, or for none."""
+    folders = {run.path, here.folder, *here.path}
+    inner = {f for f in folders if any(f != other and f.is_relative_to(other) for other in folders)}
+    shared = sorted(str(folder) for folder in folders - inner)
+    if cluster.container_runtime == "pyxis":
+        mounts = ",".join(f"{folder}:{folder}" for folder in shared)
+        return [
+            f"--container-image={cluster.container}",
+            f"--container-mounts={mounts}",
+            f"--container-workdir={here.folder}",
+        ], ["python3"]
+    if cluster.container_runtime == "apptainer":
+        gpus = ["--nv"] if gpu_count(cluster.gpus_per_node) else []
+        binds = "--bind=" + ",".join(shared)
+        return [], ["apptainer", "exec", *gpus, binds, str(cluster.container), "python3"]
+    return [], [here.python]

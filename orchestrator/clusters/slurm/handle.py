@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -36,6 +36,11 @@ from orchestrator.slurm_client import (
 CANCEL_S, LOOK_S = 5.0, 0.2
 UNSENT = "nothing was sent"
 IS_OVER = ("invalid job id", "already completing or completed")
+FRESH_S = 2.5  # squeue needs a moment to know a new job
+ASK_EVERY_S = 15.0  # a follower's calls of squeue: at most four a minute
+ASK_RUNNING_EVERY_S = 30.0  # while the run folder shows that the job runs
+RESULT_GRACE_S = 5.0
+UNSEEN_S = 15.0
 
 
 def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
@@ -77,9 +82,9 @@ def _cancel(
             )
             continue
         (ends if now or job.waiting else stops)[run] = job
-    end(client, {run: job.id for run, job in ends.items()})
-    stop(client, {run: job.id for run, job in stops.items()})
-    _await_the_end(client, {run: job for run, job in ends.items() if job.waiting})
+    _send(client, ends, "now")
+    _send(client, stops, "stop", "--signal=USR2")
+    _await_end(client, {run: job for run, job in ends.items() if job.waiting})
     for run in ends:
         found[run.path] = "is cancelled; resume goes on from what was saved"
     for run, job in stops.items():
@@ -88,23 +93,14 @@ def _cancel(
     return found
 
 
-def end(client: SlurmClient, jobs: Mapping[RunDir, str]) -> None:
-    """End jobs at once, queued or running; progress since their last checkpoints is lost."""
-    _send(client, jobs, "now")
-
-
-def stop(client: SlurmClient, jobs: Mapping[RunDir, str]) -> None:
-    """Ask all ranks of each job to stop, as each kind of run does; see `describe_stop`."""
-    _send(client, jobs, "stop", "--signal=USR2")
-
-
-def _send(client: SlurmClient, jobs: Mapping[RunDir, str], how: str, *flags: str) -> None:
+def _send(client: SlurmClient, jobs: Mapping[RunDir, Job], how: str, *flags: str) -> None:
+    """Mark the runs as cancelled, then signal their jobs."""
     if not jobs:
         return
+    ids = sorted({job.id for job in jobs.values()})
     with contextlib.ExitStack() as marks:
         for run in jobs:
             marks.enter_context(_marked_cancelled(run, how))
-        ids = sorted(set(jobs.values()))
         answer = client.ask("scancel", *flags, *ids)
         # of many, some may have just ended: they are over, and the others got the signal
         lines = [line for line in answer.words.lower().splitlines() if line.strip()]
@@ -115,9 +111,9 @@ def _send(client: SlurmClient, jobs: Mapping[RunDir, str], how: str, *flags: str
 
 @contextlib.contextmanager
 def _marked_cancelled(run: RunDir, how: str) -> Generator[None]:
-    """Mark the runs as cancelled before any signal, so that the ranks end rather than depart.
+    """Mark a run as cancelled before any signal, so that its ranks end rather than depart.
 
-    The marks are removed if the signal could not be sent, since the runs are not cancelled then.
+    The mark is removed if the signal could not be sent, since the run is not cancelled then.
     """
     before = read_json(run.cancel)
     write_json(run.cancel, {"how": how, "time": time.time()})
@@ -136,7 +132,7 @@ def is_ours(run: RunDir, job: Job) -> bool:
     return own or is_element(run.path, script, job.id)
 
 
-def _await_the_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
+def _await_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
     """Wait for jobs to end that have not begun, and so have no batch script to write their end."""
     left = dict(jobs)
     deadline = time.monotonic() + CANCEL_S
@@ -148,48 +144,6 @@ def _await_the_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
                 del left[run]
         if left:
             time.sleep(LOOK_S)
-
-
-class News:
-    """Changes to report to a follower; each is reported once."""
-
-    def __init__(self) -> None:
-        self._standing = ""
-        self._silent = False
-        self._waited = 0.0
-
-    def of(self, job: Job | None, silent_since: datetime | None, attempt: int) -> Sequence[str]:
-        """Yield changes: the scheduler stops or resumes answering; the job's state and place."""
-        return [*self._of_scheduler(silent_since), *self._of_job(job, attempt)]
-
-    def _of_scheduler(self, silent_since: datetime | None) -> Iterator[str]:
-        if silent_since is not None and not self._silent:
-            self._silent, self._waited = True, time.monotonic()
-            yield (
-                f"the scheduler has not answered since {silent_since:%H:%M:%S}; the job is "
-                f"not affected, and it is asked again and again"
-            )
-        elif self._silent and silent_since is None:
-            self._silent = False
-            yield f"the scheduler answers again, {time.monotonic() - self._waited:.0f} s later"
-
-    def _of_job(self, job: Job | None, attempt: int) -> Iterator[str]:
-        if job is None or not job.alive:
-            return
-        where = f"on {job.nodes}" if job.nodes else (f"({job.reason})" if job.reason else "")
-        restarts = f", attempt {attempt + 1}" if attempt else ""
-        standing = f"{job.state} {job.nodes} {attempt}"
-        if standing != self._standing:
-            self._standing = standing
-            still = f": {job.standstill}" if job.standstill else ""
-            yield f"job {job.id} is {job.state.lower()} {where}{restarts}".strip() + still
-
-
-FRESH_S = 2.5  # squeue needs a moment to know a new job
-ASK_EVERY_S = 15.0  # a follower's calls of squeue: at most four a minute
-ASK_RUNNING_EVERY_S = 30.0  # while the run folder shows that the job runs
-RESULT_GRACE_S = 5.0
-UNSEEN_S = 15.0
 
 
 class SlurmHandle(Handle):
@@ -205,7 +159,6 @@ class SlurmHandle(Handle):
         self._run = run
         self.job_id = str(handle["job_id"])
         self.title = f"job {self.job_id}"
-        self._news = News()
         self.client = client_of(run, handle.get("slurm_conf"))
         self.job: Job | None = None
         self.silent_since: datetime | None = None
@@ -218,11 +171,8 @@ class SlurmHandle(Handle):
         self._result_at: float | None = None
         self._ended_at: float | None = None
         self._began = time.monotonic()
-
-    @property
-    def attempt(self) -> int:
-        """Return the newest attempt that has begun; 0 before any."""
-        return max(0, self._run.attempts_made() - 1)
+        self._reported_place = ""
+        self._reported_silence_at: float | None = None
 
     def poll(self, timeout_s: float) -> State:
         """Read the folder and, at intervals, query the scheduler. Never waits for its answer."""
@@ -230,10 +180,13 @@ class SlurmHandle(Handle):
         result = self._run.read_result()
         self._ask(ended=result is not None)
         if result is not None:
-            over = self.silent_since is not None or (self.job is not None and not self.job.alive)
             # The result is final; squeue, which is asked rarely, may show the job for a while.
             self._result_at = self._result_at or time.monotonic()
-            over = over or time.monotonic() - self._result_at > RESULT_GRACE_S
+            over = (
+                self.silent_since is not None
+                or (self.job is not None and not self.job.alive)
+                or time.monotonic() - self._result_at > RESULT_GRACE_S
+            )
             return State(result["state"]) if over else State.RUNNING
         if self.job is None:
             return State.PENDING
@@ -278,28 +231,44 @@ class SlurmHandle(Handle):
         return None
 
     def stop(self) -> None:
-        """Ask all ranks to stop for good, as each kind of run does; see `how_it_stops`."""
-        job = self._asked_now()
-        if job is None or job.waiting:
-            self.kill()
-            return
-        stop(self.client, {self._run: self.job_id})
+        """Ask all ranks to stop for good, as each kind of run does; a waiting job ends."""
+        cancel_all([self._run], now=False)
 
     def kill(self) -> None:
         """End the job at once, queued or running; progress since the last checkpoint is lost."""
-        end(self.client, {self._run: self.job_id})
+        cancel_all([self._run], now=True)
 
     @property
     def waiting_for(self) -> str:
         return self.job.reason if self.job is not None and self.job.waiting else ""
 
     def news(self) -> Sequence[str]:
-        return self._news.of(self.job, self.silent_since, self.attempt)
+        """Return changes: the scheduler stops or resumes answering; the job's state and place."""
+        found: list[str] = []
+        if self.silent_since is not None and self._reported_silence_at is None:
+            self._reported_silence_at = time.monotonic()
+            found.append(
+                f"the scheduler has not answered since {self.silent_since:%H:%M:%S}; the job is "
+                f"not affected, and it is asked again and again"
+            )
+        elif self.silent_since is None and self._reported_silence_at is not None:
+            waited_s = time.monotonic() - self._reported_silence_at
+            self._reported_silence_at = None
+            found.append(f"the scheduler answers again, {waited_s:.0f} s later")
+        job, attempt = self.job, max(0, self._run.attempts_made() - 1)
+        place = f"{job.state} {job.nodes} {attempt}" if job is not None else ""
+        if job is None or not job.alive or place == self._reported_place:
+            return found
+        self._reported_place = place
+        where = f"on {job.nodes}" if job.nodes else (f"({job.reason})" if job.reason else "")
+        restarts = f", attempt {attempt + 1}" if attempt else ""
+        still = f": {job.standstill}" if job.standstill else ""
+        found.append(f"{self.title} is {job.state.lower()} {where}{restarts}".strip() + still)
+        return found
 
     def in_progress(self) -> str:
-        job = self._asked_now()
-        lives = job is not None and job.alive
-        return f"{self.title}, {job.state.lower()}" if job is not None and lives else ""
+        job = queued(self.client, [self.job_id]).get(self.job_id)
+        return f"{self.title}, {job.state.lower()}" if job is not None and job.alive else ""
 
     def cancel(self, run: RunDir, *, now: bool) -> str:
         said = cancel_all([run], now=now).get(run.path)
@@ -310,9 +279,6 @@ class SlurmHandle(Handle):
         if said.endswith(UNSENT):
             raise ClusterError(f"{self.title}, {said}")
         return f"{self.title} {said}"
-
-    def _asked_now(self) -> Job | None:
-        return queued(self.client, [self.job_id]).get(self.job_id)
 
     def close(self) -> None:
         if self._asked is not None:

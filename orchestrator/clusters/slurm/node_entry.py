@@ -39,20 +39,19 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     Args:
         stop_signal: the first signal that the script got, or "".
     """
-    from orchestrator.clusters.slurm.outcome import finish
+    from orchestrator.clusters.slurm.outcome import Next, finish
     from orchestrator.errors import START_AGAIN
     from orchestrator.rundir.folder import RunDir
 
-    in_place: list[bool] = []
     try:
-        once_more = finish(
-            Path(run), int(attempt), int(code), stop_signal, in_place=lambda: in_place.append(True)
-        )
+        follows = finish(Path(run), int(attempt), int(code), stop_signal)
     finally:
         _leave_copy()
+    if follows is Next.NEW_SRUN:
+        sys.exit(START_AGAIN)
     ended = RunDir(Path(run)).read_result()
-    well = once_more or (ended is not None and ended["state"] != "failed")
-    sys.exit(START_AGAIN if in_place else 0 if well else 1)
+    well = follows is Next.REQUEUE or (ended is not None and ended["state"] != "failed")
+    sys.exit(0 if well else 1)
 
 
 def _leave_copy() -> None:

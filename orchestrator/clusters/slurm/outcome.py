@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,14 @@ LONGEST_PAUSE_S = 30.0
 FRUITLESS = 10
 
 
+class Next(Enum):
+    """What follows an attempt: the end of the run, a requeue, or a new srun in this allocation."""
+
+    END = "end"
+    REQUEUE = "requeue"
+    NEW_SRUN = "new srun"
+
+
 def ask_job(client: SlurmClient, job_id: str) -> JobStatus | None:
     """Return the controller's answer about this job, waiting for as long as it takes.
 
@@ -77,32 +86,20 @@ def cancelled_by_scheduler() -> Culprit:
     return Culprit(rank=None, node="scheduler", cause=CAUSES["CANCELLED"])
 
 
-def finish(
-    path: Path,
-    attempt: int,
-    code: int,
-    stop_signal: str,
-    *,
-    in_place: Callable[[], None] | None = None,
-    script_gone: str = "",
-) -> bool:
+def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone: str = "") -> Next:
     """Settle what the ranks could not.
 
     Args:
         code: srun's exit code.
         stop_signal: the first signal that the batch script got, or "".
-        in_place: starts srun again in the same allocation, if only srun was killed.
         script_gone: why the batch script ended, if the coordinator acts for it.
-
-    Returns:
-        Whether the run restarts.
     """
     run = RunDir(path)
     if Fence(run.newest_attempt, attempt).is_stale:
-        return False
+        return Next.END
     _await_agents(run, attempt)
     if run.read_result() is not None:
-        return False
+        return Next.END
     job_id = own_job_id(os.environ)
     job = ask_job(SlurmClient(), job_id)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -110,27 +107,32 @@ def finish(
     if departure and job and job.restarts == restarts + 1:  # requeue cancelled while the ranks left
         _note(run, attempt, departure, job, restarts)
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
-        return False
+        return Next.END
     if job.cancelled:
         write_end(run, State.STOPPED, cancelled_by_scheduler())
-        return False
-    again = partial(ask_for_requeue, SlurmClient(), job_id)
+        return Next.END
+    in_place = False
     if departure is None and (why := _cut_short(run, attempt, code, stop_signal)):
         departure = departure_note(why)
-        if in_place is not None and job.state == "RUNNING" and why in (SRUN_KILLED, SRUN_ENDED):
-            again = partial(_start_in_place, run, in_place)
+        only_srun = why in (SRUN_KILLED, SRUN_ENDED)
+        in_place = only_srun and job.state == "RUNNING" and not script_gone
     outcome = read_outcome(run, attempt)
     cut_off = outcome is not None and outcome.state is not State.FINISHED
     if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
         departure = {**(departure or departure_note(script_gone)), "why": script_gone}
-    return conclude(
+    again = conclude(
         run,
         attempt,
         job,
         departure=departure,
         culprit=lambda: culprit_of(run, attempt, code),
-        again=again,
+        again=partial(_count_new_srun, run)
+        if in_place
+        else partial(ask_for_requeue, SlurmClient(), job_id),
     )
+    if not again:
+        return Next.END
+    return Next.NEW_SRUN if in_place else Next.REQUEUE
 
 
 def _await_agents(run: RunDir, attempt: int) -> None:
@@ -149,14 +151,13 @@ def _await_agents(run: RunDir, attempt: int) -> None:
         time.sleep(LOOK_S)
 
 
-def _start_in_place(run: RunDir, start: Callable[[], None]) -> None:
+def _count_new_srun(run: RunDir) -> None:
     """Count one more attempt of this start of the job, for the script and for who settles it."""
     counted = run.started_again(os.environ["SLURM_JOB_ID"])
     before = int(counted.read_text("ascii")) if counted.exists() else 0
     write_atomically(counted, f"{before + 1}\n")
     handle = read_handle(run)
     write_json(run.handle, {**handle, "attempt": int(handle["attempt"]) + 1})
-    start()
 
 
 def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | None:
@@ -180,7 +181,7 @@ def settle_without_script(run: RunDir, attempt: int, why: str) -> None:
     fence = Fence(run.newest_attempt, attempt)
     print("the batch script is gone; its part is done from here", flush=True)  # noqa: T201  # the node's log
     try:
-        if fence.is_stale or finish(run.path, attempt, 0, "", script_gone=why):
+        if fence.is_stale or finish(run.path, attempt, 0, "", script_gone=why) is Next.REQUEUE:
             return
         SlurmClient().must("scancel", own_job_id(os.environ))
     except ClusterError as error:  # no commands in a container: `status` or `resume` does it
@@ -289,13 +290,7 @@ def settle_ended(run: RunDir, job: Job) -> str | None:
     Returns:
         A sentence if it was requeued. Raises `ClusterError`.
     """
-    if not os.access(run.path, os.W_OK | os.X_OK):
-        return None
-    try:
-        with held(run):
-            return _settle(run, job)
-    except RunFolderError:  # its holder sees to it
-        return None
+    return _as_holder(run, partial(_settle, run, job))
 
 
 def dismiss_held(run: RunDir, job: Job) -> str | None:
@@ -304,18 +299,27 @@ def dismiss_held(run: RunDir, job: Job) -> str | None:
     Returns:
         A sentence if that was done. Raises `ClusterError`.
     """
+    return _as_holder(run, partial(_dismiss, run, job))
+
+
+def _as_holder(run: RunDir, action: Callable[[], str | None]) -> str | None:
+    """Act while holding the run's lock; None if another process holds it, or it is not ours."""
     if not os.access(run.path, os.W_OK | os.X_OK):
         return None
     try:
         with held(run):
-            handle = read_handle(run)
-            client = client_of(run, handle.get("slurm_conf"))
-            now = queued(client, [job.id]).get(job.id) if str(handle["job_id"]) == job.id else None
-            if now is None or not now.held or run.read_result() is None:
-                return None
-            client.must("scancel", job.id)
+            return action()
     except RunFolderError:  # its holder sees to it
         return None
+
+
+def _dismiss(run: RunDir, job: Job) -> str | None:
+    handle = read_handle(run)
+    client = client_of(run, handle.get("slurm_conf"))
+    now = queued(client, [job.id]).get(job.id) if str(handle["job_id"]) == job.id else None
+    if now is None or not now.held or run.read_result() is None:
+        return None
+    client.must("scancel", job.id)
     return (
         f"{run.path}: job {job.id} was queued once more after the run's end, and held there "
         f"({now.reason}); it is taken out of the queue"
