@@ -23,7 +23,6 @@ from orchestrator.clusters.slurm.admission import Gres, read_gres
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import Here, script_name, shape_of, step_script
 from orchestrator.clusters.slurm.root_cause import culprit_without_outcome
-from orchestrator.clusters.slurm.task import Task
 from orchestrator.config.schema import ClusterConfig, gpu_count, node_range
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import APPENDING, open_nofollow
@@ -167,15 +166,12 @@ class CurrentAllocation(BaseSlurmCluster):
 
     def submit(self, request: Request) -> Handle:
         """Start the step."""
-        from orchestrator.clusters.slurm.executor import Executor
-
-        run = RunDir(request.run)
-        self.lay_out(request)
-        client, name = SlurmClient(self.config.cluster.slurm_conf), script_name(request.attempt)
-        job = os.environ[JOB]  # it runs already
-        Executor(run.submitit, request.text, name, lambda _: job).submit(Task(str(run.path)))
+        client, job = SlurmClient(self.config.cluster.slurm_conf), os.environ[JOB]
+        self.place(request, lambda _: job)  # it runs already
         own = {**client.environment("srun"), JOB: job}
-        return StepHandle(request, run.submitit / f"{name}.sh", own)
+        return StepHandle(
+            request, RunDir(request.run).submitit / f"{script_name(request.attempt)}.sh", own
+        )
 
 
 def _too_small(asked: ClusterConfig, job: str, shares: Mapping[str, Share]) -> Iterator[str]:

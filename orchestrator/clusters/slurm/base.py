@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from orchestrator import snapshot
 from orchestrator.clusters.api import Cluster, Request
-from orchestrator.clusters.slurm.batch_script import AFTER_NODE, Here, after_node, all_options, here
+from orchestrator.clusters.slurm.batch_script import (
+    AFTER_NODE,
+    Here,
+    after_node,
+    all_options,
+    here,
+    script_name,
+)
 from orchestrator.clusters.slurm.safe_values import (
     check_clusters,
     check_defaults,
     check_preamble,
     check_values,
 )
-from orchestrator.clusters.slurm.task import write_task
+from orchestrator.clusters.slurm.task import Task, write_task
 from orchestrator.clusters.slurm.trust import client_of, remember
 from orchestrator.config.program import target_of
 from orchestrator.config.schema import node_range
@@ -65,12 +73,26 @@ class BaseSlurmCluster(Cluster):
     def script(self, run: RunDir, attempt: int, place: Here) -> str:
         """Return the exact script that starts the ranks."""
 
-    def lay_out(self, request: Request) -> None:
-        """Write the run's code, its task and its clean-up script to its folder."""
+    def place(self, request: Request, queue: Callable[[Path], str]) -> None:
+        """Write the files of the request, and have submitit place its batch script.
+
+        Args:
+            queue: queues the script at a path; returns the job's id.
+        """
+        import submitit  # slow to import
+
+        class Executor(submitit.SlurmExecutor):
+            def _submit_command(self, command: str) -> submitit.SlurmJob[Any]:
+                del command  # the script has its own
+                path = self.folder / f"{script_name(request.attempt)}.sh"
+                write_atomically(path, request.text)
+                return submitit.SlurmJob(folder=self.folder, job_id=queue(path), tasks=[0])
+
         run = RunDir(request.run)
         if self.config.run.snapshot:
             self.copy_code(run.path, run.snapshot(request.attempt))
         self.write_start(run)
+        Executor(folder=run.submitit).submit(Task(str(run.path)))
 
     def copy_code(self, run: Path, into: Path) -> None:
         """Copy the run's code, and report the files left out."""

@@ -14,10 +14,9 @@ from orchestrator.clusters.slurm.admission import Verdict, check_request, too_sl
 from orchestrator.clusters.slurm.allocation import CurrentAllocation
 from orchestrator.clusters.slurm.arrays import UNLIKE, fitting, submit_as_arrays
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
-from orchestrator.clusters.slurm.batch_script import Here, batch_script, cpus_per_node, script_name
+from orchestrator.clusters.slurm.batch_script import Here, batch_script, cpus_per_node
 from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
 from orchestrator.clusters.slurm.submission import adopt, queue, retry_unanswered
-from orchestrator.clusters.slurm.task import Task
 from orchestrator.config.schema import Config, node_range
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import RunStatus
@@ -78,17 +77,10 @@ class SlurmCluster(BaseSlurmCluster):
 
     def submit(self, request: Request) -> SlurmHandle:
         """Queue the request, and write the job's id to the run folder."""
-        from orchestrator.clusters.slurm.executor import Executor
-
-        run = RunDir(request.run)
-        self.lay_out(request)
-        number, conf = request.attempt, self.config.cluster.slurm_conf
-
-        def place(script: Path) -> str:
-            return queue(run, script, number, conf, tell=self.tell)
-
-        executor = Executor(run.submitit, request.text, script_name(number), place)
-        executor.submit(Task(str(run.path)))
+        run, conf = RunDir(request.run), self.config.cluster.slurm_conf
+        self.place(
+            request, lambda script: queue(run, script, request.attempt, conf, tell=self.tell)
+        )
         return SlurmHandle(run)
 
     @classmethod
