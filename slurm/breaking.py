@@ -48,6 +48,12 @@ def kill_batch_script(cluster: DevCluster, job: str) -> None:
     processes.kill([batch_script(cluster, job)])
 
 
+def kill_srun(cluster: DevCluster, job: str) -> None:
+    """Kill only the srun of a running job: its batch script lives on, and so do its tasks."""
+    children = psutil.Process(batch_script(cluster, job)).children(recursive=True)
+    processes.kill([child.pid for child in children if child.name() == "srun"])
+
+
 def signal_rank(cluster: DevCluster, job: str, rank: int, number: signal.Signals) -> str:
     """Signal one rank's processes; return its node."""
     for node in cluster.node_names:

@@ -11,7 +11,7 @@ from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError
 from tests import helpers
 from tests.programs import QUICK, WAITS, script
-from tests.slurm.runs import BATCH, QUIET, processes_of_job, queue_state, reference, verb
+from tests.slurm.runs import BATCH, QUIET, processes_of_job, queue_state, verb
 from tests.slurm.test_interruptions import log
 
 CURRENT = ("+cluster=slurm", "cluster.allocation=current", "cluster.ranks_per_node=2")
@@ -123,11 +123,3 @@ def test_no_rank_outlives_its_launcher(slurm, shell, tmp_path):
     )
     state = json.loads(verb("status", tmp_path / "run", "--json").stdout)[0]
     assert (state["state"], state["reason"]) == ("lost", "its launcher is gone, without a result")
-
-
-def test_a_job_trains_to_the_weights_of_a_local_run(shell, tmp_path):
-    shape = ("cluster.nodes=2", "cluster.ranks_per_node=1", "train.updates=6", "transport=gloo")
-    done = helpers.call(*CURRENT[:2], *BATCH, *shape, f"run.dir={tmp_path / 'run'}", **shell)
-    assert done.returncode == 0, done.stdout + done.stderr
-    ours = helpers.result(tmp_path / "run")["weights_sha256"]
-    assert ours == reference(tmp_path / "local", *shape)

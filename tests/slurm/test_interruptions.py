@@ -1,5 +1,5 @@
-"""Preemption, requeue, a time limit and a batch script that is signalled or killed: each costs a
-restart and no bit. Runs that do not affect each other run at the same time.
+"""Preemption, requeue, a time limit, an srun that is killed and a batch script that is signalled or
+killed: each costs a restart and no bit. Runs that do not affect each other run at the same time.
 """
 
 import json
@@ -16,7 +16,11 @@ from tests.slurm import runs
 from tests.slurm.runs import QUIET, SHAPE
 
 ONE_NODE = ("cluster.nodes=1", "cluster.ranks_per_node=2")
-DISTURBED = {"killed": "its batch script was killed", "signalled": "asked to stop by SIGUSR2"}
+DISTURBED = {
+    "killed": "its batch script was killed",
+    "signalled": "asked to stop by SIGUSR2",
+    "without srun": "srun was killed",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,8 +36,8 @@ def limited(slurm, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def disturbed(slurm, tmp_path_factory):
-    """Runs whose batch script was killed or signalled, one cancelled, one finished; the last two
-    were then requeued by hand.
+    """Runs whose batch script was killed or signalled, one whose srun was killed, one cancelled, one
+    finished; the last two were then requeued by hand.
     """
     folder = tmp_path_factory.mktemp("disturbed")
     names = (*DISTURBED, "cancelled")
@@ -42,6 +46,7 @@ def disturbed(slurm, tmp_path_factory):
     for name in names:
         runs.wait_for_update(folder / name, 6)
     breaking.kill_batch_script(slurm, runs.job_of(folder / "killed"))
+    breaking.kill_srun(slurm, runs.job_of(folder / "without srun"))
     signalled = runs.job_of(folder / "signalled")
     slurm.command("scancel", "--batch", "-s", "USR2", signalled)
     assert runs.verb("cancel", folder / "cancelled").returncode == 0
@@ -73,7 +78,7 @@ def test_a_requeue_does_not_undo_cancel(slurm, disturbed):
 
 
 @pytest.mark.parametrize("name", DISTURBED)
-def test_a_batch_script_that_dies_or_is_signalled_costs_a_restart(slurm, disturbed, name, digest):
+def test_a_batch_script_or_srun_that_dies_costs_a_restart(slurm, disturbed, name, digest):
     ended = runs.wait_over(slurm, disturbed / name)
     assert ended["weights_sha256"] == digest
     (note,) = ended["restarts"]

@@ -9,20 +9,6 @@ from tests.hold import Hold
 from tests.slurm import runs
 
 
-@pytest.fixture(scope="module", autouse=True)
-def silent(slurm, tmp_path_factory):
-    """A run that may not be requeued, and its second node, whose processes were killed."""
-    run = tmp_path_factory.mktemp("silent") / "run"
-    runs.submit_long(
-        slurm, run, "cluster.heartbeat_timeout_s=2", "run.survive=false",
-        "cluster.requeue=false", "cluster.exclusive=true",  # no other test's node
-    )  # fmt: skip
-    runs.wait_for_update(run, 3)
-    lost = runs.nodes_of(slurm, runs.job_of(run))[1]
-    breaking.kill_jobs(slurm, lost)
-    return run, lost
-
-
 def test_a_node_whose_processes_vanish_is_noticed_though_slurm_believes_it_alive(
     mended, tmp_path, digest
 ):
@@ -39,13 +25,6 @@ def test_a_node_whose_processes_vanish_is_noticed_though_slurm_believes_it_alive
     assert note["why"] == f"node {lost} stopped answering"
     assert note["lost_updates"] <= 6
     assert runs.status(run)["lost_updates"] == note["lost_updates"]
-
-
-def test_a_run_that_may_not_be_requeued_names_the_silent_node(slurm, silent):
-    run, lost = silent
-    result = runs.wait_over(slurm, run)
-    assert (result["state"], result["culprit"]["node"]) == ("failed", lost)
-    assert result["culprit"]["cause"].startswith("the node went away")
 
 
 @pytest.mark.timeout(300)

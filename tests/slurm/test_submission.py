@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.clusters.api import cluster_of
+from orchestrator.config.composer import compose
+from orchestrator.errors import ClusterError
 from orchestrator.slurm_client import SlurmClient, accounted_scripts
 from tests.helpers import TINY, begin, call, commit, environment, result, until
 from tests.slurm import runs
@@ -92,24 +95,27 @@ def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
         assert json.loads(environment_file.read_text())["git"]["commit"] == expected
 
 
-@pytest.mark.parametrize(
-    ("override", "words", "hint"),
-    [
-        ("cluster.partition=hihg", "invalid partition specified: hihg", "did you mean 'high'?"),
-        ("cluster.account=devv", "Invalid account", "`sacctmgr show associations` lists yours"),
-        ("cluster.qos=fast", "Invalid qos", "no such quality of service"),
-        ("cluster.nodes=9", "Node count specification invalid", "partition main gives 4 at most"),
-        ("+cluster.slurm_flags.gres=npu:1", "Invalid generic resource (gres)", "no such resource"),
-        ("cluster.exclude=n[0-2]", "gives 1 at most", "without the 3 of cluster.exclude"),
-        ("cluster.partition=short cluster.time_min=5", "time limit is", "try cluster.time_min=1"),
-    ],
+REFUSED = (
+    ("cluster.partition=hihg", "invalid partition specified: hihg", "did you mean 'high'?"),
+    ("cluster.account=devv", "Invalid account", "`sacctmgr show associations` lists yours"),
+    ("cluster.qos=fast", "Invalid qos", "no such quality of service"),
+    ("cluster.nodes=9", "Node count specification invalid", "partition main gives 4 at most"),
+    ("+cluster.slurm_flags.gres=npu:1", "Invalid generic resource (gres)", "no such resource"),
+    ("cluster.exclude=n[0-2]", "gives 1 at most", "without the 3 of cluster.exclude"),
+    ("cluster.partition=short cluster.time_min=5", "time limit is", "try cluster.time_min=1"),
 )
-def test_what_can_never_run_is_refused_and_leaves_nothing(slurm, tmp_path, override, words, hint):
-    done = call(*runs.overrides(slurm, tmp_path / "run", *override.split()), **runs.QUIET)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert hint in done.stderr
-    assert not (tmp_path / "run").exists()
+
+
+def test_what_can_never_run_is_refused_and_leaves_nothing(slurm, tmp_path):
+    run = tmp_path / "run"
+    for override, words, hint in REFUSED:
+        cluster = cluster_of(compose(runs.overrides(slurm, run, *override.split())))
+        with pytest.raises(ClusterError) as refused:
+            cluster.check(cluster.request(run, 0))
+        assert words in str(refused.value)
+        assert hint in str(refused.value)
+    done = call(*runs.overrides(slurm, run, "cluster.nodes=9"), **runs.QUIET)
+    assert (done.returncode, run.exists()) == (2, False)
 
 
 def test_a_run_that_only_has_to_wait_is_queued_and_can_be_cancelled_and_resumed(mended, tmp_path):
