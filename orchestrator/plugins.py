@@ -132,13 +132,12 @@ TRANSPORTS = Seam(
     besides=("auto", "mccl"),  # the latter is MindSpore's, as is all that it has of the others
 )
 FRAMEWORKS = Seam(
-    key="engine.framework",
+    key="framework",
     group="orchestrator.frameworks",
     ours={
         "torch": "orchestrator.engine.torch.framework:Torch",
         "mindspore": "orchestrator.engine.mindspore.framework:MindSpore",
     },
-    besides=("auto",),
 )
 TRACKERS = Seam(
     key="tracker.kind",

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from orchestrator.config.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
 from orchestrator.config.job_source import builds_optimizer
 from orchestrator.config.loader import Loader
-from orchestrator.config.messages import OWN_LAUNCHER, config_errors
+from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config, unknown_keys
 from orchestrator.config.schema import Config
@@ -73,60 +73,38 @@ def expand_home(value: Any) -> Any:
     return [expand_home(inner) for inner in value] if isinstance(value, list) else value
 
 
-CORE = "hydra._internal.core_plugins"
-BASIC_SWEEPER = f"{CORE}.basic_sweeper.BasicSweeper"
-LAUNCHERS = (
-    f"{CORE}.basic_launcher.BasicLauncher",
-    "hydra_plugins.orchestrator_launcher.OrchestratorLauncher",
-)
-UNUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "launcher._target_": (LAUNCHERS, OWN_LAUNCHER.format("hydra/launcher")),
-    "sweeper.max_batch_size": ((None,), "all points of a sweep are checked before one runs"),
-    "run.dir": ((".", "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"), "a run's folder is run.dir=…"),
-    "output_subdir": ((None, ".hydra"), "a run's folder says all of it: config.yaml"),
-    "job.chdir": ((None, False), "a run works in the folder that it was started from"),
-    "job.env_set": (({},), "variables of the ranks are cluster.environment={NAME: value}"),
-    "job.env_copy": (([],), "variables of the ranks are cluster.environment={NAME: value}"),
-    "callbacks": (({},), "nothing of Hydra's runs here; metrics.jsonl is written every update"),
-}  # fmt: skip
-"""Key below `hydra`: the values that change nothing, and what to do instead."""
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+WHOLE = ("hydra.sweeper", "hydra.job", "hydra.sweep")
+"""Groups of Hydra's own settings, which cannot be one value."""
+VARIABLES = "variables of the ranks are cluster.environment={NAME: value}"
+UNUSED = {
+    "hydra.launcher": "a sweep's points are placed by this package's own launcher: here, or with "
+    "+cluster=slurm as arrays of jobs",
+    "hydra.sweeper.params": "it is a file's way to say what is swept; on the command line each "
+    "parameter stands for itself, as in -m train.seed=1,2",
+    "hydra.sweeper.max_batch_size": "all points of a sweep are checked before one runs",
+    "hydra.run": "a run's folder is run.dir=…",
+    "hydra.output_subdir": "a run's folder says all of it: config.yaml",
+    "hydra.job.chdir": "a run works in the folder that it was started from",
+    "hydra.job.env_set": VARIABLES,
+    "hydra.job.env_copy": VARIABLES,
+    "hydra.callbacks": "nothing of Hydra's runs here; metrics.jsonl is written every update",
+}
+"""Settings of Hydra's that would be ignored, and what to do instead."""
 
 
-PARAMS = "hydra.sweeper.params"
-SECTIONS = ("sweeper", "launcher", "job", "run", "sweep")
-
-
-def refuse_replaced(hydra: DictConfig) -> None:
-    """Raise `ConfigError` where a section of Hydra's settings became a single value."""
-    for name in SECTIONS:
-        if not OmegaConf.is_dict(OmegaConf.select(hydra, name)):
-            raise ConfigError(
-                f"hydra.{name} is a group of settings of Hydra's own and cannot be one value; "
-                f"leave hydra.{name} out"
-            )
-
-
-def refuse_typed_params(overrides: Sequence[str]) -> None:
-    """Raise `ConfigError` where what a file says of a sweep was typed; OmegaConf falls over it."""
+def refuse_unused(overrides: Sequence[str]) -> None:
+    """Raise `ConfigError` for typed settings of Hydra's that would be ignored, or break it."""
     for override in overrides:
-        if override.lstrip("+~").startswith(PARAMS):
+        key = key_of(override)
+        if key in WHOLE:
             raise ConfigError(
-                f"{PARAMS} is a file's way to say what is swept; on the command line each "
-                f"parameter stands for itself, as in -m train.seed=1,2"
+                f"{key} is a group of settings of Hydra's own and cannot be one value; leave {key} "
+                f"out"
             )
-
-
-def refuse_unused(hydra: DictConfig) -> None:
-    """Raise `ConfigError` for what is set below `hydra` and would be ignored."""
-    wrong: list[str] = []
-    for key, (harmless, way) in UNUSED.items():
-        parent, _, leaf = key.rpartition(".")
-        node = OmegaConf.select(hydra, parent) if parent else hydra
-        value = OmegaConf.to_container(node).get(leaf) if node else None  # type: ignore[union-attr]
-        if value is not None and value not in harmless:
-            wrong.append(f"hydra.{key}={value} means nothing here: {way}")
-    if wrong:
-        raise ConfigError("\n".join(wrong))
+        for unused, way in UNUSED.items():
+            if f"{key.replace('/', '.')}.".startswith(f"{unused}."):
+                raise ConfigError(f"{key} means nothing here: {way}; leave {key} out")
 
 
 IDENTITY = {"job": ("_target_",), "optimizer": ("_target_", "name")}
@@ -252,7 +230,7 @@ class Composer:
         """
         mode = RunMode.MULTIRUN if self.line.multirun else RunMode.RUN
         with config_errors():
-            refuse_typed_params(self.line.overrides)
+            refuse_unused(self.line.overrides)
             found = self.load(self.overrides, mode)
             asked = OmegaConf.select(found, "hydra.mode")
             if asked == RunMode.RUN and self.line.multirun:
@@ -260,7 +238,6 @@ class Composer:
             sweeps = self.line.multirun or asked == RunMode.MULTIRUN
             if not sweeps:
                 self.loader.refuse_choices(self.overrides)
-            refuse_replaced(found.hydra)
             theirs = found.hydra.sweeper.get("_target_") != BASIC_SWEEPER
             self.own_search = OmegaConf.select(found, "sweep.search") not in (None, "none")
             if theirs and self.own_search:
@@ -274,7 +251,6 @@ class Composer:
             self.params = [spelled(f"{key}={value}") for key, value in params.items()]
             if sweeps:
                 self.loader.refuse_twice(self.overrides)
-            refuse_unused(found.hydra)
             HydraConfig.instance().set_config(found)  # for ${hydra:…}
             return self._composed(found, self.line.overrides, sweeps=sweeps)
 
@@ -311,7 +287,6 @@ class Composer:
             if found is None:
                 found = self.load(overrides, RunMode.RUN)
                 _set_number(found, number)
-                refuse_unused(found.hydra)
                 HydraConfig.instance().set_config(found)  # for ${hydra:…}
                 self._cache.add(overrides, found)
             return self._composed(found, overrides)

@@ -198,16 +198,6 @@ def find_class(dotted: str) -> ClassSource | None:
     return found if isinstance(found, ClassSource) else None
 
 
-def constructor_arguments(dotted: str) -> list[str] | None:
-    """Return the parameters of a class's own `__init__`, or None if they cannot be told."""
-    found = find_class(dotted)
-    method = found.members.get("__init__") if found else None
-    if not isinstance(method, Definition) or method.args.kwarg is not None:
-        return None
-    given = (*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs)
-    return [argument.arg for argument in given][1:]
-
-
 def missing_class(dotted: str, key: str) -> str | None:
     """Return why a class cannot exist; None if it exists, or if that cannot be told.
 
@@ -417,24 +407,6 @@ def _check_executable(spelled: str, path: Path) -> None:
         )
     if not os.access(path, os.X_OK):
         raise JobError(f"{spelled} may not be executed; chmod +x {spelled}")
-    if first.startswith(b"#!"):
-        _check_interpreter(spelled, os.fsdecode(first[2:]).removesuffix("\n"))
-
-
-def _check_interpreter(spelled: str, line: str) -> None:
-    """Check the interpreter that a script names; `line` is the text after #!."""
-    wanted, _, rest = line.strip(" \t").partition(" ")
-    if wanted.endswith("\r") or rest.endswith("\r"):
-        raise JobError(
-            f"{spelled} has lines that end as on Windows, which the kernel takes for a part of "
-            f"{wanted.strip()}; mend them: sed -i 's/\\r$//' {spelled}"
-        )
-    if wanted and not Path(wanted).exists():
-        raise JobError(f"{spelled} wants {wanted}, which is not on this machine")
-    named = rest.split()[:1]
-    through_env = Path(wanted).name == "env" and named and not re.search("^-|=", named[0])
-    if through_env and shutil.which(named[0]) is None:
-        raise JobError(f"{spelled} wants {named[0]}, which is not on PATH")
 
 
 def _not_there(spelled: str, path: Path) -> str:

@@ -45,10 +45,6 @@ ELSEWHERE = {
     "output_dir": "run.dir",
 }
 """What other tools call a key of ours."""
-OWN_LAUNCHER = (
-    "a sweep's points are placed by this package's own launcher: here, or with +cluster=slurm as "
-    "arrays of jobs; leave {} out"
-)
 NO_SWEEPER = "it is not installed here; without {}, all combinations of stated values are swept"
 
 
@@ -134,9 +130,8 @@ def _unknown_choice(error: BaseException, text: str) -> str | None:
         group, choice = found.groups()
         if choice is None:
             return f"there is no configuration '{group}'"
-        if group in {"hydra/launcher", "hydra/sweeper"}:
-            way = OWN_LAUNCHER if group == "hydra/launcher" else NO_SWEEPER
-            return f"{group}={choice} is not available: {way.format(group)}"
+        if group == "hydra/sweeper":
+            return f"{group}={choice} is not available: {NO_SWEEPER.format(group)}"
         offered = re.findall(r"^\t(?!provider=)(\S+)$", text, flags=re.MULTILINE)
         return f"there is no {group} called '{choice}'{did_you_mean(choice, offered)}"
     return None

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from orchestrator.config.job_source import constructor_arguments, missing_class
+from orchestrator.config.job_source import missing_class
 from orchestrator.errors import ConfigError, did_you_mean
 
 RATES = ("lr", "learning_rate")
-_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "maximize")
+_TORCH = ("maximize", "foreach", "differentiable", "fused")
+_ADAM = ("betas", "eps", "weight_decay", "amsgrad", "capturable", *_TORCH)
 ARGUMENTS = {
-    "sgd": ("momentum", "dampening", "weight_decay", "nesterov", "maximize"),
-    "adam": _ADAM,
+    "sgd": ("momentum", "dampening", "weight_decay", "nesterov", *_TORCH),
+    "adam": (*_ADAM, "decoupled_weight_decay"),
     "adamw": _ADAM,
 }
-"""What both frameworks take by name, besides the learning rate, which is the schedule's."""
-
-CLASSES = {"sgd": "torch.optim.SGD", "adam": "torch.optim.Adam", "adamw": "torch.optim.AdamW"}
-"""Where more arguments are looked up, should one be stated that is not listed above."""
+"""Arguments besides the learning rate, which is the schedule's."""
 
 
 def optimizer_problems(optimizer: Mapping[str, Any]) -> Iterator[str]:
@@ -43,32 +41,22 @@ def optimizer_problems(optimizer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _arguments(optimizer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield errors in the arguments; those of another class are left to the ranks."""
     name = optimizer.get("name")
-    spelled = str(name or optimizer["_target_"])
-    given = [key for key in optimizer if key not in ("name", "_target_")]
-    for key in given:
-        if key in RATES:
-            yield (
-                f"optimizer.{key}={optimizer[key]} is not used: the rate is the schedule's; set "
-                f"schedule.base_lr={optimizer[key]}"
-            )
-    known = list(ARGUMENTS.get(str(name), ()))
-    unknown = [key for key in given if key not in known and key not in RATES]
-    if not unknown:
-        return
-    written = constructor_arguments(CLASSES.get(str(name), spelled))
-    if written is None and not known:
-        return  # the ranks see, with the class in hand
-    known += [k for k in (written or [])[1:] if k not in known and k not in RATES]
-    unknown = [key for key in unknown if key not in known]
+    given = [key for key in optimizer if key not in ("name", "_target_", *RATES)]
+    for key in optimizer.keys() & set(RATES):
+        yield (
+            f"optimizer.{key}={optimizer[key]} is not used: the rate is the schedule's; set "
+            f"schedule.base_lr={optimizer[key]}"
+        )
+    known = ARGUMENTS.get(str(name), given)
+    unknown = [key for key in given if key not in known]
+    taker = next((n for n, taken in ARGUMENTS.items() if set(unknown) <= set(taken)), None)
     for key in unknown:
-        taken = [
-            f"{other} does: optimizer={other}"
-            for other, arguments in ARGUMENTS.items()
-            if set(unknown) <= set(arguments)
-        ]
-        yield f"{spelled} takes no '{key}' (from optimizer.{key})" + (
-            f"; {taken[0]} optimizer.{key}={optimizer[key]}" if taken else did_you_mean(key, known)
+        yield f"{name} takes no '{key}' (from optimizer.{key})" + (
+            f"; {taker} does: optimizer={taker} optimizer.{key}={optimizer[key]}"
+            if taker
+            else did_you_mean(key, known)
         )
 
 

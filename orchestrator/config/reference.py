@@ -66,7 +66,6 @@ MEANINGS = {
     "train.loader_workers": "Processes of each rank that load samples ahead",
     "train.on_non_finite": "After a non-finite loss or gradient all ranks stop, or skip the update",
     "train.initial_weights": "Run, or safetensors file, to start from",
-    "engine.framework": "`auto`: the job's class decides",
     "engine.bucket_mib": "Gradients sent together; null: an eighth of them, 1 to 25 MiB",
     "engine.wire": "Type in which gradients travel ([mathematics](../explanation/mathematics.md))",
     "engine.norm": "Replacement of batch norms ([your-own-job](../tutorial/your-own-job.md))",

@@ -220,15 +220,10 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
 
     Raises:
         ConfigError: a key that the engine cannot honour, with the nearest value that it can.
-        JobError: the job is written for another framework than the one asked for.
+        JobError: the job is written for a framework that is not installed.
     """
     if framework is None:
         return
-    if config.engine.framework not in ("auto", framework):
-        raise JobError(
-            f"engine.framework={config.engine.framework}, but the job is written for {framework}: "
-            f"{config.job['_target_']}; leave engine.framework out, or choose another job"
-        )
     if refusal := FRAMEWORKS.refusal(framework):
         told = refusal.replace(FRAMEWORKS.key, "framework", 1)
         raise JobError(f"{config.job['_target_']}: {told}")

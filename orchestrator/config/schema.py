@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from orchestrator.errors import ConfigError, did_you_mean, shortened
-from orchestrator.plugins import CLUSTERS, FRAMEWORKS, TRACKERS, TRANSPORTS, Seam
+from orchestrator.plugins import CLUSTERS, TRACKERS, TRANSPORTS, Seam
 
 LARGEST_INT = 2**63 - 1  # what the files, the random numbers' seeds and the frameworks can hold
 LONGEST_S = 10 * 365 * 24 * 3600.0
@@ -261,7 +261,7 @@ class TrainConfig:
 
 @dataclass
 class EngineConfig:
-    """Which framework computes ("auto": what the job's class says), and the size of its buckets.
+    """How the job's framework computes, and the size of the buckets of its gradients.
 
     bucket_mib: null is an eighth of the gradient, but 1 to 25 MiB, and all of one up to 3 MiB;
     under MindSpore, where none leaves before the boundary, 25 MiB.
@@ -271,7 +271,6 @@ class EngineConfig:
     MindSpore's (docs/how-to/mindspore.md).
     """
 
-    framework: str = registered(FRAMEWORKS, "auto")
     bucket_mib: float | None = number(None, above=0, most=2**20)
     wire: str = choice("own", "bfloat16")
     norm: str = choice("warn", "frozen", "group")

@@ -165,7 +165,7 @@ def _set_up(worker: Worker) -> Training:
     spec = _group_spec(config, run.attempt(attempt), topology, stop)
     _start_ahead(config, spec)
     job = build_job(config.job)
-    framework = FRAMEWORKS.make(framework_of(job, config), Framework)
+    framework = FRAMEWORKS.make(framework_of(job), Framework)
     alone = topology.replaces > 0
     with for_others("their group to form"):
         group = framework.form_group(replace(spec, rank=0, size=1) if alone else spec)
@@ -251,15 +251,9 @@ def refuse_arguments(dotted: str, target: type, arguments: Mapping[str, Any]) ->
             raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
 
 
-def framework_of(job: Job, config: Config) -> str:
-    """Return the framework to use. Raise `JobError` if the job was written for another one."""
+def framework_of(job: Job) -> str:
+    """Return the framework that the job is written for. Raise `JobError` if there is none."""
     own = getattr(job, "framework", "torch")
-    asked = config.engine.framework
-    if asked not in ("auto", own):
-        raise JobError(
-            f"engine.framework={asked}, but {type(job).__name__} is written for {own}; "
-            f"leave engine.framework out, or choose another job"
-        )
     if refusal := FRAMEWORKS.refusal(own):
         raise JobError(refusal.replace(FRAMEWORKS.key, f"{type(job).__name__}.framework", 1))
     return own
@@ -308,7 +302,7 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
             dataset_samples=samples,
             parameters=parameters,
             metric_count=len(getattr(job, "metric_names", ())),
-            framework=framework_of(job, config),
+            framework=framework_of(job),
             extra_collectives=engine.extra_collectives(),
             own_rate=has_own_rate(job),
         )

@@ -18,7 +18,6 @@ WRONG = [
     ["optimizer.momentum=0.9"],
     ["optimizer=sgd", "optimizer.eps=0.1"],
     ["optimizer.betaz=[0.9,0.99]"],
-    ["optimizer._target_=torch.optim.RMSprop", "optimizer.alpa=0.9"],
     ["optimizer=adm"],
     ["job=digitz"],
     ["accumulation.stpes=2"],

@@ -36,8 +36,9 @@ def limited(slurm, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def disturbed(slurm, tmp_path_factory):
-    """Runs whose batch script was killed or signalled, one whose srun was killed, one cancelled, one
-    finished; the last two were then requeued by hand.
+    """Runs whose batch script or srun was killed or signalled, one cancelled, one finished.
+
+    The last two were then requeued by hand.
     """
     folder = tmp_path_factory.mktemp("disturbed")
     names = (*DISTURBED, "cancelled")

@@ -89,15 +89,8 @@ def test_a_run_of_it_has_the_same_losses_on_any_ranks_and_goes_on_where_it_stood
     assert compare(alone, killed)["max_relative_difference"] < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("accumulation.reduction=reproducible",), "numpy's reduction is fast, not reproducible"),
-        (("engine.framework=torch",), "is written for numpy"),
-    ],
-)
-def test_what_it_cannot_do_is_refused(tmp_path, words, told):
-    done = call(*WORDS, *words, "accumulation.micro_batch=4", f"run.dir={tmp_path / 'run'}",
-                "accumulation.steps=null")  # fmt: skip
+def test_what_it_cannot_do_is_refused(tmp_path):
+    words = ("accumulation.reduction=reproducible", "accumulation.micro_batch=4")
+    done = call(*WORDS, *words, "accumulation.steps=null", f"run.dir={tmp_path / 'run'}")
     assert done.returncode != 0
-    assert told in done.stdout + done.stderr
+    assert "numpy's reduction is fast, not reproducible" in done.stdout + done.stderr

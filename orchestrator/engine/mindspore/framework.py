@@ -9,7 +9,7 @@ from orchestrator.engine.mindspore.rendezvous import ahead
 
 
 class MindSpore(Framework):
-    """`engine.framework=mindspore`."""
+    """The framework `mindspore`."""
 
     def form_group(self, spec: GroupSpec) -> Any:
         from orchestrator.engine.mindspore.group import form_group

@@ -18,7 +18,7 @@ from orchestrator.engine.torch.survival import SurvivingEngine
 
 
 class Torch(Framework):
-    """`engine.framework=torch`."""
+    """The framework `torch`."""
 
     def form_group(self, spec: GroupSpec) -> BaseGroup:
         return form_group(spec)
