@@ -90,8 +90,6 @@ class Agent:
             self._selector.register(control, selectors.EVENT_READ, self._launcher_gone)
         self._workers = Workers(
             ranks=spec.ranks_of(spec.index),
-            silence_s=spec.heartbeat_s,
-            hang_s=spec.hang_s,
             selector=self._selector,
             report=self._report,
             cpus_per_rank=spec.cpus_per_rank,
@@ -197,7 +195,7 @@ class Agent:
             print("a newer attempt has begun; this one ends", flush=True)
             self._over = True
             return
-        self._workers.look()
+        self._workers.report_unresponsive()
         for link in self._links():
             if link.rank is not None:
                 link.send()

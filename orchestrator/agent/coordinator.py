@@ -22,7 +22,16 @@ from orchestrator.agent.generations import (
     to_blame,
 )
 from orchestrator.agent.links import refuses
-from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED
+from orchestrator.agent.liveness import (
+    ASLEEP,
+    BEAT_S,
+    BUSY,
+    EVICTED,
+    FINISHED,
+    SILENT,
+    STOPPED,
+    STOPPED_PROCESS,
+)
 from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.positions import Positions
 from orchestrator.agent.replacements import Replacements
@@ -41,8 +50,8 @@ COME_S = 2.0
 ROOM_S = 1.0
 REACH_S = 0.2
 LEAST_SILENCE_S = 2.5 * BEAT_S
-GONE = "the node went away: its agent is gone"
-SILENT = (
+AGENT_GONE = "the node went away: its agent is gone"
+AGENT_SILENT = (
     "the node went away: its agent gave no sign of life for {} s (cluster.heartbeat_timeout_s): it "
     "is stopped, or cut off"
 )
@@ -67,7 +76,8 @@ class WorkerState:
     begun: bool = False
     code: dict[str, str] = field(default_factory=dict[str, str])
     ready: tuple[int, int] | None = None
-    quiet_reported: bool = False
+    silence_reported: bool = False
+    given_up: bool = False
 
 
 @dataclass(slots=True)
@@ -113,7 +123,7 @@ class Coordinator:
         self._announced_newcomers = False
         self._over = False  # a worker has ended in order, or failed: no generation follows
         self._replacements = Replacements(self._run, spec, self._record, clock)
-        self._positions = Positions(self._run, spec, clock)
+        self._positions = Positions(self._run)
         self._words: dict[int, str] = {}
         self._ends: list[End] = []
         self._losses: list[tuple[End, list[int]]] = []
@@ -181,13 +191,13 @@ class Coordinator:
         if not self.agents[index].gone:
             self._lose_agent(index)
 
-    def _lose_agent(self, index: int, cause: str = GONE) -> None:
+    def _lose_agent(self, index: int, cause: str = AGENT_GONE) -> None:
         agent = self.agents[index]
         agent.gone, agent.heard = True, None
         ranks = [r for r in self._spec.ranks_of(index) if self.workers[r].state != "ended"]
         self._lose_ranks(index, ranks, cause)
 
-    def _lose_ranks(self, index: int, ranks: list[int], cause: str = GONE) -> None:
+    def _lose_ranks(self, index: int, ranks: list[int], cause: str = AGENT_GONE) -> None:
         """Mark workers as lost together with their agent, with a cause that names the node."""
         if not ranks:
             return
@@ -195,7 +205,6 @@ class Coordinator:
         self._causes.setdefault(node, cause)
         for rank in ranks:
             self.workers[rank].state, self.workers[rank].waits = "ended", False
-            self._positions.ended(rank)
         status = -signal.SIGKILL  # the others treat it as killed
         end = End(
             time=self._clock(), node=node, log=self._spec.log_of(index), rank=None, status=status
@@ -217,10 +226,8 @@ class Coordinator:
             if worker.state != "ended" and worker.process == event["process"]:
                 worker.state, worker.waits = "ended", False
                 self._ended(index, event)
-        elif kind == "silent":
-            self._lose(self._positions.silent(node, event), stalled=bool(event["asleep"]))
-        elif kind == "quiet":
-            self._wait_for_quiet(worker, node, event["silent_s"])
+        elif kind == "unresponsive":
+            self._judge(worker, node, event)
         elif kind == "begins":
             worker.begun, worker.code = True, event["code"]
         elif kind == "joins":
@@ -231,21 +238,26 @@ class Coordinator:
         elif kind == "leaving":
             self._end_in_order()
 
-    def _wait_for_quiet(self, worker: WorkerState, node: str, silent_s: float) -> None:
-        """Wait up to `hang_s` for a worker whose code holds the interpreter."""
-        if not self._survived:
-            return
-        if silent_s > self._spec.hang_s:
-            self._lose(self._positions.quiet(worker.rank, node))
-        elif silent_s > self._spec.silence_s and not worker.quiet_reported:
-            worker.quiet_reported = True
+    def _judge(self, worker: WorkerState, node: str, event: Mapping[str, Any]) -> None:
+        """Give up a worker that sends nothing, after the limit of its state."""
+        state, seconds = event["state"], event["seconds"]
+        if state == BUSY and not self._survived:
+            return  # the others wait for it
+        limit_s = {
+            STOPPED_PROCESS: self._spec.silence_s if self._survived else self._spec.heartbeat_s,
+            SILENT: self._spec.heartbeat_s,
+        }.get(state, self._spec.hang_s)
+        if seconds >= limit_s and not worker.given_up:
+            worker.given_up = True
+            culprit = self._positions.unresponsive(worker.rank, node, event, limit_s)
+            self._lose(culprit, stalled=state in (STOPPED_PROCESS, ASLEEP))
+        elif self._survived and seconds > self._spec.silence_s and not worker.silence_reported:
+            worker.silence_reported = True
             self._warn(
                 worker.rank,
-                f"rank {worker.rank} has said nothing for {silent_s:.0f} s, but its process lives, "
+                f"rank {worker.rank} has said nothing for {seconds:.0f} s, but its process lives, "
                 "perhaps in code that holds Python's interpreter; the others wait for it",
             )
-        elif silent_s <= self._spec.silence_s:
-            worker.quiet_reported = False
 
     def _ended(self, index: int, event: Mapping[str, Any]) -> None:
         """Handle a worker's end. Without its final message it is a failure, whatever its status."""
@@ -354,8 +366,6 @@ class Coordinator:
         now = self._clock()
         for agent in self.agents.values():
             self._look_at(agent, now)
-        for culprit in self._positions.too_long_frozen(survived=self._survived):
-            self._lose(culprit, stalled=True)
         if not self._over:
             self._first_generation()
             self._next_generation(now)
@@ -394,7 +404,7 @@ class Coordinator:
         if agent.heard is not None:
             limit_s = max(self._spec.silence_s, LEAST_SILENCE_S)
             if now - agent.heard > limit_s and agent.index != self._spec.index:
-                self._lose_agent(agent.index, SILENT.format(f"{limit_s:g}"))
+                self._lose_agent(agent.index, AGENT_SILENT.format(f"{limit_s:g}"))
         elif self._took_over or self._generation >= 0:
             patience = self._spec.silence_s if not self._took_over else COME_S
             if now - self._began > patience or self._refuses(agent.index):

@@ -1,15 +1,11 @@
-"""What a node knows of its ranks: which are alive, which stand still, how they ended.
+"""Liveness of a node's workers, from their messages and from the kernel, as their agent sees it.
 
-Each rank sends a line a second (`trainer/agent_link.py`), and its agent reads them here.
-It uses no files and nothing but the standard library, so that an agent starts fast.
-
-A sign of life is a line or, without one, processor time: code that computes without letting
-Python's other threads run (a compiler, say) is slow, not dead.
+Each worker sends a line a second (`trainer/agent_link.py`). Without one, its state decides: a
+process that uses a processor is busy, not dead, in code that holds Python's interpreter, say.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -23,19 +19,12 @@ from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.status import BEAT_BYTES
 
 BEAT_S = 1.0
-LINK_VARIABLE = "ORCHESTRATOR_LIFE_SOCKET"
+LINK_VARIABLE = "ORCHESTRATOR_AGENT_SOCKET"
 AT_WORK = 0.01
-"""From this share of one processor on, a process that says nothing is at work."""
+"""From this share of one processor on, a process that sends nothing is at work."""
+STOPPED_PROCESS, ASLEEP, SILENT, BUSY = "stopped", "asleep", "silent", "busy"
 FROZEN = "it was frozen (SIGSTOP) for {} s (cluster.heartbeat_timeout_s)"
-NO_SIGN = (
-    "it gave no sign of life for {} s (cluster.heartbeat_timeout_s): code that holds Python's "
-    "interpreter waits there for something"
-)
-ASLEEP = (
-    "it slept in {} for {} s (cluster.hang_timeout_s), where nothing wakes it: a disk or a file "
-    "system does not answer"
-)
-FINISHED, STOPPED, FAILED, EVICTED = "finished", "stopped", "failed", "fenced"
+FINISHED, STOPPED, FAILED, EVICTED = "finished", "stopped", "failed", "evicted"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +42,9 @@ class Seen:
     stack: tuple[tuple[str, int, str], ...] = ()
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Seen:
-        stack = tuple((file, line, name) for file, line, name in said["stack"])
-        return cls(at=said["at"], waits=said["waits"], stack=stack)
+    def from_json(cls, value: Mapping[str, Any]) -> Seen:
+        stack = tuple((file, line, name) for file, line, name in value["stack"])
+        return cls(at=value["at"], waits=value["waits"], stack=stack)
 
     def locate(self, cause: str) -> str:
         """Return `cause` with the rank's last position appended."""
@@ -63,89 +52,78 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Neighbour:
-    """State of one rank, as its node knows it. `heard`: monotonic time; 0 before."""
+class WorkerSigns:
+    """Signs of life of one worker.
+
+    Attributes:
+        received: when its last message came; 0 before the first.
+        active: when it last sent a message or used a processor.
+        used_s: its processor time then.
+        stopped: since when it is stopped (SIGSTOP); 0 if it is not.
+        word, failure: its final message, if it came.
+    """
 
     pid: int
-    heard: float = 0.0
-    said: float = 0.0
+    received: float = 0.0
+    active: float = 0.0
     used_s: float = 0.0
+    stopped: float = 0.0
     word: str = ""
     failure: dict[str, Any] | None = None
-    behind: dict[str, Any] | None = None
     seen: Seen = Seen()
-    reported: bool = False
-    unread: bytes = b""
 
 
 class NodeWatch:
-    """Watch over the ranks of one node.
+    """Watch over the workers of one node. `clock` returns monotonic seconds."""
 
-    Args:
-        silence_s: without a sign of life for this long, a rank counts as lost.
-        hang_s: the same for a rank that sleeps in the kernel: a disk may be slow.
-    """
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._checked = clock()
+        self.ranks: dict[int, WorkerSigns] = {}
 
-    def __init__(
-        self, silence_s: float, hang_s: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._silence_s, self._hang_s, self._clock = silence_s, hang_s, clock
-        self._looked = clock()
-        self.ranks: dict[int, Neighbour] = {}
+    def add(self, rank: int, pid: int) -> None:
+        self.ranks[rank] = WorkerSigns(pid=pid)
 
-    def joined(self, rank: int, pid: int) -> None:
-        self.ranks[rank] = Neighbour(pid=pid)
+    def receive(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Handle a message of a worker."""
+        signs = self.ranks[rank]
+        signs.received = signs.active = self._clock()
+        signs.used_s = stat_of(signs.pid)[1]
+        signs.word = message.get("word", signs.word)
+        signs.failure = message.get("failure", signs.failure)
+        if seen := message.get("seen"):
+            signs.seen = Seen.from_json(seen)
 
-    def hear(self, rank: int, content: bytes) -> list[dict[str, Any]]:
-        """Parse data received from a rank; return the messages other than plain heartbeats."""
-        neighbour = self.ranks[rank]
-        neighbour.heard, neighbour.reported = self._clock(), False
-        *lines, neighbour.unread = (neighbour.unread + content).split(b"\n")
-        news = [json.loads(line) for line in lines if line]
-        for line in news:
-            self.hear_message(rank, line)
-        return news
+    def unresponsive(self) -> dict[int, tuple[str, float]]:
+        """Return the workers that send nothing, each with its state and for how long, in seconds.
 
-    def hear_message(self, rank: int, line: Mapping[str, Any]) -> None:
-        """Handle one message of a rank."""
-        neighbour = self.ranks[rank]
-        neighbour.heard, neighbour.reported = self._clock(), False
-        neighbour.said = neighbour.heard
-        neighbour.word = line.get("word", neighbour.word)
-        neighbour.failure = line.get("failure", neighbour.failure)
-        neighbour.behind = line.get("behind", neighbour.behind)
-        if seen := line.get("seen"):
-            neighbour.seen = Seen.from_json(seen)
-
-    def silent_s(self, rank: int) -> float:
-        """Return seconds since a rank's last message, ignoring its processor time.
-
-        0 before its first message and after its last.
-        """
-        one = self.ranks[rank]
-        return self._clock() - one.said if one.said and not one.word else 0.0
-
-    def silent(self) -> list[int]:
-        """Return ranks newly lost: no message and no processor time for `silence_s`.
-
-        Time during which this process itself was suspended does not count.
+        Time during which this process itself was suspended does not count. Before its first message
+        and after its last, only a stopped worker counts.
         """
         now = self._clock()
-        paused = max(0.0, now - self._looked - 3 * BEAT_S)
-        self._looked = now
-        lost: list[int] = []
-        for rank, one in self.ranks.items():
-            one.heard += paused if one.heard else 0.0
-            one.said += paused if one.said else 0.0
-            if one.word or one.reported or not one.heard or now - one.heard < 2 * BEAT_S:
+        suspended = max(0.0, now - self._checked - 3 * BEAT_S)
+        self._checked = now
+        found: dict[int, tuple[str, float]] = {}
+        for rank, signs in self.ranks.items():
+            signs.received += suspended if signs.received else 0.0
+            signs.active += suspended
+            signs.stopped += suspended if signs.stopped else 0.0
+            letter, used_s = stat_of(signs.pid)
+            signs.stopped = (signs.stopped or now) if letter == "T" else 0.0
+            if signs.stopped:
+                found[rank] = STOPPED_PROCESS, now - signs.stopped
                 continue
-            letter, used_s = stat_of(one.pid)
-            if letter == "t" or used_s - one.used_s > AT_WORK * (now - one.heard):
-                one.heard, one.used_s = now, used_s
-            elif now - one.heard > (self._hang_s if letter == "D" else self._silence_s):
-                one.reported = True
-                lost.append(rank)
-        return lost
+            if not signs.received or signs.word or now - signs.received < 2 * BEAT_S:
+                continue
+            # A process that a debugger traces ("t") is not judged.
+            if letter == "t" or used_s - signs.used_s > AT_WORK * (now - signs.active):
+                signs.active, signs.used_s = now, used_s
+                found[rank] = BUSY, now - signs.received
+            elif now - signs.active >= 2 * BEAT_S:
+                found[rank] = (ASLEEP if letter == "D" else SILENT), now - signs.active
+            else:
+                found[rank] = BUSY, now - signs.received
+        return found
 
 
 # ----------------------------------------------------------------------

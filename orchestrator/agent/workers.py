@@ -22,8 +22,8 @@ from typing import Any
 import psutil
 
 from orchestrator.agent.links import Link
-from orchestrator.agent.liveness import BEAT_S, LINK_VARIABLE, NodeWatch
-from orchestrator.agent.processes import adopt_orphans, asleep_in, branch, state_of
+from orchestrator.agent.liveness import LINK_VARIABLE, NodeWatch
+from orchestrator.agent.processes import adopt_orphans, asleep_in, branch
 from orchestrator.agent.stacks import ASKS, catches
 from orchestrator.agent.topology import REPLACES_VARIABLE
 
@@ -68,7 +68,6 @@ class Worker:
     link: Link
     status: int | None = None
     ended: float = 0.0
-    frozen: bool = False
     out_of_memory: bool = False
     said: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
@@ -78,9 +77,6 @@ class Workers:
 
     Args:
         ranks: of the node.
-        silence_s: for how long a worker may give no sign of life, and use no processor.
-        hang_s: the same for one that sleeps in the kernel, and for one that holds the interpreter
-            if the others would continue without it.
         selector: of the agent's loop; each key's data is called with the socket.
         report: called with each event about a worker.
         cpus_per_rank: CPUs that each worker is bound to; 0: workers are not bound.
@@ -91,14 +87,12 @@ class Workers:
         *,
         ranks: range,
         cpus_per_rank: int = 0,
-        silence_s: float,
-        hang_s: float,
         selector: selectors.BaseSelector,
         report: Report,
     ) -> None:
         adopt_orphans()
         self._ranks, self._selector, self._report = ranks, selector, report
-        self._watch = NodeWatch(silence_s, hang_s)
+        self._watch = NodeWatch()
         self._cpus_per_rank, self._cpus = cpus_per_rank, cpus_in_order()
         self._kills_for_memory = kills_for_memory()
         self.all: dict[int, Worker] = {}
@@ -138,7 +132,7 @@ class Workers:
         theirs.close()
         self.all[rank] = Worker(rank, process, pid, Link(ours, rank=rank))
         self._selector.register(ours, selectors.EVENT_READ, self._hear)
-        self._watch.joined(rank, pid)
+        self._watch.add(rank, pid)
         self._report({"event": "started", "rank": rank, "process": process, "pid": pid})
 
     def _become(self, rank: int, process: int, link: socket.socket) -> None:
@@ -184,7 +178,7 @@ class Workers:
             self._close(worker)
             return
         for message in messages:
-            self._watch.hear_message(worker.rank, message)
+            self._watch.receive(worker.rank, message)
             if event := message.get("event"):
                 own = {"rank": worker.rank, "process": worker.process}
                 worker.said[event] = {**message, **own}
@@ -197,25 +191,27 @@ class Workers:
             self._selector.unregister(worker.link.socket)
             worker.link.close()
 
-    def look(self) -> None:
-        """Report workers that give no sign of life. Stopped ones are reported by `reap`."""
-        for rank in self._watch.silent():
+    def report_unresponsive(self) -> None:
+        """Report each worker that sends nothing, with its state and for how long."""
+        for rank, (state, seconds) in self._watch.unresponsive().items():
             worker = self.all[rank]
-            if worker.status is None and state_of(worker.pid) != "T":
-                asleep = asleep_in(worker.pid)
+            if worker.status is None:
                 self._report(
-                    {"event": "silent", "rank": rank, "asleep": asleep, "seen": self._seen(rank)}
+                    {
+                        "event": "unresponsive",
+                        "rank": rank,
+                        "state": state,
+                        "seconds": seconds,
+                        "asleep_in": asleep_in(worker.pid),
+                        "seen": self._seen(rank),
+                    }
                 )
-        for worker in self.alive:
-            silent_s = self._watch.silent_s(worker.rank)
-            if silent_s >= 2 * BEAT_S and not worker.frozen:
-                self._report({"event": "quiet", "rank": worker.rank, "silent_s": silent_s})
 
     def reap(self) -> None:
-        """Collect children that ended; report workers that ended, were stopped or continued."""
+        """Collect children that ended; report workers among them."""
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
@@ -223,15 +219,9 @@ class Workers:
             worker = next((one for one in self.alive if one.pid == pid), None)
             if worker is None:  # a process that a worker left behind
                 continue
-            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
-                worker.frozen = os.WIFSTOPPED(status)
-                event = "frozen" if worker.frozen else "thawed"
-                self._report({"event": event, "rank": worker.rank, "seen": self._seen(worker.rank)})
-                continue
             while worker.link.socket.fileno() >= 0 and _readable(worker.link.socket):
                 self._hear(worker.link.socket)  # its final messages
             worker.status, worker.ended = os.waitstatus_to_exitcode(status), time.monotonic()
-            worker.frozen = False
             if worker.status == -signal.SIGKILL:
                 kills = kills_for_memory()
                 worker.out_of_memory = kills > self._kills_for_memory

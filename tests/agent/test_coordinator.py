@@ -91,6 +91,32 @@ def test_the_first_generation_begins_when_all_workers_are_ready(tmp_path):
     assert attempt.newest["members"] == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    ("state", "survive", "limit_s"),
+    [
+        ("stopped", True, 5), ("stopped", False, 20), ("silent", True, 20), ("silent", False, 20),
+        ("asleep", True, 60), ("asleep", False, 60), ("busy", True, 60), ("busy", False, None),
+    ],
+)  # fmt: skip
+def test_an_unresponsive_worker_is_given_up_after_the_limit_of_its_state(
+    tmp_path, recwarn, state, survive, limit_s
+):
+    attempt = Attempt(tmp_path, survive=survive)
+    for seconds in range(1, limit_s or 200):
+        attempt.take("unresponsive", 1, state=state, seconds=seconds, asleep_in="", seen=SEEN)
+    attempt.tick(GRACE_S)
+    assert not attempt.told("kill")
+    assert not attempt.told("die")
+    for seconds in range(limit_s or 200, 300):
+        attempt.take("unresponsive", 1, state=state, seconds=seconds, asleep_in="", seen=SEEN)
+    attempt.tick(GRACE_S)
+    killed, ended = attempt.told("kill"), attempt.told("die")
+    assert (len(killed), len(ended)) == (
+        limit_s is not None and survive,
+        limit_s is not None and not survive,
+    )
+
+
 def test_all_that_finish_are_a_finished_run(attempt):
     for rank in range(3):
         attempt.end(rank, word="finished")
@@ -284,7 +310,7 @@ def test_an_evicted_node_leaves_the_outcome_to_the_nodes_that_go_on(tmp_path, ot
     evicted = Attempt(tmp_path, nodes=2, index=1, gone=[0], begin=False)
     evicted.coordinator.joined(1, [])
     evicted.take("started", 1, pid=1)
-    evicted.end(1, 75, "fenced")
+    evicted.end(1, 75, "evicted")
     evicted.tick(MOMENT_S)
     assert evicted.told("end")
     assert (evicted.outcome is None) == others_live

@@ -1,6 +1,5 @@
 """Who stands still, who works, who is silent: judged with a clock that the test holds."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,7 +8,7 @@ import sys
 import pytest
 
 from orchestrator.agent.liveness import NodeWatch, Patience, Standstill
-from orchestrator.agent.processes import descendants, state_of
+from orchestrator.agent.processes import descendants, processor_s, state_of
 from tests.helpers import until
 
 PATIENCE = Patience(notice_s=10.0, most_s=30.0, hang_s=60.0)
@@ -99,50 +98,56 @@ def test_children_are_found_and_what_they_do(child):
 
 
 class Node:
+    """The watch of a node over a process, with a clock that the test sets."""
+
     def __init__(self, pid):
         self.now = 1000.0
-        self.watch = NodeWatch(5.0, 60.0, clock=lambda: self.now)
-        self.watch.joined(3, pid)
+        self.watch = NodeWatch(clock=lambda: self.now)
+        self.watch.add(3, pid)
 
     def second(self):
         self.now += 1
-        return self.watch.silent()
+        return self.watch.unresponsive().get(3)
 
 
-def test_who_says_nothing_and_does_nothing_is_silent_once(child):
+def test_a_worker_that_sends_nothing_and_does_nothing_is_silent(child):
     node = Node(child.pid)
     until(lambda: state_of(child.pid) == "S", 5, "sleep")
-    assert [node.second() for _ in range(20)] == [[]] * 20  # it has not begun yet
-    node.watch.hear(3, b"{}\n")
-    assert [rank for _ in range(20) for rank in node.second()] == [3]
-
-
-def test_who_said_its_last_word_or_computes_is_not_silent(child):
-    node = Node(child.pid)
-    node.watch.hear(3, json.dumps({"word": "finished"}).encode() + b"\n")
+    assert [node.second() for _ in range(20)] == [None] * 20  # it has not begun yet
+    node.watch.receive(3, {})
+    assert [node.second() for _ in range(5)] == [None, *(("silent", n) for n in (2, 3, 4, 5))]
+    node.watch.receive(3, {"word": "finished"})
     assert not any(node.second() for _ in range(20))
+
+
+def test_a_worker_that_computes_is_busy():
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         node = Node(busy.pid)
-        node.watch.hear(3, b"{}\n")
-        for _ in range(8):
+        node.watch.receive(3, {})
+        node.second()
+        for seconds in range(2, 10):
             used = node.watch.ranks[3].used_s
-            until(lambda used=used: read(busy.pid) > used + 0.1, 20, "work")
-            assert node.second() == []
+            until(lambda used=used: processor_s(busy.pid) > used + 0.1, 20, "work")
+            assert node.second() == ("busy", seconds)
     finally:
         busy.kill()
         busy.wait()
 
 
-def read(pid):
-    from orchestrator.agent.processes import processor_s
-
-    return processor_s(pid)
-
-
-def test_a_line_may_come_in_parts_and_a_watcher_that_stood_still_accuses_nobody(child):
+def test_a_stopped_worker_is_told_apart_though_it_has_not_begun(child):
     node = Node(child.pid)
-    assert node.watch.hear(3, b'{"wo') == []
-    assert node.watch.hear(3, b'rd": ""}\n{}\n') == [{"word": ""}, {}]
+    os.kill(child.pid, signal.SIGSTOP)
+    until(lambda: state_of(child.pid) == "T", 5, "the stop")
+    assert [node.second() for _ in range(3)] == [("stopped", n) for n in (0, 1, 2)]
+    os.kill(child.pid, signal.SIGCONT)
+    until(lambda: state_of(child.pid) == "S", 5, "the continuation")
+    assert node.second() is None
+
+
+def test_the_watchs_own_suspension_does_not_count(child):
+    node = Node(child.pid)
+    until(lambda: state_of(child.pid) == "S", 5, "sleep")
+    node.watch.receive(3, {})
     node.now += 500
-    assert node.second() == []
+    assert node.second()[1] < 5

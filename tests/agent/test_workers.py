@@ -57,7 +57,7 @@ if what == "tells":
 with ending() as end:
     selector = selectors.DefaultSelector()
     workers = Workers(
-        ranks=range(4, 4 + 4), silence_s=20.0, hang_s=300.0, selector=selector, report=report)
+        ranks=range(4, 4 + 4), selector=selector, report=report)
     try:
         workers.start(dict.fromkeys([4] if what == "leaves_a_child" else [4, 5], 0))
         while workers.alive and not os.path.exists(sys.argv[-1] + ".end"):
