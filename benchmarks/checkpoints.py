@@ -18,7 +18,8 @@ from benchmarks.measure import interleaved, keep, machine, rows_of
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import TorchGroup, build_engine
-from orchestrator.engine.torch.engine import Snapshot, TorchEngine
+from orchestrator.engine.torch.engine import TorchEngine
+from orchestrator.engine.torch.state import Snapshot
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.trainer.recorder import Saving
 

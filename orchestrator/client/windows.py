@@ -27,9 +27,10 @@ from orchestrator.client.options import (
 from orchestrator.client.run import Run
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.api import Window as RankWindow
+from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
 from orchestrator.engine.torch.engine import peak_memory_bytes
-from orchestrator.engine.torch.model import be_deterministic, derived_seed, seed_everything
+from orchestrator.engine.torch.model import be_deterministic, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.start_checks import check_same_traits
 from orchestrator.engine.torch.window_state import MicroBatchTracker

@@ -12,16 +12,16 @@ import torch
 
 from orchestrator.config.reading import read_config
 from orchestrator.engine.api import AccumulationOptions, EngineSettings
-from orchestrator.engine.common.job_checks import checked_figures
-from orchestrator.engine.common.micro_steps import Clock
-from orchestrator.engine.common.packed_sums import LossSums
-from orchestrator.engine.common.update_policy import (
+from orchestrator.engine.common.boundary import (
     FIRST_SCALE,
     GROW_AFTER,
     LARGEST_SCALE,
     LossScale,
+    Trailer,
     UpdatePolicy,
 )
+from orchestrator.engine.common.job_checks import checked_figures
+from orchestrator.engine.common.micro_steps import Clock
 from orchestrator.engine.torch import Accumulator, TorchGroup
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
@@ -35,10 +35,8 @@ def _policy(on_non_finite="stop", *, scales=False, clip_norm=None):
 
 
 def _losses(policy, *rows):
-    sums = LossSums(0, list)
-    for row in rows:
-        sums.add(row)
-    return policy.losses_usable(3, sums.trailer(), sums)
+    trailer = Trailer.of_losses(rows, 0)
+    return policy.losses_usable(3, trailer, trailer)
 
 
 def test_losses_that_can_be_divided_are_usable_whatever_the_policy():

@@ -6,8 +6,9 @@ import torch
 from jobs.contrastive import Contrastive
 from orchestrator import Loss
 from orchestrator.config.composer import compose
+from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.grad_cache import Layout
-from orchestrator.engine.torch.model import derived_seed, seed_everything
+from orchestrator.engine.torch.model import seed_everything
 from orchestrator.errors import JobError
 from tests.jobs.training import difference, train
 

@@ -1,11 +1,10 @@
-"""Base of every group: rank, traffic counters, silence in mid-window, records of waits."""
+"""Base of every group: rank, traffic counters, silence in mid-window."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from orchestrator.engine.api import Counters
 from orchestrator.errors import SilenceError
@@ -50,13 +49,8 @@ class Silence:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """Counts of a group at one moment, for `Member.since`."""
-
-    collectives: int
-    bytes_handed: int
-    share: int
+Mark = tuple[int, int, int]
+"""Counts of a group at one moment: collectives, bytes handed, share of the wire."""
 
 
 class Member:
@@ -77,14 +71,15 @@ class Member:
 
     def mark(self) -> Mark:
         """Return the current counts, for `since`."""
-        return Mark(self.counters.collectives, self.counters.bytes_handed, self._share)
+        return self.counters.collectives, self.counters.bytes_handed, self._share
 
     def since(self, mark: Mark) -> Counters:
         """Return the traffic since `mark`; bytes on the wire are rounded up once."""
+        collectives, bytes_handed, share = mark
         return Counters(
-            collectives=self.counters.collectives - mark.collectives,
-            bytes_handed=self.counters.bytes_handed - mark.bytes_handed,
-            bytes_on_wire=-(-(self._share - mark.share) // self.size),
+            collectives=self.counters.collectives - collectives,
+            bytes_handed=self.counters.bytes_handed - bytes_handed,
+            bytes_on_wire=-(-(self._share - share) // self.size),
         )
 
     def _count(self, bytes_handed: int, share: int) -> None:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.engine.common.packed_sums import DIGEST_BITS, Trailer
+from orchestrator.engine.common.boundary import DIGEST_BITS, Trailer
 from orchestrator.errors import JobError, ReplicasDiffer
 from orchestrator.plan.plan_warnings import named_ranks
 

@@ -56,8 +56,9 @@ def waits() -> bool:
 
 
 def under_way() -> tuple[float, str] | None:
-    """Since when this process waits for others (`time.monotonic`), and for what. A wait that failed
-    counts until another has ended well: who fails of it may still be asked.
+    """Return since when this process waits for others (`time.monotonic`), and for what.
+
+    A wait that failed counts until another has ended well, since its failure may yet be reported.
     """
     with _lock:
         if not _under_way:
@@ -67,5 +68,5 @@ def under_way() -> tuple[float, str] | None:
 
 
 def last_ended() -> float:
-    """When a wait for others was over last, by `time.monotonic`; 0 before any."""
+    """Return when a wait for others ended last, by `time.monotonic`; 0 before any."""
     return _last

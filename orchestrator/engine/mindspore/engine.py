@@ -16,10 +16,9 @@ from mindspore import Tensor, nn, ops
 from orchestrator.config.frameworks import check_installed
 from orchestrator.config.optimizer import chosen, described
 from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
+from orchestrator.engine.common.boundary import STOP, Trailer, UpdatePolicy
 from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
 from orchestrator.engine.common.micro_steps import Clock, derived_seed
-from orchestrator.engine.common.packed_sums import STOP, LossSums, Trailer
-from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.mindspore import state
 from orchestrator.engine.mindspore.accumulator import Accumulator, Sums, compiled_loss, python_loss
 from orchestrator.engine.mindspore.group import MindSporeGroup
@@ -102,7 +101,7 @@ class MindSporeEngine:
         )
         floats = np.float64 if settings.precision == "float64" else None
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
-        self._sums = LossSums(len(self._names), to_floats)
+        self._losses: list[Tensor] = []  # [total, weight, *metrics] of each micro-step
         self._window: Window | None = None
         self._compile_mark = 0.0
         self._clock, self._mark = Clock(), group.mark()
@@ -117,7 +116,7 @@ class MindSporeEngine:
         self._window = window
         self._clock.begin()
         self._compile_mark, self._mark = self._compile_total(), self._group.mark()
-        self._sums.begin()
+        self._losses.clear()
         self._accumulator.clear()
         self._hyperparameters.check(f"before update {window.update}")
         set_rate(self._optimizer, window.learning_rate)
@@ -131,7 +130,7 @@ class MindSporeEngine:
         with self._clock.compute:
             seed = derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
             seed_everything(seed)
-            self._sums.add(self._accumulator.add(batch))
+            self._losses.append(self._accumulator.add(batch))
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         window = self._window
@@ -139,7 +138,8 @@ class MindSporeEngine:
             raise RuntimeError("a boundary without a window")
         self._hyperparameters.check("inside a window")
         with self._clock.compute:
-            trailer = self._sums.trailer()  # waits for the losses, so the rest is not computing
+            # This waits for the losses, so the rest is not computing.
+            trailer = Trailer.of_losses(to_floats(self._losses), len(self._names))
             trailer.flags[STOP] = int(stop)
             self._replicas.write_digest(trailer, window.update)
         with self._clock.wait, self._group.silence.suspended():
@@ -149,7 +149,7 @@ class MindSporeEngine:
         with self._clock.optimize:
             totals = Trailer.of(self._accumulator.trailer_of(buckets), len(self._names))
             self._replicas.check(totals, window.update)
-            norm = self._apply(window.update, totals, buckets)
+            norm = self._apply(window.update, totals, trailer, buckets)
         self._window = None
         self._hyperparameters.keep()
         if norm is not None:
@@ -171,7 +171,7 @@ class MindSporeEngine:
             applied=norm is not None,
             gradient_norm=norm,
             loss_scale=scale,
-            micro_steps=self._sums.micro_steps,
+            micro_steps=len(self._losses),
             collectives=sent.collectives,
             bytes_on_wire=sent.bytes_on_wire,
             compute_s=max(0.0, seconds["compute_s"] - compile_s),
@@ -183,7 +183,9 @@ class MindSporeEngine:
             **shared,
         )
 
-    def _apply(self, update: int, totals: Trailer, buckets: Sequence[Tensor]) -> float | None:
+    def _apply(
+        self, update: int, totals: Trailer, mine: Trailer, buckets: Sequence[Tensor]
+    ) -> float | None:
         """Average, clip and step, or do not, as all ranks agree.
 
         Returns:
@@ -194,7 +196,7 @@ class MindSporeEngine:
             NonFiniteError: the loss or the gradient is not finite, and the policy is "stop". An
                 overflow under float16 is neither: the window is skipped, the loss scale halved.
         """
-        if not self._policy.losses_usable(update, totals, self._sums):
+        if not self._policy.losses_usable(update, totals, mine):
             return None
         norm_of_sum = self._accumulator.norm_of(buckets)
         # Which parameters are not finite is unknown: their sums lie in compiled buckets.

@@ -12,9 +12,9 @@ import numpy as np
 from mindspore import Parameter, Tensor, amp, nn, ops
 
 from orchestrator.engine.api import EngineSettings
+from orchestrator.engine.common.boundary import LossScale
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.common.replicas import Piece, Replicas
-from orchestrator.engine.common.update_policy import LossScale
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job
 

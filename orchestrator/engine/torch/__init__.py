@@ -13,15 +13,16 @@ from orchestrator.engine.torch.group import (
     AllReduceMean,
     AllReduceSum,
     BaseGroup,
+    InProcessGroup,
     all_gather,
     all_reduce_mean,
     all_reduce_sum,
+    run_in_threads,
 )
-from orchestrator.engine.torch.in_process import InProcessGroup, run_in_threads
 from orchestrator.engine.torch.model import with_norms
-from orchestrator.engine.torch.process_group import TorchGroup
 from orchestrator.engine.torch.rendezvous import form_group
 from orchestrator.engine.torch.start_checks import versions
+from orchestrator.engine.torch.transports import TorchGroup
 from orchestrator.job import Loss
 
 __all__ = [

@@ -10,6 +10,17 @@ It is all that a training loop of your own needs:
         report = accumulator.boundary()
 
 Ranks may have different numbers of micro-steps, and none at all.
+
+The path of a gradient:
+
+1. `backward` runs autograd. Its hooks (`GradHooks`) call `gradient_ready` for each parameter, or
+   only count where nothing else is to be done.
+2. `gradient_ready` has the reduction put the gradient into its place in the flat buffers
+   (`GradientBuffers.take`); in the last backward of a window, full buckets leave for other ranks.
+3. `boundary` has the reduction send the rest, with a trailer of sums and flags, and wait:
+   afterwards the buffers hold the sum over ranks, and all ranks know the same totals.
+4. `_step` decides from these totals, multiplies the buffers once by (clip factor / weight), and
+   lets the optimizer step on them.
 """
 
 from __future__ import annotations
@@ -27,29 +38,20 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import AccumulationOptions, BoundaryReport
+from orchestrator.engine.common.boundary import NEWCOMERS, STOP, Trailer, UpdatePolicy
 from orchestrator.engine.common.micro_steps import Clock
-from orchestrator.engine.common.packed_sums import NEWCOMERS, STOP, LossSums, Trailer
-from orchestrator.engine.common.update_policy import UpdatePolicy
 from orchestrator.engine.torch.buffers import (
     GradHooks,
     GradientBuffers,
+    Named,
     UsedParameters,
     aligned_first,
 )
-from orchestrator.engine.torch.group import BaseGroup, gather_numbers
-from orchestrator.engine.torch.model import Precision
-from orchestrator.engine.torch.optimizers import LearningRate, check_optimizer
-from orchestrator.engine.torch.process_group import group_of_torch
+from orchestrator.engine.torch.group import BaseGroup, gather_numbers, to_floats
+from orchestrator.engine.torch.model import LearningRate, Precision, check_optimizer
 from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
 from orchestrator.engine.torch.reproducible import ReproducibleReduction
-from orchestrator.engine.torch.sharding import (
-    OptimizerShard,
-    ShardedReduction,
-    check_shardable,
-    gather_state_on_all,
-    gather_state_on_first,
-    shard_of_state,
-)
+from orchestrator.engine.torch.sharding import OptimizerShard, ShardedReduction, check_shardable
 from orchestrator.engine.torch.start_checks import (
     check_arguments,
     check_same_start,
@@ -57,43 +59,38 @@ from orchestrator.engine.torch.start_checks import (
     finite_float,
 )
 from orchestrator.engine.torch.state import restore_optimizer
-from orchestrator.engine.torch.window_checks import WindowChecks, checked_loss, to_floats
+from orchestrator.engine.torch.transports import group_of_torch
+from orchestrator.engine.torch.window_checks import WindowChecks, checked_loss
 from orchestrator.engine.torch.window_state import MicroBatchTracker, WindowState
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 from orchestrator.job import Loss
 
-# ------------------------------------------------------------------ Choice of the reduction
-
-
 _REDUCTIONS = ("fast", "reproducible")
-WIRES = {"own": None, "bfloat16": torch.bfloat16}
+_WIRES = {"own": None, "bfloat16": torch.bfloat16}
 
 
-def reduction_for(
-    parameters: list[tuple[str, Tensor]], group: BaseGroup, options: AccumulationOptions
+def _reduction_for(
+    parameters: Named, group: BaseGroup, options: AccumulationOptions
 ) -> FastReduction | ReproducibleReduction:
     """Build the reduction of these options, with its buffers. One rank is never sharded.
 
     Raises:
         ConfigError: options that do not go together, or a bucket that is too small for a number.
     """
-    reduction, wire = options.reduction, options.wire
-    if wire not in WIRES:
-        raise ConfigError(f"there is no engine.wire={wire}{did_you_mean(wire, WIRES)}")
+    reduction, wire, sharded = options.reduction, options.wire, options.shard_optimizer
+    if wire not in _WIRES:
+        raise ConfigError(f"there is no engine.wire={wire}{did_you_mean(wire, _WIRES)}")
     if reduction not in _REDUCTIONS:
         raise ConfigError(
             f"there is no accumulation.reduction={reduction}{did_you_mean(reduction, _REDUCTIONS)}"
         )
-    for name, wanted in (
-        (f"engine.wire={wire}", wire != "own"),
-        ("engine.shard_optimizer=true", options.shard_optimizer),
-    ):
-        if wanted and reduction != "fast":
-            raise ConfigError(f"{name} is for accumulation.reduction=fast, not for {reduction}")
-    if options.shard_optimizer and wire != "own":
+    if reduction != "fast" and (wire != "own" or sharded):
+        name = "engine.shard_optimizer=true" if wire == "own" else f"engine.wire={wire}"
+        raise ConfigError(f"{name} is for accumulation.reduction=fast, not for {reduction}")
+    if sharded and wire != "own":
         raise ConfigError(f"engine.shard_optimizer=true is for engine.wire=own, not for {wire}")
     order, overlap, bucket_bytes = options.order, options.overlap, options.bucket_bytes
-    if options.shard_optimizer and group.size > 1:
+    if sharded and group.size > 1:
         order = aligned_first(parameters, order)
         buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
         return ShardedReduction(buffers, group, bucket_bytes, overlap=overlap)
@@ -101,10 +98,7 @@ def reduction_for(
         buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
         return ReproducibleReduction(buffers, group)
     buffers = GradientBuffers(parameters, metric_count=len(options.metric_names), order=order)
-    return FastReduction(buffers, group, bucket_bytes, wire=WIRES[wire], overlap=overlap)
-
-
-# ------------------------------------------------------------------ Accumulator
+    return FastReduction(buffers, group, bucket_bytes, wire=_WIRES[wire], overlap=overlap)
 
 
 class Accumulator:
@@ -120,6 +114,9 @@ class Accumulator:
 
     Building one is collective: ranks compare what has to be the same on all of them.
 
+    Attributes:
+        newcomers_wait: this rank knows of ranks that wait to join; every rank's report will say so.
+
     Raises:
         JobError: the model has nothing to train, or ranks do not start alike.
         ConfigError: settings, a model or an optimizer that cannot be used.
@@ -134,40 +131,40 @@ class Accumulator:
         **keywords: Any,
     ) -> None:
         self.options = options = (options or AccumulationOptions()).with_options(keywords)
-        group = group_of_torch(_device_of(model)) if group is None else group
-        model = check_arguments(model, group, options)
-        self.model, self.group = model, group
+        if group is None:
+            parameters = model.parameters() if isinstance(model, Module) else ()
+            group = group_of_torch(next((p.device for p in parameters), torch.device("cpu")))
+        self.model, self.group = check_arguments(model, group, options), group
         self.optimizer = check_optimizer(optimizer, "the optimizer")
-        named, trained = check_supported(model, self.optimizer)
-        check_same_start(
-            group, model, named, optimizer, options.shared_by_ranks(), broadcast=options.broadcast
-        )
+        named, trained = check_supported(self.model, self.optimizer)
+        check_same_start(group, self.model, named, optimizer, options)
         self.precision = Precision(options.precision, trained[0][1].device)
         self._rate = LearningRate(optimizer)
-        self._sums = LossSums(len(options.metric_names), to_floats)
         self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
         self._stepping = False  # the optimizer may step now
         self._step_guard = _refuse_other_steps(self)
-        self._reduction = reduction_for(trained, group, options)
+        self._reduction = _reduction_for(trained, group, options)
         self._used = UsedParameters(self.buffers.used, group)
         if options.shard_optimizer:
             check_shardable(optimizer, trained)
         self._shard = None
         if isinstance(self._reduction, ShardedReduction):
-            slices = self._reduction.slices
-            self._shard = OptimizerShard(optimizer, self.buffers, group, slices)
+            self._shard = OptimizerShard(optimizer, self._reduction, group)
         # Once the shard has put its pieces into the optimizer, which has to stay as it is then.
-        self._checks = WindowChecks(model, named, trained, optimizer, group, options)
+        self._checks = WindowChecks(self.model, named, trained, optimizer, group, options)
         self._window = WindowState([name for name, _ in trained], group.size)
+        self._losses: list[list[Any]] = []  # weight, total and metrics of each micro-step
         self._tracker: MicroBatchTracker | None = None
         if options.advise:
-            weakref.finalize(self, _warn_of_unfinished_window, self._window, self._sums)
+            weakref.finalize(self, _warn_of_unfinished_window, self._window, self._losses)
         self._expected = 1.0
-        self.newcomers_wait = False  # this rank knows of some, and every rank's report will say so
+        self.newcomers_wait = False
         self._mark = group.mark()
         self.clock = Clock()
         self._hooks = GradHooks(self, trained)
         _living.add(self)
+
+    # ------------------------------------------------------------------ a window
 
     def begin_window(
         self,
@@ -200,9 +197,13 @@ class Accumulator:
             self._begin(update, learning_rate, leaves, expected_weight)
 
     def begin_tracked(
-        self, update: int, *, micro_batches: int, expected_weight: float | None,
+        self,
+        update: int,
+        *,
+        micro_batches: int,
+        expected_weight: float | None,
         leaves: tuple[int, Sequence[int]] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start an update of `run.windows`; see `MicroBatchTracker.begin`. Not collective.
 
         Args:
@@ -215,20 +216,23 @@ class Accumulator:
                 self._tracker.begin(update, micro_batches, mine)
 
     def _begin(
-        self, update: int | None = None, learning_rate: float | None = None,
-        leaves: int | None = None, expected_weight: float | None = None,
+        self,
+        update: int | None = None,
+        learning_rate: float | None = None,
+        leaves: int | None = None,
+        expected_weight: float | None = None,
         implied_by: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if expected_weight is not None:
             expected_weight = finite_float("expected_weight", expected_weight, least="above 0")
         # A float16 backward wants sums: means of large batches would underflow in it.
         early = expected_weight is not None and self.precision.scale == 1.0
         self._expected = float(expected_weight or 1.0) if early else 1.0
-        self._window.begin(update, self._sums.micro_steps, implied_by=implied_by)
+        self._window.begin(update, len(self._losses), implied_by=implied_by)
         if learning_rate is not None:
             self._rate.set(finite_float("learning_rate", learning_rate))
         self._reduction.begin(leaves)
-        self._sums.begin()
+        self._losses.clear()
         self._used.begin()
         self._mark = self.group.mark()
         self.clock.begin()
@@ -250,26 +254,26 @@ class Accumulator:
                 parameter was frozen or unfrozen since the window's first micro-step.
         """
         with self._window.within("backward()"):
-            last, leaf = self._expect_step("backward()", last=last, leaf=leaf)
+            last, leaf = self._next_step("backward()", last=last, leaf=leaf)
             with self.clock.compute:
-                row = self._checked_row(loss)
-                with self._window.micro_step(last=last):
-                    self._sums.add(row)
-                    self._back_propagate(loss.total, last=last, leaf=leaf)
+                row = checked_loss(loss, self.options.metric_names)
+                self._checks.micro_step(self._window.update, first=not self._losses)
+                self._window.begin_backward(last=last)
+                self._losses.append(row)
+                self._hooks.counts = self._reduction.before_backward(last=last, leaf=leaf)
+                factor = self.precision.scale / self._expected
+                try:
+                    (loss.total if factor == 1.0 else loss.total * factor).backward()
+                finally:
+                    self._hooks.counts = None
+                self._reduction.after_backward()
             if self._tracker is not None:
                 self._tracker.computed += 1
 
-    def _back_propagate(self, total: Tensor, *, last: bool, leaf: int | None) -> None:
-        buffers = self._reduction.buffers
-        begun = buffers.check_before_backward()
-        report_each = self._reduction.before_backward(last=last, leaf=leaf)
-        self._hooks.counts = buffers.versions if begun and not report_each else None
-        factor = self.precision.scale / self._expected
-        try:
-            (total if factor == 1.0 else total * factor).backward()
-        finally:
-            self._hooks.counts = None
-        self._reduction.after_backward()
+    def gradient_ready(self, parameter: int) -> None:
+        """Take in a parameter's gradient, for its hook."""
+        if self._window.accepts(parameter):
+            self._reduction.take(parameter)
 
     def record(self, loss: Loss) -> None:
         """Count a micro-step whose backward other code runs (a pipeline's schedule, say).
@@ -282,21 +286,22 @@ class Accumulator:
             JobError: the backward ran before the window began.
         """
         with self._window.within("record()"):
-            self._expect_step("record()", last=False, leaf=None)
+            self._next_step("record()", last=False, leaf=None)
             if self.options.reduction != "fast":
                 raise ConfigError(
                     "record() is for reduction='fast'; with 'reproducible' each chunk's gradient "
                     "is kept apart, by backward()"
                 )
-            row = self._checked_row(loss)
+            row = checked_loss(loss, self.options.metric_names)
+            self._checks.micro_step(self._window.update, first=not self._losses)
             self._window.record()
             if self._expected != 1.0:
                 raise ValueError("record() is for windows without `expected_weight`")
-            self._sums.add(row)
+            self._losses.append(row)
             if self._tracker is not None:
                 self._tracker.computed += 1
 
-    def _expect_step(self, call: str, *, last: bool, leaf: int | None) -> tuple[bool, int | None]:
+    def _next_step(self, call: str, *, last: bool, leaf: int | None) -> tuple[bool, int | None]:
         """Begin a window if need be; return `last` and `leaf`, which `run.windows` knows itself."""
         if self._tracker is not None:
             return self._tracker.next_step(call, last=last, leaf=leaf)
@@ -304,13 +309,7 @@ class Accumulator:
             self._begin(implied_by=call)
         return last, leaf
 
-    def _checked_row(self, loss: Loss) -> list[Any]:
-        """Check a micro-step and return its weight, total and metrics; nothing is computed yet."""
-        names = self.options.metric_names
-        metrics = checked_loss(loss, names)
-        values = [loss.weight, loss.total, *(metrics[name] for name in names)]
-        self._checks.micro_step(self._window.update, first=not self._sums.micro_steps)
-        return [value.detach() if isinstance(value, Tensor) else value for value in values]
+    # ------------------------------------------------------------------ the boundary
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         """Reduce once, divide by the weight, clip once, step once. Collective.
@@ -333,49 +332,58 @@ class Accumulator:
             elif not self._window.open:
                 self._begin(implied_by="boundary()")
             self._window.end()
-            report = self._boundary(stop=stop)
+            report = self._update(stop=stop)
             if tracker is not None:
                 tracker.ended(report)
             return report
 
-    def _boundary(self, *, stop: bool) -> BoundaryReport:
-        scale, update, norm_of_sum = self.precision.scale, self._window.update, GradientNorm()
-        with self._window.failing_alone():
-            with self.clock.compute:  # the device may still be at it
-                agreed = {  # numbers of this window that have to be the same on all ranks
-                    "the number of the update": update,
-                    "expected_weight": self._expected,
-                    "the learning rate": self._rate.of_first_group(),
-                    **self._checks.end(update),
-                }
-                trailer = self._sums.trailer()
-            with self.clock.wait:
-                trailer.flags[STOP] = int(stop)
-                trailer.flags[NEWCOMERS] = int(self.newcomers_wait)
-                self._used.flag(trailer)
-                self._checks.replicas.write_digest(trailer, update, agreed)
-                totals = self._reduction.finish(trailer, norm_of_sum)
+    def _update(self, *, stop: bool) -> BoundaryReport:
+        update, scale, norm_of_sum = self._window.update, self.precision.scale, GradientNorm()
+        with self.clock.compute:  # the device may still be at it
+            agreed = {  # numbers of this window that have to be the same on all ranks
+                "the number of the update": update,
+                "expected_weight": self._expected,
+                "the learning rate": self._rate.of_first_group(),
+                **self._checks.end(update, self.group.since(self._mark).collectives),
+            }
+            mine = self._trailer()
         with self.clock.wait:
+            mine.flags[STOP] = int(stop)
+            mine.flags[NEWCOMERS] = int(self.newcomers_wait)
+            self._used.flag(mine)
+            self._checks.replicas.write_digest(mine, update, agreed)
+            totals = self._reduction.finish(mine, norm_of_sum)
+            self._window.agreed()
             self._checks.replicas.check(totals, update)
         with self.clock.optimize:
-            norm = self._step(update, totals, norm_of_sum)
+            norm = None
+            if self._policy.losses_usable(update, totals, mine):
+                norm = self._step(update, totals, norm_of_sum.value())
         sent = self.group.since(self._mark)
         shared = totals.report(self.options.metric_names)
         seconds: dict[str, Any] = self.clock.seconds()
-        return BoundaryReport(
+        report = BoundaryReport(
             update=update,
             applied=norm is not None,
             gradient_norm=norm,
             loss_scale=scale,
-            micro_steps=self._sums.micro_steps,
+            micro_steps=len(self._losses),
             collectives=sent.collectives,
             exchanges=self._used.exchanges,
             bytes_on_wire=sent.bytes_on_wire,
             **shared,
             **seconds,
         )
+        self._losses.clear()
+        return report
 
-    def _step(self, update: int, totals: Trailer, norm_of_sum: GradientNorm) -> float | None:
+    def _trailer(self) -> Trailer:
+        """Return the sums of this rank's window, waiting once for each device."""
+        numbers = iter(to_floats([value for row in self._losses for value in row]))
+        rows = [[next(numbers) for _ in row] for row in self._losses]
+        return Trailer.of_losses(rows, len(self.options.metric_names))
+
+    def _step(self, update: int, totals: Trailer, norm_of_sum: float) -> float | None:
         """Average and clip the summed gradient, and let the optimizer step.
 
         Collective where it refuses, or where the set of used parameters changed.
@@ -384,10 +392,8 @@ class Accumulator:
             The averaged gradient's norm; None where the update is skipped.
         """
         summed = self._shard or self._reduction.buffers
-        if not self._policy.losses_usable(update, totals, self._sums):
-            return None
         weight = totals.weight.value / self._expected
-        found = self._policy.factor(update, weight, norm_of_sum.value(), summed.non_finite)
+        found = self._policy.factor(update, weight, norm_of_sum, summed.non_finite)
         if found is None:
             return None
         norm, factor = found
@@ -400,13 +406,12 @@ class Accumulator:
                 f"no gradient reached any parameter in update {update}, on any rank: were the "
                 "losses computed by another model, or by a copy of this one?"
             )
-        summed.detach(unused)
-        self._stepping = True
-        try:
-            self.optimizer.step()
-        finally:
-            self._stepping = False
-        summed.attach()
+        with summed.stepping(unused):
+            self._stepping = True
+            try:
+                self.optimizer.step()
+            finally:
+                self._stepping = False
         self.precision.succeeded()
         if self._shard is not None:
             with self.clock.wait:
@@ -414,12 +419,6 @@ class Accumulator:
         return norm
 
     # ------------------------------------------------------------------ between windows
-
-    def gradient_ready(self, parameter: int) -> None:
-        """Take in a parameter's gradient, for its hook."""
-        if self._window.accepts(parameter):
-            self._reduction.buffers.take(parameter)
-            self._reduction.ready(parameter)
 
     @property
     def buffers(self) -> GradientBuffers:
@@ -441,16 +440,20 @@ class Accumulator:
         """True if this rank holds a part of the optimizer's state only."""
         return self._shard is not None
 
-    def optimizer_state(self) -> dict[str, Any] | None:
+    def optimizer_state(self, left: BaseGroup | None = None) -> dict[str, Any] | None:
         """Return the optimizer's `state_dict()`, put together from all ranks' where it is sharded.
 
         Collective where it is sharded; it is on the CPU then, and None but on rank 0.
+
+        Args:
+            left: ranks of the group that are left: all of them get the state.
+
+        Raises:
+            StateLost: on all ranks; `left` lacks a rank of the group, and thus its shard.
         """
-        return (
-            self.optimizer.state_dict()
-            if self._shard is None
-            else gather_state_on_first(self._shard)
-        )
+        if self._shard is None:
+            return self.optimizer.state_dict()
+        return self._shard.state_on_first() if left is None else self._shard.state_on_all(left)
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take what `optimizer_state` gave, on however many ranks, sharded or not. Not collective.
@@ -460,21 +463,8 @@ class Accumulator:
         """
         if self._shard is None:
             restore_optimizer(self.optimizer, state)
-            return
-        with self._shard.loading():
-            restore_optimizer(self.optimizer, shard_of_state(self._shard, state))
-
-    def optimizer_state_among(self, left: BaseGroup) -> dict[str, Any]:
-        """Return `optimizer_state` on every rank of `left`; collective over it where sharded.
-
-        Raises:
-            StateLost: on all ranks; `left` lacks a rank of the group, and thus its shard.
-        """
-        return (
-            self.optimizer.state_dict()
-            if self._shard is None
-            else gather_state_on_all(self._shard, left)
-        )
+        else:
+            self._shard.load(state, restore_optimizer)
 
     def check_replicas(self) -> None:
         """Compare all parameters of all ranks, trained or not. Collective, for between windows.
@@ -484,7 +474,7 @@ class Accumulator:
         """
         self._checks.replicas.check_all()
 
-    def track_windows(self, handed: MicroBatchTracker) -> None:
+    def track_windows(self, tracker: MicroBatchTracker) -> None:
         """Take all windows from `run.windows` from now on. Not collective.
 
         Raises:
@@ -496,12 +486,12 @@ class Accumulator:
                     "run.windows() was called before for this accumulator: one call is the whole "
                     "training, all its epochs (epochs=3, say); it goes on where it stopped"
                 )
-            if self._window.open and self._sums.micro_steps:
+            if self._window.open and self._losses:
                 raise JobError(
                     f"run.windows() came in mid-window: update {self._window.update} has micro-"
                     "steps already, which would be lost; call boundary() first"
                 )
-            self._tracker = handed
+            self._tracker = tracker
 
     def set_rate(self, rate: float) -> None:
         """Set the learning rate, as `begin_window` does."""
@@ -521,20 +511,20 @@ class Accumulator:
             "another one"
         )
 
-    def close(self) -> None:
-        """Remove the hooks from model and optimizer, so that another accumulator can be built."""
+    def close(self, *, release: bool = False) -> None:
+        """Remove the hooks from model and optimizer, so that another accumulator can be built.
+
+        Args:
+            release: give the optimizer whole parameters again, where it was in shards, and none of
+                its state; a single rank's was one shard, of all.
+        """
         _living.discard(self)
         self._window.close()
         self._step_guard.remove()
         self._hooks.remove()
-
-    def release_shard(self) -> None:
-        """Once it is closed: the optimizer has whole parameters again, where it was in shards, and
-        none of its state; a single rank's was one shard, of all.
-        """
-        if self._shard is not None:
+        if release and self._shard is not None:
             self._shard.release()
-        elif self.options.shard_optimizer:
+        elif release and self.options.shard_optimizer:
             self.optimizer.state.clear()
 
 
@@ -574,17 +564,12 @@ def only_accumulator() -> Accumulator:
     )
 
 
-def _device_of(model: Any) -> torch.device:
-    parameters = model.parameters() if isinstance(model, Module) else ()
-    return next((parameter.device for parameter in parameters), torch.device("cpu"))
-
-
-def _warn_of_unfinished_window(window: WindowState, sums: LossSums) -> None:
+def _warn_of_unfinished_window(window: WindowState, losses: Sequence[Any]) -> None:
     """Warn of an accumulator that is collected with micro-steps but without a boundary."""
-    if window.unfinished and sums.micro_steps and sys.exc_info()[1] is None:
+    if window.unfinished and losses and sys.exc_info()[1] is None:
         if getattr(sys, "last_value", None) is not None:
             return  # the program ends because of that
         sys.stderr.write(
-            f"warning: micro-steps of update {window.update} ({sums.micro_steps}) were "
+            f"warning: micro-steps of update {window.update} ({len(losses)}) were "
             "accumulated and trained nothing: boundary() was not called after them\n"
         )

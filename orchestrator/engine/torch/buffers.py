@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
@@ -12,13 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from orchestrator.engine.common.packed_sums import USES_ALL, USES_CHANGED, Trailer
+from orchestrator.engine.common.boundary import USES_ALL, USES_CHANGED, Trailer
 from orchestrator.engine.torch.group import BaseGroup, version_of
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.wire import bucket_count, trailer_numbers
+
+Named = Sequence[tuple[str, Tensor]]
+"""Parameters with their names."""
+
+Slice = tuple[int, int, int]
+"""Part of a buffer: (buffer, start, end), in numbers."""
 
 _ALIGNED = 16
 _EXACT = (torch.float32, torch.float64)  # dtypes that add up a trailer's limbs without rounding
@@ -34,52 +40,43 @@ class Place:
     start: int
     count: int
 
+    def view(self, flat: Tensor, start: int | None = None) -> Tensor:
+        """Return the parameter's numbers in `flat`, a buffer or one laid out as it, in the
+        parameter's shape and strides; from `start` on in any other vector.
 
-Plan = tuple[torch.device, torch.dtype, list[int]]
-"""One buffer: where it is, its type, and its parameters' numbers in their order."""
-
-
-def named_parameters(
-    model: Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor],
-) -> list[tuple[str, Tensor]]:
-    """Return the parameters of a module, or those that are given, with names."""
-    if isinstance(model, Module):
-        return list(model.named_parameters())
-    named: list[tuple[str, Tensor]] = []
-    for number, item in enumerate(model):
-        named.append((f"parameter {number}", item) if isinstance(item, Tensor) else item)
-    return named
-
-
-def trained(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Return the parameters that get gradients, each once, with the first of its names.
-
-    Raises:
-        JobError: there is none, or one is not of a floating or complex dtype.
-    """
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, parameter in named:
-        if parameter.requires_grad:
-            found.setdefault(id(parameter), (name, parameter))
-    if not found:
-        raise JobError("the model has no parameter to train: none has requires_grad=True")
-    return list(found.values())
+        A complex parameter's are pairs of reals there; of another dtype than `flat`'s it may be.
+        """
+        start, parameter = self.start if start is None else start, self.parameter
+        part = flat[start : start + self.count]
+        if parameter.is_complex():
+            part = torch.view_as_complex(part.view(-1, 2))
+        # Fused optimizers want the gradient's strides to be the parameter's. They can be where the
+        # parameter is dense, which is where an empty_like has its strides.
+        if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+            return part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
+        return part.view(parameter.shape)
 
 
-def real_numbers(tensor: Tensor) -> int:
+def _real_numbers(tensor: Tensor) -> int:
     """Return how many real numbers `tensor` holds: two for each complex one."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
-def buffer_plans(
-    parameters: Sequence[tuple[str, Tensor]], *, trailer: bool, order: Sequence[int] | None = None
-) -> list[Plan]:
-    """Return the buffers for `parameters`.
+def aligned_first(parameters: Named, order: Sequence[int] | None) -> list[int]:
+    """Return `order`, as `GradientBuffers` takes it, with parameters of odd sizes at the end.
 
-    Args:
-        order: of the parameters' numbers within a buffer; the reverse of theirs by default, which
-            a backward comes near to.
-        trailer: the last buffer has to carry one, so it is of a dtype that does not round it.
+    So all others begin at multiples of 16 numbers, as kernels want their weights, although nothing
+    is put between them.
+    """
+    if order is None:
+        order = range(len(parameters) - 1, -1, -1)
+    return sorted(order, key=lambda number: _real_numbers(parameters[number][1]) % _ALIGNED != 0)
+
+
+def _buffer_plans(
+    parameters: Named, *, trailer: bool, order: Sequence[int] | None
+) -> list[tuple[torch.device, torch.dtype, list[int]]]:
+    """Return device, dtype and parameters' numbers of each buffer.
 
     Raises:
         JobError: a parameter is not of a floating or complex dtype.
@@ -102,8 +99,9 @@ def buffer_plans(
         plans.setdefault((parameter.device, dtype), []).append(number)
     for members in plans.values():  # pairs of reals have to begin at even places
         members.sort(key=lambda number: not parameters[number][1].is_complex())
-    # The trailer's buffer comes last, because the trailer is what is known last.
-    ordered: list[Plan] = sorted(
+    # The trailer's buffer comes last, because the trailer is what is known last. It must be of a
+    # dtype that does not round the trailer.
+    ordered = sorted(
         ((*key, members) for key, members in plans.items()), key=lambda plan: plan[1] in _EXACT
     )
     if trailer and ordered[-1][1] not in _EXACT:
@@ -117,8 +115,8 @@ def bucket_slices(
     itemsize: int | None = None,
     *,
     multiple_of: int = 1,
-) -> list[tuple[int, int, int]]:
-    """Cut each payload into `plan.wire.bucket_count` equal slices: (buffer, start, end) in numbers.
+) -> list[Slice]:
+    """Cut each payload into `plan.wire.bucket_count` equal slices.
 
     Args:
         itemsize: what a number has in bytes while it travels, where that is less than it has here.
@@ -127,7 +125,7 @@ def bucket_slices(
     Raises:
         ConfigError: a bucket is too small to hold one number.
     """
-    slices: list[tuple[int, int, int]] = []
+    slices: list[Slice] = []
     for number, payload in enumerate(payloads):
         size = min(payload.element_size(), itemsize or payload.element_size())
         if bucket_bytes is not None and bucket_bytes < size:
@@ -144,30 +142,6 @@ def bucket_slices(
             if end > start
         ]
     return slices
-
-
-def segment_of(bucket: tuple[int, int, int], rank: int, ranks: int) -> tuple[int, int, int]:
-    """Return rank `rank`'s segment of a bucket of `ranks` equally long segments.
-
-    >>> segment_of((0, 30, 60), rank=1, ranks=3)
-    (0, 40, 50)
-    """
-    buffer, start, end = bucket
-    length = (end - start) // ranks
-    return buffer, start + rank * length, start + (rank + 1) * length
-
-
-def aligned_first(
-    parameters: Sequence[tuple[str, Tensor]], order: Sequence[int] | None
-) -> list[int]:
-    """`order`, as `buffer_plans` takes it, with parameters of odd sizes moved to the end.
-
-    So all others begin at multiples of 16 numbers, as kernels want their weights, although nothing
-    is put between them.
-    """
-    if order is None:
-        order = range(len(parameters) - 1, -1, -1)
-    return sorted(order, key=lambda number: real_numbers(parameters[number][1]) % _ALIGNED != 0)
 
 
 # ------------------------------------------------------------------ Gradient buffers
@@ -187,11 +161,12 @@ class GradientBuffers:
     """The buffers of one model, and the gradients as views into them.
 
     Args:
-        parameters: what `trained` gives.
+        parameters: the trained ones, each once.
         metric_count: metrics that the trailer carries; None for no trailer at all.
         pad_to: each buffer is allocated in multiples of this; the padding is never reduced as
             gradient and stays zero.
-        order: see `buffer_plans`.
+        order: of the parameters' numbers within a buffer; the reverse of theirs by default, which
+            a backward comes near to.
         used: 1 is written there for each parameter that gets a gradient; one for all sets of
             buffers of a model.
 
@@ -199,14 +174,14 @@ class GradientBuffers:
         flats: the buffers, padding included. The trailer ends the payload of the last one.
         payloads: their meaningful parts: gradients, in the last one the trailer as well.
         gradients: their gradients alone.
-        views: one for each parameter, in the order of `parameters`.
+        places, views: one for each parameter, in the order of `parameters`.
         trailer: the trailer's numbers.
         versions: what each view's version is to be: a backward that adds to one counts there.
     """
 
     def __init__(
         self,
-        parameters: Sequence[tuple[str, Tensor]],
+        parameters: Named,
         *,
         metric_count: int | None = 0,
         pad_to: int = 1,
@@ -214,10 +189,9 @@ class GradientBuffers:
         used: bytearray | None = None,
     ) -> None:
         self.metric_count, self.pad_to, self.order = metric_count, pad_to, order
-        self.parameters = list(parameters)
-        self.used = bytearray(len(self.parameters)) if used is None else used
+        self.used = bytearray(len(parameters)) if used is None else used
         trailer = 0 if metric_count is None else trailer_numbers(metric_count)
-        plans = buffer_plans(self.parameters, trailer=trailer > 0, order=order)
+        plans = _buffer_plans(parameters, trailer=trailer > 0, order=order)
         self.flats: list[Tensor] = []
         self.payloads: list[Tensor] = []
         self.gradients: list[Tensor] = []
@@ -225,23 +199,20 @@ class GradientBuffers:
         for buffer, (device, dtype, members) in enumerate(plans):
             start = 0
             for number in members:
-                name, parameter = self.parameters[number]
-                count = real_numbers(parameter)
+                name, parameter = parameters[number]
+                count = _real_numbers(parameter)
                 places[number] = Place(name, parameter, buffer, start, count)
                 start += count
             length = start + (trailer if buffer == len(plans) - 1 else 0)
-            padded = -(-length // pad_to) * pad_to
-            flat = torch.zeros(padded, dtype=dtype, device=device)
+            flat = torch.zeros(-(-length // pad_to) * pad_to, dtype=dtype, device=device)
             self.flats.append(flat)
             self.payloads.append(flat[:length])
             self.gradients.append(flat[:start])
         self.trailer = self.payloads[-1][self.gradients[-1].numel() :]
-        self.places = [places[number] for number in range(len(self.parameters))]
+        self.places = [places[number] for number in range(len(parameters))]
         # A view by `.data` has a version of its own, which writing in the flat buffer leaves alone.
-        self.views = [
-            view_of(self.flats[place.buffer], place, place.start).data for place in self.places
-        ]
-        self._tensors = [parameter for _, parameter in self.parameters]
+        self.views = [place.view(self.flats[place.buffer]).data for place in self.places]
+        self._parameters = [parameter for _, parameter in parameters]
         self._addresses = [view.data_ptr() for view in self.views]
         self.versions = [0] * len(self.views)
         self._filled = bytearray(len(self.places))  # 1 where a gradient is in its place
@@ -250,7 +221,7 @@ class GradientBuffers:
     def clone_layout(self) -> GradientBuffers:
         """Return further buffers of the same layout, zero."""
         return GradientBuffers(
-            self.parameters,
+            [(place.name, place.parameter) for place in self.places],
             metric_count=self.metric_count,
             pad_to=self.pad_to,
             order=self.order,
@@ -262,13 +233,13 @@ class GradientBuffers:
         self._filled[:] = bytes(len(self._filled))
         for flat, gradient in zip(self.flats, self.gradients, strict=True):
             flat[gradient.numel() :].zero_()
-        for parameter in self._tensors:
+        for parameter in self._parameters:
             parameter.grad = None
         self.versions[:], self._checked = map(version_of, self.views), False
 
-    def check_before_backward(self) -> bool:
-        """Check before a backward that every `.grad` is its view, or None; return whether there
-        are gradients already, to which it adds.
+    def before_backward(self) -> bool:
+        """Check that every `.grad` is its view, or None; return whether there are gradients
+        already, to which the backward adds.
 
         A `.grad` of None (after `zero_grad(set_to_none=True)`) takes nothing away from what was
         accumulated.
@@ -276,9 +247,11 @@ class GradientBuffers:
         Raises:
             JobError: another tensor is in its place.
         """
-        before, begun = map(_GRADIENT, self._tensors), 1 in self._filled
+        before, begun = map(_GRADIENT, self._parameters), 1 in self._filled
         if not all(map(is_, before, self.views if begun else repeat(None))):
-            for number, (parameter, view) in enumerate(zip(self._tensors, self.views, strict=True)):
+            for number, (parameter, view) in enumerate(
+                zip(self._parameters, self.views, strict=True)
+            ):
                 if parameter.grad is not None and parameter.grad is not view:
                     raise self._foreign_write(number)
         self._checked = True
@@ -293,7 +266,7 @@ class GradientBuffers:
         Raises:
             JobError: something else wrote there.
         """
-        parameter, view = self._tensors[number], self.views[number]
+        parameter, view = self._parameters[number], self.views[number]
         found = parameter.grad
         if found is view:
             version = version_of(view)
@@ -303,12 +276,12 @@ class GradientBuffers:
             return
         if found is None:
             raise JobError(
-                f"the gradient of {self.parameters[number][0]} was taken away within the backward "
+                f"the gradient of {self.places[number].name} was taken away within the backward "
                 "that made it, by a register_post_accumulate_grad_hook() perhaps: an optimizer "
                 "cannot step there, as the update is made at the boundary"
             )
         if found.requires_grad:
-            return  # `store_late` refuses it
+            return  # `after_backward` refuses it
         if not self._filled[number]:
             if found.is_sparse:
                 view.zero_().add_(found)
@@ -322,15 +295,17 @@ class GradientBuffers:
         self.versions[number] = version_of(view)
         parameter.grad = view
 
-    def store_late(self) -> None:
-        """Put gradients in their places that came in a backward which was only counted, and check
-        that nothing else was written.
+    def after_backward(self) -> None:
+        """Take gradients that came in a backward which was only counted, and check that nothing
+        else was written.
 
         Raises:
             JobError: one is not a backward's, or a backward with `create_graph=True` replaced it.
         """
-        if not all(map(is_, map(_GRADIENT, self._tensors), self.views)):
-            for number, (parameter, view) in enumerate(zip(self._tensors, self.views, strict=True)):
+        if not all(map(is_, map(_GRADIENT, self._parameters), self.views)):
+            for number, (parameter, view) in enumerate(
+                zip(self._parameters, self.views, strict=True)
+            ):
                 found = parameter.grad
                 came = self.versions[number] > version_of(view)
                 if found is view or (found is None and not (came or self._filled[number])):
@@ -347,20 +322,18 @@ class GradientBuffers:
 
     def verify(self) -> None:
         """Raise `JobError` unless the last to write in each view was a backward."""
-        versions = list(map(version_of, self.views))
-        addresses = [view.data_ptr() for view in self.views]
-        if versions != self.versions or addresses != self._addresses:
-            now = zip(versions, addresses, strict=True)
-            before = zip(self.versions, self._addresses, strict=True)
+        now = list(zip(map(version_of, self.views), map(Tensor.data_ptr, self.views), strict=True))
+        before = list(zip(self.versions, self._addresses, strict=True))
+        if now != before:
             raise self._foreign_write(
                 next(n for n, (a, b) in enumerate(zip(now, before, strict=True)) if a != b)
             )
 
     def complete(self) -> None:
-        """Check as `store_late`, and write zeros where no gradient came, so buffers can be
+        """Check as `after_backward`, and write zeros where no gradient came, so buffers can be
         summed.
         """
-        self.store_late()
+        self.after_backward()
         self.verify()
         if 0 in self._filled:
             for number, view in enumerate(self.views):
@@ -370,8 +343,8 @@ class GradientBuffers:
             self.attach()
 
     def _foreign_write(self, number: int) -> JobError:
-        name, parameter = self.parameters[number]
-        if parameter.grad is not None and parameter.grad.requires_grad:
+        name, gradient = self.places[number].name, self._parameters[number].grad
+        if gradient is not None and gradient.requires_grad:
             return JobError(
                 f"the gradient of {name} carries a graph: accumulate by plain backward(); for "
                 "gradient penalties use torch.autograd.grad(..., create_graph=True)"
@@ -386,39 +359,25 @@ class GradientBuffers:
     def attach(self) -> None:
         """Show the buffers' numbers: every `.grad` is its view, whatever it was."""
         self._filled[:] = bytes([1]) * len(self._filled)
-        if not all(map(is_, map(_GRADIENT, self._tensors), self.views)):
-            for parameter, view in zip(self._tensors, self.views, strict=True):
+        if not all(map(is_, map(_GRADIENT, self._parameters), self.views)):
+            for parameter, view in zip(self._parameters, self.views, strict=True):
                 parameter.grad = view
 
-    def detach(self, unused: Iterable[int]) -> None:
-        """Set `.grad` of these parameters to None, so that the optimizer leaves them alone."""
+    @contextmanager
+    def stepping(self, unused: Iterable[int]) -> Generator[None]:
+        """Let the optimizer step in here: `.grad` of `unused` is None, so it leaves them alone."""
         for number in unused:
-            self.parameters[number][1].grad = None
+            self._parameters[number].grad = None
+        yield
+        self.attach()
 
     def non_finite(self) -> list[str]:
         """Return the parameters whose gradient holds NaN or infinity. Not collective."""
         return [
-            name
-            for (name, _), view in zip(self.parameters, self.views, strict=True)
+            place.name
+            for place, view in zip(self.places, self.views, strict=True)
             if not bool(torch.isfinite(view).all())
         ]
-
-
-def view_of(flat: Tensor, place: Place, start: int = 0) -> Tensor:
-    """Return the numbers of `flat` from `start` on, in the shape and strides of the parameter at
-    `place`.
-
-    A complex parameter's are pairs of reals there; of another dtype than `flat`'s it may be.
-    """
-    parameter = place.parameter
-    part = flat[start : start + place.count]
-    if parameter.is_complex():
-        part = torch.view_as_complex(part.view(-1, 2))
-    # Fused optimizers want the gradient's strides to be the parameter's. They can be where the
-    # parameter is dense, which is where an empty_like has its strides.
-    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
-        return part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
-    return part.view(parameter.shape)
 
 
 # ------------------------------------------------------------------ Gradient hooks
@@ -444,7 +403,7 @@ class GradHooks:
         ConfigError: a parameter has the hook of another accumulator.
     """
 
-    def __init__(self, owner: Any, named: Sequence[tuple[str, Tensor]]) -> None:
+    def __init__(self, owner: Any, named: Named) -> None:
         def owned() -> list[str]:
             return [name for name, p in named if p in _OWNERS and _OWNERS[p]() is not None]
 
@@ -508,6 +467,11 @@ class UsedParameters:
         self.exchanges = 0
         self.mine[:] = bytes(len(self.mine))
 
+    def flag(self, trailer: Trailer) -> None:
+        """Write into the trailer what the other ranks need for `unused`."""
+        trailer.flags[USES_ALL] = int(0 not in self.mine)
+        trailer.flags[USES_CHANGED] = int(bytes(self.mine) != self._exchanged)
+
     def unused(self, totals: Trailer) -> list[int]:
         """Return the numbers of the parameters that no rank used. Collective; silent unless sets
         changed.
@@ -521,8 +485,3 @@ class UsedParameters:
             self.exchanges = int(self._group.size > 1)
             self._unused_anywhere = [n for n, count in enumerate(counts.tolist()) if not count]
         return self._unused_anywhere
-
-    def flag(self, trailer: Trailer) -> None:
-        """Write into the trailer what the other ranks need for `unused`."""
-        trailer.flags[USES_ALL] = int(0 not in self.mine)
-        trailer.flags[USES_CHANGED] = int(bytes(self.mine) != self._exchanged)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import resource
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,53 +18,54 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.config.optimizer import chosen, described
-from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window, against
 from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
+from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.grad_cache import CoupledWindows
-from orchestrator.engine.torch.group import BaseGroup, gather_numbers
+from orchestrator.engine.torch.group import (
+    BaseGroup,
+    broadcast_tensors,
+    gather_numbers,
+    gather_texts,
+)
 from orchestrator.engine.torch.model import (
     Precision,
     advice,
     be_deterministic,
-    derived_seed,
+    build_optimizer,
+    check_optimizer,
     doubled,
+    hyperparameters_of,
+    in_evaluation,
     moved,
     seed_everything,
     with_norms,
-)
-from orchestrator.engine.torch.optimizers import (
-    build_optimizer,
-    check_optimizer,
-    hyperparameters_of,
 )
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.start_checks import (
     digest_to_floats,
     machine_digest,
     machine_warning,
+    trained_parameters,
 )
 from orchestrator.engine.torch.state import (
-    OPTIMIZER,
-    WEIGHTS,
+    Snapshot,
     load_model,
     load_optimizer,
     load_weights,
-    model_state,
     pack,
-    prepared,
+    unpack,
     weights_sha256,
-    write_prepared,
 )
-from orchestrator.engine.torch.trial import Trial
-from orchestrator.errors import ConfigError, JobError
+from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, is_coupled
 
 
-def build_model(job: Job, settings: EngineSettings, device: torch.device) -> Module:
-    """Return the job's model on `device`, from the run's seed. Raises `JobError` when it is
-    none.
+def _build_model(job: Job, settings: EngineSettings, device: torch.device) -> Module:
+    """Return the job's model on `device`, from the run's seed. Raises `JobError` for anything
+    else.
     """
     seed_everything(derived_seed("model", settings.seed))
     model = job.model()
@@ -72,7 +76,7 @@ def build_model(job: Job, settings: EngineSettings, device: torch.device) -> Mod
     return model.to(device)
 
 
-def build_job_optimizer(job: Job, model: Module, settings: EngineSettings) -> Optimizer:
+def _build_job_optimizer(job: Job, model: Module, settings: EngineSettings) -> Optimizer:
     """Return the job's own, or the one that the configuration names.
 
     Raises:
@@ -88,9 +92,6 @@ def build_job_optimizer(job: Job, model: Module, settings: EngineSettings) -> Op
     return found
 
 
-# ------------------------------------------------------------------ Memory
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the largest memory so far: the GPU's if it computes there, or the process's."""
     if device.type == "cuda":
@@ -100,82 +101,120 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Return their memory, counted once where it is shared."""
     return sum({(t.device, t.data_ptr(), t.numel()): t.nbytes for t in tensors}.values())
 
 
-# ------------------------------------------------------------------ Snapshots
-# Weights and optimizer state change only in the optimizer's step, at a boundary. So the writer
-# copies the large tensors while the next window computes (`take`), and the next boundary waits for
-# it; usually it is done by then. State that a window itself may change (buffers, small tensors
-# such as a rate) is copied at once. The bytes written are the same either way.
+# ------------------------------------------------------------------ Trials of the loss
 
 
-SMALL = 4096
-"""Numbers of a tensor that is copied at once."""
+_SAMPLES = 2
+_NEARLY = 0.25  # halfway, on a scale where a mean grows by 0 and a sum by 1
 
 
-class Snapshot:
-    """A checkpoint's tensors and the rest of it. Until `keep` they are the live ones.
+class Trial:
+    """Calls of a job's loss on rank 0 before training, with the model in evaluation mode.
+
+    Modes, buffers and frozen parameters are as before afterwards; a shallow copy of the job is
+    called, so that what it counts in its own attributes is not counted.
 
     Args:
-        gathered: the state of an optimizer in shards, put together for this; None: it has none.
-
-    Attributes:
-        taken: set once all tensors are copied, so training may change them.
-
-    Raises:
-        RuntimeError: it is in shards, and was not gathered.
+        compute: the job's loss of a list of samples, given the job.
     """
 
     def __init__(
-        self, model: Module, accumulator: Accumulator, gathered: Mapping[str, Any] | None
+        self, job: Job, model: Module, group: BaseGroup, compute: Callable[[Job, list[Any]], Any]
     ) -> None:
-        if gathered is None and accumulator.sharded:
-            raise RuntimeError("a sharded state is saved on rank 0, after gather_state()")
-        optimizer = accumulator.optimizer_state() if gathered is None else gathered
-        assert optimizer is not None  # noqa: S101  # it is in no shards
-        precision = accumulator.precision.state()
-        weights, rest = model_state(model)
-        states: dict[str, Tensor] = {}
-        packed = pack(optimizer, states, "")
-        self._extra = {"model": rest, "optimizer": packed, "precision": precision}
-        self._files = {WEIGHTS: prepared(weights), OPTIMIZER: prepared(states)}
-        self._lasting = {parameter.data_ptr() for parameter in model.parameters()}
-        self._own = gathered is not None
-        self._later: list[tuple[dict[str, Tensor], str]] = []
-        self.taken = threading.Event()
+        self._job, self._model, self._group = copy.copy(job), model, group
+        self._compute = compute
 
-    def keep(self) -> Snapshot:
-        """Copy what a window may change; the next boundary has to wait for `taken`."""
-        for name, (tensors, _) in self._files.items():
-            for key, tensor in tensors.items():
-                steady = name == OPTIMIZER or tensor.data_ptr() in self._lasting
-                if steady and tensor.numel() > SMALL:
-                    if not (self._own and name == OPTIMIZER):
-                        self._later.append((tensors, key))
-                else:
-                    tensors[key] = _copy(tensor)
-        return self
-
-    def take(self) -> None:
-        """Copy the rest, in any thread. Sets `taken` even if it fails."""
+    @contextmanager
+    def _samples(self, doing: str) -> Generator[list[Any]]:
+        """Yield the first samples; what happens inside is silent and changes no state."""
+        dataset = self._job.dataset()
+        loader.check_dataset(dataset)
+        model = self._model
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        kept = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *frozen)]
+        self._group.silence.begin(f"while rank 0 tried {doing}")
         try:
-            for tensors, key in self._later:
-                tensors[key] = _copy(tensors[key])
+            with in_evaluation(model):
+                yield [dataset[number] for number in range(min(_SAMPLES, len(dataset)))]
         finally:
-            self.taken.set()
+            self._group.silence.end()
+            with torch.no_grad():
+                for tensor, before in kept:
+                    tensor.copy_(before)
 
-    def save_state(self, folder: Path) -> dict[str, Any]:
-        """Write weights and optimizer as safetensors; give the rest as JSON."""
-        for name, (tensors, metadata) in self._files.items():
-            write_prepared(folder / name, tensors, metadata)
-        self._files.clear()  # copies are large
-        return self._extra
+    def warnings(self) -> list[str]:
+        """Return a sentence when `Loss.total` or `Loss.weight` does not grow with the number of
+        samples; on rank 0, whose warnings are shown. Not collective.
 
+        Nothing is tried with a data set of less than 2 samples.
+        """
+        if self._group.rank != 0:
+            return []
+        found: list[tuple[float, float]] = []
+        with self._samples("the loss") as samples, torch.no_grad():
+            for times in (1, 2) if len(samples) == _SAMPLES else ():
+                loss = self._compute(self._job, samples * times)
+                try:
+                    found.append((float(loss.total), float(loss.weight)))
+                except (AttributeError, TypeError, ValueError, RuntimeError):
+                    return []  # no Loss, or no sums: the first micro-step refuses it
+        for what, once, twice in zip(("total", "weight"), *found, strict=True) if found else ():
+            if once and abs(twice - once) < _NEARLY * abs(once):
+                sentence = (
+                    f"Loss.{what} does not grow with the number of samples ({once:.4g} for two of "
+                    f"them, {twice:.4g} for the same two twice), so it is not a sum: the update "
+                    "may depend on how it is split. Use reduction='sum', and the number of samples "
+                    "as the weight"
+                )
+                return [sentence]
+        return []
 
-def _copy(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy in the host's memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    # Buckets in the order in which a backward reaches the parameters leave earliest. The reverse of
+    # the model's order fails where layers are not declared as they are called, so rank 0 tries a
+    # backward before training, and all ranks take its order. It is a function of the job alone, so
+    # a resumed run has the same buckets, and the same bits.
+    def bucket_order(self) -> list[int]:
+        """Return the trained parameters' numbers in the order in which gradients come. Collective.
+
+        Those that the trial does not reach come last, in the reverse of the model's order.
+        """
+        parameters = [p for _, p in trained_parameters(self._model.named_parameters())]
+        order = list(reversed(range(len(parameters))))
+        if self._group.rank == 0:
+            seen = self._reached(parameters)
+            order = seen + [number for number in order if number not in set(seen)]
+        shared = torch.tensor(order, device=self._group.device)
+        self._group.broadcast(shared)
+        return shared.tolist()
+
+    def _reached(self, parameters: list[Tensor]) -> list[int]:
+        seen: dict[int, None] = {}
+
+        def hook_of(number: int) -> Callable[[Tensor], None]:
+            def ready(parameter: Tensor) -> None:
+                seen.setdefault(number)
+                parameter.grad = None
+
+            return ready
+
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(hook_of(number))
+            for number, parameter in enumerate(parameters)
+        ]
+        try:
+            with self._samples("a backward") as samples:
+                loss = self._compute(self._job, samples) if samples else None
+                total = getattr(loss, "total", None)
+                if isinstance(total, Tensor) and total.requires_grad and total.numel() == 1:
+                    total.backward()  # what is none of this, the first micro-step refuses
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return list(seen)
 
 
 # ------------------------------------------------------------------ Engine
@@ -186,13 +225,14 @@ def build_engine(job: Job, settings: EngineSettings, group: BaseGroup) -> TorchE
 
     Raises:
         JobError: `model()` or `dataset()` give what they must not, or replicas differ.
-        ConfigError: settings that cannot be used.
+        ConfigError: settings that cannot be used, or `settings.survive` with a transport whose
+            collectives cannot be left, or a job that calls collectives of its own.
     """
     return TorchEngine(job, settings, group)
 
 
 class TorchEngine:
-    """An `Engine`; see there for the methods.
+    """An `Engine` that also `Survives`; see there for the methods.
 
     Args:
         job: what to train.
@@ -205,6 +245,8 @@ class TorchEngine:
     """
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
+        if settings.survive and (refusal := against(job, group)):
+            raise ConfigError(refusal)
         self._job, self._settings, self._group = job, settings, group
         reproducible = settings.reduction == "reproducible"
         if reproducible:
@@ -215,53 +257,62 @@ class TorchEngine:
                 )
         self._leaves = Leaves(settings.leaf_size if reproducible else None)
         talks = bool(getattr(job, "talks_in_window", False))
-        self.model, norms = with_norms(build_model(job, settings, group.device), settings.norm)
+        self.model, norms = with_norms(_build_model(job, settings, group.device), settings.norm)
         forward = Precision(settings.precision, group.device).forward
-        trial = Trial(job, self.model, group, prepare=self._prepared, forward=forward)
+        collate = loader.collate_of(job)
+
+        def compute(job: Job, samples: list[Any]) -> Any:
+            batch = self._prepared(collate(samples))
+            with forward():
+                return job.loss(self.model, batch)
+
+        trial = Trial(job, self.model, group, compute)
         order = None  # where nothing leaves during a backward
         if not (talks or group.size == 1 or reproducible or is_coupled(job)):
             order = trial.bucket_order()
         # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
         # advises in the run's own words.
         how = {"overlap": not talks, "silent": not talks, "order": order, "advise": False}
-        self.accumulator = Accumulator(
-            self.model,
-            build_job_optimizer(job, self.model, settings),
-            group,
-            settings.with_options(how),
-        )
-        self._clock = self.accumulator.clock
-        self._hyperparameters = Hyperparameters(hyperparameters_of(self.accumulator.optimizer))
-        self._gathered: dict[str, Any] | None = None  # the optimizer's state, until it is saved
+        optimizer = _build_job_optimizer(job, self.model, settings)
+        self._accumulate(Accumulator(self.model, optimizer, group, settings.with_options(how)))
         self._taken = threading.Event()  # what is to be saved was copied, so it may change
         self._taken.set()
-        self._coupled = self._coupled_windows()
         self._window: Window | None = None
         self._in_window = False  # until its boundary is over
         self._done, self._trains = 0, self.model.training
+        # Of a run that survives losses: see `_undo` and `catch_up`.
+        self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups
+        self._order: list[int] | None = None  # of buckets, as those who began together agreed
+        self._incomplete = False  # a part of the state was lost, and what is kept is of no use
+        self._scale_before: dict[str, float] = {}
+        self._buffers_before: dict[str, tuple[int, Tensor]] = {}  # their version, and a copy
         rows = self.gather(digest_to_floats(machine_digest()))
         self._warnings = norms + machine_warning(rows, settings.reduction)
         if not (talks or is_coupled(job)):
             self._warnings += trial.warnings()
 
-    def _coupled_windows(self) -> CoupledWindows | None:
-        if not is_coupled(self._job):
-            return None
-        return CoupledWindows(
-            self._job,
-            self.model,
-            self._settings,
-            self.accumulator,
-            prepare=self._prepared,
-            leaves=self._leaves,
-        )
+    def _accumulate(self, accumulator: Accumulator) -> None:
+        """Take what belongs to an accumulator from this one."""
+        self.accumulator, self._clock = accumulator, accumulator.clock
+        self._hyperparameters = Hyperparameters(hyperparameters_of(accumulator.optimizer))
+        self._gathered: dict[str, Any] | None = None  # the optimizer's state, until it is saved
+        self._coupled = None
+        if is_coupled(self._job):
+            self._coupled = CoupledWindows(
+                self._job,
+                self.model,
+                self._settings,
+                accumulator,
+                prepare=self._prepared,
+                leaves=self._leaves,
+            )
+
+    def _prepared(self, batch: Any) -> Any:
+        return moved(batch, self._group.device, double=self._settings.precision == "float64")
 
     # ------------------------------------------------------------------ an update
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
-        """Return one batch for each micro-batch, in order, fetched ahead when there are loader
-        workers.
-        """
         return loader.batches(
             micro_batches,
             dataset=self._job.dataset(),
@@ -272,7 +323,8 @@ class TorchEngine:
         )
 
     def begin_window(self, window: Window) -> None:
-        """Start an update: gradients are zero, the learning rate is set. Not collective."""
+        if self._settings.survive:
+            self._keep_for_undo()
         self._window, self._done, self._gathered = window, 0, None
         self._in_window = True
         self._hyperparameters.check(f"before update {window.update}")
@@ -287,7 +339,6 @@ class TorchEngine:
         self._hyperparameters.keep()
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
-        """Forward and backward of one micro-batch."""
         window = self._window
         if window is None or micro_batch.update != window.update:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
@@ -308,23 +359,19 @@ class TorchEngine:
             leaf=self._leaves.leaf_of(micro_batch),
         )
 
-    def _refuse_evaluation_mode(self) -> None:
-        """Nothing would show it: without dropout, and with frozen statistics, losses look fine."""
+    def boundary(self, *, stop: bool = False) -> BoundaryReport:
+        self._taken.wait()
+        window, self._window = self._window, None
+        if self._coupled is not None and window is not None:
+            self._coupled.finish(window)
+        self._hyperparameters.check("inside a window")
+        # Nothing else would show it: without dropout, and with frozen statistics, losses look fine.
         if self._trains and not self.model.training:
             raise JobError(
                 "the model is in evaluation mode at an update's end, but did not begin in it: "
                 f"{type(self._job).__name__}.loss() or after_update() has called model.eval() "
                 "without a model.train() after it"
             )
-
-    def boundary(self, *, stop: bool = False) -> BoundaryReport:
-        """Reduce once, clip once, step once. Collective."""
-        self._taken.wait()
-        window, self._window = self._window, None
-        if self._coupled is not None and window is not None:
-            self._coupled.finish(window)
-        self._hyperparameters.check("inside a window")
-        self._refuse_evaluation_mode()
         report = self.accumulator.boundary(stop=stop)
         self._hyperparameters.keep()  # some optimizers count in them
         if report.applied:
@@ -340,79 +387,62 @@ class TorchEngine:
     # ------------------------------------------------------------------ around updates
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return every rank's `numbers` (equally many on all), a row for each rank. Collective."""
         return gather_numbers(self._group, numbers)
 
     def evaluate(self) -> dict[str, float]:
-        """Compute the job's held-out figures, with the model in evaluation mode. Rank 0
-        only.
-        """
-        before = {layer: layer.training for layer in self.model.modules()}
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                figures = getattr(self._job, "evaluate", lambda _: {})(self.model)
-        finally:
-            for layer, training in before.items():
-                layer.training = training
+        with in_evaluation(self.model), torch.no_grad():
+            figures = getattr(self._job, "evaluate", lambda _: {})(self.model)
         return checked_figures(figures, self._job)
 
     def check_replicas(self) -> None:
-        """Compare the weights of all ranks. Collective."""
         self.accumulator.check_replicas()
 
     def optimizer_used(self) -> dict[str, Any]:
-        """Describe the optimizer: its class, where it is from, and its groups of parameters."""
         return described(self.accumulator.optimizer, self._settings.optimizer)
 
     def parameter_count(self) -> int:
-        """Count the trained numbers of the model: shared ones once, complex ones twice."""
         return self.accumulator.parameter_count()
 
     def gather_state(self) -> None:
-        """Put a sharded optimizer's state together on rank 0, for `save_state`. Collective."""
         if self.accumulator.sharded:
             self._gathered = self.accumulator.optimizer_state()
 
     def holds_state(self) -> bool:
-        """Return whether `save_state` can be called: always, or after `gather_state` on rank 0."""
         return not self.accumulator.sharded or self._gathered is not None
 
     def save_state(self, folder: Path) -> dict[str, Any]:
-        """Write weights and optimizer as safetensors; give the rest as JSON. Not collective."""
-        return Snapshot(self.model, self.accumulator, self._gathered).save_state(folder)
+        return self._snapshot().save_state(folder)
 
     def snapshot(self) -> Snapshot:
         """Return what `save_state` would write now, for another thread. The next boundary waits."""
-        snapshot = Snapshot(self.model, self.accumulator, self._gathered).keep()
+        snapshot = self._snapshot().keep()
         self._taken = snapshot.taken
         return snapshot
 
+    def _snapshot(self) -> Snapshot:
+        if not self.holds_state():
+            raise RuntimeError("a sharded state is saved on rank 0, after gather_state()")
+        gathered = self._gathered is not None
+        optimizer = self._gathered if gathered else self.accumulator.optimizer_state()
+        return Snapshot(self.model, optimizer, self.accumulator.precision.state(), copied=gathered)
+
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
-        """Load what `save_state` wrote: the same bits afterwards. Not collective."""
         load_model(self.model, folder, extra["model"])
         load_optimizer(folder, extra["optimizer"], self.accumulator.load_optimizer_state)
         self.accumulator.precision.load(extra["precision"])
         self._hyperparameters.keep()
+        self._incomplete = False
 
     def load_weights(self, path: Path) -> None:
-        """Set the weights to a file's, the optimizer left alone. Raises `ConfigError`."""
         load_weights(self.model, path)
 
     def weights_sha256(self) -> str:
-        """Return the digest over the bytes of the weights, tensor by tensor in the order of the
-        names.
-        """
         return weights_sha256(self.model)
 
     def extra_collectives(self) -> int:
-        """Return collectives in every window, besides the gradient's reduction."""
         return 0 if self._coupled is None else self._coupled.collectives
 
     def memory_bytes(self) -> dict[str, int]:
-        """Return the bytes of this rank's parameters, gradients and optimizer state. Tensors that
-        share memory count once.
-        """
         state = self.accumulator.optimizer.state.values()
         tensors = (v for held in state for v in held.values() if isinstance(v, Tensor))
         return {
@@ -422,15 +452,137 @@ class TorchEngine:
         }
 
     def peak_memory_bytes(self) -> int:
-        """Return the largest memory of this rank so far: its GPU's if it computes there, or the
-        process's.
-        """
         return peak_memory_bytes(self._group.device)
 
     def warnings(self, micro_batches: int | None = None) -> list[str]:
-        """Return warnings about this model and these ranks, each with its remedies."""
         found = advice(self.model, ranks=self._group.size, micro_batches=micro_batches)
         return [*self._warnings, *found]
 
-    def _prepared(self, batch: Any) -> Any:
-        return moved(batch, self._group.device, double=self._settings.precision == "float64")
+    # ------------------------------------------------------------------ another group
+    # Weights and optimizer state change only in the optimizer's step, so a window that broke off
+    # left them unchanged. State that a forward changes (batch norm statistics) and state that a
+    # boundary may have changed before it broke off (the float16 loss scale) is restored to the
+    # start of the window. The shard of an optimizer that is lost with its rank comes from the
+    # newest checkpoint (`StateLost`).
+    #
+    # The engine of a new rank was built alone. It counts as behind all others and receives what
+    # ranks that are behind receive, and the bucket order that the first ranks agreed on.
+
+    def _keep_for_undo(self) -> None:
+        self._scale_before = self.accumulator.precision.state()
+        for name, buffer in self.model.named_buffers():
+            version = buffer._version  # noqa: SLF001  # no public name
+            if self._buffers_before.get(name, (-1,))[0] != version:
+                self._buffers_before[name] = version, buffer.detach().clone()
+
+    def _undo(self) -> None:
+        """Restore the state at the beginning of the window under way, if any."""
+        if not self._in_window:
+            return
+        self.accumulator.precision.load(self._scale_before)
+        self._in_window, self._window = False, None
+        for name, buffer in self.model.named_buffers():
+            version, before = self._buffers_before[name]
+            if buffer._version != version:  # noqa: SLF001  # no public name
+                buffer.detach().copy_(before)
+
+    def newcomers_wait(self, waiting: bool) -> None:  # a plain setter
+        self.accumulator.newcomers_wait = waiting
+
+    def before_growth(self) -> None:
+        if self._settings.shard_optimizer:
+            self._taken.wait()
+            self._whole_state = self.accumulator.optimizer_state(self._group)
+
+    def catch_up(self, group: BaseGroup, updates: int, standing: str) -> str | None:
+        self._undo()
+        self._taken.wait()
+        rows = gather_numbers(group, [updates, self._incomplete])
+        if incomplete := [rank for rank, row in enumerate(rows) if row[1]]:
+            self._incomplete = True  # who has it again must not give it to who has not
+            raise StateLost(incomplete)
+        applied = [int(row[0]) for row in rows]
+        newest, behind = max(applied), updates < max(applied)
+        sharded = self._settings.shard_optimizer
+        try:
+            whole = self._state_among(group) if sharded else None
+        except StateLost:
+            self._incomplete = True
+            raise
+        received = None
+        if min(applied) != newest:
+            source = applied.index(newest)
+            state = self._state_to_send() if group.rank == source else {}
+            text, found = _send_state(group, source, standing, state)
+            if behind:
+                self.model.load_state_dict(found["model"])
+                if whole is None:
+                    self.accumulator.load_optimizer_state(found["optimizer"])
+                self.accumulator.precision.load(found["precision"])
+                self._order = found["order"]
+                received = text
+        self._whole_state = whole  # now that the weights are those that it belongs to
+        return received
+
+    def _state_to_send(self) -> dict[str, Any]:
+        """Return the state for ranks that are behind; without the state of a sharded optimizer."""
+        order = self.accumulator.options.order
+        state: dict[str, Any] = {
+            "order": None if order is None else list(order),
+            "model": dict(self.model.state_dict()),
+            "precision": self.accumulator.precision.state(),
+        }
+        if not self._settings.shard_optimizer:
+            state["optimizer"] = self.accumulator.optimizer_state()
+        return state
+
+    def _state_among(self, group: BaseGroup) -> dict[str, Any] | None:
+        """Return all of a sharded optimizer's state, on every rank of `group`. Collective.
+
+        Those that were on their way into a group have it already, where one more was lost then.
+        """
+        have = [bool(row[0]) for row in gather_numbers(group, [self._whole_state is not None])]
+        if not any(have):
+            return self.accumulator.optimizer_state(group)
+        _, found = _send_state(group, have.index(True), "", self._whole_state or {})
+        return self._whole_state or found
+
+    def regroup(self, group: BaseGroup) -> None:
+        earlier, self._group = self.accumulator, group
+        earlier.close(release=True)
+        if self._incomplete:  # a step may have come to some; all are to load a checkpoint's anyway
+            broadcast_tensors(group, [parameter.detach() for parameter in self.model.parameters()])
+        # Some ranks have begun the next window already, with its rate.
+        if base := earlier.optimizer.defaults.get("lr"):
+            earlier.set_rate(float(base))
+        # Batch norms' statistics are each rank's own; all go on with the writer's, as at a resume.
+        broadcast_tensors(group, [buffer for _, buffer in self.model.named_buffers()])
+        options = earlier.options
+        if self._order is not None:
+            options = options.with_options({"order": self._order})
+        accumulator = Accumulator(self.model, earlier.optimizer, group, options)
+        accumulator.take_over(earlier)
+        if self._whole_state is not None:
+            accumulator.load_optimizer_state(self._whole_state)
+            self._whole_state = None
+        self._accumulate(accumulator)
+
+
+def _send_state(
+    group: BaseGroup, source: int, text: str, state: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Return text and state of rank `source` on every rank. Collective."""
+    tensors: dict[str, Tensor] = {}
+    message = "{}"
+    if group.rank == source:
+        packed = pack(state, tensors, "")
+        kinds = [
+            [n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()
+        ]
+        message = json.dumps({"text": text, "state": packed, "kinds": kinds})
+    content = json.loads(gather_texts(group, message)[source])
+    for name, dtype, shape in content["kinds"]:
+        if name not in tensors:
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
+        broadcast_tensors(group, [tensors[name].to(group.device)], source)
+    return content["text"], unpack(content["state"], tensors)

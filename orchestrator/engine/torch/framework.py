@@ -14,7 +14,6 @@ from orchestrator.engine.torch.engine import build_engine
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.rendezvous import form_group
 from orchestrator.engine.torch.start_checks import versions
-from orchestrator.engine.torch.survival import SurvivingEngine
 
 
 class Torch(Framework):
@@ -24,8 +23,7 @@ class Torch(Framework):
         return form_group(spec)
 
     def build_engine(self, job: Any, settings: EngineSettings, group: BaseGroup) -> Engine:
-        kind = SurvivingEngine if settings.survive else build_engine
-        return kind(job, settings, group)
+        return build_engine(job, settings, group)
 
     def versions(self) -> dict[str, str]:
         return versions()

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.loader import collate_of
-from orchestrator.engine.torch.model import derived_seed, seed_everything
+from orchestrator.engine.torch.model import seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.window_checks import checked_loss
 from orchestrator.errors import JobError

@@ -21,7 +21,8 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from orchestrator.engine.api import MicroBatch
-from orchestrator.engine.torch.model import derived_seed, seed_everything
+from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.torch.model import seed_everything
 from orchestrator.errors import JobError
 from orchestrator.job import Job
 

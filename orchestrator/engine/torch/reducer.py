@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from orchestrator.engine.common.packed_sums import Trailer, limb_bits
+from orchestrator.engine.common.boundary import Trailer, limb_bits
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.engine.torch.buffers import GradientBuffers, bucket_slices
-from orchestrator.engine.torch.group import BaseGroup, CompletedWork, Work
+from orchestrator.engine.torch.buffers import GradientBuffers, Slice, bucket_slices
+from orchestrator.engine.torch.group import BaseGroup, CompletedWork, Work, to_floats
 from orchestrator.errors import JobError
-
-# ------------------------------------------------------------------ Gradient norm
-
 
 _CHUNK = 4096  # numbers summed in the gradient's own dtype before float64 takes over
 _HALVES = (torch.float16, torch.bfloat16)
+_MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
 
 
 @dataclass(slots=True)
@@ -44,32 +42,19 @@ class GradientNorm:
 
     def value(self) -> float:
         """Return the norm; NaN or infinite when a number is."""
-        norm = math.sqrt(sum(part * part for part in _floats(self._norms)))
+        norm = math.sqrt(sum([part * part for part in to_floats(self._norms)]))
         if not math.isfinite(norm) and all(bool(p.isfinite().all()) for p in self._pieces):
             # The squares overflowed, the numbers did not: scale by the largest.
             largest = max(float(p.abs().max()) for p in self._pieces if p.numel())
             scaled = [torch.linalg.vector_norm(p.double() / largest) for p in self._pieces]
-            norm = largest * math.sqrt(sum(s * s for s in _floats(scaled)))
+            norm = largest * math.sqrt(sum(s * s for s in to_floats(scaled)))
         return norm
-
-
-def _floats(numbers: list[Tensor]) -> list[float]:
-    """With one transfer from each device."""
-    if all(number.is_cpu for number in numbers):
-        return [float(number) for number in numbers]
-    found: list[float] = []
-    for device in dict.fromkeys(number.device for number in numbers):
-        found += torch.stack([n for n in numbers if n.device == device]).tolist()
-    return found
 
 
 # ------------------------------------------------------------------ Reduction
 # A bucket leaves as soon as every gradient in it is there and all buckets before it have left. The
 # order is fixed, so it is the same on all ranks whatever each of them computed. The bucket with
 # the trailer (the last one, as a rule) waits for the boundary.
-
-
-_MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
 
 
 class FastReduction:
@@ -85,7 +70,7 @@ class FastReduction:
 
     Attributes:
         buffers_made: sets of gradient buffers that exist.
-        slices: the buckets, as (buffer, start, end).
+        slices: the buckets.
     """
 
     buffers_made = 1
@@ -105,31 +90,39 @@ class FastReduction:
             self._limb_bits = limb_bits(mantissa_bits, group.size)
         self.slices = self._cut(bucket_bytes)
         self._buckets = [buffers.flats[buffer][start:end] for buffer, start, end in self.slices]
-        self._gradients = self._gradients_in_buckets()
-        self._members = [0] * len(self.slices)
-        self._buckets_of: list[list[int]] = []
-        for place in buffers.places:
-            touched = [
+        # The gradients that arrive with each bucket, without trailer and padding.
+        self._gradients = [
+            buffers.gradients[buffer][start:end] for buffer, start, end in self._arriving()
+        ]
+        self._buckets_of = [
+            [
                 number
                 for number, (buffer, start, end) in enumerate(self.slices)
                 if buffer == place.buffer
                 and start < place.start + place.count
                 and place.start < end
             ]
-            self._buckets_of.append(touched)
+            for place in buffers.places
+        ]
+        self._members = [0] * len(self.slices)
+        for touched in self._buckets_of:
             for number in touched:
                 self._members[number] += 1
+        last, end_of_gradients = len(buffers.flats) - 1, buffers.gradients[-1].numel()
+        trailer_in = [
+            buffer == last and bool(buffers.trailer.numel()) and end > end_of_gradients
+            for buffer, _, end in self.slices
+        ]
+        for number, waits in enumerate(trailer_in):  # the trailer is ready at the boundary only
+            self._members[number] += waits
         # Buckets leave in their order: where the first one has the trailer, all wait for that.
-        early = bool(self.slices) and not self._holds_trailer(0)
-        self._overlap = overlap and group.size > 1 and early
-        for number in range(len(self.slices)):  # the trailer is ready at the boundary only
-            self._members[number] += self._holds_trailer(number)
+        self._overlap = overlap and group.size > 1 and bool(self.slices) and not trailer_in[0]
         self._missing: list[int] | None = None  # gradients of each bucket that did not come yet
         self._seen: set[int] = set()
         self._under_way: list[Work] = []
 
-    def _cut(self, bucket_bytes: int | None) -> list[tuple[int, int, int]]:
-        """Return the buckets, as (buffer, start, end)."""
+    def _cut(self, bucket_bytes: int | None) -> list[Slice]:
+        """Return the buckets."""
         buffers = self.buffers
         if self._wire is None:
             return bucket_slices(buffers.payloads, bucket_bytes)
@@ -138,20 +131,9 @@ class FastReduction:
         trailer = (last, buffers.gradients[last].numel(), buffers.payloads[last].numel())
         return [*slices, trailer]
 
-    def _gradients_in_buckets(self) -> list[Tensor]:
-        """Return the gradients that arrive with each bucket, without trailer and padding."""
-        flats, gradients = self.buffers.flats, self.buffers.gradients
-        return [
-            flats[buffer][start : min(end, gradients[buffer].numel())]
-            for buffer, start, end in self.slices
-        ]
-
-    def _holds_trailer(self, number: int) -> bool:
-        buffer, _, end = self.slices[number]
-        last = buffer == len(self.buffers.flats) - 1
-        return (
-            last and bool(self.buffers.trailer.numel()) and end > self.buffers.gradients[-1].numel()
-        )
+    def _arriving(self) -> list[Slice]:
+        """Return the part of each bucket that this rank has the sum of."""
+        return self.slices
 
     def begin(self, leaves: int | None) -> None:
         """Begin a window. `leaves` are for the reproducible reduction."""
@@ -163,30 +145,35 @@ class FastReduction:
             )
         self.buffers.begin()
 
-    def before_backward(self, *, last: bool, leaf: int | None) -> bool:
-        """Prepare for a backward; return whether `ready` is to be called for each gradient.
+    def before_backward(self, *, last: bool, leaf: int | None) -> list[int] | None:
+        """Prepare for a backward.
 
-        In the last backward of a window it is, unless no bucket can leave early: on a lone rank,
-        or with one bucket, which waits for the trailer.
+        Returns:
+            Where to count gradients by parameter; None if `take` is to be called for each. In a
+            window's first backward each is copied as it comes, so that none is held twice; in its
+            last one each may complete a bucket, unless no bucket can leave early: on a lone rank,
+            or with one bucket, which waits for the trailer.
         """
         del leaf
-        if not (last and self._overlap):
-            return False
-        self._missing = list(self._members)
-        self._seen.clear()
-        return True
+        begun = self.buffers.before_backward()
+        if last and self._overlap:
+            self._missing = list(self._members)
+            self._seen.clear()
+            return None
+        return self.buffers.versions if begun else None
 
-    def ready(self, parameter: int) -> None:
-        """Send the buckets that this parameter's gradient completes, in the last backward.
+    def take(self, parameter: int) -> None:
+        """Put a gradient in its place; in the last backward send the buckets that it completes.
 
         Raises:
             JobError: it had been there already, and is on its way to the other ranks.
         """
+        self.buffers.take(parameter)
         if self._missing is None:
             return
         if parameter in self._seen:
             if any(number < len(self._under_way) for number in self._buckets_of[parameter]):
-                name = self.buffers.parameters[parameter][0]
+                name = self.buffers.places[parameter].name
                 raise JobError(
                     f"the gradient of {name} grew after it was sent: one backward reached it "
                     "twice, as with reentrant activation checkpoints around shared parameters. Use "
@@ -201,7 +188,7 @@ class FastReduction:
 
     def after_backward(self) -> None:
         """Check what the backward wrote. Buckets that are not ready leave at the boundary."""
-        self.buffers.store_late()
+        self.buffers.after_backward()
 
     def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
         """Send the rest, wait for all sums, and return the summed trailer. Collective.
@@ -215,10 +202,10 @@ class FastReduction:
         self.buffers.complete()
         place = self.buffers.trailer
         place.copy_(torch.tensor(trailer.numbers(self._limb_bits), dtype=place.dtype))
-        self._send_rest(norm)
+        self._sum_buckets(norm)
         return Trailer.of(place.tolist(), self.buffers.metric_count or 0, self._limb_bits)
 
-    def _send_rest(self, norm: GradientNorm) -> None:
+    def _sum_buckets(self, norm: GradientNorm) -> None:
         """Send what has not left yet, and wait for all sums."""
         while len(self._under_way) < len(self._buckets):
             self._send_next()

@@ -28,8 +28,13 @@ from torch.distributed import DistError
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.rendezvous import Backoff, Notice, listen
 from orchestrator.engine.torch.group import BaseGroup
-from orchestrator.engine.torch.process_group import TorchGroup
-from orchestrator.engine.torch.transports import Presence, choose, presence, transport_of
+from orchestrator.engine.torch.transports import (
+    Presence,
+    TorchGroup,
+    choose,
+    presence,
+    transport_of,
+)
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
 from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.plugins import TRANSPORTS

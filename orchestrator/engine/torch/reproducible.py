@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.engine.api import MicroBatch
-from orchestrator.engine.common.packed_sums import WIDE, Trailer
+from orchestrator.engine.common.boundary import WIDE, Trailer
 from orchestrator.engine.torch.buffers import GradientBuffers
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.reducer import GradientNorm
@@ -168,11 +168,12 @@ class ReproducibleReduction:
         self._leaves, self._owned, self._spent = leaves, _NO_LEAVES, False
         self.buffers.begin()
 
-    def before_backward(self, *, last: bool, leaf: int | None) -> bool:
+    def before_backward(self, *, last: bool, leaf: int | None) -> None:
         """Prepare buffers for a leaf, each gradient of which is its first. Raises `ValueError` for
         one out of turn.
         """
         del last
+        self.buffers.before_backward()
         if self._leaves is None:
             if leaf is not None:
                 raise ValueError(
@@ -191,7 +192,6 @@ class ReproducibleReduction:
             self.buffers.verify()
             self.buffers, self._spent = self._free_buffers(), False
             self.buffers.begin()
-        return True
 
     def after_backward(self) -> None:
         """Fold the leaf into the nodes that it completes."""
@@ -219,9 +219,9 @@ class ReproducibleReduction:
             node = _Node((left.leaves[0], node.leaves[1]), left.buffers)
         self._stack.append(node)
 
-    def ready(self, parameter: int) -> None:
-        """Nothing: leaves are folded whole."""
-        del parameter
+    def take(self, parameter: int) -> None:
+        """Put a gradient in its place; leaves are folded whole."""
+        self.buffers.take(parameter)
 
     def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
         """Sum over ranks along the tree, and return the summed trailer. Collective.
@@ -233,7 +233,7 @@ class ReproducibleReduction:
             PlanError: on all ranks alike, when the ranks' leaves are not each of the update's once.
         """
         if self._spent:
-            self.buffers.store_late()
+            self.buffers.after_backward()
             self.buffers.verify()
         rows = self._exchange_rows(trailer)
         leaves, owned = self._numbered(rows)

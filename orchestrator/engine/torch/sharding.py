@@ -9,6 +9,7 @@ parts of a parameter in its segments (pieces) replace the parameter in the optim
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -20,19 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from orchestrator.engine.common.packed_sums import WIDE, Trailer
-from orchestrator.engine.torch.buffers import (
-    GradientBuffers,
-    Place,
-    bucket_slices,
-    segment_of,
-    view_of,
+from orchestrator.engine.common.boundary import WIDE, Trailer
+from orchestrator.engine.torch.buffers import Named, Place, Slice, bucket_slices
+from orchestrator.engine.torch.group import (
+    BaseGroup,
+    Work,
+    broadcast_tensors,
+    gather_numbers,
+    gather_texts,
 )
-from orchestrator.engine.torch.group import BaseGroup, Work, gather_numbers, gather_texts
 from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
-from orchestrator.engine.torch.start_checks import broadcast_tensors
 from orchestrator.errors import ConfigError, JobError, StateLost
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -47,7 +46,7 @@ SCALARS = ("step", "mu_product", "eta", "mu")
 """State that these keep once for a parameter. All other state has the parameter's shape."""
 
 
-def check_shardable(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) -> None:
+def check_shardable(optimizer: Optimizer, parameters: Named) -> None:
     """Raise `ConfigError` for an optimizer that cannot be stepped in pieces.
 
     Args:
@@ -69,11 +68,7 @@ def check_shardable(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor
             f"the {kind.__name__} has state already, which engine.shard_optimizer=true cannot "
             "cut up: build the accumulator before the first step, and load a saved state into it"
         )
-    _refuse_shared_memory(parameters)
-
-
-def _refuse_shared_memory(parameters: Sequence[tuple[str, Tensor]]) -> None:
-    """Parameters that are views of one memory would be parted where they are moved."""
+    # Parameters that are views of one memory would be parted where they are moved.
     ranges = sorted(
         (p.data_ptr(), p.data_ptr() + _bytes_reached(p), name)
         for name, p in parameters
@@ -88,11 +83,61 @@ def _refuse_shared_memory(parameters: Sequence[tuple[str, Tensor]]) -> None:
 
 
 def _bytes_reached(parameter: Tensor) -> int:
-    """From its first number to behind its last, gaps included."""
+    """Return the bytes from its first number to behind its last, gaps included."""
     last = sum(
         (n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True)
     )
     return (last + 1) * parameter.element_size()
+
+
+# ------------------------------------------------------------------ Reduction
+# Reducing a bucket is a reduce-scatter, half of an all-reduce; the other half, a gather, is of the
+# weights, once their owners have stepped them. No rank has the whole gradient, so the trailer
+# travels in one small gather: each rank's row of exact sums, and the norm of its segments.
+
+
+class ShardedReduction(FastReduction):
+    """A `FastReduction` that leaves each rank with the sum of its segments.
+
+    The buffers have no trailer, and are padded to a multiple of the ranks.
+
+    Attributes:
+        owned: this rank's segment of each bucket, all equally long.
+    """
+
+    def _cut(self, bucket_bytes: int | None) -> list[Slice]:
+        return bucket_slices(self.buffers.flats, bucket_bytes, multiple_of=self._group.size)
+
+    def _arriving(self) -> list[Slice]:
+        rank, ranks = self._group.rank, self._group.size
+        self.owned: list[Slice] = [
+            (buffer, start + rank * length, start + (rank + 1) * length)
+            for buffer, start, end in self.slices
+            for length in [(end - start) // ranks]
+        ]
+        return self.owned
+
+    def _start(self, number: int) -> Work:
+        buffer, start, end = self.owned[number]
+        segment = self.buffers.flats[buffer][start:end]
+        return self._group.reduce_scatter_sum_async(segment, self._buckets[number])
+
+    def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
+        """Send the rest, wait for this rank's sums, exchange rows. Collective.
+
+        Args:
+            norm: takes in the norms of the ranks' segments, whose norm is the gradient's.
+        """
+        self.buffers.complete()
+        norm_of_segments = GradientNorm()
+        self._sum_buckets(norm_of_segments)
+        row = [*trailer.numbers(WIDE), norm_of_segments.value()]
+        rows = self._group.all_gather(
+            torch.tensor([row], dtype=torch.float64, device=self._group.device)
+        )
+        norm.add(rows[:, -1])
+        # Limbs are whole numbers small enough for float64 to add up those of all ranks exactly.
+        return Trailer.of(rows[:, :-1].sum(0).tolist(), len(trailer.metrics), WIDE)
 
 
 # ------------------------------------------------------------------ Shard of one rank
@@ -112,212 +157,6 @@ class Piece:
     gradient: Tensor
 
 
-class OptimizerShard:
-    """One rank's shard; replaces `GradientBuffers` where the optimizer steps.
-
-    Args:
-        optimizer: one that `check_shardable` lets pass; from now on it holds pieces.
-        buffers: the gradient, padded to a multiple of the ranks.
-        group: the ranks, two or more.
-        buckets: slices of the buffers, as (buffer, start, end); R equal segments each.
-
-    Attributes:
-        pieces: this rank's, for each of the trained parameters; none for many of them.
-        groups: the numbers of the parameters in each of the optimizer's groups, None for those that
-            are not trained: as they were before pieces took their place.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        buffers: GradientBuffers,
-        group: BaseGroup,
-        buckets: Sequence[tuple[int, int, int]],
-    ) -> None:
-        self.optimizer, self.buffers, self.group, self.buckets = optimizer, buffers, group, buckets
-        owned = [segment_of(bucket, group.rank, group.size) for bucket in buckets]
-        self._gradients = [buffers.gradients[buffer][start:end] for buffer, start, end in owned]
-        weights = _move_parameters(buffers)
-        self._addresses = [place.parameter.data_ptr() for place in buffers.places]
-        self._weights = [weights[buffer][start:end] for buffer, start, end in buckets]
-        self.pieces = _cut_pieces(buffers, weights, owned)
-        self._whole = [list(g["params"]) for g in optimizer.param_groups]
-        numbers = {id(place.parameter): number for number, place in enumerate(buffers.places)}
-        self.groups = [[numbers.get(id(p)) for p in g["params"]] for g in optimizer.param_groups]
-        for g, mine in zip(optimizer.param_groups, self.groups, strict=True):
-            pieces = (piece for n in mine if n is not None for piece in self.pieces[n])
-            g["params"] = [piece.weight for piece in pieces]
-        self._loads = False
-        self._guards = _guard_state_dict(self, optimizer)
-
-    @property
-    def is_loading(self) -> bool:
-        """True if this rank's part of a whole state is being loaded."""
-        return self._loads
-
-    @contextmanager
-    def loading(self) -> Generator[None]:
-        """Let the optimizer take this rank's part of a whole state meanwhile."""
-        self._loads = True
-        try:
-            yield
-        finally:
-            self._loads = False
-
-    @property
-    def gradients(self) -> Sequence[Tensor]:
-        """This rank's segments of the summed gradient, flat, padding left out."""
-        return self._gradients
-
-    def detach(self, unused: Iterable[int]) -> None:
-        """Let the optimizer step on all pieces but those of these parameters.
-
-        Raises:
-            JobError: a parameter is no longer where its pieces are.
-        """
-        for place, address in zip(self.buffers.places, self._addresses, strict=True):
-            if place.parameter.data_ptr() != address:
-                raise JobError(
-                    f"parameter {place.name} was given other memory after the accumulator was "
-                    "built, by model.to(...) say; with engine.shard_optimizer=true it has to stay"
-                )
-        left_alone = set(unused)
-        for number, pieces in enumerate(self.pieces):
-            for piece in pieces:
-                piece.weight.grad = None if number in left_alone else piece.gradient
-
-    def attach(self) -> None:
-        """After the step every `.grad` is None: no rank has all of the gradient to show."""
-        for place, pieces in zip(self.buffers.places, self.pieces, strict=True):
-            place.parameter.grad = None
-            for piece in pieces:
-                piece.weight.grad = None
-
-    def non_finite(self) -> list[str]:
-        """Return the names of the parameters whose gradient holds NaN or infinity. Collective."""
-        mine = [
-            sum(not bool(torch.isfinite(piece.gradient).all()) for piece in pieces)
-            for pieces in self.pieces
-        ]
-        counts = torch.tensor(mine, dtype=torch.int32, device=self.group.device)
-        self.group.all_reduce_sum(counts)
-        return [self.buffers.places[n].name for n, count in enumerate(counts.tolist()) if count]
-
-    def gather_weights(self) -> None:
-        """Give every rank the weights that their owners have stepped. Collective."""
-        for work in [self.group.gather_in_place_async(bucket) for bucket in self._weights]:
-            work.wait()
-
-    def release(self) -> None:
-        """Let the optimizer have whole parameters again, without any state."""
-        for guard in self._guards:
-            guard.remove()
-        for group, parameters in zip(self.optimizer.param_groups, self._whole, strict=True):
-            group["params"] = parameters
-        self.optimizer.state.clear()
-
-
-def _move_parameters(buffers: GradientBuffers) -> list[Tensor]:
-    """Return the parameters' new memory: flat, laid out as the gradient, padding zero."""
-    flats = [torch.zeros_like(flat) for flat in buffers.flats]
-    for place in buffers.places:
-        view = view_of(flats[place.buffer], place, place.start)
-        view.copy_(place.parameter.detach())
-        place.parameter.data = view
-    return flats
-
-
-def _cut_pieces(
-    buffers: GradientBuffers, weights: Sequence[Tensor], owned: Sequence[tuple[int, int, int]]
-) -> list[list[Piece]]:
-    found: list[list[Piece]] = []
-    for place in buffers.places:
-        mine: list[Piece] = []
-        for buffer, first, last in owned:
-            start, end = max(first, place.start), min(last, place.start + place.count)
-            if buffer == place.buffer and start < end:
-                weight = weights[buffer][start:end].detach()
-                gradient = buffers.flats[buffer][start:end]
-                mine.append(Piece(start - place.start, weight, gradient))
-        found.append(mine)
-    return found
-
-
-def _guard_state_dict(shard: OptimizerShard, optimizer: Optimizer) -> list[RemovableHandle]:
-    """Refuse to save one rank's pieces as the whole state, or to load a whole state into pieces;
-    return the handles of the hooks.
-    """
-    itself = weakref.ref(shard)
-
-    def before(call: str, instead: str) -> None:
-        living = itself()
-        if living is not None and not living.is_loading:
-            raise JobError(
-                f"optimizer.{call}() was called, but this rank's optimizer holds a part of the "
-                f"state only: call accumulator.{instead} instead, which knows the whole"
-            )
-
-    return [
-        optimizer.register_state_dict_pre_hook(
-            lambda *_: before("state_dict", "optimizer_state() on all ranks")
-        ),
-        optimizer.register_load_state_dict_pre_hook(
-            lambda *_: before("load_state_dict", "load_optimizer_state(state)")
-        ),
-    ]
-
-
-# ------------------------------------------------------------------ Reduction
-# Reducing a bucket is a reduce-scatter, half of an all-reduce; the other half, a gather, is of the
-# weights, once their owners have stepped them. No rank has the whole gradient, so the trailer
-# travels in one small gather: each rank's row of exact sums, and the norm of its segments.
-
-
-class ShardedReduction(FastReduction):
-    """A `FastReduction` that leaves each rank with the sum of its segments.
-
-    The buffers have no trailer, and are padded to a multiple of the ranks.
-    """
-
-    def _cut(self, bucket_bytes: int | None) -> list[tuple[int, int, int]]:
-        slices = bucket_slices(self.buffers.flats, bucket_bytes, multiple_of=self._group.size)
-        self._owned = [segment_of(bucket, self._group.rank, self._group.size) for bucket in slices]
-        return slices
-
-    def _gradients_in_buckets(self) -> list[Tensor]:
-        gradients = self.buffers.gradients
-        return [gradients[buffer][start:end] for buffer, start, end in self._owned]
-
-    def _start(self, number: int) -> Work:
-        buffer, start, end = self._owned[number]
-        segment = self.buffers.flats[buffer][start:end]
-        return self._group.reduce_scatter_sum_async(segment, self._buckets[number])
-
-    def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
-        """Send the rest, wait for this rank's sums, exchange rows. Collective.
-
-        Args:
-            norm: takes in the norms of the ranks' segments, whose norm is the gradient's.
-        """
-        self.buffers.complete()
-        norm_of_segments = GradientNorm()
-        self._send_rest(norm_of_segments)
-        row = [*trailer.numbers(WIDE), norm_of_segments.value()]
-        rows = self._group.all_gather(
-            torch.tensor([row], dtype=torch.float64, device=self._group.device)
-        )
-        norm.add(rows[:, -1])
-        # Limbs are whole numbers small enough for float64 to add up those of all ranks exactly.
-        return Trailer.of(rows[:, :-1].sum(0).tolist(), len(trailer.metrics), WIDE)
-
-
-# ------------------------------------------------------------------ State of the whole optimizer
-# Checkpoints do not know of shards. Gathering is collective: ranks exchange what they keep of
-# which parameter, then each kind of state travels bucket by bucket, as weights do, and rank 0
-# stores it in its own memory. Loading needs no communication: every rank reads a whole checkpoint
-# and takes its pieces.
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class _Kind:
     """State of one name and dtype, over the parameters of one buffer."""
@@ -327,211 +166,293 @@ class _Kind:
     dtype: str
 
     def zeros(self, numbers: int, device: torch.device | str = "cpu") -> Tensor:
-        return torch.zeros(numbers, dtype=_dtype(self.dtype), device=device)
+        return torch.zeros(numbers, dtype=getattr(torch, self.dtype), device=device)
 
 
-def gather_state_on_first(shard: OptimizerShard) -> dict[str, Any] | None:
-    """Return `state_dict()` of the whole optimizer on the CPU, on rank 0; None on others.
+Layout = dict[int, dict[str, Any]]
+"""By the parameter's number what an optimizer keeps of it: a value, or the `_Kind` of state that
+has the parameter's shape."""
 
-    Collective. Beside the result it takes one bucket of memory on each rank.
+
+class OptimizerShard:
+    """One rank's shard; replaces `GradientBuffers` where the optimizer steps.
+
+    Args:
+        optimizer: one that `check_shardable` lets pass; from now on it holds pieces.
+        reduction: whose buckets and segments the weights have, too.
+        group: the ranks, two or more.
+
+    Attributes:
+        gradients: this rank's segments of the summed gradient, flat, padding left out.
     """
-    layout = _gather_layout(shard, shard.group)
-    whole = {kind: _gathered_kind(shard, kind) for kind in _kinds(layout)}
-    return _assemble(shard, layout, whole) if shard.group.rank == 0 else None
 
+    def __init__(self, optimizer: Optimizer, reduction: ShardedReduction, group: BaseGroup) -> None:
+        self._optimizer, self._group = optimizer, group
+        self._slices, buffers = reduction.slices, reduction.buffers
+        self._places, self._flats = buffers.places, buffers.flats
+        self.gradients: Sequence[Tensor] = [
+            buffers.gradients[buffer][start:end] for buffer, start, end in reduction.owned
+        ]
+        weights = [torch.zeros_like(flat) for flat in buffers.flats]
+        for place in self._places:  # move the parameters
+            view = place.view(weights[place.buffer])
+            view.copy_(place.parameter.detach())
+            place.parameter.data = view
+        self._addresses = [place.parameter.data_ptr() for place in self._places]
+        self._weights = [weights[buffer][start:end] for buffer, start, end in self._slices]
+        self._pieces = [  # of each parameter; none for many of them
+            [
+                Piece(a - place.start, weights[buffer][a:b].detach(), buffers.flats[buffer][a:b])
+                for buffer, first, last in reduction.owned
+                for a, b in [(max(first, place.start), min(last, place.start + place.count))]
+                if buffer == place.buffer and a < b
+            ]
+            for place in self._places
+        ]
+        self._whole = [list(g["params"]) for g in optimizer.param_groups]
+        numbers = {id(place.parameter): number for number, place in enumerate(self._places)}
+        # The numbers of the parameters in each group, None for those that are not trained.
+        self._groups = [[numbers.get(id(p)) for p in params] for params in self._whole]
+        for g, mine in zip(optimizer.param_groups, self._groups, strict=True):
+            pieces = (piece for n in mine if n is not None for piece in self._pieces[n])
+            g["params"] = [piece.weight for piece in pieces]
+        self._loads = False
+        itself = weakref.ref(self)
 
-def gather_state_on_all(shard: OptimizerShard, left: BaseGroup) -> dict[str, Any]:
-    """Return the whole state on every rank of `left`, which holds ranks of the shard's group.
+        def refuse(call: str, instead: str) -> None:
+            """Refuse to save pieces as the whole state, or to load a whole state into pieces."""
+            living = itself()
+            if living is not None and not living._loads:  # noqa: SLF001  # ours
+                raise JobError(
+                    f"optimizer.{call}() was called, but this rank's optimizer holds a part of the "
+                    f"state only: call accumulator.{instead} instead, which knows the whole"
+                )
 
-    Collective over `left`. For a moment each of them has all of the state.
+        self._guards = [
+            optimizer.register_state_dict_pre_hook(
+                lambda *_: refuse("state_dict", "optimizer_state() on all ranks")
+            ),
+            optimizer.register_load_state_dict_pre_hook(
+                lambda *_: refuse("load_state_dict", "load_optimizer_state(state)")
+            ),
+        ]
 
-    Raises:
-        StateLost: on all ranks; a rank of the shard's group is gone.
-    """
-    size = shard.group.size
-    ranks = [int(row[0]) for row in gather_numbers(left, [shard.group.rank])]
-    if lost := [rank for rank in range(size) if rank not in ranks]:
-        raise StateLost(lost)
-    sources = [ranks.index(rank) for rank in range(size)]
-    layout = _gather_layout(shard, left)
-    whole = {kind: _recovered_kind(shard, kind, left, sources) for kind in _kinds(layout)}
-    return _assemble(shard, layout, whole)
+    @contextmanager
+    def stepping(self, unused: Iterable[int]) -> Generator[None]:
+        """Let the optimizer step in here on all pieces but those of `unused` parameters.
 
+        Afterwards every `.grad` is None: no rank has all of the gradient to show.
 
-def _kinds(layout: dict[int, dict[str, Any]]) -> list[_Kind]:
-    return sorted({v for held in layout.values() for v in held.values() if isinstance(v, _Kind)})
+        Raises:
+            JobError: a parameter is no longer where its pieces are.
+        """
+        for place, address in zip(self._places, self._addresses, strict=True):
+            if place.parameter.data_ptr() != address:
+                raise JobError(
+                    f"parameter {place.name} was given other memory after the accumulator was "
+                    "built, by model.to(...) say; with engine.shard_optimizer=true it has to stay"
+                )
+        left_alone = set(unused)
+        for number, pieces in enumerate(self._pieces):
+            for piece in pieces:
+                piece.weight.grad = None if number in left_alone else piece.gradient
+        yield
+        for place, pieces in zip(self._places, self._pieces, strict=True):
+            place.parameter.grad = None
+            for piece in pieces:
+                piece.weight.grad = None
 
+    def non_finite(self) -> list[str]:
+        """Return the names of the parameters whose gradient holds NaN or infinity. Collective."""
+        mine = [
+            sum(not bool(torch.isfinite(piece.gradient).all()) for piece in pieces)
+            for pieces in self._pieces
+        ]
+        counts = torch.tensor(mine, dtype=torch.int32, device=self._group.device)
+        self._group.all_reduce_sum(counts)
+        return [self._places[n].name for n, count in enumerate(counts.tolist()) if count]
 
-def _assemble(
-    shard: OptimizerShard, layout: dict[int, dict[str, Any]], whole: Mapping[_Kind, Tensor]
-) -> dict[str, Any]:
-    """As `state_dict()` of an optimizer that is not sharded."""
-    states: dict[int, dict[str, Any]] = {}
-    groups: list[dict[str, Any]] = []
-    index = 0
-    for numbers, group in zip(shard.groups, shard.optimizer.param_groups, strict=True):
-        groups.append({**group, "params": list(range(index, index + len(numbers)))})
-        for number in numbers:
-            if number in layout:
-                place = shard.buffers.places[number]
-                states[index] = {
-                    key: view_of(whole[v], place, place.start) if isinstance(v, _Kind) else v
-                    for key, v in layout[number].items()
-                }
-            index += 1
-    return {"state": states, "param_groups": groups}
+    def gather_weights(self) -> None:
+        """Give every rank the weights that their owners have stepped. Collective."""
+        for work in [self._group.gather_in_place_async(bucket) for bucket in self._weights]:
+            work.wait()
 
+    def release(self) -> None:
+        """Let the optimizer have whole parameters again, without any state."""
+        for guard in self._guards:
+            guard.remove()
+        for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
+            group["params"] = parameters
+        self._optimizer.state.clear()
 
-def shard_of_state(shard: OptimizerShard, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of the state of a whole optimizer.
+    # -------------------------------------------------------------- state of the whole optimizer
+    # Checkpoints do not know of shards. Gathering is collective: ranks exchange what they keep of
+    # which parameter, then each kind of state travels bucket by bucket, as weights do, and rank 0
+    # stores it in its own memory. Loading needs no communication: every rank reads a whole
+    # checkpoint and takes its pieces.
 
-    Not collective.
+    def state_on_first(self) -> dict[str, Any] | None:
+        """Return `state_dict()` of the whole optimizer on the CPU, on rank 0; None on others.
 
-    Raises:
-        ValueError: it is the state of other parameters.
-    """
-    groups: list[dict[str, Any]] = saved["param_groups"]
-    if [len(group["params"]) for group in groups] != [len(numbers) for numbers in shard.groups]:
-        raise ValueError("the saved state has other groups, or groups of other sizes")
-    states: dict[int, dict[str, Any]] = {}
-    parts: list[dict[str, Any]] = []
-    index = 0
-    for numbers, group in zip(shard.groups, groups, strict=True):
-        first = index
-        for number, saved_as in zip(numbers, group["params"], strict=True):
-            state: Mapping[str, Any] = saved["state"].get(saved_as) or {}
-            if number is None or not shard.pieces[number]:
-                continue
-            place = shard.buffers.places[number]
-            flat = {
-                key: _flatten_state(place, v) for key, v in state.items() if _is_elementwise(key, v)
-            }
-            for piece in shard.pieces[number]:
-                end = piece.start + piece.weight.numel()
-                states[index] = {
-                    key: flat[key][piece.start : end].clone()
-                    if key in flat
-                    else _copy_scalar(value)
-                    for key, value in state.items()
-                }
+        Collective. Beside the result it takes one bucket of memory on each rank.
+        """
+        layout, first = self._gather_layout(self._group), self._group.rank == 0
+        whole: dict[_Kind, Tensor] = {}
+        for kind in _kinds(layout):
+            held = whole[kind] = kind.zeros(self._flats[kind.buffer].numel() if first else 0)
+            for start, bucket in self._buckets(kind):
+                self._group.gather_in_place_async(bucket).wait()
+                if first:
+                    held[start : start + len(bucket)] = bucket
+        return self._assemble(layout, whole) if first else None
+
+    def state_on_all(self, left: BaseGroup) -> dict[str, Any]:
+        """Return the whole state on every rank of `left`, which holds ranks of the shard's group.
+
+        Collective over `left`. For a moment each of them has all of the state.
+
+        Raises:
+            StateLost: on all ranks; a rank of the shard's group is gone.
+        """
+        ranks = [int(row[0]) for row in gather_numbers(left, [self._group.rank])]
+        if lost := [rank for rank in range(self._group.size) if rank not in ranks]:
+            raise StateLost(lost)
+        sources = [ranks.index(rank) for rank in range(self._group.size)]
+        layout = self._gather_layout(left)
+        whole: dict[_Kind, Tensor] = {}
+        for kind in _kinds(layout):
+            held = whole[kind] = kind.zeros(self._flats[kind.buffer].numel())
+            for start, bucket in self._buckets(kind):
+                for segment, source in zip(bucket.chunk(len(sources)), sources, strict=True):
+                    broadcast_tensors(left, [segment], source)
+                held[start : start + len(bucket)] = bucket
+        return self._assemble(layout, whole)
+
+    def load(self, saved: Mapping[str, Any], restore: Any) -> None:
+        """Load this rank's part of the state of a whole optimizer. Not collective.
+
+        Args:
+            restore: called with the optimizer and this part.
+
+        Raises:
+            ValueError: it is the state of other parameters.
+        """
+        groups: list[dict[str, Any]] = saved["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(one) for one in self._groups]:
+            raise ValueError("the saved state has other groups, or groups of other sizes")
+        states: dict[int, dict[str, Any]] = {}
+        parts: list[dict[str, Any]] = []
+        index = 0
+        for numbers, group in zip(self._groups, groups, strict=True):
+            first = index
+            for number, saved_as in zip(numbers, group["params"], strict=True):
+                if number is None or not self._pieces[number]:
+                    continue
+                state = _flat_state(self._places[number], saved["state"].get(saved_as) or {})
+                for piece in self._pieces[number]:
+                    if state:
+                        end = piece.start + piece.weight.numel()
+                        states[index] = {
+                            key: value[piece.start : end].clone()
+                            if _is_elementwise(key, value)
+                            else copy.deepcopy(value)  # optimizers count in place
+                            for key, value in state.items()
+                        }
+                    index += 1
+            parts.append({**group, "params": list(range(first, index))})
+        self._loads = True
+        try:
+            restore(self._optimizer, {"state": states, "param_groups": parts})
+        finally:
+            self._loads = False
+
+    def _gather_layout(self, group: BaseGroup) -> Layout:
+        """Return what the ranks of `group` keep of each parameter. Collective.
+
+        Every rank that has a piece of a parameter keeps the same, so the first one counts.
+        """
+        mine: dict[int, dict[str, tuple[str, Any]]] = {}  # (dtype, value); no value: elementwise
+        for number, pieces in enumerate(self._pieces):
+            state = self._optimizer.state.get(pieces[0].weight) if pieces else None
+            for key, value in (state or {}).items():
+                said = "", value
+                if isinstance(value, Tensor):
+                    dtype = str(value.dtype).removeprefix("torch.")
+                    said = dtype, None if _is_elementwise(key, value) else value.item()
+                mine.setdefault(number, {})[key] = said
+        layout: Layout = {}
+        for text in gather_texts(group, json.dumps(mine)):
+            for number, held in json.loads(text).items():
+                buffer = self._places[int(number)].buffer
+                kept: dict[str, Any] = {}
+                for key, (dtype, value) in held.items():
+                    if not dtype:
+                        kept[key] = value
+                    elif value is None:
+                        kept[key] = _Kind(buffer, key, dtype)
+                    else:
+                        kept[key] = torch.tensor(value, dtype=getattr(torch, dtype))
+                layout.setdefault(int(number), kept)
+        return layout
+
+    def _buckets(self, kind: _Kind) -> Iterator[tuple[int, Tensor]]:
+        """Yield this rank's numbers of a kind: the start of each bucket, and the bucket."""
+        held: list[tuple[int, Tensor]] = []
+        for place, pieces in zip(self._places, self._pieces, strict=True):
+            for piece in pieces if place.buffer == kind.buffer else ():
+                value = self._optimizer.state.get(piece.weight, {}).get(kind.key)
+                if isinstance(value, Tensor) and value.dtype == getattr(torch, kind.dtype):
+                    held.append((place.start + piece.start, value))
+        for buffer, start, end in self._slices:
+            if buffer == kind.buffer:
+                bucket = kind.zeros(end - start, self._flats[buffer].device)
+                for at, value in held:
+                    if start <= at < end:
+                        bucket[at - start : at - start + value.numel()] = value
+                yield start, bucket
+
+    def _assemble(self, layout: Layout, whole: Mapping[_Kind, Tensor]) -> dict[str, Any]:
+        """Return a `state_dict()` as that of an optimizer that is not sharded."""
+        states: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        index = 0
+        for numbers, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+            groups.append({**group, "params": list(range(index, index + len(numbers)))})
+            for number in numbers:
+                if number in layout:
+                    states[index] = {
+                        key: self._places[number].view(whole[v]) if isinstance(v, _Kind) else v
+                        for key, v in layout[number].items()
+                    }
                 index += 1
-        parts.append({**group, "params": list(range(first, index))})
-    return {"state": {n: state for n, state in states.items() if state}, "param_groups": parts}
+        return {"state": states, "param_groups": groups}
 
 
-# ------------------------------------------------------------------ what is kept
-
-
-def _gather_layout(shard: OptimizerShard, group: BaseGroup) -> dict[int, dict[str, Any]]:
-    """By the parameter's number what is kept of it: a number once for it, or the kind. Collective.
-
-    Every rank that has a piece of a parameter keeps the same, so the first one counts.
-    """
-    mine = {
-        number: {key: _described(key, value) for key, value in state.items()}
-        for number, pieces in enumerate(shard.pieces)
-        for piece in pieces[:1]
-        if (state := shard.optimizer.state.get(piece.weight))
-    }
-    layout: dict[int, dict[str, Any]] = {}
-    for text in gather_texts(group, json.dumps(mine)):
-        for number, held in json.loads(text).items():
-            buffer = shard.buffers.places[int(number)].buffer
-            layout.setdefault(
-                int(number), {key: _value(buffer, key, *said) for key, said in held.items()}
-            )
-    return layout
-
-
-def _described(key: str, value: Any) -> tuple[str, Any]:
-    """(dtype, number) of a scalar tensor, (dtype, None) of a kind, ("", value) of what is no
-    tensor.
-    """
-    if not isinstance(value, Tensor):
-        return "", value
-    name = str(value.dtype).removeprefix("torch.")
-    return name, None if _is_elementwise(key, value) else value.item()
-
-
-def _value(buffer: int, key: str, dtype: str, value: Any) -> Any:
-    if not dtype:
-        return value
-    return _Kind(buffer, key, dtype) if value is None else torch.tensor(value, dtype=_dtype(dtype))
+def _kinds(layout: Layout) -> list[_Kind]:
+    """Return the kinds of elementwise state, in the same order on all ranks."""
+    return sorted({v for held in layout.values() for v in held.values() if isinstance(v, _Kind)})
 
 
 def _is_elementwise(key: str, value: Any) -> bool:
     return isinstance(value, Tensor) and key not in SCALARS
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    assert isinstance(found, torch.dtype)  # noqa: S101  # it is a dtype's name
+def _flat_state(place: Place, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state, elementwise tensors as they lie in a flat buffer.
+
+    Raises:
+        ValueError: it is of another shape.
+    """
+    found, parameter = dict(state), place.parameter
+    for key, value in state.items():
+        if not _is_elementwise(key, value):
+            continue
+        if value.shape != parameter.shape or value.is_complex() != parameter.is_complex():
+            raise ValueError(
+                f"the saved state of {place.name} is of shape {tuple(value.shape)}, but the "
+                f"parameter is of {tuple(parameter.shape)}"
+            )
+        dtype = value.real.dtype if value.is_complex() else value.dtype
+        found[key] = torch.empty(place.count, dtype=dtype, device=value.device)
+        place.view(found[key], 0).copy_(value)
     return found
-
-
-# ------------------------------------------------------------------ numbers
-
-
-def _gathered_kind(shard: OptimizerShard, kind: _Kind) -> Tensor:
-    """Return all ranks' numbers of a kind, laid out as the buffer; empty but on rank 0.
-    Collective.
-    """
-    first = shard.group.rank == 0
-    whole = kind.zeros(shard.buffers.flats[kind.buffer].numel() if first else 0)
-    for start, bucket in _buckets(shard, kind):
-        shard.group.gather_in_place_async(bucket).wait()
-        if first:
-            whole[start : start + len(bucket)] = bucket
-    return whole
-
-
-def _recovered_kind(
-    shard: OptimizerShard, kind: _Kind, left: BaseGroup, sources: Sequence[int]
-) -> Tensor:
-    """Return the numbers of a kind on every rank of `left`.
-
-    Args:
-        sources: for each rank of the shard's group its number in `left`.
-    """
-    whole = kind.zeros(shard.buffers.flats[kind.buffer].numel())
-    for start, bucket in _buckets(shard, kind):
-        for segment, source in zip(bucket.chunk(len(sources)), sources, strict=True):
-            broadcast_tensors(left, [segment], source)
-        whole[start : start + len(bucket)] = bucket
-    return whole
-
-
-def _buckets(shard: OptimizerShard, kind: _Kind) -> Iterator[tuple[int, Tensor]]:
-    """Yield this rank's numbers of a kind: the start of each bucket, and the bucket."""
-    held: list[tuple[int, Tensor]] = []
-    for place, pieces in zip(shard.buffers.places, shard.pieces, strict=True):
-        for piece in pieces if place.buffer == kind.buffer else ():
-            value = shard.optimizer.state.get(piece.weight, {}).get(kind.key)
-            if isinstance(value, Tensor) and value.dtype == _dtype(kind.dtype):
-                held.append((place.start + piece.start, value))
-    for buffer, start, end in shard.buckets:
-        if buffer == kind.buffer:
-            bucket = kind.zeros(end - start, shard.buffers.flats[buffer].device)
-            for at, value in held:
-                if start <= at < end:
-                    bucket[at - start : at - start + value.numel()] = value
-            yield start, bucket
-
-
-def _flatten_state(place: Place, value: Tensor) -> Tensor:
-    """Return a state of the parameter's shape as it lies in a flat buffer."""
-    parameter = place.parameter
-    if value.shape != parameter.shape or value.is_complex() != parameter.is_complex():
-        raise ValueError(
-            f"the saved state of {place.name} is of shape {tuple(value.shape)}, but the parameter "
-            f"is of {tuple(parameter.shape)}"
-        )
-    dtype = value.real.dtype if value.is_complex() else value.dtype
-    flat = torch.empty(place.count, dtype=dtype, device=value.device)
-    view_of(flat, place).copy_(value)
-    return flat
-
-
-def _copy_scalar(value: Any) -> Any:
-    """Return a scalar of a piece's own, since optimizers count in place."""
-    return value.clone() if isinstance(value, Tensor) else value

@@ -16,17 +16,19 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import AccumulationOptions
-from orchestrator.engine.common.packed_sums import MOST_RANKS
+from orchestrator.engine.common.boundary import MOST_RANKS
 from orchestrator.engine.common.replicas import minority_ranks
-from orchestrator.engine.torch.buffers import named_parameters, trained
-from orchestrator.engine.torch.group import BaseGroup, gather_numbers, gather_texts
+from orchestrator.engine.torch.buffers import Named
+from orchestrator.engine.torch.group import (
+    BaseGroup,
+    broadcast_tensors,
+    bytes_of,
+    gather_numbers,
+    gather_texts,
+)
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.plan_warnings import named_ranks
 
-_GROUP = (
-    "group must be a TorchGroup: TorchGroup.wrap(torch.distributed.group.WORLD) after "
-    "init_process_group(), or TorchGroup.alone() for one process"
-)
 _MODEL = "model must be a torch.nn.Module, or its parameters (with or without names)"
 
 
@@ -37,7 +39,11 @@ def check_arguments(model: Any, group: Any, options: AccumulationOptions) -> lis
         model, group, options: see `Accumulator`.
     """
     if not isinstance(group, BaseGroup):
-        raise ConfigError(f"{_GROUP}; but it is {_words(group)}")
+        raise ConfigError(
+            "group must be a TorchGroup: TorchGroup.wrap(torch.distributed.group.WORLD) after "
+            "init_process_group(), or TorchGroup.alone() for one process; but it is "
+            f"{_words(group)}"
+        )
     if group.size > MOST_RANKS:
         raise ConfigError(f"sums stay exact up to {MOST_RANKS} ranks, but there are {group.size}")
     if isinstance(options.metric_names, str):
@@ -90,23 +96,36 @@ def _words(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
-# ------------------------------------------------------------------
-# Supported models and optimizers
+# ------------------------------------------------------------------ Models and optimizers
 
 
 _PLAIN: Any = torch.nn.Parameter.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
-_REDUCES_ITSELF = {
+_SHARD_INSTEAD = "give it the plain model; shard_optimizer=True shards the optimizer's state"
+_REDUCES_ITSELF = {  # by the names of torch's classes: to import them would take a second
     "DistributedDataParallel": "give the accumulator the module within, model.module, and call "
     "that one in your loop",
-    "FullyShardedDataParallel": "give it the plain model; shard_optimizer=True shards the "
-    "optimizer's state",
-    "FSDPModule": "give it the plain model; shard_optimizer=True shards the optimizer's state",
+    "FullyShardedDataParallel": _SHARD_INSTEAD,
+    "FSDPModule": _SHARD_INSTEAD,
 }
-"""Wrappers of torch, by the names of their classes: to import them would take a second."""
+
+
+def trained_parameters(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Return the parameters that get gradients, each once, with the first of its names.
+
+    Raises:
+        JobError: there is none.
+    """
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            found.setdefault(id(parameter), (name, parameter))
+    if not found:
+        raise JobError("the model has no parameter to train: none has requires_grad=True")
+    return list(found.values())
 
 
 def check_supported(
-    model: Module | Iterable[tuple[str, Tensor]] | Iterable[Tensor], optimizer: Optimizer
+    model: Module | list[Any], optimizer: Optimizer
 ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
     """Return all named parameters of `model`, and the trained ones, each once.
 
@@ -115,16 +134,22 @@ def check_supported(
         ConfigError: a wrapper or a parameter that cannot be served, or the optimizer is another
             model's.
     """
-    for name, layer in model.named_modules() if isinstance(model, Module) else ():
-        for kind in type(layer).__mro__:
-            if kind.__name__ in _REDUCES_ITSELF and kind.__module__.startswith("torch."):
-                where = f"layer {name}" if name else "the model"
-                raise ConfigError(
-                    f"{where} is wrapped in {kind.__name__}, which reduces gradients by itself in "
-                    f"every backward: {_REDUCES_ITSELF[kind.__name__]}"
-                )
-    named = named_parameters(model)
-    parameters = trained(named)
+    if isinstance(model, Module):
+        named = list(model.named_parameters())
+        for name, layer in model.named_modules():
+            for kind in type(layer).__mro__:
+                if kind.__name__ in _REDUCES_ITSELF and kind.__module__.startswith("torch."):
+                    where = f"layer {name}" if name else "the model"
+                    raise ConfigError(
+                        f"{where} is wrapped in {kind.__name__}, which reduces gradients by itself "
+                        f"in every backward: {_REDUCES_ITSELF[kind.__name__]}"
+                    )
+    else:
+        named = [
+            (f"parameter {number}", item) if isinstance(item, Tensor) else item
+            for number, item in enumerate(model)
+        ]
+    parameters = trained_parameters(named)
     for name, parameter in parameters:
         if reason := _unsupported_reason(parameter):
             raise ConfigError(f"parameter {name} {reason}")
@@ -135,7 +160,7 @@ def check_supported(
 def _unsupported_reason(parameter: Any) -> str | None:  # noqa: PLR0911  # one for each reason
     kind = type(parameter)
     if any(one.__name__ == "DTensor" for one in kind.__mro__):
-        return f"is a DTensor, whose gradient is reduced by itself: {_REDUCES_ITSELF['FSDPModule']}"
+        return f"is a DTensor, whose gradient is reduced by itself: {_SHARD_INSTEAD}"
     if isinstance(parameter, UninitializedParameter):
         return "has no shape yet, as it is a lazy layer's: call the model once before"
     if kind.__torch_dispatch__ is not _PLAIN:
@@ -151,7 +176,7 @@ def _unsupported_reason(parameter: Any) -> str | None:  # noqa: PLR0911  # one f
     return None
 
 
-def _check_optimizer(optimizer: Optimizer, parameters: Sequence[tuple[str, Tensor]]) -> None:
+def _check_optimizer(optimizer: Optimizer, parameters: Named) -> None:
     """Refuse an optimizer that steps others than the trained parameters, or not all of them."""
     kind = type(optimizer).__name__
     ours = {id(parameter) for _, parameter in parameters}
@@ -175,6 +200,13 @@ def _check_optimizer(optimizer: Optimizer, parameters: Sequence[tuple[str, Tenso
         )
 
 
+# ------------------------------------------------------------------ Equal machines
+
+
+_WORD_BITS = 48  # float64 carries 53 exactly
+_WORDS = 5
+
+
 def versions() -> dict[str, str]:
     """Return the versions of libraries and devices. Equal facts, equal bits."""
     found: dict[str, str] = {
@@ -190,13 +222,6 @@ def versions() -> dict[str, str]:
         nccl: Any = getattr(torch.cuda, "nccl")  # noqa: B009  # not declared in torch.cuda
         found["nccl"] = ".".join(str(part) for part in nccl.version())
     return found
-
-
-# ------------------------------------------------------------------ Equal machines
-
-
-_WORD_BITS = 48  # float64 carries 53 exactly
-_WORDS = 5
 
 
 def digest_to_floats(hexadecimal: str) -> list[float]:
@@ -239,20 +264,14 @@ Trait = tuple[str, str]
 """Name and value of something that has to be equal on all ranks."""
 
 _NUMBERS = "the numbers of "
-_REMEDY = (
-    "Build the model from one seed on every rank (torch.manual_seed), or load the same file; "
-    "Accumulator(..., broadcast=True) gives all ranks rank 0's numbers, as DDP does"
-)
 
 
 def check_same_start(
     group: BaseGroup,
     model: Any,
-    named: Sequence[tuple[str, Tensor]],
+    named: Named,
     optimizer: Optimizer,
-    settings: Mapping[str, Any],
-    *,
-    broadcast: bool,
+    options: AccumulationOptions,
 ) -> None:
     """Check that all ranks begin with the same. Collective.
 
@@ -261,8 +280,8 @@ def check_same_start(
         model: its buffers are looked at, too, where it is a module.
         named: its parameters, trained or not.
         optimizer: with its groups and its state.
-        settings: of the accumulator, as they have to be on all ranks.
-        broadcast: first give all ranks rank 0's parameters and buffers.
+        options: of the accumulator. With `broadcast` all ranks are first given rank 0's parameters
+            and buffers.
 
     Raises:
         JobError: on all ranks alike, naming those that differ, and in what first.
@@ -271,65 +290,54 @@ def check_same_start(
         return
     buffers = list(model.named_buffers()) if isinstance(model, Module) else []
     tensors = [*named, *buffers]
-    shapes = [(f"the accumulator's {name}", repr(value)) for name, value in settings.items()]
-    shapes += [*_shapes(named, "parameter"), *_shapes(buffers, "buffer")]
-    if broadcast:
+    shapes = [
+        (f"the accumulator's {name}", repr(value))
+        for name, value in options.shared_by_ranks().items()
+    ]
+    for kind, listed in (("parameter", named), ("buffer", buffers)):
+        for number, (name, tensor) in enumerate(listed):
+            form = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
+            form += ", trained" if tensor.requires_grad else ""
+            shapes.append((f"{kind} number {number}", f"{name} ({form})"))
+    if options.broadcast:
         check_same_traits(group, shapes)
         broadcast_tensors(group, [tensor for _, tensor in tensors])
-    numbers = [(f"{_NUMBERS}{name}", sha256_of(tensor)) for name, tensor in tensors]
-    check_same_traits(group, [*shapes, *numbers, *_optimizer(optimizer, named)])
+    numbers = [(f"{_NUMBERS}{name}", _digest(tensor)) for name, tensor in tensors]
+    check_same_traits(group, [*shapes, *numbers, *_optimizer_traits(optimizer, named)])
 
 
 def check_same_traits(group: BaseGroup, traits: Sequence[Trait]) -> None:
     """Raise `JobError`, on all ranks alike, unless all have the same traits. Collective."""
     digest = hashlib.sha256(repr(list(traits)).encode()).hexdigest()
     odd = minority_ranks(gather_numbers(group, digest_to_floats(digest)))
-    if odd:
-        texts = gather_texts(group, json.dumps(list(traits)))
-        traits_of_ranks = [[(what, value) for what, value in json.loads(t)] for t in texts]
-        usual = next(rank for rank in range(group.size) if rank not in odd)
-        raise _error(traits_of_ranks[usual], traits_of_ranks[odd[0]], odd)
-
-
-def _error(usual: list[Trait], theirs: list[Trait], odd: Sequence[int]) -> JobError:
-    who = named_ranks(odd)
-    verb = "differ" if len(odd) > 1 else "differs"
+    if not odd:
+        return
+    every = [json.loads(text) for text in gather_texts(group, json.dumps(list(traits)))]
+    usual: list[Trait] = every[next(rank for rank in range(group.size) if rank not in odd)]
+    theirs: list[Trait] = every[odd[0]]
+    who, verb = named_ranks(odd), "differ" if len(odd) > 1 else "differs"
+    nothing = [("", "nothing")]
     (what, value), (_, other) = next(
         (a, b)
-        for a, b in zip(
-            [*usual, *[("", "nothing")] * len(theirs)],
-            [*theirs, *[("", "nothing")] * len(usual)],
-            strict=False,
-        )
+        for a, b in zip(usual + nothing * len(theirs), theirs + nothing * len(usual), strict=False)
         if a != b
     )
     if what.startswith(_NUMBERS):
-        count = sum(
-            a != b and a[0].startswith(_NUMBERS) for a, b in zip(usual, theirs, strict=False)
+        pairs = zip(usual, theirs, strict=False)
+        count = sum(a != b and a[0].startswith(_NUMBERS) for a, b in pairs)
+        raise JobError(
+            f"the model is not the same on every rank: {who} {verb} from the others in {count} of "
+            f"its tensors, first in {what}. Build the model from one seed on every rank "
+            "(torch.manual_seed), or load the same file; Accumulator(..., broadcast=True) gives "
+            "all ranks rank 0's numbers, as DDP does"
         )
-        return JobError(
-            f"the model is not the same on every rank: {who} {verb} from the others in "
-            f"{count} of its tensors, first in {what}. {_REMEDY}"
-        )
-    return JobError(
+    raise JobError(
         f"ranks do not start alike: {who} {verb} from the others, first in {what}: it is {other} "
         f"on rank {odd[0]}, and {value} on others"
     )
 
 
-# ------------------------------------------------------------------ what is compared
-
-
-def _shapes(tensors: Sequence[tuple[str, Tensor]], kind: str) -> Iterator[Trait]:
-    for number, (name, tensor) in enumerate(tensors):
-        trained = ", trained" if tensor.requires_grad else ""
-        yield (
-            f"{kind} number {number}",
-            f"{name} ({tensor.dtype} {tuple(tensor.shape)}{trained})".replace("torch.", ""),
-        )
-
-
-def _optimizer(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> Iterator[Trait]:
+def _optimizer_traits(optimizer: Optimizer, named: Named) -> Iterator[Trait]:
     name_of = {id(tensor): name for name, tensor in reversed(named)}
     yield "the optimizer", type(optimizer).__qualname__
     for number, group in enumerate(optimizer.param_groups):
@@ -337,35 +345,14 @@ def _optimizer(optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> Ite
             value = group[key]
             if key == "params":
                 value = [name_of.get(id(parameter)) for parameter in value]
-            yield f"{key} of the optimizer's group {number}", _describe(value)
+            yield f"{key} of the optimizer's group {number}", _digest(value)
     for parameter, state in optimizer.state.items():
         for key in sorted(state, key=str):
-            yield (
-                f"the optimizer's {key} of {name_of.get(id(parameter))}",
-                _describe(state[key]),
-            )
+            yield f"the optimizer's {key} of {name_of.get(id(parameter))}", _digest(state[key])
 
 
-def _describe(value: Any) -> str:
-    return sha256_of(value) if isinstance(value, Tensor) else repr(value)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return its bytes, flat: its own memory where it is contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-def sha256_of(tensor: Tensor) -> str:
-    """Return the first 16 digits of the SHA-256 of its bytes."""
-    return hashlib.sha256(_bytes(tensor).cpu().numpy().data).hexdigest()[:16]
-
-
-def broadcast_tensors(group: BaseGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
-    """Give all ranks rank `source`'s numbers, of whatever type. Collective."""
-    for tensor in tensors:
-        if tensor.numel():
-            numbers = _bytes(tensor)
-            group.broadcast(numbers, source)
-            if numbers.data_ptr() != tensor.data_ptr():
-                own = numbers.view(tensor.dtype).view(tensor.shape)
-                tensor.detach().copy_(own)
+def _digest(value: Any) -> str:
+    """Return the first digits of a tensor's SHA-256; anything else in Python's words."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return hashlib.sha256(bytes_of(value).cpu().numpy().data).hexdigest()[:16]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -246,3 +247,72 @@ def _beside(metadata: Mapping[str, str]) -> dict[str, Any]:
         return json.loads(metadata[BESIDE])
     empty = {"aliases": "{}", "complex": "[]"}
     return {name: json.loads(metadata.get(name, nothing)) for name, nothing in empty.items()}
+
+
+# ------------------------------------------------------------------ Snapshots
+# Weights and optimizer state change only in the optimizer's step, at a boundary. So the writer
+# copies the large tensors while the next window computes (`take`), and the next boundary waits for
+# it; usually it is done by then. State that a window itself may change (buffers, small tensors
+# such as a rate) is copied at once. The bytes written are the same either way.
+
+
+SMALL = 4096
+"""Numbers of a tensor that is copied at once."""
+
+
+class Snapshot:
+    """A checkpoint's tensors and the rest of it. Until `keep` they are the live ones.
+
+    Args:
+        model: its weights and buffers are saved.
+        optimizer: its `state_dict()`; `copied`, if training does not change that one's tensors.
+        precision: state of the loss scale.
+
+    Attributes:
+        taken: set once all tensors are copied, so training may change them.
+    """
+
+    def __init__(
+        self, model: Module, optimizer: Any, precision: dict[str, float], *, copied: bool
+    ) -> None:
+        weights, rest = model_state(model)
+        states: dict[str, Tensor] = {}
+        packed = pack(optimizer, states, "")
+        self._extra = {"model": rest, "optimizer": packed, "precision": precision}
+        self._files = {WEIGHTS: prepared(weights), OPTIMIZER: prepared(states)}
+        self._lasting = {parameter.data_ptr() for parameter in model.parameters()}
+        self._copied = copied
+        self._later: list[tuple[dict[str, Tensor], str]] = []
+        self.taken = threading.Event()
+
+    def keep(self) -> Snapshot:
+        """Copy what a window may change; the next boundary has to wait for `taken`."""
+        for name, (tensors, _) in self._files.items():
+            for key, tensor in tensors.items():
+                steady = name == OPTIMIZER or tensor.data_ptr() in self._lasting
+                if steady and tensor.numel() > SMALL:
+                    if not (self._copied and name == OPTIMIZER):
+                        self._later.append((tensors, key))
+                else:
+                    tensors[key] = _copy(tensor)
+        return self
+
+    def take(self) -> None:
+        """Copy the rest, in any thread. Sets `taken` even if it fails."""
+        try:
+            for tensors, key in self._later:
+                tensors[key] = _copy(tensors[key])
+        finally:
+            self.taken.set()
+
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Write weights and optimizer as safetensors; give the rest as JSON."""
+        for name, (tensors, metadata) in self._files.items():
+            write_prepared(folder / name, tensors, metadata)
+        self._files.clear()  # copies are large
+        return self._extra
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy in the host's memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

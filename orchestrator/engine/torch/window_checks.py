@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.common.job_checks import check_metric_names
 from orchestrator.engine.common.replicas import LARGEST_PIECE, Piece, Replicas
+from orchestrator.engine.torch.buffers import Named
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, version_of
 from orchestrator.engine.torch.model import IN_A_LOOP, batch_norms_of, norm_advice
 from orchestrator.errors import JobError, SilenceError
 from orchestrator.job import Loss
 
-# ------------------------------------------------------------------ Mean instead of sum
+# ------------------------------------------------------------------ Losses
 # `Loss` takes sums, and a mean is the commonest mistake: `cross_entropy` returns one by default.
 # The last operations of the loss's graph reveal it, for the price of reading a name or two.
 
@@ -39,20 +40,20 @@ _SUMS = ("Add", "Sub")
 _DEEPEST = 8
 
 
-def averaged_by(total: Tensor) -> str | None:
-    """Return the operation that made `total` a mean; None if it is none, or unknown.
+def averaged_by(node: Any, depth: int = _DEEPEST) -> str | None:
+    """Return the operation that made a tensor a mean; None if it is none, or unknown.
 
     A mean that was multiplied afterwards is ignored: it may be a sum again.
 
+    Args:
+        node: the tensor's `grad_fn`.
+        depth: how many operations are looked at.
+
     >>> import torch
     >>> x = torch.ones(4, requires_grad=True)
-    >>> averaged_by(x.mean() / 2), averaged_by(x.mean() * 4), averaged_by(x.sum())
-    ('mean()', None, None)
+    >>> [averaged_by(y.grad_fn) for y in (x.mean() / 2, x.mean() * 4, x.sum())]
+    ['mean()', None, None]
     """
-    return _averaged_by_node(total.grad_fn, _DEEPEST)
-
-
-def _averaged_by_node(node: Any, depth: int) -> str | None:
     if node is None or not depth:
         return None
     name = node.name().partition("Backward")[0]
@@ -63,7 +64,7 @@ def _averaged_by_node(node: Any, depth: int) -> str | None:
     if name in _ONLY_PASS or name in _SUMS:
         parts = [part for part, _ in node.next_functions if part is not None]
         if parts and (name in _SUMS or len(parts) == 1):
-            found = [_averaged_by_node(part, depth - 1) for part in parts]
+            found = [averaged_by(part, depth - 1) for part in parts]
             return found[0] if all(found) else None
     return None
 
@@ -71,8 +72,12 @@ def _averaged_by_node(node: Any, depth: int) -> str | None:
 _PLAIN = (int, float)
 
 
-def checked_loss(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
-    """Return the metrics of `loss`. Raises `JobError` where it breaks the contract of `Loss`."""
+def checked_loss(loss: Loss, names: Sequence[str]) -> list[Any]:
+    """Return weight, total and the metrics of these names, without graphs and not waited for.
+
+    Raises:
+        JobError: `loss` breaks the contract of `Loss`.
+    """
     if isinstance(loss, Tensor):
         raise JobError(
             "loss() must return Loss(total, weight), but returned a plain tensor: a sum and what "
@@ -85,7 +90,8 @@ def checked_loss(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
             f"loss() must return Loss(total, weight), but returned {type(loss).__name__}; "
             "from orchestrator import Loss"
         )
-    total = loss.total
+    total: Any = loss.total
+    metrics: Any = loss.metrics
     if not isinstance(total, Tensor) or total.numel() != 1 or total.is_complex():
         what = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
         raise JobError(
@@ -95,15 +101,14 @@ def checked_loss(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
         raise JobError(
             "Loss.total has no graph to back-propagate; was it detached, or computed without grad?"
         )
-    given: Any = loss.metrics
-    if type(given) is not dict and not isinstance(given, Mapping):
-        raise JobError(f"Loss.metrics must be a dictionary, but is {given!r:.40}")
+    if type(metrics) is not dict and not isinstance(metrics, Mapping):
+        raise JobError(f"Loss.metrics must be a dictionary, but is {metrics!r:.40}")
     if type(loss.weight) not in _PLAIN:  # a look at an abstract class takes longer than the rest
         _refuse_value("weight", loss.weight)
-    for name, value in given.items():
+    for name, value in metrics.items():
         if type(value) not in _PLAIN:
             _refuse_value(f"metrics['{name}']", value)
-    made_by = averaged_by(total)
+    made_by = averaged_by(total.grad_fn)
     # With a weight of 1 it may be a mean over one sample's numbers, which is that sample's own.
     if made_by is not None and float(loss.weight) != 1.0:
         raise JobError(
@@ -111,29 +116,19 @@ def checked_loss(loss: Loss, names: Sequence[str]) -> Mapping[str, Any]:
             "it would be divided twice. Give the sum, with reduction='sum', or multiply the mean "
             "by what it was divided by"
         )
-    if given or names:
-        check_metric_names(given, names)
-    return given
+    if metrics or names:
+        check_metric_names(metrics, names)
+    row = [loss.weight, total, *[metrics[name] for name in names]]
+    return [value.detach() if isinstance(value, Tensor) else value for value in row]
 
 
 def _refuse_value(what: str, value: Any) -> None:
+    """Raise `JobError` unless `value` is a real number, or a tensor of one."""
     tensor = isinstance(value, Tensor)
     if (value.numel() == 1 and not value.is_complex()) if tensor else isinstance(value, Real):
         return
     found = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if tensor else repr(value)
     raise JobError(f"Loss.{what} must be a real number, but is {found}")
-
-
-def to_floats(rows: Sequence[list[Any]]) -> list[list[float]]:
-    """Return the numbers of some micro-steps, with one transfer from the device for all."""
-    tensors = [value for row in rows for value in row if isinstance(value, Tensor)]
-    if all(tensor.is_cpu for tensor in tensors):
-        return [[float(value) for value in row] for row in rows]
-    # int64 and float64 hold all others exactly; a count above 2**53 is out of reach.
-    device = tensors[0].device
-    stacked = torch.stack([t.reshape(()).to(device, torch.float64) for t in tensors])
-    moved = iter(stacked.tolist())
-    return [[next(moved) if isinstance(v, Tensor) else float(v) for v in row] for row in rows]
 
 
 # ------------------------------------------------------------------ Weights digest
@@ -143,51 +138,16 @@ def to_floats(rows: Sequence[list[Any]]) -> list[list[float]]:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_ODD = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: its multiples are spread evenly
-_MIX = 0xBF58476D1CE4E5B9  # of SplitMix64 [Steele, Lea and Flood 2014]
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio: its multiples are spread evenly
+_MIX = 0xBF58476D1CE4E5B9 - 2**64  # of SplitMix64 [Steele, Lea and Flood 2014]
 
 
-def replicas_of(named: Sequence[tuple[str, Tensor]], group: BaseGroup) -> Replicas:
-    """Return the detector of parameters that differ on the ranks of `group`."""
-    parameters = [parameter for _, parameter in named]
-    digests = digests_of(parameters)
-    return Replicas(
-        [name for name, _ in named],
-        [parameter.numel() for parameter in parameters],
-        [parameter.element_size() for parameter in parameters],
-        digests=digests,
-        gather=partial(gather_numbers, group),
-        ranks=group.size,
-        joint_digests=partial(joined_digests, parameters, digests),
-    )
-
-
-def digests_of(parameters: Sequence[Tensor]) -> Callable[[Sequence[Piece]], list[int]]:
-    """Return a function that computes a digest of each of some pieces from current values."""
-
-    def digests(pieces: Sequence[Piece]) -> list[int]:
-        sums = [_digest(_bits(parameters, piece)) for piece in pieces]
-        if len({one.device for one in sums}) > 1:
-            return [int(one) for one in sums]
-        return torch.stack(sums).tolist()  # one wait for the device, not one a piece
-
-    return digests
-
-
-def joined_digests(
-    parameters: Sequence[Tensor],
-    digests: Callable[[Sequence[Piece]], list[int]],
-    pieces: Sequence[Piece],
-) -> list[int]:
-    """Return one digest of small pieces, laid one after the other; those of the pieces where they
-    are not small, or not alike.
-    """
-    if sum(piece.end - piece.start for piece in pieces) > LARGEST_PIECE:
-        return digests(pieces)
-    parts = [_bits(parameters, piece) for piece in pieces]
-    if len({(part.device, part.dtype) for part in parts}) > 1:
-        return digests(pieces)
-    return [int(_digest(torch.cat(parts)))]
+@lru_cache(maxsize=8)
+def _multipliers(device: torch.device) -> Tensor:
+    """Odd 64-bit numbers, the same on every machine: as many as the largest piece may need."""
+    mixed = torch.arange(1, 4 * LARGEST_PIECE + 1, dtype=torch.int64) * _ODD
+    mixed = (mixed ^ (mixed >> 30)) * _MIX
+    return ((mixed ^ (mixed >> 27)) | 1).to(device)
 
 
 def _bits(parameters: Sequence[Tensor], piece: Piece) -> Tensor:
@@ -196,21 +156,26 @@ def _bits(parameters: Sequence[Tensor], piece: Piece) -> Tensor:
     return numbers.view(_BITS[min(numbers.element_size(), 4)])
 
 
-def _digest(bits: Tensor) -> Tensor:
-    return (bits * _multipliers(bits.device)[: len(bits)]).sum()
+def _digests(bits: Sequence[Tensor]) -> list[int]:
+    sums = [(one * _multipliers(one.device)[: len(one)]).sum() for one in bits]
+    if len({one.device for one in sums}) > 1:
+        return [int(one) for one in sums]
+    return torch.stack(sums).tolist()  # one wait for the device, not one a piece
 
 
-@lru_cache(maxsize=8)
-def _multipliers(device: torch.device) -> Tensor:
-    """Odd 64-bit numbers, the same on every machine: as many as the largest piece may need."""
-    places = torch.arange(1, 4 * LARGEST_PIECE + 1, dtype=torch.int64)
-    mixed = places * _signed(_ODD)
-    mixed = (mixed ^ (mixed >> 30)) * _signed(_MIX)
-    return ((mixed ^ (mixed >> 27)) | 1).to(device)
+def digests_of(parameters: Sequence[Tensor], pieces: Sequence[Piece]) -> list[int]:
+    """Return a digest of each piece, of its values now."""
+    return _digests([_bits(parameters, piece) for piece in pieces])
 
 
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number
+def joint_digests_of(parameters: Sequence[Tensor], pieces: Sequence[Piece]) -> list[int]:
+    """Return one digest of small pieces, laid one after the other; those of the pieces where they
+    are not small, or not alike.
+    """
+    bits = [_bits(parameters, piece) for piece in pieces]
+    small = sum([piece.end - piece.start for piece in pieces]) <= LARGEST_PIECE
+    alike = len({(one.device, one.dtype) for one in bits}) == 1
+    return _digests([torch.cat(bits)] if small and alike else bits)
 
 
 # ------------------------------------------------------------------ Checks of a window
@@ -220,11 +185,8 @@ def _signed(number: int) -> int:
 # not be stepped. A rate that changes in mid-window belongs to neither update.
 
 
-_TRAINS, _TRAINING, _VALUES = (
-    attrgetter("requires_grad"),
-    attrgetter("training"),
-    methodcaller("values"),
-)
+_TRAINS, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
+_VALUES: Callable[[Any], Any] = methodcaller("values")
 _COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
 
 
@@ -243,8 +205,8 @@ class WindowChecks:
     def __init__(
         self,
         model: Any,
-        named: Sequence[tuple[str, Tensor]],
-        trained: Sequence[tuple[str, Tensor]],
+        named: Named,
+        trained: Named,
         optimizer: Optimizer,
         group: BaseGroup,
         options: AccumulationOptions,
@@ -252,15 +214,25 @@ class WindowChecks:
         self._trained, self._group, self._silent = trained, group, options.silent
         self._optimizer = optimizer
         self._stepped = [p for one in optimizer.param_groups for p in one["params"]]
-        self.replicas = replicas_of(named, group)
+        every = [parameter for _, parameter in named]
+        self.replicas = Replicas(
+            [name for name, _ in named],
+            [parameter.numel() for parameter in every],
+            [parameter.element_size() for parameter in every],
+            digests=partial(digests_of, every),
+            gather=partial(gather_numbers, group),
+            ranks=group.size,
+            joint_digests=partial(joint_digests_of, every),
+        )
         self._norms = batch_norms_of(model) if options.advise else {}
         self._advise()
         known = {id(parameter) for _, parameter in trained}
         self._others = [(name, p) for name, p in named if id(p) not in known]
         self._parameters = [parameter for _, parameter in trained]
-        self._layers = list(model.modules()) if isinstance(model, Module) else []
+        layers = dict(model.named_modules()) if isinstance(model, Module) else {}
+        self._layers = list(layers.values())
         self._tables: list[tuple[str, Mapping[str, Any], tuple[Any, ...]]] = []
-        for name, layer in model.named_modules() if isinstance(model, Module) else ():
+        for name, layer in layers.items():
             for table in (layer._modules, layer._parameters):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # to walk it anew would take longer
                 if table:
                     self._tables.append((name, table, tuple(table.values())))
@@ -274,7 +246,6 @@ class WindowChecks:
         self._trains = b""
         self._versions: list[int] = []
         self._sampled: tuple[str, Tensor, Tensor] | None = None
-        self._mark = group.mark()
         self._transport_mark = 0
 
     def begin(self, update: int) -> None:
@@ -313,7 +284,6 @@ class WindowChecks:
         # Changes through `.data` are not counted; the first row of one parameter reveals most.
         name, parameter = self._trained[update % len(self._trained)]
         self._sampled = name, parameter, _first_row(parameter).clone()
-        self._mark = self._group.mark()
         self._transport_mark = self._group.transport_collectives() or 0
         if self._silent:
             self._group.silence.begin(f"in mid-window of update {update}")
@@ -344,8 +314,11 @@ class WindowChecks:
                 "next one"
             )
 
-    def end(self, update: int) -> dict[str, float]:
+    def end(self, update: int, sent: int) -> dict[str, float]:
         """End the window; collectives are allowed again.
+
+        Args:
+            sent: collectives of the group since the window began.
 
         Returns:
             Numbers, with their names, that have to be the same on all ranks.
@@ -369,12 +342,11 @@ class WindowChecks:
                 "at boundaries only, by the optimizer"
             )
         if self._silent and self._group.transport in _COUNTED:
-            ours = self._group.since(self._mark).collectives
-            theirs = (self._group.transport_collectives() or 0) - self._transport_mark
-            if theirs != ours:
+            counted = (self._group.transport_collectives() or 0) - self._transport_mark
+            if counted != sent:
                 raise SilenceError(
-                    f"{theirs - ours} collectives ran on this process group in mid-window of "
-                    f"update {update}, besides the {ours} of the gradient's own reduction"
+                    f"{counted - sent} collectives ran on this process group in mid-window of "
+                    f"update {update}, besides the {sent} of the gradient's own reduction"
                 )
         settings, self._settings = self._settings, []
         for before, after in zip(settings, self._settings_now() if settings else (), strict=False):
@@ -415,12 +387,11 @@ class WindowChecks:
 
     def _refuse_changed_kinds(self) -> None:
         for (name, parameter), before in zip(self._trained, self._kinds, strict=True):
-            now = _kind(parameter)
-            if now != before:
+            if (now := _kind(parameter)) != before:
                 raise JobError(
-                    f"parameter {name} became {_words(now)} after the accumulator was built, when "
-                    f"it was {_words(before)}: its gradients are kept as that. Cast or move a "
-                    "model before its optimizer and accumulator are built"
+                    f"parameter {name} became {now} after the accumulator was built, when it was "
+                    f"{before}: its gradients are kept as that. Cast or move a model before its "
+                    "optimizer and accumulator are built"
                 )
 
 
@@ -428,13 +399,8 @@ def _first_row(parameter: Tensor) -> Tensor:
     return parameter.detach()[:1] if parameter.dim() else parameter.detach()
 
 
-_Kind = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
-
-
-def _kind(parameter: Tensor) -> _Kind:
-    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
-
-
-def _words(kind: _Kind) -> str:
-    dtype, device, shape, strides = kind
-    return f"{dtype} on {device} of shape {tuple(shape)} and strides {strides}"
+def _kind(parameter: Tensor) -> str:
+    return (
+        f"{parameter.dtype} on {parameter.device} of shape {tuple(parameter.shape)} and strides "
+        f"{parameter.stride()}"
+    )

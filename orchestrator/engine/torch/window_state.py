@@ -41,10 +41,11 @@ class WindowState:
         self._names, self._ranks = names, ranks
         self.update, self.open = -1, False
         self._inside: str | None = None  # the call that runs now
+        self._at_stake = ""  # what cannot go on if that call fails: "window" or "accumulator"
         self._over = False  # this rank's last micro-step was there
         self._broken: str | None = None  # why this window cannot be ended
         self._unusable: str | None = None  # why this accumulator cannot go on
-        self._stray: int | None = None  # a parameter that a backward reached untold
+        self._stray: int | None = None  # a parameter that an undeclared backward reached
         self._recorded = False
         self._process = os.getpid()
 
@@ -81,8 +82,18 @@ class WindowState:
         self._inside = call
         try:
             yield
+        except BaseException as error:
+            what = f"{type(error).__name__}: {words_of(error)}"
+            if self._at_stake == "window":
+                self._broken = f"one failed with {what.partition(chr(10))[0]}"
+            elif self._at_stake == "accumulator" and self._ranks > 1:
+                self._unusable = (
+                    f"update {self.update} failed on this rank alone, so it is no longer in step "
+                    f"with the others and has to end. What failed was {what}"
+                )
+            raise
         finally:
-            self._inside = None
+            self._inside, self._at_stake = None, ""
 
     def begin(self, update: int | None, micro_steps: int, *, implied_by: str | None) -> None:
         """Begin a window, from nothing.
@@ -113,9 +124,10 @@ class WindowState:
         self.open, self._over, self._recorded = True, False, False
         self._broken, self._stray = None, None
 
-    @contextmanager
-    def micro_step(self, *, last: bool) -> Generator[None]:
-        """Guard one backward of the accumulator. `last`: this rank's last in this window.
+    def begin_backward(self, *, last: bool) -> None:
+        """Begin a backward of the accumulator, `last` for this rank in this window.
+
+        If the call fails from here on, gradients are incomplete and the window has to begin anew.
 
         Raises:
             JobError: the last one was there already, or one failed.
@@ -127,13 +139,7 @@ class WindowState:
                 "last=True, whose gradients may be with the other ranks already: last=True belongs "
                 "to a rank's last micro-step of the window, and leaving it out is always right"
             )
-        try:
-            yield
-        except BaseException as error:
-            first_line = words_of(error).partition("\n")[0]
-            self._broken = f"one failed with {type(error).__name__}: {first_line}"
-            raise
-        self._over = last
+        self._over, self._at_stake = last, "window"
 
     def record(self) -> None:
         """Note a declared backward of other code. Raises `JobError` in a window that failed."""
@@ -142,6 +148,8 @@ class WindowState:
 
     def end(self) -> None:
         """End the window at its boundary.
+
+        If the call fails until `agreed`, it fails on this rank alone, which has to end.
 
         Raises:
             JobError: a backward was not declared, or one failed. The window stays as it is.
@@ -152,21 +160,11 @@ class WindowState:
                 f"knowledge, {_REMEDY}"
             )
         self._refuse_broken()
-        self.open, self._stray = False, None
+        self.open, self._stray, self._at_stake = False, None, "accumulator"
 
-    @contextmanager
-    def failing_alone(self) -> Generator[None]:
-        """Make the accumulator unusable if this context fails: it fails on this rank alone."""
-        try:
-            yield
-        except BaseException as error:
-            if self._ranks > 1:
-                self._unusable = (
-                    f"update {self.update} failed on this rank alone, so it is no longer in step "
-                    f"with the others and has to end. What failed was {type(error).__name__}: "
-                    f"{words_of(error)}"
-                )
-            raise
+    def agreed(self) -> None:
+        """From here on all ranks know the same: what fails, fails on all."""
+        self._at_stake = ""
 
     def accepts(self, parameter: int) -> bool:
         """Return whether a gradient that has just come counts in this window.
@@ -204,9 +202,6 @@ class WindowState:
 # and the boundary comes after all of them.
 
 
-_HOW = "each update is one turn of `for window in run.windows(...)`, ended by its boundary()"
-
-
 class MicroBatchTracker:
     """Progress of one accumulator through the windows of `run.windows`.
 
@@ -239,6 +234,7 @@ class MicroBatchTracker:
             JobError: it is not the next one, was said to be another, or is in no window.
         """
         self._require_window(call)
+        named = f"micro-batch {self.taken} of {self._total} of update {self._update}"
         if self.taken == 0:
             raise JobError(
                 f"{call} came before a micro-batch of update {self._update} was taken: `for "
@@ -246,26 +242,29 @@ class MicroBatchTracker:
             )
         if self.computed >= self.taken:
             raise JobError(
-                f"{call} came twice for {self._named(self.taken)}, which would count twice: add "
-                "the losses of the same samples up, and their weights once"
+                f"{call} came twice for {named}, which would count twice: add the losses of the "
+                "same samples up, and their weights once"
             )
         if self.computed < self.taken - 1:
             raise JobError(
-                f"{call} came for {self._named(self.taken)}, but not for number "
-                f"{self.computed + 1}, whose samples would be left out"
+                f"{call} came for {named}, but not for number {self.computed + 1}, whose samples "
+                "would be left out"
             )
         its_leaf = self._leaves[self.computed] if self._leaves else None
         is_last = self.taken == self._total
         if (last and not is_last) or leaf not in (None, its_leaf):
             raise JobError(
-                f"{call} has last={last} and leaf={leaf} for {self._named(self.taken)}; "
-                "within run.windows() leave both out: it is known which one it is"
+                f"{call} has last={last} and leaf={leaf} for {named}; within run.windows() leave "
+                "both out: it is known which one it is"
             )
         return is_last, its_leaf
 
     def _require_window(self, call: str) -> None:
         if self._where is not None:
-            raise JobError(f"{call} came {self._where} of run.windows(): {_HOW}")
+            raise JobError(
+                f"{call} came {self._where} of run.windows(): each update is one turn of `for "
+                "window in run.windows(...)`, ended by its boundary()"
+            )
 
     def require_complete(self) -> None:
         """Raise `JobError` unless every micro-batch of the window was computed."""
@@ -295,6 +294,3 @@ class MicroBatchTracker:
         within = self._where is None
         self._where = f"after the loop was left in update {self._update}"
         return within
-
-    def _named(self, number: int) -> str:
-        return f"micro-batch {number} of {self._total} of update {self._update}"

@@ -20,7 +20,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
-from orchestrator.engine.common.update_policy import FIRST_SCALE
+from orchestrator.engine.common.boundary import FIRST_SCALE
 from orchestrator.engine.conformance import CHECKS
 from orchestrator.engine.mindspore import build_engine, form_group
 from orchestrator.engine.mindspore.group import AllGather, AllReduceMean, AllReduceSum

@@ -18,7 +18,7 @@ from orchestrator.config.composer import compose
 from orchestrator.config.frameworks import notes
 from orchestrator.config.rules import refuse_unsupported
 from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
-from orchestrator.engine.common.update_policy import FIRST_SCALE
+from orchestrator.engine.common.boundary import FIRST_SCALE
 from orchestrator.engine.mindspore import build_engine, versions
 from orchestrator.engine.mindspore.group import MindSporeGroup, choose_transport
 from orchestrator.engine.mindspore.model import advice

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from orchestrator import Loss
-from orchestrator.engine.common.packed_sums import (
+from orchestrator.engine.api import AccumulationOptions
+from orchestrator.engine.common.boundary import (
     DIGEST_BITS,
+    EPSILON,
     MOST_RANKS,
     NARROW,
     NON_FINITE,
@@ -21,10 +23,11 @@ from orchestrator.engine.common.packed_sums import (
     UNIT_BITS,
     WIDE,
     ExactSum,
+    LossScale,
     Trailer,
+    UpdatePolicy,
     limb_bits,
 )
-from orchestrator.engine.common.update_policy import EPSILON, averaging_factor
 from orchestrator.engine.torch import Accumulator, TorchGroup
 from orchestrator.engine.torch.reducer import GradientNorm
 from orchestrator.errors import JobError
@@ -124,6 +127,11 @@ def test_gradients_may_be_written_between_two_windows():
 
 
 positive = st.floats(1e-6, 1e6)
+
+
+def averaging_factor(norm, divisor, clip):
+    policy = UpdatePolicy(AccumulationOptions(clip_norm=clip), LossScale(scales=False), list)
+    return policy.factor(0, divisor, norm, list)
 
 
 @given(norm=positive, divisor=positive, clip=st.none() | positive)

@@ -11,10 +11,10 @@ from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
-from orchestrator.engine.common.packed_sums import DIGEST_BITS, NARROW, WIDE, Trailer
+from orchestrator.engine.common.boundary import DIGEST_BITS, NARROW, WIDE, Trailer
 from orchestrator.engine.common.replicas import MOST_SHARES, Piece, shares_of
 from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
-from orchestrator.engine.torch.window_checks import digests_of, joined_digests
+from orchestrator.engine.torch.window_checks import digests_of, joint_digests_of
 from orchestrator.errors import JobError, ReplicasDiffer
 
 STARTING_RANKS, ODD = 3, 1
@@ -316,16 +316,16 @@ def test_digests_agree_exactly_if_they_are_equal(told, digest, same):
 def test_any_change_of_a_number_and_any_two_that_change_places_change_the_digest(dtype, size, data):
     made = torch.Generator().manual_seed(size)
     tensor = (torch.randn(size, generator=made) * 8).round().to(dtype)
-    [before] = digests_of([tensor])([Piece(0, 0, size)])
+    [before] = digests_of([tensor], [Piece(0, 0, size)])
     i, j = (data.draw(st.integers(0, size - 1)) for _ in range(2))
     other = tensor.clone()
     if tensor[i] != tensor[j]:
         other[[i, j]] = tensor[[j, i]]
     else:
         other[i] += 1
-    [after] = digests_of([other])([Piece(0, 0, size)])
+    [after] = digests_of([other], [Piece(0, 0, size)])
     assert before != after
-    assert [before] == digests_of([tensor.clone()])([Piece(0, 0, size)])
+    assert [before] == digests_of([tensor.clone()], [Piece(0, 0, size)])
 
 
 @given(
@@ -337,12 +337,12 @@ def test_any_change_in_a_piece_changes_the_joint_digest(sizes, dtype, data):
     dtypes = [dtype or [torch.float32, torch.bfloat16][n % 2] for n in range(len(sizes))]
     tensors = [torch.randn(size).to(kind) for size, kind in zip(sizes, dtypes, strict=True)]
     pieces = [Piece(n, data.draw(st.integers(0, s - 1)), s) for n, s in enumerate(sizes)]
-    told = joined_digests(tensors, digests_of(tensors), pieces)
+    told = joint_digests_of(tensors, pieces)
     assert len(told) == (1 if len(set(dtypes)) == 1 else len(pieces))
-    assert told == joined_digests(tensors, digests_of(tensors), pieces)
+    assert told == joint_digests_of(tensors, pieces)
     piece = data.draw(st.sampled_from(pieces))
     tensors[piece.number][data.draw(st.integers(piece.start, piece.end - 1))] += 1
-    assert told != joined_digests(tensors, digests_of(tensors), pieces)
+    assert told != joint_digests_of(tensors, pieces)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40), st.sampled_from([2, 4, 8]))

@@ -12,9 +12,10 @@ from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
-from orchestrator.engine.torch.model import derived_seed, moved
+from orchestrator.engine.torch.model import moved
 from orchestrator.engine.torch.start_checks import digest_to_floats, machine_warning, versions
 from orchestrator.errors import ConfigError, JobError, SilenceError
 from orchestrator.plan.split import assign, assign_leaves

@@ -28,7 +28,7 @@ from orchestrator.engine.torch import (
     run_in_threads,
 )
 from orchestrator.engine.torch.group import sum_into
-from orchestrator.engine.torch.process_group import to_peer_lost
+from orchestrator.engine.torch.transports import to_peer_lost
 from orchestrator.errors import PeerLost, SilenceError
 from orchestrator.testing.torch_groups import TORCH_CHECKS, TorchArrays
 from orchestrator.testing.transports import all_checks

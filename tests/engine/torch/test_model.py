@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.common.update_policy import FIRST_SCALE, GROW_AFTER
+from orchestrator.engine.common.boundary import FIRST_SCALE, GROW_AFTER
 from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
 from orchestrator.engine.torch.model import FrozenBatchNorm, Precision, seed_torch, with_norms
 from orchestrator.errors import ConfigError, JobError, NonFiniteError

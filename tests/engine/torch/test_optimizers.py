@@ -8,7 +8,7 @@ from torch import nn
 
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import TorchGroup, build_engine
-from orchestrator.engine.torch.optimizers import LearningRate, build_optimizer
+from orchestrator.engine.torch.model import LearningRate, build_optimizer
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.split import assign
 from tests.engine.torch.test_engine import Curve, _run, _windows

@@ -14,9 +14,9 @@ from torch import nn
 
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import TorchGroup, build_engine, run_in_threads
-from orchestrator.engine.torch.engine import SMALL
 from orchestrator.engine.torch.state import (
     OPTIMIZER,
+    SMALL,
     WEIGHTS,
     load_model,
     load_optimizer,

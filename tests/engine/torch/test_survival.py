@@ -12,7 +12,6 @@ from torch import nn
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import run_in_threads
 from orchestrator.engine.torch.engine import TorchEngine
-from orchestrator.engine.torch.survival import SurvivingEngine
 from orchestrator.errors import PeerLost, StateLost
 from orchestrator.plan.split import split_leaves
 from tests.engine.torch.test_engine import Curve
@@ -61,7 +60,7 @@ def digest(engine):
 
 def undisturbed(updates):
     def rank(group):
-        engine = SurvivingEngine(Curve(), SETTINGS, group)
+        engine = TorchEngine(Curve(), SETTINGS, group)
         train(engine, group.rank, group.size, range(updates))
         return digest(engine)
 
@@ -73,7 +72,7 @@ def survivors_of(ranks, left, before, job=Curve, settings=SETTINGS):
     engines = {}
 
     def first(group):
-        engine = engines[group.rank] = SurvivingEngine(job(), settings, group)
+        engine = engines[group.rank] = TorchEngine(job(), settings, group)
         before(engine, group.rank)
 
     run_in_threads(ranks, first)
@@ -95,15 +94,14 @@ DONE = ()
 
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
 def test_without_a_loss_survival_changes_nothing(reduction):
-    settings = replace(SETTINGS, reduction=reduction)
-
-    def rank(group, kind):
-        engine = kind(Normed(), settings, group)
+    def rank(group, survive):
+        settings = replace(SETTINGS, reduction=reduction, survive=survive)
+        engine = TorchEngine(Normed(), settings, group)
         train(engine, group.rank, group.size, range(4))
         return digest(engine), group.counters
 
-    assert run_in_threads(4, partial(rank, kind=SurvivingEngine)) == run_in_threads(
-        4, partial(rank, kind=TorchEngine)
+    assert run_in_threads(4, partial(rank, survive=True)) == run_in_threads(
+        4, partial(rank, survive=False)
     )
 
 
@@ -151,12 +149,12 @@ def joined_by_one(settings, ranks=3):
     engines = {}
 
     def first(group):
-        engine = engines[group.rank] = SurvivingEngine(Curve(), settings, group)
+        engine = engines[group.rank] = TorchEngine(Curve(), settings, group)
         train(engine, group.rank, group.size, range(2))
         engine.before_growth()
 
     def alone(group):
-        engines[ranks] = SurvivingEngine(Curve(), settings, group)
+        engines[ranks] = TorchEngine(Curve(), settings, group)
 
     def then(group):
         engine = engines[group.rank]
@@ -183,7 +181,7 @@ def test_a_new_rank_takes_the_agreed_order_of_buckets():
 
 def test_the_boundary_reports_waiting_ranks_to_all_ranks():
     def rank(group):
-        engine = SurvivingEngine(Curve(), SETTINGS, group)
+        engine = TorchEngine(Curve(), SETTINGS, group)
         heard = []
         for update, waiting in enumerate((False, True, False)):
             engine.newcomers_wait(waiting and group.rank == 1)
@@ -235,7 +233,7 @@ def of_a_checkpoint(folder, ranks, after, *, updates):
     """The weights where `ranks` begin again from what four had saved after `after` updates."""
 
     def save(group):
-        engine = SurvivingEngine(Curve(), SHARDED, group)
+        engine = TorchEngine(Curve(), SHARDED, group)
         train(engine, group.rank, group.size, range(after))
         engine.gather_state()
         return engine.save_state(folder) if group.rank == 0 else None
@@ -243,7 +241,7 @@ def of_a_checkpoint(folder, ranks, after, *, updates):
     saved = run_in_threads(4, save)[0]
 
     def load(group):
-        engine = SurvivingEngine(Curve(), SHARDED, group)
+        engine = TorchEngine(Curve(), SHARDED, group)
         engine.load_state(folder, saved)
         train(engine, group.rank, group.size, range(after, updates))
         return digest(engine)
@@ -272,7 +270,7 @@ def before_weights_come(engine, rank):
 @pytest.mark.parametrize("ranks", [3, 1])
 def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks):
     def save(group):
-        engine = SurvivingEngine(Curve(), SHARDED, group)
+        engine = TorchEngine(Curve(), SHARDED, group)
         train(engine, group.rank, group.size, range(2))
         engine.gather_state()
         return engine.save_state(tmp_path) if group.rank == 0 else None
@@ -280,7 +278,7 @@ def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks):
     saved = run_in_threads(ranks, save)[0]
 
     def load(group):
-        engine = SurvivingEngine(Curve(), SHARDED, group)
+        engine = TorchEngine(Curve(), SHARDED, group)
         engine.load_state(tmp_path, saved)
         train(engine, group.rank, group.size, range(2, 5))
         return digest(engine)
@@ -293,7 +291,7 @@ def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(
     engines = {}
 
     def first(group):
-        engine = engines[group.rank] = SurvivingEngine(Curve(), SHARDED, group)
+        engine = engines[group.rank] = TorchEngine(Curve(), SHARDED, group)
         train(engine, group.rank, 4, range(2))
         engine.before_growth()
 
@@ -324,7 +322,7 @@ def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
     engines, saved = {}, {}
 
     def first(group):
-        engine = engines[group.rank] = SurvivingEngine(Curve(), SHARDED, group)
+        engine = engines[group.rank] = TorchEngine(Curve(), SHARDED, group)
         train(engine, group.rank, 4, range(2))
         engine.gather_state()
         if group.rank == 0:

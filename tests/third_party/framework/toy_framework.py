@@ -13,11 +13,10 @@ from safetensors.numpy import load_file, save_file
 from toy_letters import Letters
 
 from orchestrator.engine.api import BoundaryReport, Framework
+from orchestrator.engine.common.boundary import STOP, LossScale, Trailer, UpdatePolicy
 from orchestrator.engine.common.job_checks import check_fits, check_metric_names, checked_figures
 from orchestrator.engine.common.micro_steps import Clock, derived_seed
-from orchestrator.engine.common.packed_sums import STOP, LossSums, Trailer
 from orchestrator.engine.common.replicas import Replicas
-from orchestrator.engine.common.update_policy import LossScale, UpdatePolicy
 from orchestrator.errors import ConfigError
 
 ONLY = {"reduction": "fast", "precision": "float32", "wire": "own",
@@ -58,7 +57,7 @@ class NumpyEngine:
         self._seed("model")
         self._model = Weights(job.model())
         self._velocity = {name: np.zeros_like(array) for name, array in self._model.items()}
-        self._sums, self._clock, self._window = LossSums(len(self._names), list), Clock(), None
+        self._losses, self._clock, self._window = [], Clock(), None
         self._policy = UpdatePolicy(settings, LossScale(scales=False), self.gather)
         sizes = [array.size for array in self._model.values()]
         self._replicas = Replicas(
@@ -84,7 +83,7 @@ class NumpyEngine:
     def begin_window(self, window):
         self._window, self._mark = window, self._group.mark()
         self._clock.begin()
-        self._sums.begin()
+        self._losses.clear()
         for gradient in self._model.gradient.values():
             gradient[...] = 0
         self._group.silence.begin(f"in mid-window of update {window.update}")
@@ -95,11 +94,11 @@ class NumpyEngine:
             loss = self._job.loss(self._model, batch)
             check_metric_names(loss.metrics, self._names)
             metrics = [float(loss.metrics[name]) for name in self._names]
-            self._sums.add((float(loss.weight), float(loss.total), *metrics))
+            self._losses.append((float(loss.weight), float(loss.total), *metrics))
 
     def boundary(self, *, stop=False):
         window, self._window = self._window, None
-        trailer = self._sums.trailer()
+        trailer = Trailer.of_losses(self._losses, len(self._names))
         trailer.flags[STOP] = int(stop)
         self._replicas.write_digest(trailer, window.update)
         flat = np.concatenate([self._flat_gradient(), np.float32(trailer.numbers())])
@@ -111,7 +110,7 @@ class NumpyEngine:
         self._replicas.check(totals, window.update)
         stepped = None
         with self._clock.optimize:
-            if self._policy.losses_usable(window.update, totals, self._sums):
+            if self._policy.losses_usable(window.update, totals, trailer):
                 norm = float(np.linalg.norm(gradient))
                 weight = totals.weight.value
                 stepped = self._policy.factor(window.update, weight, norm, list)
@@ -124,7 +123,7 @@ class NumpyEngine:
             update=window.update,
             applied=stepped is not None,
             gradient_norm=stepped[0] if stepped else None,
-            micro_steps=self._sums.micro_steps,
+            micro_steps=len(self._losses),
             collectives=sent.collectives,
             bytes_on_wire=sent.bytes_on_wire,
             **totals.report(self._names),
