@@ -1,7 +1,8 @@
-"""Checks of what a job gives to an engine: evaluation, metrics, hyperparameters, weights files."""
+"""Checks of what a job gives to an engine, and sentences about it, for all frameworks."""
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -142,6 +143,88 @@ def check_metric_names(given: Collection[str], declared: Collection[str]) -> Non
     for name in declared:
         if name not in given:
             raise JobError(f"Loss.metrics lacks '{name}', which the job's metric_names declare")
+
+
+# ------------------------------------------------------------------ Optimizers by name
+
+
+def optimizer_class(
+    settings: Mapping[str, Any], by_name: Mapping[str, Callable[..., Any]]
+) -> tuple[str, Callable[..., Any], dict[str, Any]]:
+    """Return an optimizer of the configuration: how it is spelled there, its class, its arguments.
+
+    Raises:
+        ConfigError: an unknown name, with the nearest one, or a learning rate.
+    """
+    given = {key: value for key, value in settings.items() if key not in ("name", "_target_")}
+    if "lr" in given:
+        raise ConfigError(
+            f"optimizer.lr={given['lr']} is not used: the rate is the schedule's; "
+            f"set schedule.base_lr={given['lr']}"
+        )
+    if "_target_" not in settings:
+        name = str(settings.get("name"))
+        if name not in by_name:
+            raise ConfigError(f"there is no optimizer.name={name}{did_you_mean(name, by_name)}")
+        return f"optimizer.name={name}", by_name[name], given
+    spelled = f"optimizer._target_={settings['_target_']}"
+    module_name, _, name = str(settings["_target_"]).rpartition(".")
+    try:
+        module = importlib.import_module(module_name) if module_name else None
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{spelled}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [n for n in dir(module) if not n.startswith("_")] if module else []
+        raise ConfigError(
+            f"{spelled}: there is no '{name}' in {module_name or 'a module'}"
+            f"{did_you_mean(name, known)}"
+        )
+    return spelled, found, given
+
+
+# ------------------------------------------------------------------ Batch norm
+
+
+_SHOWN = 5
+
+
+def first_few(layers: Collection[str]) -> str:
+    """Return the first few of some layers' names, in words."""
+    names = [name or "the model itself" for name in layers]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def norm_advice(layers: Collection[str], *, apart: bool) -> str:
+    """Return a sentence about batch norms of these names; `apart`: ranks have statistics of their
+    own.
+    """
+    differ = ", and running statistics differ between ranks" * apart
+    return (
+        f"batch norm in {first_few(layers)} sees one micro-batch at a time, so the update is not "
+        f"that of one big batch{differ}. Use "
+        "engine.norm=group (GroupNorm in its place), engine.norm=frozen (freeze the statistics "
+        "that it has), or take one micro-step of the whole batch on one rank"
+    )
+
+
+def replaced_norms(choice: str, layers: Collection[str]) -> str:
+    """Return a sentence about batch norms that `engine.norm` has frozen or replaced."""
+    what = {
+        "frozen": "keeps the statistics that it has (load trained ones in model())",
+        "group": "was replaced by group norm",
+    }[choice]
+    return f"engine.norm={choice}: batch norm in {first_few(layers)} {what}"
+
+
+def norm_groups(channels: int, *, vectors: bool) -> int:
+    """Return the groups of the group norm that replaces a batch norm of so many channels.
+
+    Channels of vectors have no places to take statistics over, so all of them make one group.
+    """
+    most = 1 if vectors else max(1, min(32, channels // 4))
+    return next(count for count in range(most, 0, -1) if channels % count == 0)
 
 
 # ------------------------------------------------------------------ Weights files

@@ -1,4 +1,4 @@
-"""Building blocks of a rendezvous: listening sockets, reserved ports, published files."""
+"""Building blocks of a rendezvous: verdicts, listening sockets, reserved ports, published files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,26 @@ import time
 from pathlib import Path
 from typing import Any
 
+from orchestrator.engine.api import GroupSpec
+from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
+from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.files import write_atomically
+
+
+def raise_for_verdict(spec: GroupSpec, verdict: dict[str, Any]) -> None:
+    """Raise the error of rank 0's verdict, in the same words on all ranks; return if it is go."""
+    kind = verdict["verdict"]
+    if kind == "stop":
+        raise StopRequested("the run was asked to stop while its ranks came together")
+    if kind == "missing":
+        raise RanksMissing(
+            f"{named_ranks(verdict['ranks'])} of {spec.size} did not come within "
+            f"{spec.timeout_s:g} s"
+        )
+    if kind == "transport":
+        raise TransportError(str(verdict["message"]))
+    if kind == "failed":
+        raise RendezvousError(str(verdict["message"]))
 
 
 def listen(address: str) -> socket.socket:

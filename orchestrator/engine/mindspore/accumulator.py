@@ -496,6 +496,30 @@ class Accumulator:
                 squares += float(ops.square(buckets[place].reshape(-1)[start:stop]).sum().asnumpy())
         return math.sqrt(squares)
 
+    def step_with(self, optimizer: Any) -> Compiled:
+        """Return a compiled function (factor, *buckets) that averages and clips the gradients in
+        the buckets, and calls the optimizer with them.
+        """
+        sums, shapes, found, alone = self.sums, self.shapes, self.layout.found, self.alone
+
+        def gradients_in(buckets: Any) -> Any:
+            tensors: Any = ()
+            for spans, shape in zip(found, shapes):  # noqa: B905  # no strict in graphs
+                parts: Any = ()
+                for bucket, start, stop in spans:
+                    parts = (*parts, buckets[bucket][start:stop])
+                flat = ops.concat(parts) if len(parts) > 1 else parts[0]
+                tensors = (*tensors, flat.reshape(shape))
+            return tensors
+
+        def step(factor: Tensor, *buckets: Tensor) -> Any:
+            averaged: Any = ()
+            for gradient in sums if alone else gradients_in(buckets):
+                averaged = (*averaged, gradient * factor)
+            return optimizer(averaged)
+
+        return self.compile(step, "the optimizer's step")
+
     def _clearing(self) -> Callable[..., Any]:
         sums = self.sums
 

@@ -28,17 +28,14 @@ from orchestrator.engine.mindspore.model import (
     Precision,
     advice,
     build_model,
+    build_optimizer,
     check_same_weights,
+    hyperparameters_of,
     layers,
     replicas_of,
     seed_everything,
-)
-from orchestrator.engine.mindspore.optimizers import (
-    build_optimizer,
-    hyperparameters_of,
     set_rate,
     state_of,
-    stepping,
 )
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
@@ -96,9 +93,7 @@ class MindSporeEngine:
         )
         self._replicas = replicas_of(self._model, self.gather, group.size)
         self._policy = UpdatePolicy(settings, precision, self.gather)
-        self._step = self._accumulator.compile(
-            stepping(self._accumulator, self._optimizer), "the optimizer's step"
-        )
+        self._step = self._accumulator.step_with(self._optimizer)
         floats = np.float64 if settings.precision == "float64" else None
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
         self._losses: list[Tensor] = []  # [total, weight, *metrics] of each micro-step

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,9 +16,6 @@ from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.group import Member, checked_sizes
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.mindspore.rendezvous import (
-    LivenessClient,
-    LivenessServer,
-    PeerWatch,
     Scheduler,
     await_verdict,
     decide,
@@ -126,8 +122,7 @@ def variables(
 
 # ------------------------------------------------------------------ MindSporeGroup
 # MindSpore knows one world per process, so an attempt has one generation. The main thread launches
-# a collective and waits for it while it watches the peers, so that a dead one raises `PeerLost` at
-# once instead of after the collective's timeout.
+# a collective and waits for it while rank 0 watches the scheduler, without which it would not end.
 
 
 POLL_S = 0.05
@@ -140,7 +135,6 @@ class MindSporeGroup(Member):
     """Ranks in processes. With one rank nothing is sent and nothing is counted.
 
     Args:
-        watch: detects lost peers; None for a lone rank.
         scheduler: MindSpore's, on rank 0 of several.
     """
 
@@ -151,11 +145,10 @@ class MindSporeGroup(Member):
         size: int,
         transport: str,
         generation: int = 0,
-        watch: PeerWatch | None = None,
         scheduler: Scheduler | None = None,
     ) -> None:
         super().__init__(rank=rank, size=size, generation=generation, transport=transport)
-        self._watch, self._scheduler = watch, scheduler
+        self._scheduler = scheduler
         self._told: set[str] = set()
 
     # ------------------------------------------------------------------ collectives
@@ -213,10 +206,8 @@ class MindSporeGroup(Member):
         self.wait([self._launch_sum(ops.zeros((1,), ms.float32))], "barrier")
 
     def close(self) -> None:
-        """Say goodbye to the peers, and end the scheduler. The group is of no use afterwards."""
-        closing: Any = self._watch
-        if closing is not None:
-            closing.close()
+        """Wait for all ranks, and end the scheduler. The group is of no use afterwards."""
+        self.barrier()
         if self._scheduler is not None:
             self._scheduler.end()
 
@@ -273,7 +264,7 @@ class MindSporeGroup(Member):
 
     def wait(self, tensors: Sequence[Tensor], operation: str) -> None:
         """Return when the tensors are computed. Raises `PeerLost` when they will never be."""
-        if self._watch is None:
+        if self.size == 1:
             return
         done = threading.Event()
         raised: list[RuntimeError] = []
@@ -290,10 +281,9 @@ class MindSporeGroup(Member):
         threading.Thread(target=compute, name=operation, daemon=True).start()
         with for_others(operation):
             while not done.wait(POLL_S):
-                self._watch.check()
+                if self._scheduler is not None:
+                    self._scheduler.check()
         if raised:
-            self._watch.changed.wait(2.0)  # a peer's death may show here first
-            self._watch.check()
             first = str(raised[0]).strip().splitlines()[0]
             if any(word in str(raised[0]).lower() for word in TIMED_OUT):
                 raise PeerLost(f"rank {self.rank}: {operation} did not end: {first}") from raised[0]
@@ -488,18 +478,15 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
             "MindSpore forms one group in a process's life; start the ranks again instead"
         )
     if spec.rank:
-        verdict = await_verdict(spec)
-        watch: Any = LivenessClient(tuple(verdict["watch"]), verdict["token"], spec.rank, spec.node)
-        scheduler = None
+        scheduler, verdict = None, await_verdict(spec)
     else:
-        watch, scheduler, verdict = _host(spec)
+        scheduler, verdict = _host(spec)
     _initialise(spec, transport, verdict)
     return MindSporeGroup(
         rank=spec.rank,
         size=spec.size,
         transport=transport,
         generation=spec.generation,
-        watch=watch,
         scheduler=scheduler,
     )
 
@@ -512,29 +499,20 @@ def _check_address(spec: GroupSpec) -> None:
         )
 
 
-def _host(spec: GroupSpec) -> tuple[LivenessServer, Scheduler, dict[str, Any]]:
-    """Rank 0's part."""
-    token = secrets.token_hex(16)
+def _host(spec: GroupSpec) -> tuple[Scheduler, dict[str, Any]]:
+    """Start the scheduler, and decide whether all ranks have come. For rank 0."""
     scheduler = scheduler_of(spec)
-    hub = LivenessServer(spec.address, token)
 
     def ready() -> dict[str, Any] | None:
-        if not scheduler.ready():
-            return None
-        return {
-            "scheduler": [spec.address, scheduler.port],
-            "watch": list(hub.endpoint),
-            "token": token,
-        }
+        return {"scheduler": [spec.address, scheduler.port]} if scheduler.ready() else None
 
     try:
         verdict = decide(spec, ready)
     except BaseException:
-        hub.close(wait_s=0.0)
         scheduler.end()
         raise
-    hub.watch_child(scheduler.process.pid, scheduler.process.poll)
-    return hub, scheduler, verdict
+    scheduler.watch()
+    return scheduler, verdict
 
 
 def _initialise(spec: GroupSpec, transport: str, verdict: dict[str, Any]) -> None:

@@ -1,24 +1,32 @@
-"""Models of MindSpore jobs: building, seeds, batch norm, precision, weights digest, warnings."""
+"""Models and optimizers of MindSpore jobs: seeds, batch norm, precision, weights digest."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, amp, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, amp, nn, ops
+from mindspore.experimental import optim
 
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.boundary import LossScale
+from orchestrator.engine.common.job_checks import (
+    first_few,
+    norm_advice,
+    norm_groups,
+    optimizer_class,
+    replaced_norms,
+)
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.common.replicas import Piece, Replicas
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job
 
-_SHOWN = 5
 BATCH_NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 RANDOM: tuple[Any, ...] = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
@@ -48,42 +56,23 @@ def advice(model: nn.Cell, *, ranks: int = 2, micro_batches: int | None = None) 
         micro_batches: of an update, over all ranks; None for many.
     """
     found: list[str] = []
-    norms = list(batch_norms(model))
+    norms = batch_norms(model)
     if norms and micro_batches != 1:
-        apart = ", and running statistics differ between ranks" * (ranks > 1)
-        found.append(
-            f"batch norm in {listed(norms)} sees one micro-batch at a time, so the update is not "
-            f"that of one big batch{apart}. Use "
-            f"engine.norm=group or engine.norm=frozen, LayerNorm, or one micro-step of the whole "
-            f"batch on one rank"
-        )
-    dropouts = [name for name, cell in model.cells_and_names() if _draws(cell)]
+        found.append(norm_advice(norms, apart=ranks > 1))
+    dropouts = [
+        name
+        for name, cell in model.cells_and_names()
+        if isinstance(cell, RANDOM)
+        and getattr(cell, "p", None) != 0
+        and getattr(cell, "keep_prob", None) != 1
+    ]
     if dropouts:
         found.append(
-            f"dropout in {listed(dropouts)} draws from a state inside MindSpore's operator, which "
-            f"cannot be set: a resumed run draws other numbers, so it will not have the bits of an "
-            f"undisturbed one. Regularise by weight decay, or draw masks in the data set"
+            f"dropout in {first_few(dropouts)} draws from a state inside MindSpore's operator, "
+            f"which cannot be set: a resumed run draws other numbers, so it will not have the bits "
+            f"of an undisturbed one. Regularise by weight decay, or draw masks in the data set"
         )
     return found
-
-
-def _draws(cell: Any) -> bool:
-    """Return whether a cell is a dropout that drops anything."""
-    drops = getattr(cell, "p", None) != 0 and getattr(cell, "keep_prob", None) != 1
-    return isinstance(cell, RANDOM) and drops
-
-
-def listed(names: list[str]) -> str:
-    """Return the first few of some layers' names, in words."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(name or "the model itself" for name in names[:_SHOWN]) + more
-
-
-# ------------------------------------------------------------------
-# Batch norm (`engine.norm`): see the torch engine
-
-
-LARGEST_GROUPS, LEAST_CHANNELS = 32, 4
 
 
 def with_norms(model: nn.Cell, choice: str) -> tuple[nn.Cell, list[str]]:
@@ -91,7 +80,7 @@ def with_norms(model: nn.Cell, choice: str) -> tuple[nn.Cell, list[str]]:
 
     Args:
         model: is changed in place, unless it is a batch norm itself.
-        choice: "warn", which leaves it to `advice` to warn; "frozen"; or "group".
+        choice: `engine.norm`: "warn", which leaves it to `advice` to warn; "frozen"; or "group".
     """
     found = batch_norms(model)
     if choice == "warn" or not found:
@@ -99,14 +88,7 @@ def with_norms(model: nn.Cell, choice: str) -> tuple[nn.Cell, list[str]]:
     if choice == "frozen":
         for layer in found.values():
             layer.use_batch_statistics = False
-        what = "keeps the statistics that it has (load trained ones in model())"
-    else:
-        model = _replaced(model, found)
-        what = "was replaced by group norm"
-    return model, [f"engine.norm={choice}: batch norm in {listed(list(found))} {what}"]
-
-
-def _replaced(model: nn.Cell, found: dict[str, Any]) -> nn.Cell:
+        return model, [replaced_norms(choice, found)]
     made = {id(layer): _grouped(layer) for layer in found.values()}
     names = [(parameter, parameter.name) for parameter in model.get_parameters()]
     for _, parent in list(model.cells_and_names()):
@@ -120,18 +102,13 @@ def _replaced(model: nn.Cell, found: dict[str, Any]) -> nn.Cell:
                 setattr(held, child, made[id(layer)])
     for parameter, name in names:  # containers add their prefix once more
         parameter.name = name
-    return made.get(id(model), model)
+    return made.get(id(model), model), [replaced_norms(choice, found)]
 
 
 def _grouped(layer: Any) -> nn.Cell:
-    """Return a group norm with the batch norm's own weight and bias.
-
-    Channels of vectors have no places to take statistics over, so all of them make one group.
-    """
+    """Return a group norm with the batch norm's own weight and bias."""
     channels = int(layer.num_features)
-    vectors = isinstance(layer, nn.BatchNorm1d)
-    most = 1 if vectors else max(1, min(LARGEST_GROUPS, channels // LEAST_CHANNELS))
-    groups = next(count for count in range(most, 0, -1) if channels % count == 0)
+    groups = norm_groups(channels, vectors=isinstance(layer, nn.BatchNorm1d))
     made: Any = nn.GroupNorm(groups, channels, eps=layer.eps)
     made.gamma, made.beta = layer.gamma, layer.beta
     return made
@@ -262,7 +239,7 @@ class Precision(LossScale):
 
     def _hold(self) -> None:
         if self._held is not None:
-            ops.assign(self._held, Tensor(self.scale, ms.float32))  # see `optimizers.set_rate`
+            ops.assign(self._held, Tensor(self.scale, ms.float32))  # see `set_rate`
 
 
 # ------------------------------------------------------------------ Weights digest
@@ -302,3 +279,123 @@ def replicas_of(
         gather=gather,
         ranks=ranks,
     )
+
+
+# ------------------------------------------------------------------ Optimizers
+# `mindspore.experimental.optim` is used: its update rules are those of the papers and agree with
+# torch's to rounding, while `nn.Adam` places epsilon elsewhere and `nn.AdamWeightDecay` has no bias
+# correction.
+
+
+ANY_RATE = 1e-3
+"""To build with; `set_rate` replaces it before the first step."""
+
+BY_NAME = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
+
+
+class WideSGD(nn.Cell):
+    """SGD with momentum and L2 weight decay, as `optim.SGD`, whose operator knows no float64."""
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        lr: float = ANY_RATE,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.momentum, self.decay = momentum, weight_decay
+        self.learning_rate = Parameter(Tensor(lr, ms.float64), name="learning_rate")
+        self.weights: Any = ParameterTuple(params)
+        self.velocity: Any = self.weights.clone("velocity", "zeros")
+
+    def construct(self, gradients: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for weight, gradient, held in zip(self.weights, gradients, self.velocity):  # noqa: B905  # compiled: no `strict`
+            step = gradient + self.decay * weight
+            if self.momentum:
+                step = held * self.momentum + step
+                ops.assign(held, step)
+            ops.assign_sub(weight, step * self.learning_rate)
+        return True
+
+
+def build_optimizer(settings: Mapping[str, Any], parameters: Sequence[Parameter]) -> Any:
+    """Return the optimizer of `settings`; its learning rate is set at every update (see
+    `set_rate`).
+
+    Raises `ConfigError` when it does not exist or does not take the settings.
+    """
+    spelled, maker, rest = optimizer_class(settings, BY_NAME)
+    if "betas" in rest:
+        rest["betas"] = tuple(rest["betas"])
+    if maker is optim.SGD and any(parameter.dtype == ms.float64 for parameter in parameters):
+        maker = WideSGD
+    known = set(inspect.signature(maker).parameters)
+    if isinstance(maker, type) and issubclass(maker, nn.Optimizer):
+        known.add("learning_rate")  # a decorator hides their signatures
+    for key in known & {"lr", "learning_rate"}:
+        rest.setdefault(key, ANY_RATE)
+    try:
+        return maker(list(parameters), **rest)
+    except TypeError as error:
+        raise ConfigError(f"{spelled} with {rest} cannot be built: {error}") from error
+
+
+def set_rate(optimizer: Any, rate: float) -> None:
+    """Set the learning rate, of every group of parameters alike.
+
+    By `ops.assign`: what `assign_value` or `set_data` write is not seen by functions that were
+    compiled before, and in PyNative mode the optimizers compile their steps themselves.
+    """
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is not None:
+        for group in groups:
+            if isinstance(group["lr"], Parameter):
+                ops.assign(group["lr"], Tensor(rate, group["lr"].dtype))
+            else:
+                group["lr"] = rate
+        return
+    own = getattr(optimizer, "learning_rate", None)
+    if not isinstance(own, Parameter):
+        raise JobError(
+            f"{type(optimizer).__name__} schedules its learning rate itself; here it follows "
+            f"schedule.*, one clock for all ranks: build it with a plain number"
+        )
+    ops.assign(own, Tensor(rate, own.dtype))
+
+
+def hyperparameters_of(optimizer: Any) -> Callable[[], dict[tuple[int, str], Any]]:
+    """Return a function that gives an optimizer's hyperparameters as they are then, as plain
+    values.
+
+    Of `mindspore.nn`'s optimizers that is the rate alone: all else is compiled into their steps.
+    """
+
+    def read() -> dict[tuple[int, str], Any]:
+        groups = getattr(optimizer, "param_groups", None)
+        if groups is None:
+            return {(0, "lr"): _plain(getattr(optimizer, "learning_rate", None))}
+        return {
+            (number, str(name)): _plain(value)
+            for number, group in enumerate(groups)
+            for name, value in group.items()
+            if name != "params"
+        }
+
+    return read
+
+
+def _plain(value: Any) -> Any:
+    return value.asnumpy().tolist() if isinstance(value, Tensor) else value
+
+
+def state_of(optimizer: Any, weights: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return the optimizer's own parameters by name: moments, counters. The weights are not among
+    them.
+    """
+    taken = {id(parameter) for parameter in weights.values()}
+    return {
+        name: parameter
+        for name, parameter in optimizer.parameters_dict().items()
+        if id(parameter) not in taken
+    }

@@ -61,7 +61,7 @@ def load(path: Path, parameters: Mapping[str, Parameter]) -> None:
                 f"{path}: {name} has the shape {tuple(array.shape)}, but this model's has "
                 f"{tuple(held.shape)}"
             )
-        ops.assign(held, Tensor(array, held.dtype))  # see `optimizers.set_rate`
+        ops.assign(held, Tensor(array, held.dtype))  # see `model.set_rate`
 
 
 def load_weights(path: Path, parameters: Mapping[str, Parameter]) -> None:

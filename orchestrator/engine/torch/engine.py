@@ -7,8 +7,7 @@ import json
 import resource
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,116 +104,77 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({(t.device, t.data_ptr(), t.numel()): t.nbytes for t in tensors}.values())
 
 
-# ------------------------------------------------------------------ Trials of the loss
+# ------------------------------------------------------------------ Order of buckets
+# Buckets in the order in which a backward reaches the parameters leave earliest. The reverse of the
+# model's order fails where layers are not declared as they are called, so rank 0 tries a backward
+# before training, and all ranks take its order. It is a function of the job alone, so a resumed run
+# has the same buckets, and the same bits.
 
 
 _SAMPLES = 2
-_NEARLY = 0.25  # halfway, on a scale where a mean grows by 0 and a sum by 1
 
 
-class Trial:
-    """Calls of a job's loss on rank 0 before training, with the model in evaluation mode.
+def _bucket_order(
+    job: Job, model: Module, group: BaseGroup, loss_of: Callable[[Job, list[Any]], Any]
+) -> list[int]:
+    """Return the trained parameters' numbers in the order in which gradients come. Collective.
 
-    Modes, buffers and frozen parameters are as before afterwards; a shallow copy of the job is
-    called, so that what it counts in its own attributes is not counted.
+    Those that the trial does not reach come last, in the reverse of the model's order.
 
     Args:
-        compute: the job's loss of a list of samples, given the job.
+        loss_of: computes a job's loss of some samples.
     """
+    parameters = [p for _, p in trained_parameters(model.named_parameters())]
+    order = list(reversed(range(len(parameters))))
+    if group.rank == 0:
+        # A shallow copy, so that what the job counts in its own attributes is not counted.
+        seen = _reached_in_backward(copy.copy(job), model, group, parameters, loss_of)
+        order = seen + [number for number in order if number not in set(seen)]
+    shared = torch.tensor(order, device=group.device)
+    group.broadcast(shared)
+    return shared.tolist()
 
-    def __init__(
-        self, job: Job, model: Module, group: BaseGroup, compute: Callable[[Job, list[Any]], Any]
-    ) -> None:
-        self._job, self._model, self._group = copy.copy(job), model, group
-        self._compute = compute
 
-    @contextmanager
-    def _samples(self, doing: str) -> Generator[list[Any]]:
-        """Yield the first samples; what happens inside is silent and changes no state."""
-        dataset = self._job.dataset()
-        loader.check_dataset(dataset)
-        model = self._model
-        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-        kept = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *frozen)]
-        self._group.silence.begin(f"while rank 0 tried {doing}")
-        try:
-            with in_evaluation(model):
-                yield [dataset[number] for number in range(min(_SAMPLES, len(dataset)))]
-        finally:
-            self._group.silence.end()
-            with torch.no_grad():
-                for tensor, before in kept:
-                    tensor.copy_(before)
+def _reached_in_backward(
+    job: Job,
+    model: Module,
+    group: BaseGroup,
+    parameters: list[Tensor],
+    loss_of: Callable[[Job, list[Any]], Any],
+) -> list[int]:
+    """Try a backward in evaluation mode. Buffers and frozen parameters are as before afterwards."""
+    seen: dict[int, None] = {}
 
-    def warnings(self) -> list[str]:
-        """Return a sentence when `Loss.total` or `Loss.weight` does not grow with the number of
-        samples; on rank 0, whose warnings are shown. Not collective.
+    def hook_of(number: int) -> Callable[[Tensor], None]:
+        def ready(parameter: Tensor) -> None:
+            seen.setdefault(number)
+            parameter.grad = None
 
-        Nothing is tried with a data set of less than 2 samples.
-        """
-        if self._group.rank != 0:
-            return []
-        found: list[tuple[float, float]] = []
-        with self._samples("the loss") as samples, torch.no_grad():
-            for times in (1, 2) if len(samples) == _SAMPLES else ():
-                loss = self._compute(self._job, samples * times)
-                try:
-                    found.append((float(loss.total), float(loss.weight)))
-                except (AttributeError, TypeError, ValueError, RuntimeError):
-                    return []  # no Loss, or no sums: the first micro-step refuses it
-        for what, once, twice in zip(("total", "weight"), *found, strict=True) if found else ():
-            if once and abs(twice - once) < _NEARLY * abs(once):
-                sentence = (
-                    f"Loss.{what} does not grow with the number of samples ({once:.4g} for two of "
-                    f"them, {twice:.4g} for the same two twice), so it is not a sum: the update "
-                    "may depend on how it is split. Use reduction='sum', and the number of samples "
-                    "as the weight"
-                )
-                return [sentence]
-        return []
+        return ready
 
-    # Buckets in the order in which a backward reaches the parameters leave earliest. The reverse of
-    # the model's order fails where layers are not declared as they are called, so rank 0 tries a
-    # backward before training, and all ranks take its order. It is a function of the job alone, so
-    # a resumed run has the same buckets, and the same bits.
-    def bucket_order(self) -> list[int]:
-        """Return the trained parameters' numbers in the order in which gradients come. Collective.
-
-        Those that the trial does not reach come last, in the reverse of the model's order.
-        """
-        parameters = [p for _, p in trained_parameters(self._model.named_parameters())]
-        order = list(reversed(range(len(parameters))))
-        if self._group.rank == 0:
-            seen = self._reached(parameters)
-            order = seen + [number for number in order if number not in set(seen)]
-        shared = torch.tensor(order, device=self._group.device)
-        self._group.broadcast(shared)
-        return shared.tolist()
-
-    def _reached(self, parameters: list[Tensor]) -> list[int]:
-        seen: dict[int, None] = {}
-
-        def hook_of(number: int) -> Callable[[Tensor], None]:
-            def ready(parameter: Tensor) -> None:
-                seen.setdefault(number)
-                parameter.grad = None
-
-            return ready
-
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(hook_of(number))
-            for number, parameter in enumerate(parameters)
-        ]
-        try:
-            with self._samples("a backward") as samples:
-                loss = self._compute(self._job, samples) if samples else None
-                total = getattr(loss, "total", None)
-                if isinstance(total, Tensor) and total.requires_grad and total.numel() == 1:
-                    total.backward()  # what is none of this, the first micro-step refuses
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return list(seen)
+    dataset = job.dataset()
+    loader.check_dataset(dataset)
+    samples = [dataset[number] for number in range(min(_SAMPLES, len(dataset)))]
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    kept = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *frozen)]
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(hook_of(number))
+        for number, parameter in enumerate(parameters)
+    ]
+    group.silence.begin("while rank 0 tried a backward")
+    try:
+        with in_evaluation(model):
+            total = getattr(loss_of(job, samples), "total", None) if samples else None
+            if isinstance(total, Tensor) and total.requires_grad and total.numel() == 1:
+                total.backward()  # anything else is refused by the first micro-step
+    finally:
+        group.silence.end()
+        for hook in hooks:
+            hook.remove()
+        with torch.no_grad():
+            for tensor, before in kept:
+                tensor.copy_(before)
+    return list(seen)
 
 
 # ------------------------------------------------------------------ Engine
@@ -258,18 +218,16 @@ class TorchEngine:
         self._leaves = Leaves(settings.leaf_size if reproducible else None)
         talks = bool(getattr(job, "talks_in_window", False))
         self.model, norms = with_norms(_build_model(job, settings, group.device), settings.norm)
-        forward = Precision(settings.precision, group.device).forward
-        collate = loader.collate_of(job)
+        precision = Precision(settings.precision, group.device)
 
-        def compute(job: Job, samples: list[Any]) -> Any:
-            batch = self._prepared(collate(samples))
-            with forward():
+        def loss_of(job: Job, samples: list[Any]) -> Any:
+            batch = self._prepared(loader.collate_of(job)(samples))
+            with precision.forward():
                 return job.loss(self.model, batch)
 
-        trial = Trial(job, self.model, group, compute)
         order = None  # where nothing leaves during a backward
         if not (talks or group.size == 1 or reproducible or is_coupled(job)):
-            order = trial.bucket_order()
+            order = _bucket_order(job, self.model, group, loss_of)
         # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
         # advises in the run's own words.
         how = {"overlap": not talks, "silent": not talks, "order": order, "advise": False}
@@ -288,8 +246,6 @@ class TorchEngine:
         self._buffers_before: dict[str, tuple[int, Tensor]] = {}  # their version, and a copy
         rows = self.gather(digest_to_floats(machine_digest()))
         self._warnings = norms + machine_warning(rows, settings.reduction)
-        if not (talks or is_coupled(job)):
-            self._warnings += trial.warnings()
 
     def _accumulate(self, accumulator: Accumulator) -> None:
         """Take what belongs to an accumulator from this one."""

@@ -174,15 +174,6 @@ class BaseGroup(Member, ABC):
             place += count
         return out
 
-    def gather_into(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
-        """Fill `parts[q]` with rank q's `tensor`; all contiguous, real, of one size. No copies."""
-        self.silence.check("all_gather")
-        if self.size == 1:
-            parts[0].copy_(tensor)
-            return
-        self._count(tensor.nbytes, (self.size - 1) * self.size * tensor.nbytes)
-        self._start_gather(list(parts), tensor).wait()
-
     def gather_in_place_async(self, tensor: Tensor) -> Work:
         """Start to fill `tensor`, of which every rank has one piece, with all pieces.
 

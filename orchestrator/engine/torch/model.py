@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import random
@@ -18,6 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.optim import Optimizer
 
 from orchestrator.engine.common.boundary import LossScale
+from orchestrator.engine.common.job_checks import (
+    first_few,
+    norm_advice,
+    norm_groups,
+    optimizer_class,
+    replaced_norms,
+)
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
 
@@ -138,7 +144,6 @@ class Precision(LossScale):
 
 
 CHOICES = ("warn", "frozen", "group")
-_SHOWN = 5
 
 
 class FrozenBatchNorm(Module):
@@ -165,24 +170,12 @@ class FrozenBatchNorm(Module):
         )
 
 
-def batch_norms_of(model: Any) -> dict[str, Module]:
-    """Return the batch norms in `model` by name, "" if it is one itself; none in what is no
-    module.
+def batch_norms_of(model: Any) -> dict[str, _BatchNorm]:
+    """Return the batch norms in `model` by name, "" if it is one itself; of plain parameters
+    none.
     """
-    if not isinstance(model, Module):
-        return {}
-    return {name: layer for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)}
-
-
-def batch_norms(model: Module) -> list[str]:
-    """Return the names of the batch norms in `model`."""
-    return list(batch_norms_of(model))
-
-
-def listed(names: list[str]) -> str:
-    """Return the first few of some layers' names, in words."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(name or "the model itself" for name in names[:_SHOWN]) + more
+    layers = model.named_modules() if isinstance(model, Module) else ()
+    return {name: layer for name, layer in layers if isinstance(layer, _BatchNorm)}
 
 
 def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
@@ -198,24 +191,16 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
     """
     if choice not in CHOICES:
         raise ConfigError(f"there is no engine.norm={choice}{did_you_mean(choice, CHOICES)}")
-    names = batch_norms(model)
-    if choice == "warn" or not names:
+    norms = batch_norms_of(model)
+    if choice == "warn" or not norms:
         return model, []
-    make, what = {
-        "frozen": (_frozen, "keeps the statistics that it has (load trained ones in model())"),
-        "group": (_grouped, "was replaced by group norm"),
-    }[choice]
-    made: dict[int, Module] = {}
-    for name in names:
-        layer = model.get_submodule(name)
-        assert isinstance(layer, _BatchNorm)  # noqa: S101  # `batch_norms` says so
-        made[id(layer)] = make(name or "the model itself", layer)
+    make = _frozen if choice == "frozen" else _grouped
+    made = {id(layer): make(name or "the model itself", layer) for name, layer in norms.items()}
     for parent in list(model.modules()):
         for child, layer in list(parent._modules.items()):  # noqa: SLF001  # named_children leaves shared ones out  # pyright: ignore[reportPrivateUsage]
             if id(layer) in made:
                 setattr(parent, child, made[id(layer)])
-    sentence = f"engine.norm={choice}: batch norm in {listed(names)} {what}"
-    return made.get(id(model), model), [sentence]
+    return made.get(id(model), model), [replaced_norms(choice, norms)]
 
 
 def _frozen(name: str, layer: _BatchNorm) -> Module:
@@ -234,9 +219,7 @@ def _grouped(name: str, layer: _BatchNorm) -> Module:
             f"engine.norm=group: {name} does not know its number of channels before the first "
             "batch; state it in model()"
         )
-    # Channels of vectors have no places to take statistics over, so all of them make one group.
-    most = 1 if isinstance(layer, nn.BatchNorm1d) else max(1, min(32, channels // 4))
-    groups = next(count for count in range(most, 0, -1) if channels % count == 0)
+    groups = norm_groups(channels, vectors=isinstance(layer, nn.BatchNorm1d))
     made = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
     if layer.affine:
         made.weight, made.bias = layer.weight, layer.bias
@@ -252,19 +235,6 @@ IN_A_LOOP = (
 )
 
 
-def norm_advice(names: list[str], *, apart: bool) -> str:
-    """Return a sentence about batch norms of these names; `apart`: ranks have statistics of their
-    own.
-    """
-    differ = ", and running statistics differ between ranks" * apart
-    return (
-        f"batch norm in {listed(names)} sees one micro-batch at a time, so the update is not "
-        f"that of one big batch{differ}. Use "
-        "engine.norm=group (GroupNorm in its place), engine.norm=frozen (freeze the statistics "
-        "that it has), or take one micro-step of the whole batch on one rank"
-    )
-
-
 def advice(model: Module, *, ranks: int = 2, micro_batches: int | None = None) -> list[str]:
     """Return sentences about layers that do not do what one big batch would, or do it slowly.
 
@@ -273,11 +243,13 @@ def advice(model: Module, *, ranks: int = 2, micro_batches: int | None = None) -
         micro_batches: of an update, over all ranks; None for many.
     """
     found: list[str] = []
-    layers = dict(model.named_modules())
-    norms = [name for name, layer in layers.items() if sees_its_batch(layer)]
+    norms = {
+        name: layer.running_mean is not None
+        for name, layer in batch_norms_of(model).items()
+        if layer.training or layer.running_mean is None
+    }
     if norms and micro_batches != 1:
-        kept = any(getattr(layers[name], "running_mean", None) is not None for name in norms)
-        found.append(norm_advice(norms, apart=kept and ranks > 1))
+        found.append(norm_advice(norms, apart=any(norms.values()) and ranks > 1))
     sparse = [
         name
         for name, layer in model.named_modules()
@@ -287,15 +259,10 @@ def advice(model: Module, *, ranks: int = 2, micro_batches: int | None = None) -
     ]
     if sparse:
         found.append(
-            f"sparse gradients of {listed(sparse)} are accumulated as dense ones; sparse=False "
+            f"sparse gradients of {first_few(sparse)} are accumulated as dense ones; sparse=False "
             "says so and is faster"
         )
     return found
-
-
-def sees_its_batch(layer: Module) -> bool:
-    """Return whether a layer is a batch norm that uses the statistics of its batch."""
-    return isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
 
 
 # ------------------------------------------------------------------ Optimizers
@@ -322,21 +289,7 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
     Raises:
         ConfigError: an unknown name or key, with the nearest one, or values that are refused.
     """
-    given = {key: value for key, value in settings.items() if key not in ("name", "_target_")}
-    if "_target_" in settings:
-        spelled = f"optimizer._target_={settings['_target_']}"
-        make = _imported(str(settings["_target_"]))
-    else:
-        name = str(settings.get("name"))
-        spelled = f"optimizer.name={name}"
-        if name not in BY_NAME:
-            raise ConfigError(f"there is no {spelled}{did_you_mean(name, BY_NAME)}")
-        make = BY_NAME[name]
-    if "lr" in given:
-        raise ConfigError(
-            f"optimizer.lr={given['lr']} is not used: the rate is the schedule's; "
-            f"set schedule.base_lr={given['lr']}"
-        )
+    spelled, make, given = optimizer_class(settings, BY_NAME)
     _check_keys(make, given, spelled)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if "_target_" not in settings and given.keys().isdisjoint(_WAYS) and _can_fuse(parameters):
@@ -373,22 +326,6 @@ def check_optimizer(optimizer: Any, spelled: str) -> Optimizer:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(f"{spelled} takes sparse gradients only; here they are dense: use adam")
     return optimizer
-
-
-def _imported(dotted: str) -> Callable[..., Any]:
-    module_name, _, name = dotted.rpartition(".")
-    try:
-        module = importlib.import_module(module_name) if module_name else None
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"optimizer._target_={dotted}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        known = [n for n in dir(module) if not n.startswith("_")] if module else []
-        raise ConfigError(
-            f"optimizer._target_={dotted}: there is no '{name}' in {module_name or 'a module'}"
-            f"{did_you_mean(name, known)}"
-        )
-    return found
 
 
 def _check_keys(make: Callable[..., Any], given: Mapping[str, Any], spelled: str) -> None:

@@ -16,17 +16,17 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.common.rendezvous import Backoff, Notice, listen
+from orchestrator.engine.common.rendezvous import Backoff, Notice, listen, raise_for_verdict
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.transports import (
     Presence,
@@ -36,25 +36,8 @@ from orchestrator.engine.torch.transports import (
     transport_of,
 )
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
-from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.plugins import TRANSPORTS
 from orchestrator.rundir.files import open_nofollow, read_text
-
-
-def raise_for_verdict(spec: GroupSpec, verdict: dict[str, Any]) -> None:
-    """Raise the error of a verdict, in the same words on all ranks; return if it is go."""
-    refusals: dict[str, Callable[[], Exception]] = {
-        "stop": lambda: StopRequested("the run was asked to stop while its ranks came together"),
-        "transport": lambda: TransportError(str(verdict["message"])),
-        "missing": lambda: RanksMissing(
-            f"{named_ranks(verdict['ranks'])} of {spec.size} did not come within "
-            f"{spec.timeout_s:g} s"
-        ),
-    }
-    if verdict["verdict"] in refusals:
-        error = refusals[verdict["verdict"]]
-        raise error()
-
 
 # ------------------------------------------------------------------ Authenticated store
 # torch's TCPStore obeys any client that reaches its port. The secret of one start is in the
@@ -88,8 +71,8 @@ class SecretStore:
         asked = [name for name in names if name not in self._own]
         if not asked or self.below.check(asked):
             contents = self.below.multi_get(asked) if asked else []
-            heard = {n: self._verified(n, bytes(c)) for n, c in zip(asked, contents, strict=True)}
-            return [self._own[name] if name in self._own else heard[name] for name in names]
+            found = {n: self._verified(n, bytes(c)) for n, c in zip(asked, contents, strict=True)}
+            return [self._own[name] if name in self._own else found[name] for name in names]
         return [self.get(name) for name in names] if len(names) > 1 else [None]
 
     def _verified(self, name: str, content: bytes) -> Any | None:
@@ -115,8 +98,7 @@ HERE = "here"
 MOST_BYTES = 1 << 20
 LINGER_S = 5.0  # how long rank 0 keeps the store for those who have not read a bad verdict yet
 _STORE_TIMEOUT_S = 10.0
-_CONNECT_S = 2.0
-"""Timeout to connect to a store that listened a moment ago."""
+_CONNECT_S = 2.0  # to a store that listened a moment ago
 
 
 def rendezvous_file(folder: Path, generation: int) -> Path:
@@ -138,11 +120,10 @@ def _arrive(store: SecretStore, me: Presence) -> None:
     store.count("arrived", 1)
 
 
-# ------------------------------------------------------------------ rank 0
-
-
 def host(spec: GroupSpec) -> tuple[SecretStore, Notice]:
-    """Open the store, and publish where it is; a bad verdict will take that one's place."""
+    """Open the store on rank 0, and publish its address; a bad verdict will take that one's
+    place.
+    """
     notice = _notice(spec, first=True)
     try:
         listener = listen(spec.address)
@@ -165,16 +146,8 @@ def host(spec: GroupSpec) -> tuple[SecretStore, Notice]:
     token = secrets.token_hex(16)
     ours = SecretStore(store, token)
     ours.set(HERE, True)
-    notice.publish(
-        {
-            "address": spec.address,
-            "port": port,
-            "generation": spec.generation,
-            "size": spec.size,
-            "node": spec.node,
-            "token": token,
-        }
-    )
+    where = {"address": spec.address, "port": port, "node": spec.node, "token": token}
+    notice.publish({"generation": spec.generation, "size": spec.size, **where})
     return ours, notice
 
 
@@ -183,6 +156,7 @@ def decide(
 ) -> dict[str, Any]:
     """Wait for all ranks, a stop or the timeout; publish the verdict and wait until it is read."""
     _arrive(store, me)
+    names = [f"rank-{rank}" for rank in range(spec.size)]
     backoff, look = Backoff(), 0.0
     while True:
         stopped = bool(store.get("stop"))
@@ -193,11 +167,15 @@ def decide(
             verdict: dict[str, Any] = {"verdict": "stop"}
             break
         # The count is unsigned, so it only says when it is worth reading all notes.
-        if store.count("arrived") >= spec.size and None not in (notes := _notes(spec, store)):
-            verdict = _choose_transport(notes)
+        if store.count("arrived") >= spec.size and None not in (notes := store.get_all(names)):
+            try:
+                transport = choose([Presence(**note) for note in notes if note is not None])
+                verdict = {"verdict": "go", "transport": transport}
+            except TransportError as error:
+                verdict = {"verdict": "transport", "message": str(error)}
             break
         if time.monotonic() > until:
-            missing = [rank for rank, note in enumerate(_notes(spec, store)) if note is None]
+            missing = [rank for rank, note in enumerate(store.get_all(names)) if note is None]
             verdict = {"verdict": "missing", "ranks": missing}
             break
         time.sleep(POLL_S)
@@ -210,21 +188,6 @@ def decide(
         while store.count("read") < arrived - 1 and time.monotonic() < give_up:
             time.sleep(POLL_S)
     return verdict
-
-
-def _notes(spec: GroupSpec, store: SecretStore) -> list[Any]:
-    """Return each rank's presence; None for a rank that did not arrive."""
-    return store.get_all([f"rank-{rank}" for rank in range(spec.size)])
-
-
-def _choose_transport(notes: list[Any]) -> dict[str, Any]:
-    try:
-        return {"verdict": "go", "transport": choose([Presence(**note) for note in notes])}
-    except TransportError as error:
-        return {"verdict": "transport", "message": str(error)}
-
-
-# ------------------------------------------------------------------ the others
 
 
 def join(spec: GroupSpec, until: float) -> SecretStore:
@@ -246,10 +209,12 @@ def join(spec: GroupSpec, until: float) -> SecretStore:
             os.close(open_nofollow(_stop_file(spec), os.O_WRONLY | os.O_CREAT))
             raise StopRequested(f"rank {spec.rank} was asked to stop while it waited for rank 0")
         if time.monotonic() > until:
+            said = _read(path)
             raise RanksMissing(
                 f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for rank 0, which "
                 + (
-                    f"published an address in {path} but does not answer at it ({_at(path)}); "
+                    f"published an address in {path} but does not answer at it "
+                    f"({said.get('address')} port {said.get('port')} of node {said.get('node')}); "
                     f"cluster.interface=eth0, say, chooses the network that nodes meet on"
                     if published
                     else f"never published its address in {path}: rank 0 did not start, or does "
@@ -258,16 +223,11 @@ def join(spec: GroupSpec, until: float) -> SecretStore:
             )
 
 
-def _at(path: Path) -> str:
-    content = _read(path) or {}
-    return f"{content.get('address')} port {content.get('port')} of node {content.get('node')}"
-
-
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(read_text(path, at_most=MOST_BYTES))
     except FileNotFoundError:
-        return None
+        return {}
 
 
 def _connect(content: dict[str, Any]) -> SecretStore | None:
@@ -289,6 +249,7 @@ def _connect(content: dict[str, Any]) -> SecretStore | None:
 def await_verdict(
     spec: GroupSpec, store: SecretStore, me: Presence, until: float
 ) -> dict[str, Any]:
+    """Arrive, and wait for the verdict of rank 0."""
     try:
         _arrive(store, me)
         stopped, backoff = False, Backoff()
@@ -304,16 +265,13 @@ def await_verdict(
             time.sleep(backoff.next())
         store.count("read", 1)
     except DistError as error:
-        published = _read(rendezvous_file(spec.folder, spec.generation)) or {}
+        published = _read(rendezvous_file(spec.folder, spec.generation))
         if "verdict" in published:  # rank 0 did not know of this rank, so it did not wait for it
             return published
         raise RanksMissing(
             f"rank 0 went away while rank {spec.rank} on {spec.node} waited for the others"
         ) from error
     return verdict
-
-
-# ------------------------------------------------------------------ Forming a group
 
 
 def form_group(spec: GroupSpec) -> BaseGroup:
@@ -342,20 +300,16 @@ def form_group(spec: GroupSpec) -> BaseGroup:
     raise_for_verdict(spec, verdict)
     transport = str(verdict["transport"])
     with TRANSPORTS.wrap_errors(transport, "to form a group"):
-        group = _formed(transport, spec, PrefixStore(f"group-{spec.generation}", store.below))
+        try:
+            below = PrefixStore(f"group-{spec.generation}", store.below)
+            group: Any = transport_of(transport).form(spec, below)
+        except RuntimeError as error:
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RendezvousError(
+                f"rank {spec.rank} on {spec.node} could not connect to the others over "
+                f"{transport}, after all {spec.size} had arrived: {first_line}"
+            ) from error
+        if not isinstance(group, BaseGroup):
+            raise TypeError(f"form() gave {group!r:.60}, which is no BaseGroup")
     group.kept, group.node = store, spec.node
-    return group
-
-
-def _formed(transport: str, spec: GroupSpec, store: Store) -> BaseGroup:
-    try:
-        group: Any = transport_of(transport).form(spec, store)
-    except RuntimeError as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RendezvousError(
-            f"rank {spec.rank} on {spec.node} could not connect to the others over {transport}, "
-            f"after all {spec.size} had arrived: {first_line}"
-        ) from error
-    if not isinstance(group, BaseGroup):
-        raise TypeError(f"form() gave {group!r:.60}, which is no BaseGroup")
     return group

@@ -306,9 +306,11 @@ class ReproducibleReduction:
         self._stack.clear()
         result = self._free_buffers()
         for flat, held in zip(result.flats, parts, strict=True):
-            segment = flat.numel() // self._group.size
-            total = _total((0, leaves), held)
-            self._group.gather_into(flat.split(segment) if segment else [flat], total)
+            if not flat.numel():
+                continue
+            mine = flat.chunk(self._group.size)[self._group.rank]
+            mine.copy_(_total((0, leaves), held))
+            self._group.gather_in_place_async(flat).wait()
         self._free += received
         return result
 

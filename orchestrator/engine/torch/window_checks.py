@@ -21,11 +21,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import AccumulationOptions
-from orchestrator.engine.common.job_checks import check_metric_names
+from orchestrator.engine.common.job_checks import check_metric_names, norm_advice
 from orchestrator.engine.common.replicas import LARGEST_PIECE, Piece, Replicas
 from orchestrator.engine.torch.buffers import Named
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, version_of
-from orchestrator.engine.torch.model import IN_A_LOOP, batch_norms_of, norm_advice
+from orchestrator.engine.torch.model import IN_A_LOOP, batch_norms_of
 from orchestrator.errors import JobError, SilenceError
 from orchestrator.job import Loss
 

@@ -14,14 +14,8 @@ import pytest
 
 from orchestrator.engine.mindspore import form_group
 from orchestrator.engine.mindspore.group import device_index, variables
-from orchestrator.engine.mindspore.rendezvous import (
-    LivenessClient,
-    LivenessServer,
-    Scheduler,
-    await_verdict,
-    decide,
-)
-from orchestrator.errors import PeerLost, RendezvousError, RunFailed, StopRequested, TransportError
+from orchestrator.engine.mindspore.rendezvous import Scheduler, await_verdict, decide
+from orchestrator.errors import RendezvousError, RunFailed, StopRequested, TransportError
 from tests.engine.mindspore.processes import alive
 from tests.engine.mindspore.program import spec
 from tests.helpers import until
@@ -159,53 +153,12 @@ def test_a_scheduler_that_ended_before_it_listened_is_no_wait():
         scheduler.end()
 
 
-class Peers:
-    """A hub with two links, as ranks 0, 1 and 2 have them."""
-
-    def __init__(self):
-        self.hub = LivenessServer("127.0.0.1", "secret")
-        self.links = [
-            LivenessClient(self.hub.endpoint, "secret", rank, f"node{rank}") for rank in (1, 2)
-        ]
-        until(lambda: sum(w is not None for w in self.hub._links.values()) == 2)
-
-    def end(self):
-        for link in self.links:
-            link.close()
-        self.hub.close(wait_s=0.0)
-
-
-@pytest.fixture
-def peers():
-    found = Peers()
-    yield found
-    found.end()
-
-
-def lost(watch):
-    """What a rank is told, having taken notice."""
-    until(watch.changed.is_set)
-    with pytest.raises((PeerLost, RunFailed)) as caught:
-        watch.check()
-    return str(caught.value)
-
-
-def test_a_lost_rank_is_named_on_all_other_ranks(peers):
-    peers.links[1]._socket.shutdown(2)
-    assert lost(peers.hub) == lost(peers.links[0])
-    assert "rank 2 on node2 went away" in lost(peers.hub)
-
-
-def test_a_scheduler_that_dies_is_named_to_all(peers):
-    child = subprocess.Popen(["sleep", "60"])
-    peers.hub.watch_child(child.pid, child.poll)
-    child.kill()
-    child.wait()
-    assert "MindSpore's scheduler" in lost(peers.hub)
-    assert lost(peers.links[0]) == lost(peers.links[1])
-
-
-def test_goodbyes_are_no_losses(peers):
-    peers.end()
-    for watch in (peers.hub, *peers.links):
-        watch.check()
+def test_a_scheduler_that_dies_while_it_is_watched_is_named():
+    scheduler = Scheduler("127.0.0.1", 2, 30.0)
+    scheduler.watch()
+    scheduler.check()
+    scheduler.process.kill()
+    until(lambda: scheduler._lost is not None, what="the end to be noticed")
+    with pytest.raises(RunFailed, match=r"MindSpore's scheduler .* status -9"):
+        scheduler.check()
+    scheduler.end()

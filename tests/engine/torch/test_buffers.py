@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from orchestrator import Loss
-from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.common.boundary import (
-    DIGEST_BITS,
-    EPSILON,
     MOST_RANKS,
     NARROW,
     NON_FINITE,
@@ -23,10 +20,7 @@ from orchestrator.engine.common.boundary import (
     UNIT_BITS,
     WIDE,
     ExactSum,
-    LossScale,
     Trailer,
-    UpdatePolicy,
-    limb_bits,
 )
 from orchestrator.engine.torch import Accumulator, TorchGroup
 from orchestrator.engine.torch.reducer import GradientNorm
@@ -126,48 +120,6 @@ def test_gradients_may_be_written_between_two_windows():
 # ------------------------------------------------------------------ Gradient norm
 
 
-positive = st.floats(1e-6, 1e6)
-
-
-def averaging_factor(norm, divisor, clip):
-    policy = UpdatePolicy(AccumulationOptions(clip_norm=clip), LossScale(scales=False), list)
-    return policy.factor(0, divisor, norm, list)
-
-
-@given(norm=positive, divisor=positive, clip=st.none() | positive)
-def test_the_factor_averages_and_brings_the_average_under_the_clip(norm, divisor, clip):
-    averaged, factor = averaging_factor(norm, divisor, clip)
-    assert averaged == pytest.approx(norm / divisor)
-    after = norm * factor  # what the optimizer sees
-    if clip is None or averaged + EPSILON <= clip:
-        assert after == pytest.approx(averaged)
-    else:
-        assert after == pytest.approx(clip * averaged / (averaged + EPSILON))
-        assert after <= clip * (1 + 1e-12)
-
-
-def test_it_agrees_with_the_framework_s_own_clipping():
-    torch.manual_seed(0)
-    parameter = torch.nn.Parameter(torch.zeros(50, dtype=torch.float64))
-    summed = 7 * torch.randn(50, dtype=torch.float64)
-    parameter.grad = summed / 3
-    theirs = torch.nn.utils.clip_grad_norm_([parameter], 0.5)
-    averaged, factor = averaging_factor(float(summed.norm()), 3.0, 0.5)
-    assert averaged == pytest.approx(float(theirs), rel=1e-14)
-    assert torch.allclose(summed * factor, parameter.grad, rtol=1e-13, atol=0)
-
-
-@given(sizes=st.lists(st.integers(0, 9000), min_size=1, max_size=4))
-def test_the_norm_is_that_of_all_pieces_together(sizes):
-    generator = torch.Generator().manual_seed(sum(sizes))
-    pieces = [torch.randn(size, generator=generator) for size in sizes]
-    norm = GradientNorm()
-    for piece in pieces:
-        norm.add(piece)
-    expected = math.sqrt(sum(float(p.double().square().sum()) for p in pieces))
-    assert norm.value() == pytest.approx(expected, rel=1e-6)
-
-
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_a_number_that_is_not_finite_shows(odd):
     norm = GradientNorm()
@@ -190,20 +142,6 @@ def test_pieces_without_numbers_do_not_hinder_where_squares_overflow():
     for piece in (torch.zeros(0), torch.tensor([-3.0, 1.0]), torch.zeros(0)):
         norm.add(piece.double() * 1e200)
     assert norm.value() == pytest.approx(math.hypot(3e200, 1e200), rel=1e-12)
-
-
-def test_a_norm_of_nothing_is_zero_and_one_just_at_the_clip_is_left_alone():
-    assert GradientNorm().value() == 0.0
-    assert averaging_factor(4.0, 2.0, 2.0 + EPSILON) == (2.0, 0.5)
-    assert averaging_factor(4.0, 2.0, 1.0)[1] < 0.25
-
-
-def test_norms_of_chunks_are_added_up_in_float64_whatever_they_are_made_of():
-    piece = torch.zeros(3 * 4096)
-    piece[::4096] = 1.0
-    norm = GradientNorm()
-    norm.add(piece)
-    assert norm.value() == pytest.approx(math.sqrt(3), rel=1e-15)
 
 
 # ------------------------------------------------------------------ Exact sums
@@ -323,15 +261,3 @@ def test_values_up_to_two_to_the_900_are_units_and_larger_ones_are_odd(value):
     found = _sum_of([value])
     assert (found.odd == 0) == (abs(value) < 2.0**900)
     assert found.odd in (0.0, math.copysign(math.inf, value))
-
-
-@pytest.mark.parametrize(
-    ("mantissa", "most_wide"), [(24, 256), (53, 1 << 37)], ids=["float32", "float64"]
-)
-def test_wide_limbs_are_for_as_many_ranks_as_the_mantissa_has_room_for(mantissa, most_wide):
-    assert [limb_bits(mantissa, ranks) for ranks in (1, most_wide)] == [WIDE, WIDE]
-    assert limb_bits(mantissa, most_wide + 1) == NARROW
-
-
-LARGEST_DIGEST = (1 << DIGEST_BITS) - 1
-digests = st.integers(0, LARGEST_DIGEST)

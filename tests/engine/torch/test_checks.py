@@ -286,11 +286,6 @@ def test_a_change_in_a_larger_net_is_found_within_so_many_updates_as_there_are_s
     assert "0.weight" in sentence
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_equal_ranks_raise_no_error(way):
-    assert _trained(lambda rank: Drifts(-1, nudge), 3, **WAYS[way]) == [(None, 3)] * RANKS
-
-
 digests = st.integers(0, 2**DIGEST_BITS - 1)
 
 

@@ -192,15 +192,6 @@ def test_small_questions_have_plain_answers():
     assert versions()["torch"] == torch.__version__
 
 
-def test_numbers_are_gathered_exactly():
-    def be(group):
-        engine = build_engine(Curve(), EngineSettings(metric_names=Curve.metric_names), group)
-        return engine.gather([group.rank + 1e-12, 2.0**52 + group.rank])
-
-    wanted = [[rank + 1e-12, 2.0**52 + rank] for rank in range(3)]
-    assert run_in_threads(3, be) == [wanted] * 3
-
-
 def test_ranks_on_other_machines_are_named():
     rows = [digest_to_floats("ab" * 32), digest_to_floats("ab" * 32), digest_to_floats("ac" * 32)]
     assert minority_ranks(rows) == [2]
@@ -228,38 +219,6 @@ def test_batch_norm_and_sparse_gradients_are_warned_about_with_remedies():
     for remedy in ("GroupNorm", "freeze the statistics", "the whole batch"):
         assert remedy in norm
     assert "sparse gradients of 0.rows" in sparse
-
-
-class Mean(Curve):
-    """Gives a mean, as people do who come from other trainers."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def loss(self, model, batch):
-        self.calls += 1
-        sums = super().loss(model, batch)
-        return Loss(sums.total / sums.weight, sums.weight, sums.metrics)
-
-
-class Constant(Mean):
-    """Gives a sum, but a weight that says nothing."""
-
-    def loss(self, model, batch):
-        mean = super().loss(model, batch)
-        return Loss(mean.total * mean.weight, 1.0, mean.metrics)
-
-
-@pytest.mark.parametrize(("kind", "what"), [(Mean, "total"), (Constant, "weight")])
-def test_a_loss_that_is_not_a_sum_is_warned_about_before_training(kind, what):
-    job = kind()
-    engine = build_engine(job, EngineSettings(metric_names=Curve.metric_names), TorchGroup.alone())
-    [sentence] = engine.warnings()
-    assert sentence.startswith(f"Loss.{what} does not grow with the number of samples")
-    assert "reduction='sum'" in sentence
-    assert job.calls == 0, "the trial leaves the job's own counts alone"
-    assert engine.model.training
 
 
 class Chatty(Curve):

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.common.boundary import FIRST_SCALE, GROW_AFTER
+from orchestrator.engine.common.boundary import FIRST_SCALE
 from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
 from orchestrator.engine.torch.model import FrozenBatchNorm, Precision, seed_torch, with_norms
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
@@ -190,17 +190,6 @@ def test_a_gradient_that_stays_infinite_at_scale_1_stops_the_run():
         ours.close()
 
     run_in_threads(2, train)
-
-
-def test_the_scale_grows_after_many_calm_windows_and_is_saved():
-    precision = Precision("float16", torch.device("cpu"))
-    for _ in range(GROW_AFTER):
-        precision.succeeded()
-    assert precision.scale == 2 * FIRST_SCALE
-    precision.succeeded()
-    other = Precision("float16", torch.device("cpu"))
-    other.load(precision.state())
-    assert other.state() == precision.state() == {"scale": 2 * FIRST_SCALE, "calm": 1}
 
 
 # ------------------------------------------------------------------ Seeds

@@ -184,12 +184,6 @@ def test_a_change_behind_the_engines_back_is_refused_with_its_moment(change, tol
     assert MOMENTS[moment] in str(refused.value)
 
 
-def test_an_optimizer_that_is_left_alone_keeps_its_ratios():
-    built = _trained(Schedules("never", None)).accumulator.optimizer
-    rates = [group["lr"] for group in built.param_groups]
-    assert rates == pytest.approx([0.1 * 0.05, 0.05])
-
-
 def test_a_scheduler_on_the_optimizer_is_refused_before_training():
     with pytest.raises(JobError, match=r"Schedules\.optimizer has a learning-rate scheduler"):
         _trained(Schedules("never", None, scheduled=True))

@@ -29,7 +29,7 @@ from tests.engine.torch.processes import run_ranks
 from tests.engine.torch.test_engine import SAMPLES, Curve, _run, _windows
 from tests.jobs.training import difference as train_difference
 from tests.jobs.training import train
-from tests.laws.problem import Problem, big_batch, difference, split
+from tests.laws.problem import difference
 
 MORE = [
     (optim.SGD, {"momentum": 0.9, "nesterov": True}),
@@ -311,16 +311,6 @@ def test_huge_gradients_whose_squares_overflow_are_clipped_all_the_same():
     found = run_in_threads(2, be)
     alone = run_in_threads(1, lambda group: _trained(WAYS[0], [12], group, 1)[2].gradient_norm)
     assert found == pytest.approx([alone[0] * 1e200] * 2, rel=1e-10)
-
-
-def test_weight_decay_leaves_an_unused_parameter_alone():
-    problem = Problem(samples=4, weight_decay=0.5, updates=3)
-    wanted, _, _ = big_batch(problem)
-    found = split(problem, [[(0, 2)], [(2, 4)]], shard_optimizer=True, bucket_bytes=64)
-    initial = problem.model()
-    for weights, _, _ in found:
-        assert difference(weights, wanted) < 1e-10
-        assert torch.equal(weights["never"], initial.never.detach().double())
 
 
 class Theirs(optim.SGD):
