@@ -9,26 +9,30 @@ it TERM.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
 from orchestrator.agent.processes import die_with
 from orchestrator.clusters.api import Admission, Handle, Request, State
-from orchestrator.clusters.slurm.admission import Gres, read_gres
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
-from orchestrator.clusters.slurm.batch_script import Here, script_name, shape_of, step_script
+from orchestrator.clusters.slurm.batch_script import (
+    Here,
+    cpus_per_node,
+    script_name,
+    shape_of,
+    step_script,
+)
 from orchestrator.clusters.slurm.root_cause import culprit_without_outcome
-from orchestrator.config.schema import ClusterConfig, gpu_count, node_range
+from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import read_outcome
-from orchestrator.slurm_client import STOP_CODES, SlurmClient, numbers, own_job_id
+from orchestrator.slurm_client import STOP_CODES, SlurmClient
+from orchestrator.units import plural
 
 END_S = 60.0  # srun waits for its ended tasks, and the scheduler for their node
 
@@ -90,42 +94,21 @@ class StepHandle(Handle):
 
 JOB = "SLURM_JOB_ID"
 STEP = "SLURM_STEP_ID"
-HET = "SLURM_HET_SIZE"
-SHARE = re.compile(r"\bNodes=(\S+) CPU_IDs=([\d,-]+) Mem=\S+ GRES=(\S*)")
-STATE = re.compile(r"\bJobState=(\S+)")
+NODES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+CPUS = "SLURM_JOB_CPUS_PER_NODE"  # as in 8(x2),4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """An allocation's resources on some of its nodes, each."""
+def cpus_of_nodes(listed: str) -> list[int]:
+    """Return the CPUs of each node of an allocation, the largest first.
 
-    nodes: str
-    cpus: int
-    gres: Gres
-
-
-def read_shares(text: str) -> list[Share]:
-    """Parse `scontrol show job -d -o` of one job.
-
-    >>> read_shares("NumCPUs=6 Nodes=n[0-2] CPU_IDs=0-1 Mem=0 GRES=gpu:2(IDX:0-1) MinCPUsNode=2")
-    [Share(nodes='n[0-2]', cpus=2, gres={('gpu', ''): 2})]
+    >>> cpus_of_nodes("2,8(x2)")
+    [8, 8, 2]
     """
-    return [
-        Share(nodes=nodes, cpus=len(list(numbers(cpus))), gres=read_gres(gres))
-        for nodes, cpus, gres in SHARE.findall(text)
-    ]
-
-
-def one_of(env: Mapping[str, str]) -> str:
-    """Return scontrol's id of the one allocation of this shell, in which srun starts steps.
-
-    An element of an array may have the array's number, of a job of several components (`salloc … :
-    …`) the first one has the job's: by these scontrol would show all of them.
-
-    >>> one_of({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2"})
-    '7+0'
-    """
-    return f"{env[JOB]}+0" if HET in env else own_job_id(env)
+    found: list[int] = []
+    for part in listed.split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        found += [int(count)] * int(times or 1)
+    return sorted(found, reverse=True)
 
 
 class CurrentAllocation(BaseSlurmCluster):
@@ -137,7 +120,10 @@ class CurrentAllocation(BaseSlurmCluster):
         return step_script(self.config, run, attempt, place, shape)
 
     def check(self, request: Request) -> Admission:  # noqa: ARG002  # the configuration has it all
-        """Raise `ClusterError` if there is no allocation, or one that is too small."""
+        """Raise `ClusterError` if there is no allocation, or one that is too small.
+
+        The variables of the shell say that; GPUs and memory are left to srun.
+        """
         asked, job = self.config.cluster, os.environ.get(JOB)
         begin = " ".join(["salloc", *shape_of(asked), f"--cpus-per-task={asked.cpus_per_rank}"])
         if not job:
@@ -146,23 +132,24 @@ class CurrentAllocation(BaseSlurmCluster):
                 f"here is none ({JOB} is not set); begin one: {begin}; or leave it out, and the "
                 f"run is queued"
             )
-        client = SlurmClient(asked.slurm_conf)
-        answer = client.ask("scontrol", "show", "job", "-d", "-o", one_of(os.environ))
-        state = STATE.search(answer.out)
-        if answer.code or state is None or state[1] != "RUNNING":
+        nodes = node_range(asked.nodes)[1]
+        most = next((int(os.environ[name]) for name in NODES if name in os.environ), nodes)
+        if nodes > most:
             raise ClusterError(
-                f"job {job}, which this shell was in ({JOB}), is over"
-                + (f" ({state[1].lower()})" if state else "")
-                + f"; begin another: {begin}"
+                f"cluster.nodes={nodes}, but job {job} has {plural(most, 'node')}; try "
+                f"cluster.nodes={most}, or begin a larger one: {begin}"
             )
-        shares = {
-            node: share
-            for share in read_shares(answer.out)
-            for node in client.must("scontrol", "show", "hostnames", share.nodes).split()
-        }
-        if refusals := list(_too_small(asked, job, shares)):
-            raise ClusterError("\n".join([*refusals, f"a larger one: {begin}"]))
-        return Admission(words=f"starts at once in job {job}, on {', '.join(shares)}")
+        cpus = cpus_of_nodes(os.environ[CPUS]) if CPUS in os.environ else []
+        if len(cpus) >= nodes and cpus_per_node(asked) > cpus[nodes - 1]:
+            has, width = cpus[nodes - 1], asked.ranks_per_node
+            fits = has // asked.cpus_per_rank
+            hint = f"try cluster.ranks_per_node={fits}, or " if fits else ""
+            raise ClusterError(
+                f"cluster.ranks_per_node={width} x cluster.cpus_per_rank={asked.cpus_per_rank} "
+                f"takes {cpus_per_node(asked)} CPUs of a node, but job {job} has {has}; {hint}"
+                f"begin a larger one: {begin}"
+            )
+        return Admission(words=f"starts at once in job {job}")
 
     def submit(self, request: Request) -> Handle:
         """Start the step."""
@@ -172,29 +159,3 @@ class CurrentAllocation(BaseSlurmCluster):
         return StepHandle(
             request, RunDir(request.run).submitit / f"{script_name(request.attempt)}.sh", own
         )
-
-
-def _too_small(asked: ClusterConfig, job: str, shares: Mapping[str, Share]) -> Iterator[str]:
-    """Yield what an allocation lacks, a sentence each; its nodes may differ."""
-    nodes = node_range(asked.nodes)[1]
-    if nodes > len(shares):
-        have = f"{len(shares)} node{'s' * (len(shares) > 1)} ({', '.join(shares)})"
-        yield f"cluster.nodes={nodes}, but job {job} has {have}; try cluster.nodes={len(shares)}"
-        return
-    width, cpus = asked.ranks_per_node, asked.ranks_per_node * asked.cpus_per_rank
-    most = sorted((share.cpus for share in shares.values()), reverse=True)[nodes - 1]
-    if cpus > most:
-        fits = most // asked.cpus_per_rank
-        hint = f"; try cluster.ranks_per_node={fits}" if fits else ""
-        yield (
-            f"cluster.ranks_per_node={width} x cluster.cpus_per_rank={asked.cpus_per_rank} takes "
-            f"{cpus} CPUs of a node, but job {job} has {most}{hint}"
-        )
-    wanted = gpu_count(asked.gpus_per_node)
-    there = sorted((_gpus(share.gres) for share in shares.values()), reverse=True)[nodes - 1]
-    if wanted > there:
-        yield f"cluster.gpus_per_node={asked.gpus_per_node}, but job {job} has {there} on a node"
-
-
-def _gpus(gres: Gres) -> int:
-    return sum(count for (name, _), count in gres.items() if name == "gpu")

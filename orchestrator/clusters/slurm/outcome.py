@@ -48,7 +48,6 @@ from orchestrator.slurm_client import (
     SlurmClient,
     job_status,
     own_job_id,
-    queued,
 )
 from orchestrator.trainer.stop import ask_for_requeue, departure_note, reason
 
@@ -290,40 +289,13 @@ def settle_ended(run: RunDir, job: Job) -> str | None:
     Returns:
         A sentence if it was requeued. Raises `ClusterError`.
     """
-    return _as_holder(run, partial(_settle, run, job))
-
-
-def dismiss_held(run: RunDir, job: Job) -> str | None:
-    """Cancel a job that was requeued after its run's end and that SLURM holds for good.
-
-    Returns:
-        A sentence if that was done. Raises `ClusterError`.
-    """
-    return _as_holder(run, partial(_dismiss, run, job))
-
-
-def _as_holder(run: RunDir, action: Callable[[], str | None]) -> str | None:
-    """Act while holding the run's lock; None if another process holds it, or it is not ours."""
     if not os.access(run.path, os.W_OK | os.X_OK):
         return None
     try:
         with held(run):
-            return action()
+            return _settle(run, job)
     except RunFolderError:  # its holder sees to it
         return None
-
-
-def _dismiss(run: RunDir, job: Job) -> str | None:
-    handle = read_handle(run)
-    client = client_of(run, handle.get("slurm_conf"))
-    now = queued(client, [job.id]).get(job.id) if str(handle["job_id"]) == job.id else None
-    if now is None or not now.held or run.read_result() is None:
-        return None
-    client.must("scancel", job.id)
-    return (
-        f"{run.path}: job {job.id} was queued once more after the run's end, and held there "
-        f"({now.reason}); it is taken out of the queue"
-    )
 
 
 def _settle(run: RunDir, seen: Job) -> str | None:

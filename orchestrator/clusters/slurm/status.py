@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from orchestrator.clusters.slurm.outcome import dismiss_held, settle_ended
+from orchestrator.clusters.slurm.outcome import settle_ended
 from orchestrator.clusters.slurm.root_cause import ending
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
@@ -92,15 +92,15 @@ def _open(status: RunStatus) -> bool:
 def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[str]:
     """Merge the scheduler's answer into a run's status; finish what its batch script could not."""
     over = not _open(found[run.path])
-    if (not job.alive and not over) or (job.held and over):
+    if not job.alive and not over:
         try:
-            sentence = dismiss_held(run, job) if job.held else settle_ended(run, job)
+            sentence = settle_ended(run, job)
         except DAMAGE as error:  # the scheduler is silent again, or the folder is damaged
             yield f"{run.path}: {error}"
         else:
             if sentence is not None:
                 yield sentence
-                job = replace(job, state="CANCELLED" if job.held else "REQUEUED")
+                job = replace(job, state="REQUEUED")
             found[run.path] = status_or_damage(run, partial(from_folder, run))
     if found[run.path].state not in UNREADABLE:
         status = found[run.path]
@@ -123,6 +123,8 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
         said = (
             f"job {job.id} was queued once more after the run's end ({job.reason}), to end at once"
         )
+        if job.held:
+            said = f"{said}, or by `scancel {job.id}`"
         return replace(status, state="ending", reason=said)
     if job.waiting:
         reason = HELD.format(job.reason, job.id) if job.held else job.reason

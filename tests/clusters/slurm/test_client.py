@@ -124,16 +124,6 @@ def test_a_job_that_no_node_could_start_is_said_to_wait_for_a_person(submitted, 
     )
 
 
-def test_a_job_that_is_held_after_its_runs_end_is_taken_out_of_the_queue(submitted, say):
-    calls = say("squeue", HELD)
-    say("scancel", "")
-    submitted.write_own(submitted.result, {"state": "finished", "updates": 3})
-    (found,), (sentence,) = statuses([submitted])
-    assert found.state == "finished"
-    assert sentence.endswith("(launch failed requeued held); it is taken out of the queue")
-    assert [call for call in calls() if call.startswith("scancel")] == ["scancel 7"]
-
-
 @pytest.mark.parametrize(("answer", "accepted"), [("7", True), ("7;own", True), ("7;far", False)])
 def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(
     tmp_path, say, answer, accepted

@@ -1,0 +1,35 @@
+"""An allocation that a run is to start in, as the variables of its shell tell. Without SLURM."""
+
+import pytest
+
+from orchestrator.clusters.api import cluster_of
+from orchestrator.config.composer import compose
+from orchestrator.errors import ClusterError
+
+SHELL = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_CPUS_PER_NODE": "4(x2),2"}
+
+
+@pytest.mark.parametrize(
+    ("shell", "asked", "said"),
+    [
+        ({}, "nodes=2", r"is not set\); begin one: salloc --nodes=2 .*; or leave it out"),
+        (SHELL, "nodes=4", "cluster.nodes=4, but job 7 has 3 nodes; try cluster.nodes=3, or begin"),
+        (SHELL, "ranks_per_node=5", "takes 5 CPUs .* job 7 has 4; try cluster.ranks_per_node=4"),
+        (SHELL, "nodes=3", "takes 3 CPUs of a node, but job 7 has 2; try cluster.ranks_per_node=2"),
+        (SHELL, "cpus_per_rank=2", "takes 6 CPUs of a node, but job 7 has 4"),
+        (SHELL, "nodes=2", None),
+        ({"SLURM_JOB_ID": "7"}, "nodes=9", None),  # srun knows the rest
+    ],
+)
+def test_what_the_allocation_does_not_have_is_refused(monkeypatch, shell, asked, said):
+    for name in SHELL:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in shell.items():
+        monkeypatch.setenv(name, value)
+    base = ("+cluster=slurm", "cluster.allocation=current", "cluster.nodes=2")
+    cluster = cluster_of(compose([*base, "cluster.ranks_per_node=3", f"cluster.{asked}"]))
+    if said is None:
+        assert cluster.check(None).words == "starts at once in job 7"
+        return
+    with pytest.raises(ClusterError, match=said):
+        cluster.check(None)
