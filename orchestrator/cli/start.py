@@ -20,7 +20,6 @@ from orchestrator.cli.resume import (
     submission_directory,
 )
 from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
-from orchestrator.config.frameworks import notes
 from orchestrator.config.job_source import check_program, check_target
 from orchestrator.config.optimizer import check_builder
 from orchestrator.config.program import is_program, program_of, short_name
@@ -309,8 +308,8 @@ def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
     """Return a plan that is made already, with `notes` about it."""
     if isinstance(plan, ProgramPlan):
         return {**plan.to_json(), "notes": notes_of_program(config)}
-    found = [*notes(config, check_target(config.job).framework), planned_survival(config).words]
-    return {**plan.to_json(), "notes": [*filter(None, found)]}
+    words = planned_survival(config).words
+    return {**plan.to_json(), "notes": [words] if words else []}
 
 
 def describe(config: Config) -> tuple[Request, dict[str, Any]]:

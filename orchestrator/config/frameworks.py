@@ -1,6 +1,4 @@
-"""What is known of frameworks, and of trackers' packages, where none is imported: installed here?
-what happens on nodes?
-"""
+"""Checks whether the packages of frameworks and trackers are installed, without importing them."""
 
 from __future__ import annotations
 
@@ -9,36 +7,10 @@ import importlib.util
 import platform
 import sys
 
-from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, JobError
 
-MINDSPORE = "2.10"
-"""The version that was tested."""
+MINDSPORE = "2.10"  # the version that was tested
 EXTRAS = {"tensorboard": "torch", "mlflow": "mlflow", "wandb": "wandb"}  # of trackers
-
-
-def notes(config: Config, framework: str | None) -> list[str]:
-    """Return sentences for `plan` about what happens on the nodes."""
-    cluster, transport = config.cluster, config.transport
-    found: list[str] = []
-    if framework == "mindspore":
-        found.append(
-            "ranks meet in the run folder, then in MindSpore's dynamic cluster, whose scheduler is "
-            "a child of rank 0: no msrun and no rank table; a dead rank is noticed within seconds "
-            "by our own connections"
-        )
-    if transport == "hccl":
-        last = cluster.ranks_per_node - 1
-        found.append(
-            f"each rank takes the Ascend NPU of its local rank (0 to {last}) before it makes any "
-            f"tensor; a node without CANN refuses"
-            + (", as does one without torch_npu" if framework == "torch" else "")
-        )
-        found.append(
-            f"HCCL waits {cluster.rendezvous_timeout_s:g} s for connections and "
-            f"{cluster.collective_timeout_s:g} s for a collective"
-        )
-    return found
 
 
 def check_tracker(kind: str) -> None:

@@ -33,25 +33,6 @@ def test_a_cluster_choice_does_not_overrule_what_an_experiment_says_of_nodes():
 
 
 @pytest.mark.parametrize(
-    ("override", "right"),
-    [
-        ("+clutser=slurm", "cluster"),
-        ("accumulation.stpes=4", "steps"),
-        ("+accumulation.stpes=4", "steps"),
-        ("expermient=jepa_240", "experiment"),
-        ("job=digit", "digits"),
-        ("+cluster=slrum", "slurm"),
-        ("experiment=jepa_24", "jepa_240"),
-        ("+train.epoch=3", "epochs"),
-        ("transport=nclc", "nccl"),
-        ("accumulation.ragged=updte", "update"),
-    ],
-)
-def test_a_misspelled_word_is_answered_with_the_right_one(override, right):
-    assert f"did you mean '{right}'?" in refusal(override)
-
-
-@pytest.mark.parametrize(
     ("override", "words"),
     [
         ("accumulation.steps=0", "accumulation.steps must be at least 1, but is 0"),
@@ -92,14 +73,6 @@ def test_an_own_job_does_not_inherit_the_default_jobs_arguments():
     config = compose(["job._target_=my.Job", "job.width=3"])
     assert config.job == {"_target_": "my.Job", "width": 3}
     assert config.facts.parameters is None
-
-
-def test_own_configs_join_through_a_folder(tmp_path):
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / "mine.yaml").write_text("_target_: my.Job\n")
-    assert compose(["job=mine"], str(tmp_path)).job["_target_"] == "my.Job"
-    with pytest.raises(ConfigError, match="must be a folder"):
-        compose([], str(tmp_path / "absent"))
 
 
 def _fields(schema=Config, prefix=""):

@@ -1,10 +1,9 @@
-"""The batch script run by bash, with a srun that only says what it was given. Without SLURM."""
+"""The batch script: its text, and what bash does with it and an srun that only says its words."""
 
 import copy
 import os
 import shutil
 import subprocess
-import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +11,12 @@ from pathlib import Path
 import pytest
 
 from orchestrator import snapshot
-from orchestrator.clusters.slurm.batch_script import Here, all_options, batch_script
+from orchestrator.clusters.slurm.batch_script import STARTER, Here, all_options, batch_script
 from orchestrator.clusters.slurm.safe_values import (
     OPTION_OF,
     OWN_FLAGS,
     OWN_SRUN_FLAGS,
-    Default,
     check_clusters,
-    check_defaults,
     check_preamble,
     check_values,
     read_defaults,
@@ -200,18 +197,13 @@ def test_what_bash_was_told_before_the_script_began_costs_it_neither_sruns_code_
 DAMAGE = {
     "none": lambda archive, digest, other: None,
     "a flipped bit": lambda archive, digest, other: flip(archive, 700),
-    "a flipped bit at its end": lambda archive, digest, other: flip(archive, -1),
     "cut short": lambda archive, digest, other: os.truncate(archive, 1536),
-    "emptied": lambda archive, digest, other: os.truncate(archive, 0),
     "longer": lambda archive, digest, other: os.truncate(archive, 1 << 16),
-    "another's": lambda archive, digest, other: shutil.copy(other, archive),
     "another's, digest and all": lambda archive, digest, other: [
         shutil.copy(other.with_suffix(kind.suffix), kind) for kind in (archive, digest)
     ],
     "gone": lambda archive, digest, other: archive.unlink(),
-    "its digest flipped": lambda archive, digest, other: flip(digest, 3),
     "its digest names a file": lambda archive, digest, other: flip(digest, -2),
-    "its digest cut short": lambda archive, digest, other: os.truncate(digest, 40),
     "its digest emptied": lambda archive, digest, other: os.truncate(digest, 0),
     "its digest gone": lambda archive, digest, other: digest.unlink(),
 }
@@ -285,6 +277,10 @@ def test_srun_starts_one_agent_on_each_node_with_the_sites_options_and_no_mpi(tm
     assert "<--mpi=none>" in words
     assert "<--cpus-per-task=6><--ntasks-per-node=1>" in words
     assert "label" not in words
+    flags = {"spread-job": True, "hold": False}
+    lines = text_of(tmp_path, slurm_flags=flags, gpus_per_node="a100:4").splitlines()
+    assert {"#SBATCH --spread-job", "#SBATCH --gpus-per-node=a100:4"} <= set(lines)
+    assert not any("hold" in line for line in lines)
 
 
 @pytest.mark.parametrize("own", [OWN_FLAGS, OWN_SRUN_FLAGS], ids=["sbatch", "srun"])
@@ -331,26 +327,14 @@ def test_a_default_that_sends_jobs_to_another_cluster_is_refused(name):
     check_clusters({name: "", "SLURM_CLUSTER_NAME": "a"})
 
 
-def test_a_default_that_is_no_word_is_refused_with_its_variables_name():
-    hostile = Default(variable="SBATCH_PARTITION", option="partition", value="a\n#SBATCH --uid=0")
-    with pytest.raises(ConfigError, match="SBATCH_PARTITION must not"):
-        check_defaults([hostile])
-
-
 @pytest.mark.parametrize(
     ("written", "key", "value"),
     [
-        ("cluster.partition=main,low", "partition", "main,low"),
         ("cluster.exclude=n[1-2],n7", "exclude", "n[1-2],n7"),
         ("cluster.gpus_per_node=a100:2,h100:2", "gpus_per_node", "a100:2,h100:2"),
         ("+cluster.slurm_flags.mail-type=END,FAIL", "slurm_flags", {"mail-type": "END,FAIL"}),
         ("cluster.constraint=a&b|c", "constraint", "a&b|c"),
         ("+cluster.srun_flags.mem-bind=v,local", "srun_flags", {"mem-bind": "v,local"}),
-        (
-            "+cluster.slurm_flags.dependency=afterok:1:2,afterany:3",
-            "slurm_flags",
-            {"dependency": "afterok:1:2,afterany:3"},
-        ),
     ],
 )
 def test_lists_are_written_as_for_sbatch(written, key, value):
@@ -363,8 +347,46 @@ def test_what_is_no_number_of_gpus_is_refused(gpus):
         gpu_count(gpus)
 
 
-def test_typed_gpus_reach_the_script(tmp_path):
-    here = Here(python="python", folder=tmp_path, package=tmp_path)
-    text = batch_script(slurm_config(gpus_per_node="a100:4"), RunDir(tmp_path), 0, here)
-    assert "#SBATCH --gpus-per-node=a100:4" in text
-    assert textwrap.dedent(text) == text
+def text_of(tmp_path, **cluster):
+    here = Here(
+        python="/usr/bin/python3", folder=tmp_path / "here", package=tmp_path / "code/orchestrator",
+        path=(tmp_path / "code", tmp_path / "here/lib"),
+    )  # fmt: skip
+    return batch_script(slurm_config(**cluster), RunDir(tmp_path / "run"), 2, here)
+
+
+def test_a_preamble_ends_at_a_word_that_it_does_not_hold(tmp_path):
+    preamble = ["END_OF_PREAMBLE", "module load x", "END_OF_PREAMBLE_"]
+    lines = text_of(tmp_path, preamble=preamble).splitlines()
+    begins = lines.index(". /dev/fd/8 8<<'END_OF_PREAMBLE__'  # cluster.preamble")
+    assert lines[begins + 1 : begins + 5] == [*preamble, "END_OF_PREAMBLE__"]
+
+
+def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path):
+    folders = [tmp_path / name for name in ("code", "here", "run")]
+    python = f"python3 -u {tmp_path / 'code/orchestrator' / STARTER}"
+    image = {"container": "/images/a.sqsh"}
+    pyxis = text_of(tmp_path, **image, container_runtime="pyxis")
+    mounts = ",".join(f"{folder}:{folder}" for folder in folders)
+    for words in ("--container-image=/images/a.sqsh", f"--container-mounts={mounts}",
+                  f"--container-workdir={folders[1]}", python):  # fmt: skip
+        assert f"    {words} \\" in pyxis.splitlines()
+    plain = text_of(tmp_path, **image, container_runtime="apptainer")
+    binds = "--bind=" + ",".join(map(str, folders))
+    assert f"    apptainer exec {binds} /images/a.sqsh {python} \\" in plain.splitlines()
+    gpus = text_of(tmp_path, **image, container_runtime="apptainer", gpus_per_node=2)
+    with_gpus = f"    apptainer exec --nv {binds} /images/a.sqsh {python} \\"
+    assert with_gpus in gpus.splitlines()
+    bare = text_of(tmp_path)
+    assert f"    /usr/bin/{python} \\" in bare.splitlines()
+    assert "there is no Python at" in bare
+    assert "there is no Python at" not in pyxis
+
+
+@pytest.mark.parametrize(
+    ("asked", "written"), [(False, "no-requeue"), (True, "requeue"), (None, "requeue")]
+)
+def test_a_job_is_requeued_unless_that_was_forbidden(tmp_path, asked, written):
+    lines = text_of(tmp_path, requeue=asked).splitlines()
+    options = [line for line in lines if line.startswith("#SBATCH")]
+    assert [line for line in options if line.endswith("requeue")] == [f"#SBATCH --{written}"]

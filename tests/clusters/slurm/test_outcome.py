@@ -77,29 +77,30 @@ def test_an_attempt_that_left_in_order_is_handed_back_with_its_reason(run):
     assert read_json(run.departure(0)) == LEFT
 
 
-def test_ten_starts_in_a_row_without_an_update_end_the_run(run):
-    again, handed_back, end = concluded(run, attempts(run, FRUITLESS + 1))
-    assert (again, handed_back, end["state"], FRUITLESS) == (False, 0, "failed", 10)
-    assert (end["culprit"]["node"], end["culprit"]["rank"]) == ("batch", None)
-    assert "10 starts in a row were stopped before one update" in end["culprit"]["cause"]
-
-
-def test_nine_starts_without_an_update_do_not(run):
-    assert concluded(run, attempts(run, FRUITLESS))[0]
-
-
-@pytest.mark.parametrize(("progress_at", "goes_on"), [(1, False), (2, True), (FRUITLESS, True)])
-def test_a_start_that_went_on_from_further_makes_the_count_begin_anew(run, progress_at, goes_on):
-    begun = [4 if number < progress_at else 5 for number in range(FRUITLESS + 1)]
-    last = attempts(run, FRUITLESS + 1, resumed_from=begun)
-    assert concluded(run, last)[0] == goes_on
-
-
-@pytest.mark.parametrize(("attempt", "goes_on"), [(0, False), (1, True), (FRUITLESS, True)])
-def test_an_update_in_one_of_the_ten_counts_although_no_checkpoint_holds_it(run, attempt, goes_on):
-    last = attempts(run, FRUITLESS + 1)
-    update_done(run, attempt)
-    assert concluded(run, last)[0] == goes_on
+@pytest.mark.parametrize(
+    ("starts", "progress_at", "update_of", "goes_on"),
+    [
+        (FRUITLESS, None, None, True),
+        (FRUITLESS + 1, None, None, False),
+        (FRUITLESS + 1, 1, None, False),  # progress before the ten
+        (FRUITLESS + 1, 2, None, True),
+        (FRUITLESS + 1, FRUITLESS, None, True),
+        (FRUITLESS + 1, None, 0, False),
+        (FRUITLESS + 1, None, 1, True),  # although no checkpoint holds it
+    ],
+)
+def test_ten_starts_in_a_row_without_an_update_end_the_run(
+    run, starts, progress_at, update_of, goes_on
+):
+    begun = [4 if progress_at is None or number < progress_at else 5 for number in range(starts)]
+    last = attempts(run, starts, resumed_from=begun)
+    if update_of is not None:
+        update_done(run, update_of)
+    again, handed_back, end = concluded(run, last)
+    assert (again, handed_back, FRUITLESS) == (goes_on, int(goes_on), 10)
+    if not goes_on:
+        assert (end["state"], end["culprit"]["node"]) == ("failed", "batch")
+        assert "10 starts in a row were stopped before one update" in end["culprit"]["cause"]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,7 @@ def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(ru
         (JobStatus(state="RUNNING", ends_at=1000.0 + 60 + LATE_S - 1), "near its time limit"),
         (JobStatus(state="RUNNING", ends_at=1000.0 + 60 + LATE_S), None),
         (JobStatus(state="RUNNING"), None),
+        (JobStatus(state="FAILED", ends_at=990.0), None),  # that is when it ended
     ],
 )
 def test_the_schedulers_reason_is_told_where_it_shows(job, why):
@@ -295,12 +297,6 @@ def test_a_job_that_was_requeued_while_its_ranks_left_is_not_touched_but_its_rea
     assert read_json(run.departure(0))["why"].startswith("requeued (scontrol requeue")
 
 
-def test_a_failure_ends_the_run_by_its_outcome(run, settled):
-    ended(run, 0, "failed", culprit=BEYOND)
-    end, asked, _ = settled(job_status(), code=0)
-    assert (end["state"], end["culprit"]["rank"], asked) == ("failed", 3, [])
-
-
 @pytest.mark.parametrize(
     ("values", "restarts"),
     [
@@ -319,10 +315,6 @@ def test_a_job_that_the_scheduler_has_taken_back_is_not_touched(run, settled, va
     assert read_json(run.departure(0)) is None
 
 
-def test_a_job_that_was_started_again_as_often_as_its_script_says_is_its_own(settled):
-    assert settled(job_status(RestartCnt="2"), restarts="2")[1] == REQUEUED
-
-
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
 def test_a_job_that_a_person_cancelled_through_the_scheduler_is_stopped(settled, state):
     end, asked, _ = settled(job_status(State=state))
@@ -331,8 +323,12 @@ def test_a_job_that_a_person_cancelled_through_the_scheduler_is_stopped(settled,
     assert end["culprit"]["rank"] is None
 
 
-def test_a_job_that_completes_for_a_reason_was_not_cancelled(settled):
-    assert settled(job_status(State="COMPLETING", Reason="TimeLimit"))[1] == REQUEUED
+@pytest.mark.parametrize(
+    ("values", "restarts"),
+    [({"State": "COMPLETING", "Reason": "TimeLimit"}, None), ({"RestartCnt": "2"}, "2")],
+)
+def test_a_job_that_is_still_its_own_is_handed_back(settled, values, restarts):
+    assert settled(job_status(**values), restarts=restarts)[1] == REQUEUED
 
 
 def test_an_attempt_with_a_newer_one_or_an_end_is_not_settled(run, settled):
@@ -350,12 +346,6 @@ def test_while_the_scheduler_does_not_answer_it_is_asked_again_ever_more_seldom(
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 7
     assert said[1].endswith("asking again in 2 s")
-
-
-def test_a_run_from_before_restarts_could_be_asked_for_has_none(run):
-    attempts(run, 1)
-    configure(run, run={})
-    assert concluded(run, 0, departure=None)[2]["state"] == "failed"
 
 
 def test_a_cancelled_run_whose_ranks_ended_in_order_is_stopped(run, settled):

@@ -1,98 +1,13 @@
-"""Who may say that a run has ended, and what is made of answers that are none."""
+"""The status of a run by its folder and the scheduler's answer."""
 
 import pytest
 
-from orchestrator.clusters.slurm.outcome import reason
 from orchestrator.clusters.slurm.root_cause import ending, srun_ended
 from orchestrator.clusters.slurm.status import with_job
-from orchestrator.errors import ClusterError
 from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import from_folder
-from orchestrator.slurm_client import (
-    JOB_FIELDS,
-    Answer,
-    Job,
-    JobStatus,
-    SchedulerDown,
-    accounted,
-    read_job_status,
-    read_queue,
-)
-
-
-def line(**values):
-    made = {
-        "State": "RUNNING", "RestartCnt": "0", "Requeue": "1", "PreemptTime": "N/A",
-        "EndTime": "1795301031", "exit_code": "0", "Reason": "None", **values,
-    }  # fmt: skip
-    return "".join(f"{made[name]:<{width}}" for name, width in JOB_FIELDS.items()) + "\n"
-
-
-NO_ANSWERS = [
-    'squeue: error: Munge encode failed: Failed to access "/run/munge/munge.socket.2"',
-    "slurm_load_jobs error: Protocol authentication error",
-    "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
-    "slurm_load_jobs error: Something that nobody has thought of",
-    "squeue: error: _parse_next_key: Parsing error at unrecognized key",
-    "",
-]
-
-
-@pytest.mark.parametrize("words", NO_ANSWERS)
-def test_an_error_never_means_that_a_job_is_gone(words):
-    with pytest.raises(SchedulerDown):
-        read_queue(Answer(1, "", words))
-    assert read_queue(Answer(1, "", "slurm_load_jobs error: Invalid job id specified")) == {}
-
-
-class Client:
-    def __init__(self, answer):
-        self.answer = answer
-
-    def ask(self, *command):
-        return self.answer
-
-
-def test_accounting_that_is_off_is_told_from_accounting_that_is_silent():
-    off = Answer(1, "", "Slurm accounting storage is disabled")
-    assert accounted(Client(off), ["7"]) is None
-    silent = Answer(1, "", "sacct: error: slurm_persist_conn_open_without_init: no")
-    with pytest.raises(ClusterError, match="accounting gave no answer"):
-        accounted(Client(silent), ["7"])
-
-
-def test_a_jobs_standing_is_read_by_position_whatever_its_texts_hold():
-    found = read_job_status(line(Reason="JobState=NONE Requeue=0", RestartCnt="3", exit_code="9"))
-    assert (found.state, found.restarts, found.requeue) == ("RUNNING", 3, True)
-    assert (found.exit_code, found.exit_signal, found.ends_at) == (0, 9, 1795301031.0)
-    assert read_job_status("\n") is None
-
-
-@pytest.mark.parametrize(
-    ("values", "cancelled"),
-    [
-        ({"State": "RUNNING"}, False),
-        ({"State": "COMPLETING"}, True),
-        ({"State": "CANCELLED"}, True),
-        ({"State": "COMPLETING", "Reason": "TimeLimit"}, False),
-        ({"State": "COMPLETING", "Reason": "NodeDown"}, False),
-        ({"State": "COMPLETING", "PreemptTime": "1795301031"}, False),
-    ],
-)
-def test_a_job_that_a_person_ends_is_told_from_one_that_the_scheduler_takes(values, cancelled):
-    assert read_job_status(line(**values)).cancelled == cancelled
-
-
-def test_only_what_is_near_a_time_limit_is_called_so():
-    def why(left_s, ahead_s, state="RUNNING"):
-        return reason(JobStatus(state=state, ends_at=1000.0 + left_s), 1000.0, ahead_s)
-
-    assert why(100, 60) == "near its time limit"
-    assert why(100, 1) is None
-    assert why(380, 300) == "near its time limit"
-    assert why(-10, 60, "FAILED") is why(0, 60, "COMPLETING") is None  # that is when it ended
-    assert reason(JobStatus(state="RUNNING", preempted_at=1.0), 9.0, 60) == "preempted"
+from orchestrator.slurm_client import Job
 
 
 def test_an_srun_that_is_killed_or_told_to_end_is_no_ranks_fault(run):

@@ -5,7 +5,7 @@ import pytest
 from orchestrator.cli.status import statuses
 from orchestrator.clusters.slurm import trust as slurm_trust
 from orchestrator.clusters.slurm.cluster import SlurmCluster
-from orchestrator.clusters.slurm.trust import client_of, is_trusted, remember
+from orchestrator.clusters.slurm.trust import is_trusted, remember
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
@@ -82,26 +82,11 @@ def test_a_home_that_cannot_be_written_is_said_where_nobody_else_vouches_for_it(
     remember(str(conf))
 
 
-def test_what_is_gone_is_forgotten_when_the_next_is_remembered(home, tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).touch()
-    remember(str(tmp_path / "a"))
-    (tmp_path / "a").unlink()
-    remember(str(tmp_path / "b"))
-    remembered = (home / ".orchestrator" / "slurm_confs").read_text().split()
-    assert remembered == [str(tmp_path / "b")]
-
-
 @pytest.mark.parametrize("job_id", ["--user=me", "7;8", "7,8", "-1", "", " 7", "7\n"])
 def test_a_job_id_that_is_none_never_becomes_a_word_for_scancel(home, tmp_path, job_id):
     run = placed(made(tmp_path / "run"), "/etc/hostname", job_id)
     with pytest.raises(RunFolderError, match="is no job's id"):
         RunDir(run.path).read_handle()
-
-
-def test_a_client_of_an_unknown_cluster_is_refused(home, tmp_path):
-    with pytest.raises(ClusterError, match="export SLURM_CONF="):
-        client_of(made(tmp_path / "run"), str(tmp_path / "slurm.conf"))
 
 
 def test_a_resume_remembers_the_slurm_conf_that_was_typed_and_uses_none_of_the_folders(

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 from orchestrator import Loss
 from orchestrator.cli.start import prepare
 from orchestrator.config.composer import compose
-from orchestrator.config.frameworks import notes
 from orchestrator.config.rules import refuse_unsupported
 from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
 from orchestrator.engine.common.boundary import FIRST_SCALE
@@ -371,16 +370,6 @@ def test_a_job_written_for_the_other_engine_is_refused(overrides, words):
 def test_a_level_without_compilation_is_refused():
     with pytest.raises(ConfigError, match=r"engine\.mode=jit"):
         prepare(compose(["job=line", "engine.mode=pynative", "engine.jit_level=O1"]))
-
-
-def test_the_plan_for_ascend_names_its_transport():
-    config = compose(["+cluster=slurm_ascend", "job=line"])
-    assert config.transport == "hccl"
-    told = " ".join(notes(config, "mindspore"))
-    for words in ("no rank table", "local rank (0 to 7)", "without CANN", "waits 600 s"):
-        assert words in told
-    assert "torch_npu" in " ".join(notes(compose(["+cluster=slurm_ascend"]), "torch"))
-    assert notes(compose([]), "torch") == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,167 @@
+"""Answers of SLURM's commands, read as values. Nothing is started."""
+
+import pytest
+
+from orchestrator.clusters.slurm.submission import retry_unanswered
+from orchestrator.errors import ClusterError
+from orchestrator.slurm_client import (
+    JOB_FIELDS,
+    Answer,
+    NoClient,
+    SchedulerDown,
+    SlurmClient,
+    TaskEnd,
+    accounted,
+    explained,
+    read_job_status,
+    read_queue,
+    task_ends,
+)
+
+
+def line(**values):
+    made = {
+        "State": "RUNNING", "RestartCnt": "0", "Requeue": "1", "PreemptTime": "N/A",
+        "EndTime": "1795301031", "exit_code": "0", "Reason": "None", **values,
+    }  # fmt: skip
+    return "".join(f"{made[name]:<{width}}" for name, width in JOB_FIELDS.items()) + "\n"
+
+
+NO_ANSWERS = [
+    'squeue: error: Munge encode failed: Failed to access "/run/munge/munge.socket.2"',
+    "slurm_load_jobs error: Protocol authentication error",
+    "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+    "slurm_load_jobs error: Something that nobody has thought of",
+    "squeue: error: _parse_next_key: Parsing error at unrecognized key",
+    "",
+]
+
+
+@pytest.mark.parametrize("words", NO_ANSWERS)
+def test_an_error_never_means_that_a_job_is_gone(words):
+    with pytest.raises(SchedulerDown):
+        read_queue(Answer(1, "", words))
+    assert read_queue(Answer(1, "", "slurm_load_jobs error: Invalid job id specified")) == {}
+
+
+class Client:
+    def __init__(self, answer):
+        self.answer = answer
+
+    def ask(self, *command):
+        return self.answer
+
+
+def test_accounting_that_is_off_is_told_from_accounting_that_is_silent():
+    off = Answer(1, "", "Slurm accounting storage is disabled")
+    assert accounted(Client(off), ["7"]) is None
+    silent = Answer(1, "", "sacct: error: slurm_persist_conn_open_without_init: no")
+    with pytest.raises(ClusterError, match="accounting gave no answer"):
+        accounted(Client(silent), ["7"])
+
+
+def test_a_jobs_standing_is_read_by_position_whatever_its_texts_hold():
+    found = read_job_status(line(Reason="JobState=NONE Requeue=0", RestartCnt="3", exit_code="9"))
+    assert (found.state, found.restarts, found.requeue) == ("RUNNING", 3, True)
+    assert (found.exit_code, found.exit_signal, found.ends_at) == (0, 9, 1795301031.0)
+    assert read_job_status("\n") is None
+
+
+@pytest.mark.parametrize(
+    ("values", "cancelled"),
+    [
+        ({"State": "RUNNING"}, False),
+        ({"State": "COMPLETING"}, True),
+        ({"State": "CANCELLED"}, True),
+        ({"State": "COMPLETING", "Reason": "TimeLimit"}, False),
+        ({"State": "COMPLETING", "Reason": "NodeDown"}, False),
+        ({"State": "COMPLETING", "PreemptTime": "1795301031"}, False),
+    ],
+)
+def test_a_job_that_a_person_ends_is_told_from_one_that_the_scheduler_takes(values, cancelled):
+    assert read_job_status(line(**values)).cancelled == cancelled
+
+
+def test_squeue_is_read_and_an_unknown_job_is_simply_not_there():
+    text = (
+        "7|RUNNING|n[0-1]|59:30|0:30|1700000000|None|/r/000.sh\n"
+        "8|PENDING||1:00|0:00|N/A|Priority|(null)\n"
+    )
+    jobs = read_queue(Answer(0, text, ""))
+    assert jobs["7"].time_left_s == 3570
+    assert jobs["7"].alive
+    assert not jobs["7"].waiting
+    assert (jobs["8"].waiting, jobs["8"].reason, jobs["8"].start) == (True, "Priority", None)
+    assert read_queue(Answer(1, "", "slurm_load_jobs error: Invalid job id specified")) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "down", "no_conf"),
+    [
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1, 0),
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv", 1, 0),
+        ("sbatch: error: invalid partition specified: x", 0, 0),
+        ("scontrol: fatal: Could not establish a configuration source", 0, 1),
+    ],
+)
+def test_a_silent_scheduler_is_told_from_a_refusal_and_from_a_machine_without_one(
+    words, down, no_conf
+):
+    assert (Answer(1, "", words).down, Answer(1, "", words).no_slurm_conf) == (down, no_conf)
+
+
+def test_a_refusal_keeps_the_schedulers_words_and_adds_what_they_mean():
+    said = explained("sbatch: error: Invalid generic resource (gres) specification")
+    assert "Invalid generic resource (gres)" in said
+    assert "cluster.gpus_per_node" in said
+
+
+def test_submission_waits_for_a_scheduler_but_not_for_ever():
+    told, calls = [], []
+
+    def answer_at_last():
+        calls.append(1)
+        if len(calls) < 2:
+            raise SchedulerDown("the scheduler does not answer")
+        return "7"
+
+    assert retry_unanswered(answer_at_last, patience_s=60, tell=told.append) == "7"
+    assert "trying again" in told[0]
+
+    def never():
+        raise SchedulerDown("the scheduler does not answer")
+
+    with pytest.raises(ClusterError, match="not submitted, though tried"):
+        retry_unanswered(never, patience_s=0.5, tell=told.append)
+
+
+def test_a_slurm_conf_that_is_not_there_is_said_at_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "gone.conf"))
+    with pytest.raises(NoClient, match=r"gone\.conf: there is no such file"):
+        SlurmClient()
+
+
+def test_tasks_are_read_in_srun_s_order_and_each_with_its_node():
+    log = (
+        "before\n"
+        "srun: error: gpu-7: tasks 0,2-4: Exited with exit code 1 \n"
+        "srun: error: vm: task 9: Segmentation fault (core dumped)\n"
+        "slurmstepd: error: task 5: nothing of srun's\n"
+    )
+    exited = [TaskEnd(rank=n, node="gpu-7", what="Exited with exit code 1") for n in (0, 2, 3, 4)]
+    crashed = TaskEnd(rank=9, node="vm", what="Segmentation fault (core dumped)")
+    assert task_ends(log) == [*exited, crashed]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("Exited with exit code 5", "exited with code 5"),
+        ("Exited with exit code 137", "exited with code 137"),
+        ("Terminated", "killed by signal 15 (SIGTERM)"),
+        ("Segmentation fault (core dumped)", "killed by signal 11 (SIGSEGV)"),
+        ("Out Of Memory", "ended: Out Of Memory"),
+    ],
+)
+def test_the_end_of_a_task_is_described_by_its_code_or_signal(what, words):
+    assert TaskEnd(rank=0, node="vm", what=what).words == words
