@@ -21,7 +21,7 @@ VERBS = ("run", "plan", "resume", "status", "logs", "attach", "cancel", "compare
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandLine:
-    """What was asked for.
+    """Parsed command line.
 
     Attributes:
         overrides: as they were typed.
@@ -73,7 +73,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     while rest:
         argument = rest.pop(0)
         if argument == "--":
-            overrides += program_overrides(rest, beside=overrides)
+            overrides += program_overrides(rest, before=overrides)
             break
         flag, equals, value = argument.partition("=")
         if not argument.startswith("-") or argument == "-":
@@ -87,7 +87,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
                 raise ConfigError(f"{flag} needs a value: {flag} {VALUED[flag].upper()}")
             found[VALUED[flag]] = value if equals else rest.pop(0)
         else:
-            check_overrides(overrides)  # it may be the flag of a script that stands before it
+            check_overrides(overrides)  # it may be the flag of a script before it
             known = [*SWITCHES, *VALUED]
             raise ConfigError(f"there is no flag '{flag}'{did_you_mean(flag, known)}")
     found.pop("", None)
@@ -137,20 +137,20 @@ def _is_file(text: str) -> bool:
         return False
 
 
-def program_overrides(words: Sequence[str], beside: Sequence[str] = ()) -> tuple[str, str]:
-    r"""RReturn the words after `--`, a program and its arguments, as overrides.
+def program_overrides(words: Sequence[str], before: Sequence[str] = ()) -> tuple[str, str]:
+    r"""Return the words after `--`, a program and its arguments, as overrides.
 
     Args:
-        beside: the overrides that stand before it.
+        before: the overrides before `--`.
 
     Raises:
-        ConfigError: there is no program, or what stands before it says another one.
+        ConfigError: there is no program, or an override names another one.
 
     >>> program_overrides(["train.py", "--lr", "it's"])
     ('job=program', "job.command=['train.py','--lr','it\\'s']")
     """
-    check_overrides(beside)
-    for override in beside:
+    check_overrides(before)
+    for override in before:
         if key_of(override) == "job.command" or (
             key_of(override) == "job" and override.partition("=")[2] != "program"
         ):

@@ -108,7 +108,7 @@ def refuse_unused(overrides: Sequence[str]) -> None:
 
 
 IDENTITY = {"job": ("_target_",), "optimizer": ("_target_", "name")}
-"""What says which job or optimizer a section describes; its other keys are that one's arguments."""
+"""Keys that identify the job or optimizer of a section; its other keys are the arguments."""
 
 
 NUMBER = r"-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]+)?"
@@ -262,7 +262,7 @@ class Composer:
 
     @property
     def stated(self) -> list[str]:
-        """What is swept over: the configuration's own words, and the line's."""
+        """Return all statements of a sweep: the configuration's own, and the line's."""
         return [*self.params, *self.overrides]
 
     def points(

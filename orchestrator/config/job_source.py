@@ -199,7 +199,7 @@ def find_class(dotted: str) -> ClassSource | None:
 
 
 def missing_class(dotted: str, key: str) -> str | None:
-    """Return why a class cannot exist; None if it exists, or if that cannot be told.
+    """Return why a class cannot exist; None if it exists, or if that is not known.
 
     A package that is not installed here may be installed on the nodes.
     """
@@ -230,7 +230,7 @@ def _missing_module(spelled: str, module: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetFacts:
-    """What a job's source says; None where it does not tell.
+    """Facts that a job's source states; None if it does not state them.
 
     Attributes:
         coupled: the loss is one of all embeddings.
@@ -410,12 +410,12 @@ def _check_executable(spelled: str, path: Path) -> None:
 
 
 def _not_there(spelled: str, path: Path) -> str:
-    told = f"there is no program {spelled}"
+    sentence = f"there is no program {spelled}"
     if os.sep not in spelled and path.suffix == "":
-        told += " here or on PATH"
+        sentence += " here or on PATH"
     try:
         names = [entry.name for entry in os.scandir(path.parent)][:MOST_NAMED]
     except OSError:  # the folder is not there either
-        return f"{told}: there is no folder {path.parent}"
+        return f"{sentence}: there is no folder {path.parent}"
     found = nearest(path.name, names)
-    return told + (f"; did you mean {path.with_name(found)}?" if found else "")
+    return sentence + (f"; did you mean {path.with_name(found)}?" if found else "")

@@ -106,7 +106,7 @@ OF_A_SEARCH = ("search", "seed", "objective", "direction", "prune")  # in `sweep
 SEARCH_KEYS = tuple(f"sweep.{name}" for name in OF_A_SEARCH)
 SHIPPED = "shipped"
 OURS = (SHIPPED, "hydra", "schema")
-"""Sources that are nobody's own: what comes from elsewhere, the user has written."""
+"""Providers of configuration that is not the user's own."""
 
 
 def config_folder() -> Path:
@@ -123,13 +123,13 @@ def config_folder() -> Path:
 
 
 class UsersFirst(ConfigSearchPathImpl):
-    """A search path on which the shipped configuration comes last, whoever adds a folder when.
+    """A search path on which the shipped configuration always comes last.
 
     Hydra takes the first file of a name, and adds what `hydra.searchpath` says at the end.
     """
 
     def append(self, provider: str, path: str, anchor: SearchPathQuery | None = None) -> None:
-        del anchor  # nobody gives one
+        del anchor  # none is given
         found = self.get_path()
         last = found[-1].provider if found else None
         place = len(found) - 1 if last == SHIPPED and provider != "schema" else len(found)
@@ -154,11 +154,11 @@ def search_path(config_dir: str | None) -> UsersFirst:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where one group's part of a composition comes from.
+    """Origin of one group's part of a composition.
 
     Attributes:
         default: what the shipped file says that was chosen for the group although no user's file
-            and no override chose it; None when somebody did, or nothing was chosen.
+            and no override chose it; None otherwise, or if nothing was chosen.
         stated: whether a file of the user's says anything in this section.
     """
 
@@ -243,7 +243,7 @@ class Loader(ConfigLoaderImpl):
 
     def refuse_sweep(self, overrides: Sequence[str]) -> None:
         """Raise `ConfigError` for a sweep over what all its points share, or of no point, or of
-        more than anybody can mean.
+        too many points.
         """
         sizes = {o.key_or_group: _size(o) for o in self.swept(overrides) if o.is_discrete_sweep()}
         if (number := math.prod(sizes.values())) > MOST_POINTS:
@@ -259,13 +259,13 @@ class Loader(ConfigLoaderImpl):
         swept = sorted({o.key_or_group for o in parsed if o.is_sweep_override()})
         stated = [o for o in parsed if not o.is_sweep_override()]
         outside = ("run", *OF_THE_SWEEP)
-        told = [o for o in stated if o.key_or_group.split(".")[0] not in outside]
+        fixed = [o for o in stated if o.key_or_group.split(".")[0] not in outside]
         if any(o.key_or_group == "sweep.search" for o in stated):  # what it may choose is all of it
-            told += [o for o in parsed if o.is_sweep_override()]
-            told += [o for o in stated if o.key_or_group in SEARCH_KEYS]
-        fixed = sorted(str(o.input_line) for o in told)
+            fixed += [o for o in parsed if o.is_sweep_override()]
+            fixed += [o for o in stated if o.key_or_group in SEARCH_KEYS]
+        lines = sorted(str(o.input_line) for o in fixed)
         own = str(Path(line.config_dir).absolute()) if line.config_dir else ""
-        made_of = repr((swept, fixed, line.config_name, own))
+        made_of = repr((swept, lines, line.config_name, own))
         digest = hashlib.sha256(made_of.encode()).hexdigest()[:8]
         keys = "-".join(key.rpartition(".")[2].replace("/", "_") for key in swept)[:60]
         return f"sweep_{keys}{'_' if keys else ''}{digest}"

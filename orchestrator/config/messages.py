@@ -27,7 +27,10 @@ def config_errors(whose: str = "") -> Generator[None]:
     """
     try:
         yield
-    except (OrchestratorError, BrokenPipeError):  # the latter: nobody reads what Hydra prints
+    except (
+        OrchestratorError,
+        BrokenPipeError,
+    ):  # the latter: of Hydra's output
         raise
     except (Exception, RecursionError) as error:
         raise explained(error, whose) from error
@@ -44,7 +47,7 @@ ELSEWHERE = {
     "data_dir": "job.data_dir",
     "output_dir": "run.dir",
 }
-"""What other tools call a key of ours."""
+"""Names that other tools have for our keys."""
 NO_SWEEPER = "it is not installed here; without {}, all combinations of stated values are swept"
 
 
@@ -66,12 +69,12 @@ def no_such_key(key: str) -> str:
     """
     section, _, leaf = key.rpartition(".")
     known = [*_dotted_keys(), *GROUPS]
-    beside = [k.removeprefix(f"{section}.") for k in known if k.rpartition(".")[0] == section]
+    siblings = [k.removeprefix(f"{section}.") for k in known if k.rpartition(".")[0] == section]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
-    tail = did_you_mean(leaf, beside)
-    if nearest(leaf, beside) is None and (leaf in ELSEWHERE or elsewhere):
+    tail = did_you_mean(leaf, siblings)
+    if nearest(leaf, siblings) is None and (leaf in ELSEWHERE or elsewhere):
         tail = did_you_mean(found := ELSEWHERE.get(leaf) or elsewhere[0], [found])
-    elif elsewhere and leaf not in beside:
+    elif elsewhere and leaf not in siblings:
         tail = did_you_mean(elsewhere[0], elsewhere)
     return f"there is no key '{key}'{tail}"
 

@@ -29,7 +29,7 @@ LAUNCHERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What each rank runs.
+    """Program that each rank runs.
 
     Attributes:
         command: a script (train.py), a module (`-m`, `package.module`) or any other program, and
@@ -50,7 +50,7 @@ class Program:
 
     @property
     def is_module(self) -> bool:
-        """Whether Python runs a module: `-m package.module`."""
+        """Return True if Python runs a module: `-m package.module`."""
         return self.command[0] == "-m"
 
     @property
@@ -161,7 +161,7 @@ def program_problems(config: Any, defaults: Any) -> list[str]:
     """Return the errors of a program's section, and of keys that mean nothing to a program.
 
     Args:
-        config, defaults: a whole `Config`, and one that nobody has changed.
+        config, defaults: a whole `Config`, and an unchanged one.
     """
     job: Mapping[str, Any] = config.job
     wrong = [

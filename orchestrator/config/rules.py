@@ -80,7 +80,7 @@ UNKNOWN = "the job's source does not say which framework it is for; run.survive=
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """Whether the others go on, and what a person is told of it; "" where there is nothing to."""
+    """Survival of lost ranks, and its description for people; "" if there is none."""
 
     on: bool
     words: str = ""
@@ -114,7 +114,7 @@ def with_survival(config: Config, *, on: bool) -> Config:
 
 
 def _survive_default_refusals(config: Config) -> Iterator[str]:
-    """Why it is off where nobody has said, the first reason first."""
+    """Yield why it is off by default, the first reason first."""
     yield from _survive_refusals(config)
     yield from _survive_with_job(config, check_target(config.job))
 
@@ -123,7 +123,7 @@ def _survive_with_job(config: Config, facts: TargetFacts) -> Iterator[str]:
     if facts.framework == "torch":
         yield from _survive_on_torch(config)
         if facts.talks_in_window:
-            yield f"{SURVIVE} talks_in_window: nobody could break those collectives off"
+            yield f"{SURVIVE} talks_in_window: those collectives cannot be interrupted"
     elif facts.framework == "mindspore":
         yield SURVIVE_ON_MINDSPORE
     elif facts.framework is None:
@@ -135,8 +135,8 @@ def _survive_with_job(config: Config, facts: TargetFacts) -> Iterator[str]:
 def _survive_refusals(config: Config) -> Iterator[str]:
     if is_program(config.job):
         yield (
-            "run.survive=true means nothing to a program, whose updates nobody else can redo; try "
-            f"{RESTARTS}"
+            "run.survive=true means nothing to a program, whose updates other ranks cannot redo; "
+            f"try {RESTARTS}"
         )
     elif node_range(config.cluster.nodes)[1] * config.cluster.ranks_per_node == 1:
         yield (
@@ -175,9 +175,9 @@ def replacement_problems(config: Config) -> Iterator[str]:
     """Yield the errors about `run.max_replacements`."""
     if not config.run.max_replacements:
         return
-    told = f"run.max_replacements={config.run.max_replacements}"
+    stated = f"run.max_replacements={config.run.max_replacements}"
     if config.run.survive is False:
-        yield f"{told} needs ranks that go on meanwhile; try run.survive=true, or {RESTARTS}"
+        yield f"{stated} needs ranks that go on meanwhile; try run.survive=true, or {RESTARTS}"
 
 
 MOST_RANKS = 2**20
@@ -225,14 +225,13 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
     if framework is None:
         return
     if refusal := FRAMEWORKS.refusal(framework):
-        told = refusal.replace(FRAMEWORKS.key, "framework", 1)
-        raise JobError(f"{config.job['_target_']}: {told}")
+        raise JobError(f"{config.job['_target_']}: {refusal}")
     engine = {"torch": _torch, "mindspore": _mindspore}.get(framework, lambda *_, **__: ())
     _refuse([*_transport(config, framework), *engine(config, coupled=coupled)])
 
 
 def refuse_schedule(job: str, schedule: ScheduleConfig) -> None:
-    """Raise `ConfigError` for a schedule beside a job's own rates: one would be a lie."""
+    """Raise `ConfigError` for a schedule of a job that has its own rates."""
     plain = ScheduleConfig()
     stated = [
         f"schedule.{name}={value}"

@@ -1,4 +1,7 @@
-"""The configuration's schema: every key with its type, default and bounds."""
+"""The configuration's schema: every key with its type, default and bounds.
+
+`reference.MEANINGS` has what each key means.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ LONGEST_NAME = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """What one field may hold, besides null where its type has that.
+    """Allowed values of one field, besides null where its type has that.
 
     Attributes:
         choice: the words that it may be.
@@ -115,7 +118,7 @@ def value_of(config: Any, dotted: str) -> Any:
 
 
 _LEAVES = frozenset({int, str, float, bool, type(None)})
-"""What nearly all values are: a sweep of a thousand points asks for each of half a million."""
+"""Types of nearly all values: a sweep of a thousand points has half a million."""
 
 
 def plain(config: Any) -> Any:
@@ -164,14 +167,12 @@ def _odd(dotted: str, value: Any) -> str | None:
 
 GPUS = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.+-]*:)?([0-9]{1,6})")
 SIGNAL_AHEAD_S = 60
-"""`cluster.signal_ahead_s` where nobody says otherwise."""
+"""Default of `cluster.signal_ahead_s`."""
 
 
 @dataclass
 class ClusterConfig:
-    """Where the ranks run. The fields under "SLURM" are refused for any other kind of cluster;
-    `options` are what a kind of somebody else's says that it has.
-    """
+    """Place and shape of a run. Keys from `partition` on are refused elsewhere than on SLURM."""
 
     kind: str = registered(CLUSTERS, "local")
     nodes: Any = 2
@@ -182,7 +183,6 @@ class ClusterConfig:
     collective_timeout_s: float = number(1800.0, above=0, most=LONGEST_S)
     heartbeat_timeout_s: float = number(20.0, above=0, most=LONGEST_S)
     hang_timeout_s: float = number(300.0, above=0, most=LONGEST_S)
-    # SLURM
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -204,7 +204,6 @@ class ClusterConfig:
     preamble: list[str] = field(default_factory=list[str])
     container: str | None = None
     container_runtime: str | None = None
-    # of a kind of somebody else's
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -217,7 +216,7 @@ SLURM_ONLY = (
 
 @dataclass
 class AccumulationConfig:
-    """How the samples of one update are cut. Any two of the first three give the third."""
+    """Split of the samples of one update. Any two of the first three give the third."""
 
     global_batch: int | None = number(None, least=1)
     steps: int | None = number(None, least=1)
@@ -239,11 +238,7 @@ class ScheduleConfig:
 
 @dataclass
 class TrainConfig:
-    """The training. `evaluate_every` and `checkpoint_every` count updates; null: each epoch.
-
-    initial_weights: a run, or a safetensors file, whose weights this run starts from; the optimizer
-    and the updates begin anew.
-    """
+    """Length, precision, evaluations and checkpoints of the training."""
 
     updates: int | None = number(None, least=1)
     epochs: float | None = number(None, above=0, most=1e12)
@@ -261,15 +256,7 @@ class TrainConfig:
 
 @dataclass
 class EngineConfig:
-    """How the job's framework computes, and the size of the buckets of its gradients.
-
-    bucket_mib: null is an eighth of the gradient, but 1 to 25 MiB, and all of one up to 3 MiB;
-    under MindSpore, where none leaves before the boundary, 25 MiB.
-    wire: gradients travel in their own type, or rounded; shard_optimizer: each rank keeps 1/R of
-    the optimizer's state and steps 1/R of the weights (mathematics.md has what both cost).
-    norm is what a model's batch norms become (your-own-job.md). mode, jit_level and style are
-    MindSpore's (docs/how-to/mindspore.md).
-    """
+    """Settings of the job's framework. mode, jit_level and style are MindSpore's."""
 
     bucket_mib: float | None = number(None, above=0, most=2**20)
     wire: str = choice("own", "bfloat16")
@@ -286,13 +273,7 @@ class EngineConfig:
 
 @dataclass
 class RunConfig:
-    """Where the run is kept and how it is followed. `watch` null: local yes, SLURM no.
-
-    max_restarts: how often a run that failed begins again by itself, from its newest checkpoint.
-    max_replacements: how many lost ranks get another process while the others go on; null: 16.
-    survive: when a rank dies in mid-window, the others redo it and go on (surviving.md); null:
-    wherever that can be had on more than one node, see `rules.py`.
-    """
+    """Folder, restarts and following of a run."""
 
     dir: str | None = None
     name: str | None = None
@@ -305,13 +286,7 @@ class RunConfig:
 
 @dataclass
 class SweepConfig:
-    """How the points of a sweep are run; all of them share it.
-
-    parallel: at once, at the most; `auto`: as many as this machine has cores, memory and GPUs for
-    (one where their speeds are compared), on a scheduler as it likes.
-    force: also those that are done. objective: of result.json, what a search is told of a point.
-    search and all below it are those of our own search, whose points are trials.
-    """
+    """Settings that all points of a sweep share. From `search` on they are those of a search."""
 
     parallel: Any = "auto"
     force: bool = False
@@ -325,14 +300,14 @@ class SweepConfig:
 
 @dataclass
 class BudgetConfig:
-    """What a sweep may cost by its plan, or it is refused."""
+    """Limits of a sweep's cost by its plan."""
 
     gpu_hours: float | None = number(None, above=0)
 
 
 @dataclass
 class TrackerConfig:
-    """Where scalars go beside metrics.jsonl. `options`: of a kind of somebody else's."""
+    """Destination of scalars besides metrics.jsonl. `options`: of a kind from another package."""
 
     kind: str = registered(TRACKERS, "tensorboard")
     options: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -340,24 +315,16 @@ class TrackerConfig:
 
 @dataclass
 class FactsConfig:
-    """What the planner may know of job and data before either is loaded; null: not known.
-
-    The workers check both and say so when one is wrong.
-    """
+    """Facts about job and data for the planner, which the workers check; null: not known."""
 
     parameters: int | None = number(None, least=1)
     dataset_samples: int | None = number(None, least=1)
-    update_s: float | None = number(
-        None, above=0
-    )  # how long an update takes, as an earlier run measured it
+    update_s: float | None = number(None, above=0)
 
 
 @dataclass
 class Config:
-    """The whole configuration, as in config.yaml of a run folder.
-
-    An empty `optimizer` is the job's own.
-    """
+    """The whole configuration, as in config.yaml of a run folder. An empty optimizer: the job's."""
 
     job: dict[str, Any] = field(default_factory=dict[str, Any])
     optimizer: dict[str, Any] = field(default_factory=dict[str, Any])

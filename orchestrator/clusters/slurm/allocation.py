@@ -115,8 +115,8 @@ class CurrentAllocation(BaseSlurmCluster):
     """`cluster.allocation=current`."""
 
     def script(self, run: RunDir, attempt: int, place: Here) -> str:
-        beside = ["--overlap"] if STEP in os.environ else []  # this shell is in a step itself
-        shape = [*shape_of(self.config.cluster), *beside]
+        overlap = ["--overlap"] if STEP in os.environ else []  # this shell is in a step itself
+        shape = [*shape_of(self.config.cluster), *overlap]
         return step_script(self.config, run, attempt, place, shape)
 
     def check(self, request: Request) -> Admission:  # noqa: ARG002  # the configuration has it all

@@ -90,7 +90,7 @@ if [ -e "$run/result.json" ]; then
     exit 0
 fi
 if ! [ -d "$run/submitit" ]; then
-    echo "error: $run/submitit is gone, and with it what the ranks are told to do" >&2
+    echo "error: $run/submitit is missing, and with it the task of the ranks" >&2
     exit 1
 fi
 """)
@@ -137,7 +137,7 @@ pause() { read -rt "$1" <> <(:); }
 ) @{SRUN_LOG}>&- 2>/dev/null &
 watcher=$!
 [ -z "$stop_signal" ] || kill -@{first} "$srun" 2>/dev/null
-# A signal ends the wait, not srun; bash keeps the code for whoever asks again.
+# A signal ends the wait, not srun; bash keeps the code for the next wait.
 while wait "$srun"; [ $? -gt 128 ] && kill -0 "$srun" 2>/dev/null; do :; done
 wait "$srun"
 code=$?
@@ -191,7 +191,7 @@ class Here:
         folder: the user's working folder; the job runs there too.
         package: folder of this package as the ranks import it: in the snapshot, or installed.
         path: folders that the ranks' PYTHONPATH begins with.
-        unpacked: the folder that the code's archive, beside it, unpacks to, if any.
+        unpacked: the folder that the code's archive, next to it, unpacks to, if any.
         defaults: options of sbatch that the user's SBATCH_* variables set, by option.
         copies: where each source folder's copy will be; None if the job is no program.
     """

@@ -59,7 +59,7 @@ FRUITLESS = 10
 
 
 class Next(Enum):
-    """What follows an attempt: the end of the run, a requeue, or a new srun in this allocation."""
+    """Next step after an attempt: end of the run, requeue, or a new srun in this allocation."""
 
     END = "end"
     REQUEUE = "requeue"
