@@ -172,7 +172,7 @@ SIGNAL_AHEAD_S = 60
 
 @dataclass
 class ClusterConfig:
-    """Place and shape of a run. Keys from `partition` on are refused elsewhere than on SLURM."""
+    """Place and shape of a run; other kinds of clusters refuse the keys of `SLURM_ONLY`."""
 
     kind: str = registered(CLUSTERS, "local")
     nodes: Any = 2
